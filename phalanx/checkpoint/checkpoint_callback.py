@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, Snapshot, sync_directory
-from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
+from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.keras_compat.callback_bases import ChiefCallback
 from phalanx.monitoring import timeline
+from phalanx.monitoring.worker_figures import SavedCheckpoint
+from phalanx.runtime import telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +90,6 @@ class CheckpointWriter:
     def __init__(self, checkpoints: CheckpointDirectory):
         self._checkpoints = checkpoints
         self._thread: threading.Thread | None = None
-        self._error: PhalanxError | None = None  # of the last checkpoint that was written in the background
 
     @property
     def busy(self) -> bool:
@@ -105,15 +106,9 @@ class CheckpointWriter:
         """
         # Not a daemon: a program that ends right after `fit` waits for its last checkpoint.
         self._thread = threading.Thread(
-            target=self._write_apart, args=(content, step, state), name="phalanx-checkpoint", daemon=False
+            target=self._write, args=(content, step, state), name="phalanx-checkpoint", daemon=False
         )
         self._thread.start()
-
-    def check(self) -> None:
-        """Raise the error that the last checkpoint in the background ended with: SupersededError if this process may
-        not write any more, ConfigurationError if another job has the directory."""
-        if self._error is not None:
-            raise self._error
 
     def write(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> Path | None:
         """Write a checkpoint now, after one that is being written; None, after a warning, if it cannot be written."""
@@ -121,22 +116,17 @@ class CheckpointWriter:
         return self._write(content, step, state)
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is finished. Raises: as `check`."""
+        """Until the checkpoint that is being written is finished."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self.check()
-
-    def _write_apart(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> None:
-        try:
-            self._write(content, step, state)
-        except PhalanxError as error:
-            self._error = error
 
     def _write(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> Path | None:
         try:
             with timeline.current.span(timeline.CHECKPOINTS, "checkpoint", {"step": step}):
-                return self._checkpoints.write(content, step, state())
+                path = self._checkpoints.write(content, step, state())
+                telemetry.current.checkpoint = SavedCheckpoint(step, str(path))
+                return path
         except OSError as error:
             logger.warning("%s. Training continues; the next checkpoint is tried as usual.", error)
             return None

@@ -13,8 +13,9 @@ from typing import Any
 
 import click
 
+from phalanx.cli.dashboard_commands import dashboard, report
+from phalanx.cli.job_commands import scale, status, top
 from phalanx.cli.run import run
-from phalanx.cli.status_and_scale import scale, status
 from phalanx.errors import ConfigurationError, PhalanxError
 from phalanx.monitoring.console import write_whole
 from phalanx.runtime.exit_codes import SIGNAL_BASE
@@ -44,7 +45,7 @@ def cli() -> None:
     """Distributed training for Keras 3 on any backend."""
 
 
-@click.command(short_help="Check this machine, and the cluster that it is a task of.")
+@click.command()
 def doctor() -> None:
     """Show what this task knows of its cluster, and check that the others can be reached."""
     from phalanx.cluster import doctor as cluster_doctor
@@ -52,7 +53,7 @@ def doctor() -> None:
     sys.exit(cluster_doctor.run())
 
 
-for command in (run, status, scale, doctor):
+for command in (run, status, top, dashboard, report, scale, doctor):
     cli.add_command(command)
 
 

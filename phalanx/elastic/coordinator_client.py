@@ -15,9 +15,7 @@ import msgspec
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.environment_variables import ELASTIC_COORDINATOR
 from phalanx.elastic import membership_messages as messages
-from phalanx.elastic.control_messages import LAUNCHER
 from phalanx.errors import DisagreementError, EvictedError, LinkClosedError, LinkTimeoutError, RendezvousError
-from phalanx.monitoring.stragglers import StepTiming
 from phalanx.transport.address import Address
 from phalanx.transport.dial import RefusedError, retry_delay_s
 from phalanx.transport.link import Link
@@ -27,7 +25,7 @@ logger = logging.getLogger(__name__)
 SEND_S = 5.0
 LINK_UP_S = 5.0
 """For one connection. The other end was heard of a moment ago."""
-TIMING_S = 0.5
+SIGN_OF_LIFE_S = 0.5
 
 Order = messages.FormGeneration | messages.PastEntry | messages.EntryBegan
 
@@ -47,7 +45,6 @@ class CoordinatorClient:
         regroup_requested: the generation that the chief, this process, is asked to leave; None if there is none.
         is_lost: whether the coordinator is lost, and with it the right to train: it may have started other processes,
             which write the same checkpoints.
-        measure_timing: called twice a second for the timing that is sent.
 
     Raises:
         RendezvousError: the coordinator can't be reached, or the job has failed.
@@ -57,7 +54,6 @@ class CoordinatorClient:
     def __init__(self, identity: TaskIdentity, on_generation_ended: Callable[[int], None]):
         self._identity = identity
         self._on_generation_ended = on_generation_ended
-        self.measure_timing: Callable[[], StepTiming] = StepTiming
         self.regroup_requested: int | None = None
         self.is_lost = False
         self._generation = 0
@@ -66,7 +62,7 @@ class CoordinatorClient:
         self._closed = threading.Event()
         self.link, self.response = self._connect()
         task = identity.description.task
-        for name, body in (("orders", self._receive), ("timing", self._send_timings)):
+        for name, body in (("orders", self._receive), ("life", self._send_signs_of_life)):
             threading.Thread(target=body, name=f"phalanx-elastic-{name}-{task}", daemon=True).start()
 
     def send(self, message: messages.ToCoordinator) -> None:
@@ -119,7 +115,7 @@ class CoordinatorClient:
         while True:
             try:
                 link, welcome = self._identity.dial_address(
-                    address, LAUNCHER, messages.COORDINATOR, details, deadline=time.monotonic() + LINK_UP_S
+                    address, messages.LAUNCHER, messages.COORDINATOR, details, deadline=time.monotonic() + LINK_UP_S
                 )
                 return link, msgspec.msgpack.decode(welcome.details, type=messages.JoinResponse)
             except RefusedError as error:
@@ -148,10 +144,10 @@ class CoordinatorClient:
             self.is_lost = True
             self._on_generation_ended(self._generation)
 
-    def _send_timings(self) -> None:
-        while not self._closed.wait(TIMING_S):
+    def _send_signs_of_life(self) -> None:
+        while not self._closed.wait(SIGN_OF_LIFE_S):
             try:
-                self.send(self.measure_timing())
+                self.send(messages.SignOfLife())
             except (LinkClosedError, LinkTimeoutError):
                 return  # the receiving thread notices
 

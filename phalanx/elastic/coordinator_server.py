@@ -7,27 +7,16 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from functools import partial
 
 import msgspec
 
 from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.elastic import membership_messages as messages
-from phalanx.elastic.control_messages import (
-    CONTROL,
-    IMPOSSIBLE,
-    LAUNCHER,
-    ElasticJobStatus,
-    HostStatus,
-    MemberStatus,
-    ScaleRequest,
-)
-from phalanx.elastic.elastic_coordinator import CoordinatorState, ElasticCoordinator, LossCause, ProcessLost
+from phalanx.elastic.elastic_coordinator import ElasticCoordinator, LossCause, ProcessLost
 from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits
 from phalanx.errors import ConfigurationError, LinkClosedError, LinkTimeoutError
-from phalanx.monitoring.stragglers import StepTiming, StragglerDetector
 from phalanx.transport.credentials import Credentials
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
@@ -67,13 +56,10 @@ class CoordinatorServer:
         self._senders: dict[str, _Sender] = {}
         self._job = job_actions
         self._slots = limits.maximum
-        self._stragglers = StragglerDetector(timeout_s=limits.timeout_s)
-        self._hosts: list[HostStatus] = []
         self.coordinator = ElasticCoordinator(limits, time.monotonic(), job=job_actions, send=self._send)
         self._closed = threading.Event()
-        self._listener = Listener(sockets, task=LAUNCHER, credentials=credentials, job=job)
+        self._listener = Listener(sockets, task=messages.LAUNCHER, credentials=credentials, job=job)
         self._listener.register(messages.COORDINATOR, self)
-        self._listener.register(CONTROL, _ControlService(self))
         self._listener.start()
         self._clock = threading.Thread(target=self._tick, name="phalanx-elastic-clock", daemon=True)
         self._clock.start()
@@ -110,10 +96,6 @@ class CoordinatorServer:
         with self._lock:
             self.coordinator.limit(workers, time.monotonic())
 
-    def show_hosts(self, hosts: Sequence[HostStatus]) -> None:
-        with self._lock:
-            self._hosts = list(hosts)
-
     # See `transport.listener.Service`.
 
     def admit(self, hello: Hello) -> Welcome:
@@ -139,61 +121,27 @@ class CoordinatorServer:
         receive = partial(self._receive, hello.incarnation, link, sender)
         threading.Thread(target=receive, name=f"phalanx-elastic-from-{hello.task}", daemon=True).start()
 
-    def control(self, request: ScaleRequest) -> ElasticJobStatus:
-        """Fulfil a user's request; returns the state of the job.
+    def scale(self, workers: int) -> None:
+        """Request another number of workers.
 
-        Raises: ConfigurationError if it cannot be fulfilled.
+        Raises: ConfigurationError if it is out of bounds.
         """
         with self._lock:
-            now = time.monotonic()
-            if request.workers is not None:
-                minimum = self.coordinator.table.limits.minimum
-                if not minimum <= request.workers <= self._slots:
-                    raise ConfigurationError(
-                        f"{request.workers} workers are requested, but the job was started with --workers "
-                        f"{minimum}:{self._slots}: it accepts {minimum} to {self._slots}."
-                    )
-                self.coordinator.resize(request.workers, now)
-                self._job.resize(request.workers)
-            return self._state(now)
-
-    def _state(self, now: float) -> ElasticJobStatus:
-        coordinator, table = self.coordinator, self.coordinator.table
-        ranks = {incarnation: rank for rank, incarnation in enumerate(table.members)}
-        states = [
-            MemberStatus(
-                rank=ranks.get(incarnation, -1),
-                task=process.task,
-                host=process.description.host,
-                pid=process.description.pid,
-                timing=process.timing,
-                silent_s=now - process.last_message_at,
-                step_seconds=self._stragglers.step_seconds(incarnation),
-                is_slow=self._stragglers.is_slow(incarnation),
-            )
-            for incarnation, process in table.processes.items()
-        ]
-        is_regrouping = coordinator.state in (CoordinatorState.REGROUPING, CoordinatorState.SHORT_OF_MEMBERS)
-        is_gathering = coordinator.state is CoordinatorState.GATHERING
-        return ElasticJobStatus(
-            generation=coordinator.generation,
-            minimum=table.limits.minimum,
-            maximum=table.limits.maximum,
-            activity="gathering" if is_gathering else "regrouping" if is_regrouping else "",
-            steps_per_s=table.processes[table.members[0]].timing.steps_per_s if table.members else 0.0,
-            members=sorted(states, key=lambda state: (state.rank < 0, state.rank)),
-            hosts=self._hosts,
-        )
+            minimum = self.coordinator.table.limits.minimum
+            if not minimum <= workers <= self._slots:
+                raise ConfigurationError(
+                    f"{workers} workers are requested, but the job was started with --workers "
+                    f"{minimum}:{self._slots}: it accepts {minimum} to {self._slots}."
+                )
+            self.coordinator.resize(workers, time.monotonic())
+            self._job.resize(workers)
 
     # Threads.
 
     def _receive(self, incarnation: str, link: Link, sender: _Sender) -> None:
         for message in messages.receive(link, _decoder):
             with self._lock:
-                now = time.monotonic()
-                if isinstance(message, StepTiming):
-                    self._stragglers.add(incarnation, message, now)
-                self.coordinator.receive(incarnation, message, now)
+                self.coordinator.receive(incarnation, message, time.monotonic())
         with self._lock:
             sender.finish()
             # A process whose link broke may have dialled again by now; then only its former link has ended.
@@ -205,11 +153,7 @@ class CoordinatorServer:
     def _tick(self) -> None:
         while not self._closed.wait(TICK_S):
             with self._lock:
-                now, table = time.monotonic(), self.coordinator.table
-                self.coordinator.tick(now)
-                names = {i: f"{table.processes[i].task} (rank {rank})" for rank, i in enumerate(table.members)}
-                for text in self._stragglers.detect(names, self.coordinator.generation, now):
-                    self._job.log(text)
+                self.coordinator.tick(time.monotonic())
 
     def _send(self, incarnation: str, message: messages.FromCoordinator) -> None:
         if sender := self._senders.get(incarnation):
@@ -236,21 +180,3 @@ class _Sender(threading.Thread):
             with contextlib.suppress(LinkClosedError, LinkTimeoutError):  # the receiving thread notices
                 messages.send(self._link, message, SEND_S)
         self._link.finish()
-
-
-class _ControlService:
-    """Answers requests of users. The `Welcome` holds the whole answer."""
-
-    def __init__(self, server: CoordinatorServer):
-        self._server = server
-
-    def admit(self, hello: Hello) -> Welcome:
-        try:
-            state = self._server.control(msgspec.msgpack.decode(hello.details, type=ScaleRequest))
-        except (ConfigurationError, msgspec.MsgspecError) as error:
-            return Welcome(refusal=IMPOSSIBLE, reason=str(error))
-        return Welcome(details=msgspec.msgpack.encode(state))
-
-    def adopt(self, hello: Hello, link: Link) -> None:
-        del hello
-        link.close()

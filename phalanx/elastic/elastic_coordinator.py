@@ -31,7 +31,6 @@ from phalanx.elastic.evictions import EvictionPolicy
 from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits, MemberTable
 from phalanx.elastic.network_partitions import ConnectionFailures
-from phalanx.monitoring.stragglers import StepTiming
 
 Send = Callable[[str, messages.FromCoordinator], None]
 """Sends a message to the process of an incarnation."""
@@ -161,8 +160,6 @@ class ElasticCoordinator:
                     self._evictions.reported(message, now, is_first=len(self.table.reports) == 1)
             case messages.EntryBegan() | messages.EntryFinished():
                 self.entries.record(message)
-            case StepTiming():
-                process.timing = message
             case messages.LeaveNotice():
                 if incarnation in self.table.members:
                     self.table.finished_tasks.append(process.task)
@@ -310,18 +307,14 @@ class ElasticCoordinator:
 
     def _form(self, incarnations: list[str], now: float) -> None:
         processes = self.table.processes
-        joined = ", ".join(processes[i].task for i in incarnations if i not in self.table.members)
         # The chief must be a member that has the job's state. The sort is stable.
         incarnations = sorted(incarnations, key=lambda i: processes[i].needs_state)
         self.generation += 1
         is_first = self.generation == 1
         if is_first:
             self.table.limits = replace(self.table.limits, expected=len(incarnations))  # for candidates to come
-        else:
-            self._job.log(
-                f"generation {self.generation}: {len(incarnations)} workers" + (f"; {joined} joined" if joined else "")
-            )
         addresses = self.table.seat(incarnations, is_first=is_first)
+        self._job.generation_formed(self.generation, [processes[i].task for i in incarnations])
         self._chief, self._is_chief_lost = incarnations[0], False
         self._evictions.generation_formed(now)
         self._enter(CoordinatorState.RUNNING, now)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from phalanx.elastic.control_messages import HostStatus
-
 
 class ElasticJob(Protocol):
     """What the coordinator requests of the launcher. Called in a thread of the coordinator, while it holds its lock: no
@@ -30,6 +28,10 @@ class ElasticJob(Protocol):
 
     def resize(self, workers: int) -> None:
         """A user has requested this number of workers (`phalanx scale`)."""
+        ...
+
+    def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
+        """These tasks, in rank order, are the members from now on."""
         ...
 
     def log(self, text: str) -> None:
@@ -56,6 +58,9 @@ class MembershipControl(Protocol):
         """There will never be more worker processes than this: the job need not wait for others."""
         ...
 
-    def show_hosts(self, hosts: Sequence[HostStatus]) -> None:
-        """The hosts that `phalanx status` displays from now on."""
+    def scale(self, workers: int) -> None:
+        """A user has requested this number of workers.
+
+        Raises: ConfigurationError if it is out of the job's bounds.
+        """
         ...

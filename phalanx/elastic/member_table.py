@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from phalanx.cluster.task_comparison import TaskDescription, describe_disagreement
 from phalanx.elastic.membership_messages import LossReport, MemberAddress
-from phalanx.monitoring.stragglers import StepTiming
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class ElasticProcess:
         queried_entry: the entry whose status it waits for, as a candidate.
         ready_entry: the entry at which it waits to become a member.
         report: how it left the present generation.
-        timing: its last timing.
     """
 
     description: TaskDescription
@@ -46,7 +44,6 @@ class ElasticProcess:
     queried_entry: int | None = None
     ready_entry: int | None = None
     report: LossReport | None = None
-    timing: StepTiming = field(default_factory=StepTiming)
 
     @property
     def task(self) -> str:

@@ -10,7 +10,6 @@ from typing import TypeVar
 import msgspec
 
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
-from phalanx.monitoring.stragglers import StepTiming
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
@@ -21,6 +20,8 @@ IDLE_S = 3600.0
 SLOWEST_BYTES_PER_S = 1e6
 """A large result takes longer on a slow network."""
 
+LAUNCHER = "the launcher"
+"""The name of the elastic coordinator as a task, in messages to people too."""
 COORDINATOR = "elastic coordinator"
 """Purpose of a process's link to the coordinator."""
 GENERATION = "generation"
@@ -103,6 +104,10 @@ class EntryFinished(msgspec.Struct, frozen=True, tag="finished"):
     result: bytes
 
 
+class SignOfLife(msgspec.Struct, frozen=True, tag="alive"):
+    """The sender lives; twice a second."""
+
+
 class LeaveNotice(msgspec.Struct, frozen=True, tag="leave"):
     """The sender has finished its program successfully."""
 
@@ -174,7 +179,7 @@ class Dismissed(msgspec.Struct, frozen=True, tag="dismissed"):
     cause: str
 
 
-ToCoordinator = EntryQuery | ReadyToJoin | LossReport | EntryBegan | EntryFinished | StepTiming | LeaveNotice
+ToCoordinator = EntryQuery | ReadyToJoin | LossReport | EntryBegan | EntryFinished | SignOfLife | LeaveNotice
 FromCoordinator = FormGeneration | GenerationEnded | EntryBegan | RegroupRequest | PastEntry | Dismissed
 
 NOT_KEPT = b"\xc1too large"  # 0xc1 begins no msgpack value

@@ -22,9 +22,11 @@ from phalanx.collectives import CommunicationOptions, connect
 from phalanx.collectives.autotune.autotune_log import AutotuneLog
 from phalanx.collectives.autotune.trial_search import TrialSearch
 from phalanx.config.job_config import CollectiveConfig, JobConfig
+from phalanx.devices import gpu_figures
 from phalanx.elastic.elastic_node import ElasticNode, join_node
 from phalanx.elastic.generation_loop import LOSSES, Position, form_next_generation, join_generation
 from phalanx.errors import ConfigurationError, LinkTimeoutError, PhalanxError
+from phalanx.horovod import step_reports
 from phalanx.horovod.controller import Controller
 from phalanx.horovod.exceptions import HorovodInternalError
 from phalanx.horovod.execution import FusedPart
@@ -33,8 +35,7 @@ from phalanx.horovod.horovod_environment import HorovodEnvironment
 from phalanx.horovod.operation_request import OperationKind, Request
 from phalanx.horovod.process_set_links import LinkOffer
 from phalanx.monitoring import timeline
-from phalanx.runtime import process_exit
-from phalanx.runtime.heartbeat import Heartbeat
+from phalanx.runtime import process_exit, telemetry
 
 ENTRY = 0
 """All members of an elastic job take part in a single entry, from `init` on (see `elastic.entry_log`)."""
@@ -63,8 +64,9 @@ class HorovodJob:
         self.needs_state = False
         self.membership = node.membership
         self._has_started = False
+        telemetry.current.read_gpu = gpu_figures.read
+        telemetry.announce(lambda: self.traffic)
         if isinstance(node, ElasticNode):
-            node.coordinator.measure_timing = Heartbeat()
             join_generation(node, self, ENTRY)
         else:
             self.start()
@@ -130,6 +132,13 @@ class HorovodJob:
         self.controllers, self._memberships, self._lost = {}, {}, None
 
     @property
+    def traffic(self) -> telemetry.WorkerTraffic:
+        """What this process has sent and waited for, for those who watch the job. May be read from any thread."""
+        statistics = [controller.communicator.statistics for controller in [*self.controllers.values()]]
+        sent, on_links = sum(each.bytes_sent for each in statistics), sum(each.bytes_on_links for each in statistics)
+        return telemetry.WorkerTraffic(sent, on_links, step_reports.waited_s())
+
+    @property
     def has_secret(self) -> bool:
         """Whether all members know the job's secret. True if this process is alone."""
         return self._node.config.secret is not None or self.membership.world_size == 1
@@ -185,6 +194,7 @@ class HorovodJob:
             return
         flush = not process_exit.has_failed()
         timeline_relay.stop_recording()
+        telemetry.current.watch_traffic(None)
         self._end(flush=flush)
         self._node.close(flush=flush)
 

@@ -8,6 +8,7 @@ shows its reduction only.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,7 +17,13 @@ from phalanx.runtime import progress
 
 T = TypeVar("T")
 _numbers = itertools.count()
+_waited_s = 0.0
 _in_function = False  # for all threads: TensorFlow calls the host in one of its own
+
+
+def waited_s() -> float:
+    """Seconds that this process has spent in the reductions of its updates."""
+    return _waited_s
 
 
 def report_reduction(merge: Callable[[], T], *, applied: bool = False) -> T:
@@ -26,9 +33,12 @@ def report_reduction(merge: Callable[[], T], *, applied: bool = False) -> T:
         merge: the function.
         applied: whether the caller applies the gradients next, and ends the step in the timeline.
     """
+    global _waited_s
     progress.report("all_reduce", step=next(_numbers))
+    began = time.perf_counter()
     timeline.current.enter("merge")
     result = merge()
+    _waited_s += time.perf_counter() - began
     progress.enter("update")
     if applied or _in_function:
         timeline.current.enter("apply")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from phalanx.launcher.host_pool import ElasticOptions
 from phalanx.launcher.host_slots import HostShare, own_name
 from phalanx.launcher.hosts.local_host import listen
+from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.job_supervisor import JobSupervisor
 from phalanx.launcher.worker_placement import LOOPBACK, new_identity
 
@@ -48,7 +49,7 @@ class ElasticSupervisor:
             self._listener.close()
 
     def begin(
-        self, job: JobSupervisor, members: ElasticOptions, started: int, say: Callable[[str], None]
+        self, job: JobSupervisor, members: ElasticOptions, started: int, observer: JobObserver
     ) -> MembershipControl:
         """Serve the members of a job that has been started; returns how the launcher controls them.
 
@@ -56,7 +57,7 @@ class ElasticSupervisor:
             job: the job, in this process.
             members: how many there may be, and how many the job should begin with.
             started: the number of workers that have been started.
-            say: shows a line to the user. Called in the thread that runs the job.
+            observer: is told of each generation, and of what the user should know.
         """
         from phalanx.config.job_config import JobConfig
         from phalanx.elastic.coordinator_server import CoordinatorServer
@@ -77,7 +78,7 @@ class ElasticSupervisor:
             ),
             credentials=Credentials(secret.encode(), load_tls(config.tls)),
             job=job_id,
-            job_actions=_JobActions(job, say),
+            job_actions=_JobActions(job, observer),
         )
         return self._server
 
@@ -85,9 +86,9 @@ class ElasticSupervisor:
 class _JobActions:
     """Carries out what the coordinator requests, in the thread that runs the job; see `ElasticJob`."""
 
-    def __init__(self, job: JobSupervisor, say: Callable[[str], None]):
+    def __init__(self, job: JobSupervisor, observer: JobObserver):
         self._job = job
-        self._say = say
+        self._observer = observer
 
     def evict(self, task: str) -> None:
         self._job.loop.run_soon(lambda: self._job.kill(task))
@@ -104,9 +105,12 @@ class _JobActions:
     def resize(self, workers: int) -> None:
         self._job.loop.run_soon(lambda: self._job.resize(workers))
 
+    def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
+        self._job.loop.run_soon(lambda: self._observer.generation_formed(generation, tasks))
+
     def log(self, text: str) -> None:
         self._job.loop.run_soon(lambda: self._log(text))
 
     def _log(self, text: str) -> None:
         if not self._job.is_shutting_down:  # the launcher ends the members itself, which is no news
-            self._say(text)
+            self._observer.noticed(text)

@@ -171,11 +171,11 @@ def write(folder: Path, verdict: RootCause, ends: Sequence[WorkerExit]) -> None:
     page = render(verdict, ends, log_dir=str(folder)).encode(errors="replace")
     fields = msgspec.json.format(msgspec.json.encode(as_json(verdict, ends)), indent=2)
     for name, content in ((PAGE_FILE, page), (JSON_FILE, fields)):
-        with open(folder / name, "wb", opener=_open_no_link) as file:
+        with open(folder / name, "wb", opener=open_no_link) as file:
             file.write(content)
 
 
-def _open_no_link(path: str, flags: int) -> int:
+def open_no_link(path: str, flags: int) -> int:
     """In a directory that others may write to, a link of theirs would lead to another file of this user.
 
     Raises: OSError if the file is a symbolic link.
@@ -199,7 +199,7 @@ def open_logs(folder: Path | None, tasks: Sequence[str]) -> Iterator[list[Binary
                 # Files of an earlier job would be taken for this one's.
                 for old in (PAGE_FILE, JSON_FILE, *(logs_before - set(names))):
                     (folder / old).unlink(missing_ok=True)
-                logs = [stack.enter_context(open(folder / name, "wb", 0, opener=_open_no_link)) for name in names]
+                logs = [stack.enter_context(open(folder / name, "wb", 0, opener=open_no_link)) for name in names]
         except OSError as error:
             raise ConfigurationError(
                 f"The log directory {folder} cannot be written to: {error.strerror}. "

@@ -13,8 +13,8 @@ from phalanx.launcher.hosts.base_host import WorkerHost
 
 POLL_S = 0.05
 """Between two looks at hosts that cannot wake the selector."""
-IDLE_S = 1.0
-"""The longest sleep: hosts collect step timings and reap orphans about this often."""
+IDLE_S = 0.5
+"""The longest sleep: hosts collect reports and reap orphans about this often."""
 
 
 class HostLoop:

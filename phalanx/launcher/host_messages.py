@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from phalanx.monitoring.worker_figures import WorkerFigures
 from phalanx.runtime.crash_report import CrashReport
 
 STOPPED = "T"
@@ -74,18 +75,23 @@ class CheckpointBeforeExit(msgspec.Struct, frozen=True, tag="checkpoint"):
     rank: int
 
 
-class StepTimingReported(msgspec.Struct, frozen=True, tag="timing"):
-    """How fast a worker of a job of fixed size runs, about once a second.
+class WorkerReport(msgspec.Struct, frozen=True, tag="report"):
+    """What a worker does now, about twice a second while it says something new.
 
     Attributes:
-        computed_s, waited_s: seconds since it started, outside of collectives and inside them.
-        steps: training steps since it started.
+        phase, epoch, step: as in `runtime.progress`.
+        age_s: seconds since it began to do that.
+        saves_checkpoint: whether it can be asked for a checkpoint.
+        figures: None if there are no newer ones than those reported before.
     """
 
     rank: int
-    computed_s: float
-    waited_s: float
-    steps: int
+    phase: str
+    epoch: int | None
+    step: int | None
+    age_s: float
+    saves_checkpoint: bool = False
+    figures: WorkerFigures | None = None
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
@@ -100,7 +106,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-Event = Output | Started | Exited | CheckpointBeforeExit | StepTimingReported
+Event = Output | Started | Exited | CheckpointBeforeExit | WorkerReport
 
 
 # From the launcher to an agent.
@@ -174,8 +180,14 @@ class DumpStacks(msgspec.Struct, frozen=True, tag="dump-stacks"):
     rank: int
 
 
-Command = Prepare | Start | Restart | Signal | DumpStacks | KeepAlive
-Answer = Output | Started | Exited | CheckpointBeforeExit | StepTimingReported | Prepared | Refused
+class RequestCheckpoint(msgspec.Struct, frozen=True, tag="request-checkpoint"):
+    """Ask a worker for a checkpoint, which it writes after a next step."""
+
+    rank: int
+
+
+Command = Prepare | Start | Restart | Signal | DumpStacks | RequestCheckpoint | KeepAlive
+Answer = Output | Started | Exited | CheckpointBeforeExit | WorkerReport | Prepared | Refused
 
 
 class LineReader:

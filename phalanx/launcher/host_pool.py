@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from phalanx.config.environment_variables import DEFAULT_RENDEZVOUS_TIMEOUT_S
-from phalanx.errors import RendezvousError
+from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.launcher.host_blacklist import COOLDOWN_S, HostBlacklist
 from phalanx.launcher.host_connections import HostConnection, HostConnections
 from phalanx.launcher.host_discovery import DiscoveryScript, HostDiscovery
@@ -25,9 +25,9 @@ from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.job_supervisor import JobSupervisor
 from phalanx.launcher.slot_assignment import HostSlot, SlotAssignment
 from phalanx.launcher.worker_placement import LOOPBACK, NO_REPLICA, START_TIMEOUT_S, WorkerRecipe
+from phalanx.monitoring.job_events import HostStatus
 
 if TYPE_CHECKING:
-    from phalanx.elastic.control_messages import HostStatus
     from phalanx.elastic.launcher_interface import MembershipControl
 
 GATHER_POLL_S = 0.5
@@ -107,7 +107,7 @@ class ElasticPlacements:
 
 
 class HostPool:
-    """See the top of the file. Call `gather`, then `first`, then `begin`. A context manager.
+    """See the top of the file. Call `gather`, then `first`, then `begin`, and `close` in the end.
 
     Args:
         tasks: the tasks of the job, those that train first.
@@ -119,6 +119,7 @@ class HostPool:
             hosts.
         log: shows a line.
         relay: shows a line of a host, which names it.
+        on_hosts: receives the hosts whenever they have changed.
     """
 
     def __init__(
@@ -132,8 +133,10 @@ class HostPool:
         start_timeout_s: float | None = None,
         log: Callable[[str], None],
         relay: Callable[[str], None],
+        on_hosts: Callable[[Sequence[HostStatus]], None] = lambda hosts: None,
     ):
-        self._tasks, self._members, self._log = tasks, members, log
+        self._tasks, self._members, self._log, self._on_hosts = tasks, members, log, on_hosts
+        self._drained: set[str] = set()
         self._start_timeout_s = start_timeout_s
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._connections = HostConnections(
@@ -162,16 +165,10 @@ class HostPool:
         else:
             self._offer(shares)
 
-    def __enter__(self) -> HostPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @property
     def shares(self) -> list[HostShare]:
-        """The hosts that are known."""
-        return list(self._shares.values())
+        """The hosts that may be used."""
+        return [share for name, share in self._shares.items() if name not in self._drained]
 
     @property
     def stays_here(self) -> bool:
@@ -226,6 +223,27 @@ class HostPool:
         self._connections.attach(job.loop)
         job.loop.wake()
 
+    def drain(self, host: str) -> None:
+        """Withdraw a host: its workers leave before a next step, and no other starts there. May be called from any
+        thread.
+
+        Raises: ConfigurationError if the host is unknown, or if too few slots would be left.
+        """
+        names = [share.name for share in self.shares]
+        if host not in names:
+            raise ConfigurationError(f"{host!r} is not a host of the job; its hosts are {', '.join(names)}.")
+        slots = sum(share.workers for share in self.shares if share.name != host)
+        if slots < self._members.minimum:
+            raise ConfigurationError(
+                f"Without {host} the job has {slots} slots, and needs {self._members.minimum}. Add a host first."
+            )
+
+        def withdraw() -> None:
+            self._drained.add(host)
+            self._offer(list(self._shares.values()))
+
+        self._post(withdraw)
+
     def close(self) -> None:
         """Close all connections, and stop the discovery script. Safe to call twice."""
         if self._discovery is not None:
@@ -267,13 +285,13 @@ class HostPool:
         now = time.monotonic()
         while not self._events.empty():
             self._events.get()()
-        self._connections.update(self._shares, now)
+        self._connections.update({share.name: share for share in self.shares}, now)
         self._connections.close(self._slots.unused_hosts(self._connections.names))
         self._connect()
         if self._membership is not None:
             self._withdraw(self._membership)
             self._start_workers(self._membership)
-            self._show(self._membership, now)
+            self._show(now)
         blacklisted = self._connections.blacklist.hosts(now)
         return min((host.seconds for name, host in blacklisted.items() if name in self._shares), default=None)
 
@@ -290,7 +308,7 @@ class HostPool:
         most = len(self._tasks)  # more slots are of no use, and each costs a socket
         shares = [replace(share, workers=min(share.workers, most)) for share in shares]
         self._shares = {share.name: share for share in shares}
-        self._slots.offer({share.name: share.workers for share in shares})
+        self._slots.offer({share.name: share.workers for share in self.shares})
         if self._job is not None:
             names = ", ".join(f"{share.name}:{share.workers}" for share in shares) or "none"
             self._log(f"the hosts are now: {names}")
@@ -323,17 +341,16 @@ class HostPool:
             membership.readmit(self._tasks[rank])
             self._job.start_worker(self._placements.worker(rank, slot))
 
-    def _show(self, membership: MembershipControl, now: float) -> None:
-        """Update the hosts in `phalanx status`."""
-        from phalanx.elastic.control_messages import HostStatus
-
+    def _show(self, now: float) -> None:
+        """Report the hosts, if they have changed."""
         blacklisted = self._connections.blacklist.hosts(now)
         states = []
         for name, share in self._shares.items():
             host = blacklisted.get(name)
             # Rounded, because the clock passes between two calls: an unchanged state is not sent again.
-            until, reason = (None, "") if host is None else (round(now + host.seconds, 3), host.reason)
-            states.append(HostStatus(name, share.workers, len(self._slots.ranks_on(name)), until, reason))
+            until, reason = (None, "") if host is None else (round(time.time() + host.seconds), host.reason)
+            taken = len(self._slots.ranks_on(name))
+            states.append(HostStatus(name, share.workers, taken, until, reason, name in self._drained))
         if states != self._shown:
             self._shown = states
-            membership.show_hosts(states)
+            self._on_hosts(states)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.launcher.host_messages import StepTimingReported
+from phalanx.launcher.host_messages import WorkerReport
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.root_cause import WorkerExit
+from phalanx.monitoring.job_events import HostStatus
 
 
 class JobObserver:
@@ -21,8 +22,14 @@ class JobObserver:
     def exited(self, end: WorkerExit) -> None:
         """A process of a task has exited."""
 
-    def step_timing(self, task: str, timing: StepTimingReported) -> None:
-        """How fast a worker of a job of fixed size runs, about once a second."""
+    def reported(self, task: str, report: WorkerReport) -> None:
+        """What a task does, about twice a second."""
+
+    def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
+        """In an elastic job: these tasks train together from now on."""
+
+    def hosts_changed(self, hosts: Sequence[HostStatus]) -> None:
+        """In an elastic job: the hosts on which workers may run."""
 
     def restarting(self, end: WorkerExit, count: str) -> None:
         """A task is restarted; `count` says how often so far."""
@@ -38,3 +45,57 @@ class JobObserver:
 
     def overdue(self, tasks: Sequence[str], seconds: float) -> None:
         """These tasks still run so long after the training, and are being ended."""
+
+    def noticed(self, text: str) -> None:
+        """Anything else that the user should know, as one line."""
+
+
+class ObserverGroup(JobObserver):
+    """Passes everything to several observers, in their order."""
+
+    def __init__(self, *observers: JobObserver):
+        self._observers = observers
+
+    def output(self, rank: int, is_error: bool, data: bytes) -> None:
+        for each in self._observers:
+            each.output(rank, is_error, data)
+
+    def started(self, placement: WorkerPlacement, pid: int) -> None:
+        for each in self._observers:
+            each.started(placement, pid)
+
+    def exited(self, end: WorkerExit) -> None:
+        for each in self._observers:
+            each.exited(end)
+
+    def reported(self, task: str, report: WorkerReport) -> None:
+        for each in self._observers:
+            each.reported(task, report)
+
+    def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
+        for each in self._observers:
+            each.generation_formed(generation, tasks)
+
+    def hosts_changed(self, hosts: Sequence[HostStatus]) -> None:
+        for each in self._observers:
+            each.hosts_changed(hosts)
+
+    def restarting(self, end: WorkerExit, count: str) -> None:
+        for each in self._observers:
+            each.restarting(end, count)
+
+    def failed(self, end: WorkerExit) -> None:
+        for each in self._observers:
+            each.failed(end)
+
+    def left_behind(self, end: WorkerExit) -> None:
+        for each in self._observers:
+            each.left_behind(end)
+
+    def overdue(self, tasks: Sequence[str], seconds: float) -> None:
+        for each in self._observers:
+            each.overdue(tasks, seconds)
+
+    def noticed(self, text: str) -> None:
+        for each in self._observers:
+            each.noticed(text)

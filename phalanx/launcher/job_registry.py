@@ -1,7 +1,7 @@
-"""Which elastic jobs this user's launchers run: a file for each, which the launcher removes when it exits.
+"""Which jobs this user's launchers run: a file for each, which the launcher removes when it exits.
 
 Several hosts may share the directory, as they often share home directories. Only processes of the launcher's host and
-PID namespace can tell whether it is alive.
+PID namespace can tell whether it is alive, and reach its socket.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import msgspec
 
 from phalanx.config.environment import process_environment, user_cache_directory
 from phalanx.config.environment_variables import JOBS_DIRECTORY
-from phalanx.config.job_config import TLSFiles
 
 
 @dataclass(frozen=True)
@@ -25,56 +24,49 @@ class RegisteredJob:
     """A running job.
 
     Attributes:
-        job: its name.
-        coordinator: the address of its elastic coordinator.
-        secret: of the job.
+        job: its id.
         pid: of its launcher.
         started: when that process started, as the kernel counts; empty if unknown. Its number may be used again.
         host: of its launcher, by name.
         processes: where this process id means something.
         program: its command line.
-        tls: the files with which it encrypts, if it does: certificate, key, authority.
     """
 
     job: str
-    coordinator: str
-    secret: str
     pid: int
     started: str
     host: str
     processes: str
     program: str
-    tls: tuple[str, str, str] | None = None
 
     @property
     def is_here(self) -> bool:
         return self.processes == _processes()
 
     @property
-    def tls_files(self) -> TLSFiles | None:
-        return None if self.tls is None else TLSFiles(*map(Path, self.tls))
+    def socket_path(self) -> Path:
+        """Where its launcher answers; see `job_connection`."""
+        return socket_path(self.job)
 
 
 def folder() -> Path:
-    """Where the files lie; only this user may read them, as they hold secrets."""
+    """Where the files are; only this user may read them."""
     chosen = process_environment().get(JOBS_DIRECTORY)
     return Path(chosen) if chosen else user_cache_directory() / "jobs"
 
 
+def socket_path(job: str) -> Path:
+    """The socket of a job's launcher."""
+    return folder() / f"{job}.sock"
+
+
 @contextlib.contextmanager
-def registered(
-    job: str, coordinator: str, secret: str, program: Sequence[str], tls: TLSFiles | None = None
-) -> Iterator[None]:
-    """While inside, the job is known to `phalanx status` and `phalanx scale`. A folder that cannot be written to is no
+def registered(job: str, program: Sequence[str]) -> Iterator[None]:
+    """While inside, the job is known to `phalanx status` and the others. A folder that cannot be written to is no
     reason not to train."""
     path: Path | None = None
-    files = None
-    if tls is not None:
-        files = (str(tls.certificate.absolute()), str(tls.key.absolute()), str(tls.authority.absolute()))
     shown = " ".join(program).encode(errors="replace").decode()
-    entry = RegisteredJob(
-        job, coordinator, secret, os.getpid(), _start(os.getpid()), socket.gethostname(), _processes(), shown, files
-    )
+    entry = RegisteredJob(job, os.getpid(), _start(os.getpid()), socket.gethostname(), _processes(), shown)
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
         path = folder() / f"{job}.json"
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -100,8 +92,9 @@ def running() -> list[RegisteredJob]:
         if not entry.is_here or _lives(entry):
             found.append(entry)
         else:
-            with contextlib.suppress(OSError):
-                path.unlink()
+            for left in (path, path.with_suffix(".sock")):
+                with contextlib.suppress(OSError):
+                    left.unlink()
     return found
 
 

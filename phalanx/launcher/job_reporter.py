@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from phalanx.launcher.host_messages import StepTimingReported
+from phalanx.launcher.host_messages import WorkerReport
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.root_cause import WorkerExit
-from phalanx.launcher.task_table import EVALUATORS
+from phalanx.launcher.task_table import EVALUATORS, TRAINING
 from phalanx.monitoring.console import Console
 from phalanx.runtime.exit_codes import describe_exit
 
@@ -24,12 +25,25 @@ class JobReporter(JobObserver):
 
     Args:
         verbose: whether to show each start and exit.
+        on_stragglers: receives the tasks that the others wait for, whenever they have changed; None if workers do not
+            wait for each other.
+        timeout_s: see `StragglerWatch`.
     """
 
-    def __init__(self, console: Console, *, verbose: bool):
+    def __init__(
+        self,
+        console: Console,
+        *,
+        verbose: bool,
+        on_stragglers: Callable[[Sequence[str]], None] | None = None,
+        timeout_s: float = math.inf,
+    ):
         self._console = console
         self._verbose = verbose
+        self._on_stragglers = on_stragglers
+        self._timeout_s = timeout_s
         self._stragglers: StragglerWatch | None = None
+        self._members: Sequence[str] | None = None
 
     def report(self, text: str) -> None:
         """Show a line of the launcher itself."""
@@ -48,18 +62,36 @@ class JobReporter(JobObserver):
         if error is not None and not error.interrupted:  # the worker has not printed it
             self._console.log(end.rank, error.traceback.encode())
         if self._stragglers is not None:
-            self._stragglers.forget(end.rank)
+            self._stragglers.forget(end.task)
         if self._verbose:
             self.report(f"{end.task} (rank {end.rank}) ended with exit code {end.code}")
 
-    def step_timing(self, task: str, timing: StepTimingReported) -> None:
+    def reported(self, task: str, report: WorkerReport) -> None:
+        if self._on_stragglers is None or not task.startswith(TRAINING):
+            return
         if self._stragglers is None:
             # Imported here so that the start of the job need not wait for it.
             from phalanx.launcher.straggler_watch import StragglerWatch
 
-            self._stragglers = StragglerWatch()
-        for text in self._stragglers.add(timing, task, time.monotonic()):
+            self._stragglers = StragglerWatch(timeout_s=self._timeout_s)
+            if self._members is not None:
+                self._stragglers.use_members(self._members)
+        lines = self._stragglers.add(report, task, time.monotonic())
+        for text in lines:
             self.report(text)
+        if lines:
+            self._on_stragglers(self._stragglers.slow)
+
+    def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
+        if self._members is not None:
+            joined = ", ".join(task for task in tasks if task not in self._members)
+            self.report(f"generation {generation}: {len(tasks)} workers" + (f"; {joined} joined" if joined else ""))
+        self._members = tasks
+        if self._stragglers is not None:
+            self._stragglers.use_members(tasks)
+
+    def noticed(self, text: str) -> None:
+        self.report(text)
 
     def restarting(self, end: WorkerExit, count: str) -> None:
         self.report(f"{end.task} {describe_exit(end.returncode)}; starting it again ({count})")

@@ -11,6 +11,13 @@ from phalanx.launcher.host_slots import HostShare
 
 
 @dataclass(frozen=True, slots=True)
+class DashboardOptions:
+    """How a job is shown in a browser; `control`: whether the buttons there act."""
+
+    control: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class JobRequest:
     """A job to run.
 
@@ -20,7 +27,7 @@ class JobRequest:
         shares: the hosts, with as many slots as there are tasks; in an elastic job, with all their slots.
         config: see `LaunchConfig`.
         elastic: None for a job of fixed size, which ends when it loses a worker.
-        size_reason: why it has so many workers; empty if the user has chosen the number.
+        dashboard: None to show the job nowhere but here.
     """
 
     arguments: Sequence[str]
@@ -28,4 +35,4 @@ class JobRequest:
     shares: Sequence[HostShare]
     config: LaunchConfig
     elastic: ElasticOptions | None = None
-    size_reason: str = ""
+    dashboard: DashboardOptions | None = None

@@ -4,38 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
+import math
 import os
 import resource
-import secrets
 import selectors
+import shlex
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from phalanx.config.environment import allows_colour, set_variables
+from phalanx.config.environment import allows_colour
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError, PreemptedError, RendezvousError
 from phalanx.launcher import failure_report
 from phalanx.launcher.elastic_supervisor import ElasticSupervisor
-from phalanx.launcher.host_pool import HostPool
+from phalanx.launcher.host_pool import ElasticOptions, HostPool
 from phalanx.launcher.hosts.local_host import LocalHost
 from phalanx.launcher.hosts.output_streams import OutputStreams, TerminalSize
-from phalanx.launcher.job_registry import registered
+from phalanx.launcher.job_observer import JobObserver, ObserverGroup
 from phalanx.launcher.job_reporter import JobReporter
 from phalanx.launcher.job_request import JobRequest
-from phalanx.launcher.job_size import describe_start
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
 from phalanx.launcher.orphan_reaper import adopt_orphans, end_orphans
 from phalanx.launcher.restart_policy import SHORT_LIFE_S, RestartPolicy
 from phalanx.launcher.stop_signals import stop_signals, stopped_by_signals
+from phalanx.launcher.task_table import SERVERS
+from phalanx.launcher.watched_job import WatchedJob
 from phalanx.launcher.worker_placement import WorkerRecipe, place
 from phalanx.monitoring.console import Console, prefixes, width
-from phalanx.monitoring.startup_noise import QUIET
 from phalanx.runtime.exit_codes import SIGNAL_BASE
+
+if TYPE_CHECKING:
+    from phalanx.elastic.launcher_interface import MembershipControl
 
 # Before hosts that did not answer are tried again.
 GATHER_AGAIN_S = 10.0
@@ -55,11 +59,9 @@ def run_job(job: JobRequest) -> int:
     """
     signals = stop_signals(job.config)
     adopt_orphans()
-    if not job.config.verbose:
-        set_variables(QUIET, overwrite=False)  # workers inherit them, on other hosts too
     _raise_file_limit(len(job.tasks))
     log_dir = job.config.log_dir
-    with failure_report.open_logs(log_dir, job.tasks) as logs:
+    with failure_report.open_logs(log_dir, job.tasks) as logs, contextlib.ExitStack() as stack:
         is_terminal = sys.stdout.isatty()
         console = Console(
             job.tasks,
@@ -68,14 +70,11 @@ def run_job(job: JobRequest) -> int:
             columns=shutil.get_terminal_size().columns if is_terminal else None,
             colour=is_terminal and allows_colour(),
             logs=logs,
-            quiet=not job.config.verbose,
         )
-        start = describe_start(job.tasks, len(job.shares), at_most=job.elastic is not None, reason=job.size_reason)
-        console.message(f"phalanx: {start}")
+        watched = stack.enter_context(WatchedJob(job, console.message))
         try:
-            run = secrets.token_hex(8)
             outcome = _run_with_restarts(
-                lambda attempt: _run_once(job, console, signals, f"{run}:{attempt}"), console, job.config.max_restarts
+                lambda: _run_once(job, console, signals, watched), console, job.config.max_restarts
             )
         except OSError as error:
             if error.errno != errno.EMFILE:
@@ -88,6 +87,9 @@ def run_job(job: JobRequest) -> int:
         finally:
             console.close()
         _report_failure(outcome, job, console, colour=sys.stderr.isatty() and allows_colour())
+        watched.end(outcome.verdict, _page(outcome, log_dir))
+    if log_dir is not None:
+        console.message(f"phalanx: `phalanx report {shlex.quote(str(log_dir))}` makes a page of this job")
     return outcome.verdict.code
 
 
@@ -115,19 +117,21 @@ def _report_failure(outcome: JobOutcome, job: JobRequest, console: Console, *, c
             console.message(f"phalanx: this report cannot be written to {config.log_dir}: {error.strerror}")
 
 
-def _run_with_restarts(run_once: Callable[[int], JobOutcome], console: Console, max_restarts: int) -> JobOutcome:
-    """Run the job, and again as a whole after a failure, as long as that may help.
+def _page(outcome: JobOutcome, log_dir: Path | None) -> str:
+    """The failure report; empty if there is nothing to explain."""
+    if outcome.verdict.success:
+        return ""
+    return failure_report.render(outcome.verdict, outcome.ends, log_dir=str(log_dir) if log_dir else None)
 
-    Args:
-        run_once: runs it; its argument is the number of attempts before this one.
-    """
+
+def _run_with_restarts(run_once: Callable[[], JobOutcome], console: Console, max_restarts: int) -> JobOutcome:
+    """Run the job, and again as a whole after a failure, as long as that may help."""
     policy = RestartPolicy(max_restarts, elastic=True)
     has_run = False
-    attempts = itertools.count()
     while True:
         started_at = time.monotonic()
         try:
-            outcome = run_once(next(attempts))
+            outcome = run_once()
         except RendezvousError as error:
             # Hosts that were there when the job began may come back: after a power cut that takes minutes.
             if not has_run or policy.delay_s(0, None, SHORT_LIFE_S) is None:
@@ -148,56 +152,102 @@ def _run_with_restarts(run_once: Callable[[int], JobOutcome], console: Console, 
         time.sleep(delay_s)
 
 
-def _run_once(request: JobRequest, console: Console, signals: Sequence[signal.Signals], run: str) -> JobOutcome:
+def _run_once(
+    request: JobRequest, console: Console, signals: Sequence[signal.Signals], watched: WatchedJob
+) -> JobOutcome:
     """One run of the job, of which `--max-restarts` allows several."""
-    config, elastic = request.config, request.elastic
-    prefix = width(prefixes(request.tasks, colour=False)[0])
+    watched.begin()
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
-        streams = _worker_streams(console, prefix)
-        recipe = WorkerRecipe(
-            request.arguments, request.tasks, config, restartable=config.restarts > 0, run=run, prints_errors=False
-        )
-        reporter = JobReporter(console, verbose=config.verbose)
-        pool = supervisor = None
-        if elastic is None:
-            placements = place(request.shares, recipe, selector, streams, console.message)
+        observer = ObserverGroup(_reporter(request, console, watched), watched.recorder)
+        if request.elastic is None:
+            job, begin = _fixed_job(request, console, selector, observer), None
         else:
-            pool = stack.enter_context(
-                HostPool(
-                    request.tasks,
-                    selector,
-                    streams,
-                    elastic,
-                    shares=request.shares,
-                    start_timeout_s=config.start_timeout_s,
-                    log=reporter.report,
-                    relay=console.message,
-                )
-            )
-            pool.gather()
-            supervisor = stack.enter_context(
-                ElasticSupervisor(pool.shares, stays_here=pool.stays_here, start_timeout_s=config.start_timeout_s)
-            )
-            # Even without restarts another worker may start in the slot, at the same port.
-            placements = pool.first(
-                replace(recipe, restartable=True, coordinator=supervisor.address, identity=supervisor.identity)
-            )
-        job = JobSupervisor(placements, selector, reporter, config, merged=console.is_merged, slots=pool)
-
+            job, begin = _elastic_job(request, request.elastic, console, selector, observer, stack)
+        prefix = _prefix_columns(request)
         on_resize = None if console.columns is None else lambda: _resize(job, console, prefix)
         stack.enter_context(stopped_by_signals(job, signals, on_resize))
         try:
             job.start()
-            if elastic is not None and pool is not None and supervisor is not None:
-                workers = sum(placement.spec.trains for placement in placements)
-                secret, job_id = supervisor.identity
-                tls = JobConfig.from_environment().tls
-                stack.enter_context(registered(job_id, supervisor.address, secret, request.arguments, tls))
-                pool.begin(job, supervisor.begin(job, elastic, workers, reporter.report))
-            return job.run()
+            pool, membership = (None, None) if begin is None else begin()
+            with watched.controlled(job, pool, membership):
+                return job.run()
         finally:
             end_orphans()
+
+
+def _reporter(request: JobRequest, console: Console, watched: WatchedJob) -> JobReporter:
+    waits = not any(task.startswith(SERVERS) for task in request.tasks)  # whether workers wait for each other
+    return JobReporter(
+        console,
+        verbose=request.config.verbose,
+        on_stragglers=watched.recorder.stragglers_changed if waits else None,
+        timeout_s=math.inf if request.elastic is None else JobConfig.from_environment().timeout_s,
+    )
+
+
+def _fixed_job(
+    request: JobRequest, console: Console, selector: selectors.BaseSelector, observer: JobObserver
+) -> JobSupervisor:
+    config, streams = request.config, _worker_streams(console, _prefix_columns(request))
+    recipe = WorkerRecipe(
+        request.arguments, request.tasks, config, restartable=config.restarts > 0, prints_errors=False
+    )
+    placements = place(request.shares, recipe, selector, streams, console.message)
+    return JobSupervisor(placements, selector, observer, config, merged=console.is_merged)
+
+
+def _elastic_job(
+    request: JobRequest,
+    elastic: ElasticOptions,
+    console: Console,
+    selector: selectors.BaseSelector,
+    observer: JobObserver,
+    stack: contextlib.ExitStack,
+) -> tuple[JobSupervisor, Callable[[], tuple[HostPool, MembershipControl]]]:
+    """The job, and what begins to coordinate its members once it has been started."""
+    config = request.config
+    pool = HostPool(
+        request.tasks,
+        selector,
+        _worker_streams(console, _prefix_columns(request)),
+        elastic,
+        shares=request.shares,
+        start_timeout_s=config.start_timeout_s,
+        log=observer.noticed,
+        relay=console.message,
+        on_hosts=observer.hosts_changed,
+    )
+    stack.callback(pool.close)
+    pool.gather()
+    supervisor = stack.enter_context(
+        ElasticSupervisor(pool.shares, stays_here=pool.stays_here, start_timeout_s=config.start_timeout_s)
+    )
+    # Even without restarts another worker may start in the slot, at the same port.
+    placements = pool.first(
+        WorkerRecipe(
+            request.arguments,
+            request.tasks,
+            config,
+            restartable=True,
+            coordinator=supervisor.address,
+            identity=supervisor.identity,
+            prints_errors=False,
+        )
+    )
+    job = JobSupervisor(placements, selector, observer, config, merged=console.is_merged, slots=pool)
+
+    def begin() -> tuple[HostPool, MembershipControl]:
+        workers = sum(placement.spec.trains for placement in placements)
+        membership = supervisor.begin(job, elastic, workers, observer)
+        pool.begin(job, membership)
+        return pool, membership
+
+    return job, begin
+
+
+def _prefix_columns(request: JobRequest) -> int:
+    return width(prefixes(request.tasks, colour=False)[0])
 
 
 def _worker_streams(console: Console, prefix_columns: int) -> OutputStreams:

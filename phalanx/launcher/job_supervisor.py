@@ -18,7 +18,7 @@ from phalanx.config.launch_config import LaunchConfig
 from phalanx.errors import RendezvousError
 from phalanx.launcher.exit_handler import ExitHandler
 from phalanx.launcher.host_event_loop import HostLoop
-from phalanx.launcher.host_messages import CheckpointBeforeExit, Event, Exited, Output, Started, StepTimingReported
+from phalanx.launcher.host_messages import CheckpointBeforeExit, Event, Exited, Output, Started, WorkerReport
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.output_tail import OutputTails
@@ -128,6 +128,12 @@ class JobSupervisor:
         for record in self._tasks.named(task):
             if record.exit is None:
                 record.placement.signal(signal.SIGKILL)
+
+    def request_checkpoint(self) -> None:
+        """Ask every worker for a checkpoint; the chief writes it."""
+        for record in self._tasks:
+            if record.trains and record.state is TaskState.RUNNING:
+                record.placement.host.request_checkpoint(record.rank)
 
     def release(self, task: str) -> None:
         """A worker of an elastic job is no longer wanted: its exit is neither a failure nor the end of the job."""
@@ -247,8 +253,8 @@ class JobSupervisor:
                 record.pid, record.started_at = pid, self._clock()
                 self._tails.clear(rank)
                 self._observer.started(record.placement, pid)
-            case StepTimingReported():
-                self._observer.step_timing(self._tasks[event.rank].name, event)
+            case WorkerReport():
+                self._observer.reported(self._tasks[event.rank].name, event)
             case CheckpointBeforeExit():
                 self._plan.allow_checkpoint(self._clock())
             case Exited():

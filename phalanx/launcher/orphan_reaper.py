@@ -34,6 +34,11 @@ def adopt_orphans() -> None:
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def spare(pid: int) -> None:
+    """This child is not of the job: it is not ended with it."""
+    _others.add(pid)
+
+
 def await_end(process: subprocess.Popen[bytes]) -> None:
     """This process is no orphan: its `Popen` waits for it, and nothing else may."""
     if _is_adopting:

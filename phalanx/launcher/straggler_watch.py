@@ -1,20 +1,30 @@
-"""Detects stragglers in a job of fixed size. In elastic jobs the coordinator does."""
+"""Finds the stragglers of a job, from what its workers report."""
 
 from __future__ import annotations
 
-from phalanx.launcher.host_messages import StepTimingReported
+from collections.abc import Collection
+
+from phalanx.launcher.host_messages import WorkerReport
 from phalanx.monitoring.stragglers import StepTiming, StragglerDetector
+from phalanx.monitoring.worker_figures import WorkerFigures
 
 
 class StragglerWatch:
-    """Compares the totals of computing and waiting that the workers report (`progress.ProgressTotals`)."""
+    """Compares how long the workers compute and wait. When one has exited or joined, it forgets all timings: the others
+    have waited for something else.
 
-    def __init__(self) -> None:
-        self._detector = StragglerDetector()
-        self._last: dict[int, StepTimingReported] = {}
+    Args:
+        timeout_s: see `StragglerDetector`.
+    """
+
+    def __init__(self, *, timeout_s: float = float("inf")) -> None:
+        self._detector = StragglerDetector(timeout_s=timeout_s)
+        self._last: dict[str, WorkerFigures] = {}
         self._names: dict[str, str] = {}
+        self._members: set[str] | None = None
+        self._changes = 0
 
-    def add(self, report: StepTimingReported, task: str, now: float) -> list[str]:
+    def add(self, report: WorkerReport, task: str, now: float) -> list[str]:
         """Record a report of a worker; returns lines to show.
 
         Args:
@@ -22,20 +32,39 @@ class StragglerWatch:
             task: the task of the worker.
             now: seconds of a steady clock.
         """
-        member = str(report.rank)
-        former = self._last.get(report.rank)
-        self._last[report.rank] = report
-        self._names[member] = f"{task} (rank {report.rank})"
+        figures = report.figures
+        if figures is None:
+            return []
+        former = self._last.get(task)
+        self._last[task] = figures
+        if self._members is None or task in self._members:
+            self._names[task] = f"{task} (rank {report.rank})"
         if former is not None:
             timing = StepTiming(
-                computed_s=report.computed_s - former.computed_s,
-                waited_s=report.waited_s - former.waited_s,
-                steps=report.steps - former.steps,
+                report.phase,
+                report.epoch,
+                report.step,
+                report.age_s,
+                figures.computed_s - former.computed_s,
+                figures.waited_s - former.waited_s,
+                figures.steps - former.steps,
             )
-            self._detector.add(member, timing, now)
-        return self._detector.detect(self._names, 0, now)
+            self._detector.add(task, timing, now)
+        return self._detector.detect(self._names, self._changes, now)
 
-    def forget(self, rank: int) -> None:
-        """The worker of this rank has ended."""
-        self._last.pop(rank, None)
-        self._names.pop(str(rank), None)
+    @property
+    def slow(self) -> list[str]:
+        """The tasks that the others wait for."""
+        return [task for task in self._names if self._detector.is_slow(task)]
+
+    def use_members(self, tasks: Collection[str]) -> None:
+        """From now on these tasks train together; the others, which have started, do not take part yet."""
+        self._members = set(tasks)
+        self._names = {task: name for task, name in self._names.items() if task in self._members}
+        self._changes += 1
+
+    def forget(self, task: str) -> None:
+        """The worker of this task has exited."""
+        if self._names.pop(task, None) is not None:
+            self._changes += 1
+        self._last.pop(task, None)

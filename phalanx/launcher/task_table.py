@@ -23,6 +23,7 @@ from phalanx.runtime.exit_codes import CONSEQUENCES
 
 EVALUATORS = "evaluator/"
 SERVERS = "ps/"
+TRAINING = ("chief/", "worker/")
 CHIEF_RANK = 0
 # A task that was restarted so shortly before the chief or the servers exited may never have connected to them.
 RECENT_RESTART_S = 10.0

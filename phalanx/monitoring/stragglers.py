@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 WINDOW_S = 10.0
 """Members are compared over this time. Long compared with what a single member does now and then, such as saving."""
 MIN_KNOWN_S = 4.0
@@ -32,13 +30,13 @@ COLLECTIVE = "all_reduce"
 """The phase of a member that waits for others. It is not reported as stuck; the member it waits for is."""
 
 
-class StepTiming(msgspec.Struct, frozen=True, tag="timing"):
-    """A sign of life from a process, with its position in the program and its recent timings.
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """The position of a process in the program, and its recent timings.
 
     Attributes:
         phase, epoch, step: the position, as in `runtime.progress`.
         age_s: seconds since it reached this position.
-        steps_per_s: over the last seconds; 0 if unknown.
         computed_s, waited_s: seconds outside of collectives and inside them, since the previous timing.
         steps: steps since the previous timing.
     """
@@ -47,17 +45,9 @@ class StepTiming(msgspec.Struct, frozen=True, tag="timing"):
     epoch: int | None = None
     step: int | None = None
     age_s: float = 0.0
-    steps_per_s: float = 0.0
     computed_s: float = 0.0
     waited_s: float = 0.0
     steps: int = 0
-
-
-class StepSeconds(msgspec.Struct, frozen=True):
-    """Seconds per step, outside of collectives and inside them."""
-
-    compute_s: float
-    wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +82,6 @@ class StragglerDetector:
     def add(self, member: str, timing: StepTiming, now: float) -> None:
         """Record a timing of a member or of a candidate."""
         self._timings.setdefault(member, deque()).append((now, timing))
-
-    def step_seconds(self, member: str) -> StepSeconds | None:
-        """How long the steps of a member take; None if it has taken none recently."""
-        sums = self._sums(member)
-        return StepSeconds(sums.computed_s / sums.steps, sums.waited_s / sums.steps) if sums.steps else None
 
     def is_slow(self, member: str) -> bool:
         """Whether `detect` has found that the others wait for this member."""

@@ -45,6 +45,7 @@ class ParameterServerClient:
 
     Attributes:
         is_starting: whether a response may have to wait for tasks that are still starting.
+        waited_s: seconds that this worker has waited for responses.
         unreachable_tasks: tasks that no longer answer; servers need not wait for them when this one, the chief, ends.
         is_replicated: see above.
         reconnection: replaces broken links.
@@ -60,6 +61,7 @@ class ParameterServerClient:
         self.is_replicated = is_replicated
         self.is_starting = True
         self.unreachable_tasks: set[str] = set()
+        self.waited_s = 0.0
         self._was_evicted = False
         self.reconnection = ServerReconnection(
             me, return_s, is_replicated=is_replicated, send=self._send, receive=self._receive
@@ -175,6 +177,7 @@ class ParameterServerClient:
 
     def _wait(self, server: int) -> ResponseArrays:
         connection, reconnection = self._connections[server], self.reconnection
+        began = time.perf_counter()
         while True:
             try:
                 response = self._receive(connection, reconnection.repair_others if reconnection.return_s else None)
@@ -182,6 +185,7 @@ class ParameterServerClient:
             except (LinkClosedError, LinkTimeoutError) as error:
                 reconnection.reconnect(server, reconnection.as_closed(error))
         connection.pending = None
+        self.waited_s += time.perf_counter() - began
         return response
 
     def _accepted(self, server: int, response: ResponseArrays) -> ResponseArrays:

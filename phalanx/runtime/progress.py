@@ -1,8 +1,8 @@
 """What a worker is doing, so that its launcher can report it when the worker no longer can.
 
-The record is one page of memory shared with the launcher, which creates it (with a magic number, so that a wrong file
-is never written to) and names it in PHALANX_PROGRESS_FILE. A report is one store of 80 bytes: no system call, no lock,
-under 2 us. The launcher can read it after the worker's death; a pipe would need a reader that keeps up.
+The record is a few pages of memory shared with the launcher, which creates it (with a magic number, so that a wrong
+file is never written to) and names it in PHALANX_PROGRESS_FILE. A report is one store of 80 bytes: no system call, no
+lock, under 2 us. The launcher can read it after the worker's death; a pipe would need a reader that keeps up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from phalanx.config.environment import process_environment
 from phalanx.config.environment_variables import PROGRESS_FILE
 
 MAGIC = b"phalanx progress"
-RECORD_BYTES = 4096
+RECORD_BYTES = 16384
 PHASE_BYTES = 40
 _NONE = -1
 # number, time, epoch, step, phase, the same number again: a reader that sees two different numbers met a
@@ -27,9 +27,13 @@ _RECORD = struct.Struct(f"<Qdqq{PHASE_BYTES}sQ")
 _OFFSET = len(MAGIC)
 # Behind the record: whether the worker answers SIGTERM by saving a checkpoint.
 _SAVES_CHECKPOINT = 1024
-# And how long the worker has computed and waited for the others: number, two times, steps, the same number again.
-_TOTALS = struct.Struct("<QddqQ")
-_TOTALS_OFFSET = 2048
+# How often the launcher has asked for a checkpoint: the one field that it writes.
+_NUMBER = struct.Struct("<Q")
+_SAVE_REQUESTS_OFFSET = 1032
+# And the figures of the worker (`worker_figures`), encoded: number, length, content, the same number again.
+_FIGURES = struct.Struct("<QI")
+_FIGURES_OFFSET = 2048
+_FIGURES_BYTES = RECORD_BYTES - _FIGURES_OFFSET - _FIGURES.size - _NUMBER.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +52,12 @@ class Progress:
     time: float
 
 
-@dataclass(frozen=True, slots=True)
-class ProgressTotals:
-    """What a worker has done since it started.
-
-    Attributes:
-        number: counts the totals of this worker, from 1.
-        computed_s, waited_s: seconds outside of collectives and inside them.
-        steps: training steps.
-    """
-
-    number: int
-    computed_s: float
-    waited_s: float
-    steps: int
-
-
 class _Reporter:
     """Writes this process's record; does nothing without a launcher."""
 
     def __init__(self, path: str | None):
         self._record = _map(path) if path else None
-        self._number = 0
+        self._number = self._figures_number = 0
         self._epoch: int | None = None
         self._step: int | None = None
         self.steps = 0  # of training that were reported; may be read from any thread
@@ -101,12 +89,15 @@ class _Reporter:
             number,
         )
 
-    def record_totals(self, totals: ProgressTotals) -> None:
-        if self._record is not None:
-            number = totals.number
-            _TOTALS.pack_into(
-                self._record, _TOTALS_OFFSET, number, totals.computed_s, totals.waited_s, totals.steps, number
-            )
+    def write_figures(self, content: bytes) -> None:
+        record = self._record
+        if record is None or len(content) > _FIGURES_BYTES:
+            return
+        self._figures_number = number = self._figures_number + 1
+        start = _FIGURES_OFFSET + _FIGURES.size
+        _FIGURES.pack_into(record, _FIGURES_OFFSET, number, len(content))
+        record[start : start + len(content)] = content
+        _NUMBER.pack_into(record, start + len(content), number)
 
     def set_saves_checkpoint(self, saves: bool) -> None:
         if self._record is not None:
@@ -147,9 +138,15 @@ def has_launcher() -> bool:
     return _get_reporter()._record is not None
 
 
-def record_totals(totals: ProgressTotals) -> None:
-    """Report how long this process has computed and waited."""
-    _get_reporter().record_totals(totals)
+def write_figures(content: bytes) -> None:
+    """Replace the figures that the launcher reads; those that are too long are left out."""
+    _get_reporter().write_figures(content)
+
+
+def save_requests() -> int:
+    """How often the launcher has asked this process for a checkpoint."""
+    record = _get_reporter()._record
+    return 0 if record is None else int(_NUMBER.unpack_from(record, _SAVE_REQUESTS_OFFSET)[0])
 
 
 def set_saves_checkpoint(saves: bool) -> None:
@@ -189,12 +186,23 @@ def parse(content: bytes) -> Progress | None:
     )
 
 
-def parse_totals(content: bytes) -> ProgressTotals | None:
-    """The totals in a file's content; None if there are none yet, or they were being written at this moment."""
-    if len(content) < _TOTALS_OFFSET + _TOTALS.size:
+def parse_figures(content: bytes) -> tuple[int, bytes] | None:
+    """The number of the last figures in a file's content, and the figures; None if there are none yet, or they were
+    being written at this moment."""
+    if len(content) < RECORD_BYTES:
         return None
-    number, computed_s, waited_s, steps, again = _TOTALS.unpack_from(content, _TOTALS_OFFSET)
-    return ProgressTotals(number, computed_s, waited_s, steps) if 0 < number == again else None
+    number, length = _FIGURES.unpack_from(content, _FIGURES_OFFSET)
+    start = _FIGURES_OFFSET + _FIGURES.size
+    if not number > 0 or length > _FIGURES_BYTES:
+        return None
+    again = _NUMBER.unpack_from(content, start + length)[0]
+    return (number, content[start : start + length]) if number == again else None
+
+
+def request_save(fd: int) -> None:
+    """As the launcher: ask the worker whose file this is for a checkpoint."""
+    (requests,) = _NUMBER.unpack(os.pread(fd, _NUMBER.size, _SAVE_REQUESTS_OFFSET))
+    os.pwrite(fd, _NUMBER.pack(requests + 1), _SAVE_REQUESTS_OFFSET)
 
 
 def _map(path: str) -> mmap.mmap | None:

@@ -17,13 +17,13 @@ from phalanx.collectives.communicator import Communicator
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
 from phalanx.collectives.options import CommunicationOptions
 from phalanx.config.job_config import JobConfig
+from phalanx.devices import gpu_figures
 from phalanx.elastic.elastic_communicator import ElasticCommunicator
 from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.elastic.elastic_node import ElasticNode, join_node
 from phalanx.engines import prepare
 from phalanx.errors import ConfigurationError
-from phalanx.runtime import process_exit, progress
-from phalanx.runtime.heartbeat import Heartbeat, TimingAnnouncer
+from phalanx.runtime import process_exit, telemetry
 from phalanx.strategies.program_random_state import random_state, set_random_state
 from phalanx.training.replica import Replica
 
@@ -136,7 +136,6 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJo
     try:
         if isinstance(node, ElasticNode):
             communicator: Communicator = ElasticCommunicator(ElasticGroup(node, with_timeout))
-            node.coordinator.measure_timing = Heartbeat(lambda: communicator.statistics.waited_s)
         else:
             if config.timeline is not None and node.task.type != EVALUATOR:
                 timeline_relay.start_recording(node, config.timeline.path)
@@ -147,8 +146,7 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJo
         timeline_relay.stop_recording()
         node.close(flush=isinstance(node, Node))
         raise
-    if isinstance(node, Node) and communicator.world_size > 1 and progress.has_launcher():
-        announcer = TimingAnnouncer(lambda: communicator.statistics.waited_s)
-        announcer.start()
-        job.before_leaving(announcer.close)
+    telemetry.current.read_gpu = gpu_figures.read
+    telemetry.announce(lambda: communicator.statistics)
+    job.before_leaving(lambda: telemetry.current.watch_traffic(None))
     return job

@@ -24,6 +24,7 @@ from phalanx.compression import resolve as resolve_compression
 from phalanx.config.environment import set_variables
 from phalanx.config.job_config import JobConfig
 from phalanx.data import DistributedDataset, InputContext
+from phalanx.devices import gpu_figures
 from phalanx.devices.gpu_count import HIDE_GPUS
 from phalanx.engines import prepare
 from phalanx.errors import CollectiveTimeoutError, ConfigurationError, UnsupportedError
@@ -32,7 +33,7 @@ from phalanx.parameter_server.partitioners import Partitioner
 from phalanx.parameter_server.server.parameter_server import ParameterServer, snapshots_of
 from phalanx.parameter_server.server.shard_group import RETURN_S, SNAPSHOT_S
 from phalanx.parameter_server.server_messages import UpdateRules
-from phalanx.runtime import process_exit
+from phalanx.runtime import process_exit, progress, telemetry
 from phalanx.strategies.program_random_state import random_state, set_random_state
 from phalanx.strategies.strategy import Strategy
 from phalanx.training import model_dispatch
@@ -260,7 +261,11 @@ def serve(me: TaskIdentity, snapshot_dir: str | os.PathLike[str] | None, snapsho
     is_replicated = replication > 1
     # A replica is newer than any snapshot, which would only take time.
     snapshots = None if is_replicated else snapshots_of(me, None if snapshot_dir is None else Path(snapshot_dir))
-    ParameterServer(me, snapshots, snapshot_s, is_replicated=is_replicated).run()
+    server = ParameterServer(me, snapshots, snapshot_s, is_replicated=is_replicated)
+    telemetry.current.read_server = lambda: server.figures
+    telemetry.announce()
+    progress.report("serves")
+    server.run()
 
 
 def _cast(compression: Compression | str | None) -> Float16 | BFloat16 | None:
@@ -315,6 +320,8 @@ def _join(
             seed=f"{me.config.seed} {me.config.job_id}",
         )
         _member = (me.spec, worker)
+        telemetry.current.read_gpu = gpu_figures.read
+        telemetry.announce(lambda: worker.traffic)
         if me.config.timeline is not None and me.rank >= 0:
             timeline_relay.start_worker_recording(me, me.config.timeline.path)
         process_exit.at_exit(lambda: worker.client.close(process_exit.failure()))

@@ -17,6 +17,7 @@ from phalanx.data.sample_ledger import SampleLedger
 from phalanx.errors import PreemptedError
 from phalanx.keras_compat.keras_internals import serialize_weights
 from phalanx.monitoring import timeline
+from phalanx.runtime import telemetry
 from phalanx.training.fit_position import FitRecorder, restart_epoch
 from phalanx.training.fit_resumption import STATE, FitResumption, FitSnapshot, variables_beyond_weights
 from phalanx.training.fit_state import ReplicaFitState
@@ -86,7 +87,6 @@ class FitCheckpointing:
         if not self._state.stepper.is_merged:
             return
         notice, checkpoint = self._resumption.notice, self._resumption.checkpoint
-        self._resumption.writer.check()
         if notice.is_preempted:
             self._stop()
         saves_each_epoch = checkpoint.every_steps is None and checkpoint.every_seconds is None
@@ -122,11 +122,16 @@ class FitCheckpointing:
 
     def _note_saved(self) -> None:
         self._saved_at, self._saved_time = self._recorder.applied, time.monotonic()
+        telemetry.current.is_save_requested = False
 
     def _is_due(self, applied: int) -> bool:
         steps, seconds = self._resumption.checkpoint.every_steps, self._resumption.checkpoint.every_seconds
         by_steps = steps is not None and applied // steps > self._saved_at // steps
-        return by_steps or (seconds is not None and time.monotonic() - self._saved_time >= seconds)
+        return (
+            telemetry.current.is_save_requested
+            or by_steps
+            or (seconds is not None and time.monotonic() - self._saved_time >= seconds)
+        )
 
     def _snapshot(self, *, is_over: bool = False) -> FitSnapshot:
         pooled = dict(self._state.stepper.pooled())
@@ -163,5 +168,6 @@ class FitCheckpointing:
         if len(ledger.epochs) == self._epochs_in_ledger:
             return
         self._epochs_in_ledger = len(ledger.epochs)
-        with contextlib.suppress(OSError), self._resumption.directory.claim.writing():
-            write_ledger(self._resumption.ledger, ledger.readable())  # else the checkpoint cannot be written either
+        with contextlib.suppress(OSError):  # then the checkpoint cannot be written either, and says so
+            self._resumption.ledger.parent.mkdir(parents=True, exist_ok=True)
+        write_ledger(self._resumption.ledger, ledger.readable())

@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.monitoring import timeline
+from phalanx.runtime import telemetry
 from phalanx.training.coordination import Coordination
 from phalanx.training.fit_state import FitState
 
@@ -63,6 +64,7 @@ class FitLoop:
         if self._validates(epoch):
             logs |= {f"val_{name}": value for name, value in coordination.evaluate().items()}
         state.logs = coordination.merge_logs(logs)
+        telemetry.current.record_epoch(epoch, state.logs)
         timeline.current.enter("callbacks", epoch=epoch)
         state.callbacks.on_epoch_end(epoch, state.logs)
         timeline.current.leave()
@@ -71,7 +73,7 @@ class FitLoop:
     def _train_batches(self) -> None:
         """The steps of one epoch, in groups of `steps_per_group`."""
         # `state.callbacks` is read again at each use: a process that becomes chief has others from there on.
-        state, coordination = self._state, self._coordination
+        state, coordination, figures = self._state, self._coordination, telemetry.current
         size = coordination.steps_per_group
         step = -1
         while (batch := coordination.next_batch()) is not None:
@@ -83,6 +85,9 @@ class FitLoop:
                     timeline.current.leave()
                 coordination.begin_group(step)
             batch = coordination.train_step(batch)
+            figures.samples += batch.size
+            if figures.are_logs_due:
+                figures.record_logs(state.stepper.logs())
             # Before the hooks: the bar, which is one of them, shows the samples of this batch too.
             if state.progress_bar is not None:
                 state.progress_bar.count(batch.global_size)

@@ -11,6 +11,7 @@ from phalanx.compression import BFloat16, Float16
 from phalanx.parameter_server.client import HEAD, ParameterServerClient
 from phalanx.parameter_server.partitioners import Partitioner
 from phalanx.parameter_server.server_messages import BeginSession, Broadcast, FitOver, RequestBroadcast, UpdateRules
+from phalanx.runtime.telemetry import WorkerTraffic
 from phalanx.training.scope_registry import ScopeRegistry
 
 Array = np.ndarray[Any, Any]
@@ -50,6 +51,13 @@ class ParameterServerWorker:
     _fits: int = field(default=-1)
     _sessions: int = field(default=-1)
     _broadcasts: dict[str, tuple[Broadcast, list[Array]]] = field(default_factory=dict)
+
+    @property
+    def traffic(self) -> WorkerTraffic:
+        """What this worker has sent and waited for, for those who watch the job. May be read from any thread."""
+        client = self.client
+        on_links = sum(each.bytes_sent for each in client.reconnection.connections if each.channel is None)
+        return WorkerTraffic(client.bytes_sent, on_links, client.waited_s)
 
     @property
     def is_chief(self) -> bool:

@@ -106,7 +106,7 @@ def _no_file(job: Job) -> list[str]:
         found.append(f"temporary files are left: {left}")
     if left := sorted(p.name for p in job.checkpoints.glob(".*") if p.name != FILLER):
         found.append(f"half-written checkpoints are left: {left}")
-    entries = list(job.registry.iterdir())
+    entries = list(job.registry.glob("*.json"))
     if len(entries) > job.launchers - 1:  # a launcher that is killed leaves its own; `phalanx status` removes it
         found.append(f"{len(entries)} entries of jobs are left")
     return found

@@ -22,15 +22,16 @@ from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts
 from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
 from phalanx.config.job_config import CollectiveConfig, JobConfig, TLSFiles
-from phalanx.elastic.control_messages import ScaleRequest, send_request
 from phalanx.elastic.coordinator_server import CoordinatorServer
 from phalanx.elastic.elastic_communicator import ElasticCommunicator
 from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.elastic.elastic_node import ElasticNode
 from phalanx.elastic.member_table import MembershipLimits
-from phalanx.elastic.membership_messages import EntryBegan, EntryFinished, PastEntry
+from phalanx.elastic.membership_messages import COORDINATOR, LAUNCHER, EntryBegan, EntryFinished, PastEntry
 from phalanx.errors import LinkClosedError, MembershipChangedError
+from phalanx.transport.address import Address
 from phalanx.transport.credentials import Credentials
+from phalanx.transport.dial import dial
 from phalanx.transport.handshake import Hello
 from phalanx.transport.link import Link
 from phalanx.transport.serialization import decode, encode
@@ -128,6 +129,8 @@ class Members:
 
     def resize(self, workers: int) -> None: ...
 
+    def generation_formed(self, generation: int, tasks: Sequence[str]) -> None: ...
+
     def log(self, text: str) -> None:
         self.notes.append(text)
 
@@ -189,9 +192,13 @@ def test_with_certificates_all_that_the_coordinator_says_and_hears_is_encrypted(
     job = members(3, "RING", tls=files)
     job.run(body)
     assert [result and result[0] for result in job.results()] == [None, 6.0, 6.0]
-    assert send_request(job.coordinator_address, SECRET.decode(), "job", ScaleRequest(), tls=files).generation >= 2
     with pytest.raises(LinkClosedError):
-        send_request(job.coordinator_address, SECRET.decode(), "job", ScaleRequest())
+        dial(
+            Address.parse(job.coordinator_address, where="a test"),
+            Hello(purpose=COORDINATOR, task="worker/9", peer=LAUNCHER, job="job"),
+            credentials=Credentials(SECRET),
+            deadline=time.monotonic() + BOUND_S,
+        )
 
 
 @pytest.mark.parametrize("mbits", [None, 1000.0])

@@ -25,7 +25,7 @@ from phalanx.elastic.membership_messages import (
     PastEntry,
     ReadyToJoin,
     RegroupRequest,
-    StepTiming,
+    SignOfLife,
     pack,
     unpack,
 )
@@ -55,6 +55,7 @@ class Job:
         self.over: list[list[str]] = []
         self.notes: list[str] = []
         self.released: list[str] = []
+        self.generations: list[list[str]] = []
         self.now = 0.0
         limits = MembershipLimits(minimum, maximum, expected, start_s=60.0, timeout_s=30.0)
         self.coordinator = ElasticCoordinator(
@@ -77,6 +78,9 @@ class Job:
 
     def resize(self, workers: int) -> None:
         raise NotImplementedError
+
+    def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
+        self.generations.append(list(tasks))
 
     def log(self, text: str) -> None:
         self.notes.append(text)
@@ -486,12 +490,12 @@ def test_one_that_is_silent_is_evicted_though_nobody_waits_for_it(candidate, eve
         job.report("a1", "c1")
     silent = "b2" if candidate else "b1"
     if ever_heard:
-        job.send(silent, StepTiming())
+        job.send(silent, SignOfLife())
     for now in range(1, 40):
         job.now = float(now)
         for name in list(job.coordinator.table.processes):
             if name != silent:
-                job.send(name, StepTiming())
+                job.send(name, SignOfLife())
         job.coordinator.tick(job.now)
         assert bool(job.evicted) == (now > 30.0 + STUCK_GRACE_S)
 
@@ -502,7 +506,7 @@ def test_the_last_one_that_is_silent_ends_the_job():
     job.lose("c1")
     job.report("a1")
     job.now = 1.0
-    job.send("a1", StepTiming())
+    job.send("a1", SignOfLife())
     for now in range(1, 34):
         job.coordinator.tick(float(now))
     assert "all members of the job were lost" in job.coordinator.failure
@@ -512,7 +516,7 @@ def test_while_the_launcher_was_stopped_nobody_was_silent():
     job = Job().running()
     job.now = 1.0
     for name in ("a1", "b1", "c1"):
-        job.send(name, StepTiming())
+        job.send(name, SignOfLife())
     job.coordinator.tick(1.0)
     job.coordinator.tick(100.0)
     assert job.evicted == []
@@ -569,11 +573,11 @@ def test_one_that_was_taken_for_lost_and_lives_is_told_to_end():
     job = Job().running()
     job.exit("b1")
     assert job.coordinator.state is CoordinatorState.REGROUPING
-    job.send("b1", StepTiming())
+    job.send("b1", SignOfLife())
     (dismissed,) = job.sent_to("b1", Dismissed)
     assert dismissed.cause == "evicted"
     job.lose("b1")  # its connection ends
-    job.send("b1", StepTiming())
+    job.send("b1", SignOfLife())
     assert len(job.sent_to("b1", Dismissed)) == 1
 
 

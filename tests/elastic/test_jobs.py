@@ -252,12 +252,12 @@ def test_fewer_and_more_are_wanted(tmp_path, undisturbed):
                 (folder / "go").touch()
                 lines.append("scale")
             if "worker/2 (rank 2) ended" in line and lines.count("scale") == 1:
-                assert "2 of 1 to 2 workers" in ask("status")
+                assert "2 of 1 to 3 workers" in ask("status")
                 assert "3 workers are requested" in ask("scale", "-n", "3")
                 lines.append("scale")
         assert job.wait(30) == 0, "".join(lines)
     output = "".join(lines)
     assert "worker/2 leaves the job: fewer workers are requested" in output
-    assert "No elastic job is running here" in ask("status")
+    assert "No job is running here" in ask("status")
     assert list((tmp_path / "jobs").iterdir()) == []
     np.testing.assert_allclose(np.load(folder / "weights.npy"), undisturbed(FIRST).weights, atol=1e-3)

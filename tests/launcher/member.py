@@ -26,8 +26,7 @@ from phalanx.elastic.elastic_communicator import ElasticCommunicator
 from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.elastic.elastic_node import ElasticNode
 from phalanx.errors import MembershipChangedError
-from phalanx.runtime import progress
-from phalanx.runtime.heartbeat import Heartbeat
+from phalanx.runtime import progress, telemetry
 from phalanx.training.replica import EntryOverError, Replica
 
 PACE_S = 0.02
@@ -98,7 +97,7 @@ def main(folder: Path) -> None:
     config = JobConfig.from_environment()
     with ElasticNode(ClusterSpec(tf_config["cluster"]), Task("worker", index), JobFacts(), config) as node:
         communicator = ElasticCommunicator(ElasticGroup(node, CommunicationOptions(timeout_seconds=config.timeout_s)))
-        node.coordinator.measure_timing = Heartbeat(lambda: communicator.statistics.waited_s)
+        telemetry.announce(lambda: communicator.statistics)
         replica = Replica(communicator)
         try:
             with replica.entry() as entry:

@@ -33,7 +33,7 @@ def ended_pid() -> int:
 
 
 def test_a_job_is_known_while_it_runs() -> None:
-    with registered("job", "127.0.0.1:1", "secret", ["train.py", "\udcff"]):
+    with registered("job", ["train.py", "\udcff"]):
         (entry,) = running()
         assert (entry.job, entry.program, entry.is_here) == ("job", "train.py ?", True)
     assert running() == []
@@ -41,12 +41,12 @@ def test_a_job_is_known_while_it_runs() -> None:
 
 def test_only_what_was_killed_here_is_removed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder / "job.json"
-    with registered("job", "127.0.0.1:1", "secret", ["train.py"]):
+    with registered("job", ["train.py"]):
         change(path, pid=ended_pid(), processes="another-host pid:[1]", host="another-host")
         assert [entry.is_here for entry in running()] == [False]
         assert status(None) == 0
         assert "runs on another-host" in capsys.readouterr().out
-        with pytest.raises(ConfigurationError, match="No elastic job is running here"):
+        with pytest.raises(ConfigurationError, match="No job is running here"):
             scale(None, 2)
         change(path, processes=job_registry._processes())
         assert running() == []
@@ -54,14 +54,14 @@ def test_only_what_was_killed_here_is_removed(folder: Path, capsys: pytest.Captu
 
 
 def test_an_entry_of_a_killed_launcher_goes_even_if_its_number_is_used_again(folder: Path) -> None:
-    with registered("job", "127.0.0.1:1", "secret", ["train.py"]):
+    with registered("job", ["train.py"]):
         change(folder / "job.json", started="1")  # this process has the number, and started later
         assert running() == []
         assert not (folder / "job.json").exists()
 
 
 def test_what_is_no_entry_is_left_alone(folder: Path) -> None:
-    with registered("job", "127.0.0.1:1", "secret", ["train.py"]):
+    with registered("job", ["train.py"]):
         change(folder / "job.json", pid="1")
         assert running() == []
         assert (folder / "job.json").exists()
@@ -74,5 +74,5 @@ def test_who_has_no_home_has_no_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(JOBS_DIRECTORY)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", none)
-    with registered("job", "127.0.0.1:1", "secret", ["train.py"]):
+    with registered("job", ["train.py"]):
         assert running() == []

@@ -1,23 +1,48 @@
-"""Slow workers of jobs of fixed size, from what they note in the page that they share with their launcher."""
+"""Slow workers, from what they report in the page that they share with their launcher."""
 
 from __future__ import annotations
 
-from phalanx.launcher.host_messages import StepTimingReported
+from phalanx.launcher.host_messages import WorkerReport
 from phalanx.launcher.straggler_watch import StragglerWatch
+from phalanx.monitoring.worker_figures import WorkerFigures
+
+SLOW = "worker/1 (rank 1) is slow, and the others wait for it: it computes for 100 ms per step, the others for 40 ms"
 
 
-def test_a_slow_worker_is_named_until_it_has_ended() -> None:
-    comparison = StragglerWatch()
-    said: list[str] = []
-    for second in range(20):
-        for rank, computes in ((0, 0.4), (1, 1.0), (2, 0.4)):
-            pace = StepTimingReported(rank, second * computes, second * (1 - computes), 10 * second)
-            said += comparison.add(pace, f"worker/{rank}", float(second))
-    assert said == [
-        "worker/1 (rank 1) is slow, and the others wait for it: it computes for 100 ms per step, the others for 40 ms"
+def report(rank: int, second: int, computes: float) -> WorkerReport:
+    figures = WorkerFigures(computed_s=second * computes, waited_s=second * (1 - computes), steps=10 * second)
+    return WorkerReport(rank, "gradients", 0, second, 0.0, figures=figures)
+
+
+def told(watch: StragglerWatch, seconds: range, **computes: float) -> list[str]:
+    ranks = {0: "a", 1: "b", 2: "c"}
+    return [
+        line
+        for second in seconds
+        for rank, name in ranks.items()
+        if name in computes
+        for line in watch.add(report(rank, second, computes[name]), f"worker/{rank}", float(second))
     ]
-    comparison.forget(1)
-    for second in range(20, 40):
-        for rank in (0, 2):
-            pace = StepTimingReported(rank, second * 0.4, second * 0.6, 10 * second)
-            assert comparison.add(pace, f"worker/{rank}", float(second)) == []
+
+
+def test_a_slow_worker_is_named_until_it_has_exited() -> None:
+    watch = StragglerWatch()
+    assert told(watch, range(20), a=0.4, b=1.0, c=0.4) == [SLOW]
+    assert watch.slow == ["worker/1"]
+    watch.forget("worker/1")
+    assert told(watch, range(20, 40), a=0.4, c=0.4) == []
+    assert watch.slow == []
+
+
+def test_a_worker_that_does_not_take_part_yet_is_not_compared() -> None:
+    watch = StragglerWatch()
+    watch.use_members(["worker/0", "worker/2"])
+    assert told(watch, range(20), a=0.4, b=1.0, c=0.4) == []
+    watch.use_members(["worker/0", "worker/1", "worker/2"])
+    assert told(watch, range(20, 40), a=0.4, b=1.0, c=0.4) == [SLOW]
+
+
+def test_what_is_no_news_is_not_counted() -> None:
+    watch = StragglerWatch()
+    assert watch.add(WorkerReport(0, "import", None, None, 1.0), "worker/0", 1.0) == []
+    assert watch.slow == []

@@ -46,6 +46,10 @@ class WorkerHost(Protocol):
         """Have a worker write the stacks of its threads, which come with its `Exited`."""
         ...
 
+    def request_checkpoint(self, rank: int) -> None:
+        """Ask a worker for a checkpoint, which it writes after a next step if its program has a `Checkpoint`."""
+        ...
+
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to a worker. Does nothing if it has exited."""
         ...

@@ -23,8 +23,8 @@ from phalanx.launcher.worker_environment import worker_environment
 from phalanx.runtime.core_affinity import CoreShare, available_cores, host_shares
 
 LISTEN_BACKLOG = 128
-# How often step timings are collected and orphans are reaped.
-TIMING_INTERVAL_S = 1.0
+# How often the workers' reports are collected and orphans are reaped.
+REPORT_INTERVAL_S = 0.5
 
 
 class LocalHost:
@@ -59,7 +59,7 @@ class LocalHost:
         self._workers: dict[int, WorkerProcess] = {}
         self._saving: list[Event] = []  # workers that answered SIGTERM by saving a checkpoint
         self._slots_without_replica: set[int] = set()
-        self._next_timing = 0.0
+        self._next_report = 0.0
         self._restores_sigchld = False
 
     def prepare(self, workers: int, *, address: str | None = "127.0.0.1") -> list[int]:
@@ -131,10 +131,10 @@ class LocalHost:
             if worker.has_exited:
                 self._close_port(worker.rank, found[-1])
         now = time.monotonic()
-        if now >= self._next_timing:
-            self._next_timing = now + TIMING_INTERVAL_S
-            timings = [worker.files.new_timing(worker.rank) for worker in running if not worker.has_exited]
-            events += [timing for timing in timings if timing is not None]
+        if now >= self._next_report:
+            self._next_report = now + REPORT_INTERVAL_S
+            reports = [worker.files.new_report(worker.rank) for worker in running if not worker.has_exited]
+            events += [report for report in reports if report is not None]
             reap_orphans()
         return events
 
@@ -151,6 +151,10 @@ class LocalHost:
     def dump_stacks(self, rank: int) -> None:
         if worker := self._running(rank):
             worker.dump_stacks()
+
+    def request_checkpoint(self, rank: int) -> None:
+        if worker := self._running(rank):
+            worker.files.request_checkpoint()
 
     def signal(self, rank: int, number: int) -> None:
         """See `WorkerHost.signal`. SIGTERM and SIGKILL reach everything that the worker has started. But a worker that

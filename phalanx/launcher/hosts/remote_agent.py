@@ -27,11 +27,12 @@ from phalanx.launcher.host_messages import (
     Prepare,
     Prepared,
     Refused,
+    RequestCheckpoint,
     Restart,
     Signal,
     Start,
 )
-from phalanx.launcher.hosts.local_host import TIMING_INTERVAL_S, LocalHost
+from phalanx.launcher.hosts.local_host import REPORT_INTERVAL_S, LocalHost
 from phalanx.launcher.orphan_reaper import adopt_orphans, end_orphans
 
 READ_BYTES = 65536
@@ -53,7 +54,7 @@ class RemoteAgent:
             # A login script may have left a line without its end, such as a sequence that sets a terminal's title.
             os.write(1, b"\n")
             while True:
-                timeout = POLL_S if self._host.needs_polling else TIMING_INTERVAL_S
+                timeout = POLL_S if self._host.needs_polling else REPORT_INTERVAL_S
                 ready = [key.fd for key, _ in self._selector.select(timeout)]
                 for event in self._host.events():
                     self._send(event)
@@ -97,6 +98,8 @@ class RemoteAgent:
                     self._send(event)
             case DumpStacks(rank):
                 self._host.dump_stacks(rank)
+            case RequestCheckpoint(rank):
+                self._host.request_checkpoint(rank)
 
     def _send(self, answer: Answer) -> None:
         data = msgspec.json.encode(answer) + b"\n"

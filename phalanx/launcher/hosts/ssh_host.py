@@ -25,6 +25,7 @@ from phalanx.launcher.host_messages import (
     Prepare,
     Prepared,
     Refused,
+    RequestCheckpoint,
     Restart,
     Signal,
     Start,
@@ -172,6 +173,9 @@ class SSHHost:
 
     def dump_stacks(self, rank: int) -> None:
         self._send(DumpStacks(rank))
+
+    def request_checkpoint(self, rank: int) -> None:
+        self._send(RequestCheckpoint(rank))
 
     def signal(self, rank: int, number: int) -> None:
         self._send(Signal(rank, number))

@@ -10,9 +10,11 @@ import tempfile
 import time
 from typing import BinaryIO
 
+import msgspec
 from msgspec.structs import replace
 
-from phalanx.launcher.host_messages import StepTimingReported, WorkerDiagnostics
+from phalanx.launcher.host_messages import WorkerDiagnostics, WorkerReport
+from phalanx.monitoring.worker_figures import WorkerFigures
 from phalanx.runtime import bootstrap, crash_report, progress
 
 MAX_STACK_CHARACTERS = 40_000
@@ -52,7 +54,7 @@ class WorkerFiles:
             self.call = open_memory_file(), open_memory_file()
             self.call[0].write(function)
             self.call[0].seek(0)
-        self._last_timing = 0  # the number of the last `progress.ProgressTotals` that was reported
+        self._reported = (0, 0.0)  # the number of the figures and the time of the progress that were reported last
 
     @property
     def call_descriptors(self) -> tuple[int, int]:
@@ -84,13 +86,23 @@ class WorkerFiles:
         """Whether the program came to its end without error; for exits whose code is unknown."""
         return _content(self.error) == bootstrap.NO_ERROR
 
-    def new_timing(self, rank: int) -> StepTimingReported | None:
-        """The worker's step timing, if it has reported any since the last call."""
-        totals = progress.parse_totals(_content(self.progress))
-        if totals is None or totals.number == self._last_timing:
+    def new_report(self, rank: int) -> WorkerReport | None:
+        """What the worker does, if it has said anything since the last call."""
+        content = _content(self.progress)
+        last, encoded = progress.parse(content), progress.parse_figures(content)
+        number, when = self._reported
+        figures = None
+        if encoded is not None and encoded[0] != number:
+            number, figures = encoded[0], msgspec.msgpack.decode(encoded[1], type=WorkerFigures)
+        if last is None or (figures is None and last.time == when):
             return None
-        self._last_timing = totals.number
-        return StepTimingReported(rank, totals.computed_s, totals.waited_s, totals.steps)
+        self._reported = number, last.time
+        saves, age_s = progress.parse_saves_checkpoint(content), max(0.0, time.time() - last.time)
+        return WorkerReport(rank, last.phase, last.epoch, last.step, age_s, saves, figures)
+
+    def request_checkpoint(self) -> None:
+        """Ask the worker for a checkpoint."""
+        progress.request_save(self.progress.fileno())
 
     def diagnostics(self, state: str, *, code_is_unknown: bool) -> WorkerDiagnostics:
         """What is known about the end of the worker.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from phalanx.cluster.admission import PROBE, ProbeService
 from phalanx.cluster.task_identity import TaskIdentity
+from phalanx.monitoring.worker_figures import ServerFigures
 from phalanx.parameter_server.server.running_clock import RunningClock
 from phalanx.parameter_server.server.shard_group import SNAPSHOT_S, ShardGroup
 from phalanx.parameter_server.server.snapshots import Snapshots
@@ -77,6 +78,15 @@ class ParameterServer:
             finally:
                 for group in self._groups:
                     group.close()
+
+    @property
+    def figures(self) -> ServerFigures:
+        """What this server has done, for those who watch the job. May be read from any thread."""
+        led = [group.figures for group in self._groups if group.leadership.is_leading]
+        return ServerFigures(
+            version=max((group.version for group in led), default=0),
+            workers=max((group.workers for group in led), default=0),
+        )
 
     def stop(self) -> None:
         """End `run` now; workers that are still connected lose their server."""

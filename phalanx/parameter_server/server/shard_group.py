@@ -18,6 +18,7 @@ from phalanx.cluster.admission import admit_worker
 from phalanx.cluster.spec import Task
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import PeerLostError, PhalanxError, RendezvousError
+from phalanx.monitoring.worker_figures import ServerFigures
 from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncements
 from phalanx.parameter_server.server.connected_workers import ConnectedWorkers
 from phalanx.parameter_server.server.group_leadership import GroupLeadership, GroupRole
@@ -114,6 +115,11 @@ class ShardGroup:
     def _return_s(self) -> float:
         return self._me.config.return_timeout_s or RETURN_S
 
+    @property
+    def figures(self) -> ServerFigures:
+        """What this group's leader has done. May be read from any thread."""
+        return ServerFigures(self._store.version, len(self._links.by_worker))
+
     def start(self) -> None:
         """Begin what is done in addition to the workers' requests."""
         if self._snapshot_s is not None:
@@ -152,9 +158,7 @@ class ShardGroup:
         Raises:
             RendezvousError: the chief did not connect in time.
             PeerLostError: the chief was lost and did not come back, or ended with an error.
-            SupersededError: another process has replaced this one.
         """
-        self._recovery.check()
         with self._changed:
             now, first_contact_until = time.monotonic(), self._started + self._me.config.rendezvous_timeout_s
             if self.leadership.is_job_over:

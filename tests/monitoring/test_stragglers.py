@@ -21,7 +21,7 @@ class Job:
         for _ in range(int(2 * seconds)):
             self.now += 0.5
             for member, part in computing.items():
-                timing = StepTiming("gradients", 0, 3, 0.0, 10.0, 0.5 * part, 0.5 * (1 - part), 5)
+                timing = StepTiming("gradients", 0, 3, 0.0, 0.5 * part, 0.5 * (1 - part), 5)
                 self.detector.add(member, timing, self.now)
             self.said += self.detector.detect(NAMES, generation, self.now)
         return self.said[before:]
@@ -30,10 +30,6 @@ class Job:
 def test_members_alike_are_not_slow():
     job = Job()
     assert job.goes_on(30, a=0.7, b=0.8, c=0.75) == []
-    pace = job.detector.step_seconds("a")
-    assert pace is not None
-    assert round(pace.compute_s, 6) == 0.07
-    assert round(pace.wait_s, 6) == 0.03
 
 
 def test_a_straggler_is_named_once_and_when_it_is_over():
@@ -68,7 +64,7 @@ def test_one_for_which_all_wait_in_a_step_without_end_is_named():
     for _ in range(20):
         job.now += 0.5
         for member, part in (("a", 0.1), ("b", 0.9), ("c", 0.1)):
-            job.detector.add(member, StepTiming("gradients", 0, 3, 1.0, 0.0, 0.5 * part, 0.5 * (1 - part)), job.now)
+            job.detector.add(member, StepTiming("gradients", 0, 3, 1.0, 0.5 * part, 0.5 * (1 - part)), job.now)
         job.said += job.detector.detect(NAMES, 1, job.now)
     assert job.said == [
         "worker/1 (rank 1) is slow, and the others wait for it: it computes for 90% of the time, the others for 10%"

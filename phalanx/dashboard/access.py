@@ -1,0 +1,62 @@
+"""Who may use the dashboard. Pure decisions on the headers of a request.
+
+The server listens on loopback, where every user and every web page of this machine can reach it. So each request must
+prove that it comes from someone who has seen the link: by the token in it, by the cookie that the link sets, or by a
+bearer token (Prometheus). The name in `Host` must be this machine's own, so that no other site can be made to resolve
+to this server (DNS rebinding), and what changes anything must come from the page itself.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from http.cookies import CookieError, SimpleCookie
+
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+
+
+def cookie_name(port: int) -> str:
+    """Browsers send cookies to all ports of a host, and several dashboards may run."""
+    return f"phalanx-{port}"
+
+
+def refusal(headers: Mapping[str, str], query_token: str, token: str, port: int) -> str:
+    """Why a request is refused; empty if it may be answered.
+
+    Args:
+        headers: with names in lower case.
+        query_token: the token in the address; empty if there is none.
+        token: the right one.
+        port: of this server.
+    """
+    host = headers.get("host", "")
+    if _name_of(host) not in LOOPBACK_NAMES:
+        return f"This server is not called {host!r}. Open it as http://localhost, through an ssh tunnel from elsewhere."
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    shown = [query_token, bearer if scheme.lower() == "bearer" else "", _cookie(headers.get("cookie", ""), port)]
+    if not any(hmac.compare_digest(each.encode(), token.encode()) for each in shown):
+        return "Open the dashboard by the link that `phalanx` has printed: it ends with a token."
+    return ""
+
+
+def foreign(headers: Mapping[str, str]) -> bool:
+    """Whether a request that changes something does not come from the dashboard's own page.
+
+    Source: Fetch standard, `Origin`; Fetch Metadata, `Sec-Fetch-Site`.
+    """
+    origin, host = headers.get("origin", ""), headers.get("host", "")
+    return origin != f"http://{host}" or headers.get("sec-fetch-site", "same-origin") != "same-origin"
+
+
+def _name_of(host: str) -> str:
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.partition(":")[0].lower()
+
+
+def _cookie(header: str, port: int) -> str:
+    try:
+        found = SimpleCookie(header).get(cookie_name(port))
+    except CookieError:
+        return ""
+    return "" if found is None else found.value

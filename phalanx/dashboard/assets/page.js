@@ -1,0 +1,289 @@
+// The page: draws what the server (or, in a report, the page itself) says of one job.
+
+const find = (id) => document.getElementById(id);
+const embedded = JSON.parse(find("data").textContent || "null");
+const job = { head: null, points: [], epochs: [], spans: [], generations: [], checkpoints: [], feed: [], outputs: {} };
+const charts = new Map();
+let axis = "time", source = null, shown = null, outputTask = null;
+
+// What arrives: the head always, the other parts when they have changed; `points` alone may be an addition.
+function receive(message) {
+  job.head = message.head;
+  if (message.points) job.points = message.more ? job.points.concat(message.points) : message.points;
+  for (const part of ["epochs", "spans", "generations", "checkpoints", "feed", "outputs"]) {
+    if (message[part]) job[part] = message[part];
+  }
+  draw();
+}
+
+function draw() {
+  const head = job.head;
+  document.title = `${head.status === "running" ? "" : `${head.status}: `}${head.program || "Phalanx"}`;
+  find("program").textContent = head.program;
+  find("program").title = head.program;
+  pill(head.activity || head.status, head.status);
+  drawFailure(head);
+  drawTiles(head);
+  drawCharts(head);
+  drawMembers(head);
+  drawTimeline(find("timeline"), job);
+  drawTime(head);
+  drawHosts(head);
+  drawFeed(head);
+  drawActions(head);
+  drawOutputTasks(head);
+  find("footer").textContent = `Job ${head.job}, ${head.kind}, Phalanx ${head.version}${head.log_dir ? `, logs in ${head.log_dir}` : ""}`;
+}
+
+function pill(text, kind) {
+  find("status").textContent = text;
+  find("status").className = `pill ${kind}`;
+}
+
+function drawFailure(head) {
+  find("failure").hidden = !head.page;
+  find("failure").querySelector("pre").textContent = head.page;
+}
+
+function drawTiles(head) {
+  const main = "loss" in head.logs ? "loss" : Object.keys(head.logs)[0];
+  const range = head.minimum === head.maximum ? `of ${head.maximum}` : `of ${head.minimum} to ${head.maximum}`;
+  const where = head.epoch == null ? "" : `epoch ${head.epoch}, step ${head.step}`;
+  const memory = head.members.reduce((sum, member) => sum + (member.state === "exited" ? 0 : member.memory), 0);
+  const lastEpoch = job.epochs[job.epochs.length - 1];
+  const tiles = [
+    ["Time", show.duration((head.ended || head.now) - head.began), head.ended ? "ended" : "since the start"],
+    ["Steps", head.steps.toLocaleString("en"), where],
+    [main || "Loss", main ? show.number(head.logs[main]) : "–", lastEpoch && `val_${main}` in lastEpoch[3] ? `validation ${show.number(lastEpoch[3][`val_${main}`])}` : ""],
+    ["Samples/s", head.samples_per_s ? show.number(head.samples_per_s) : "–", `${show.number(head.steps_per_s)} steps/s`],
+    ["Workers", String(head.workers), `${range}${head.generation ? `, generation ${head.generation}` : ""}`],
+    ["Sent", `${show.bytes(head.bytes_per_s)}/s`, `${show.bytes(head.network_bytes_per_s)}/s over the network`],
+    ["Memory", memory ? show.bytes(memory) : "–", "of all members"],
+  ];
+  fill(find("tiles"), 
+    ...tiles.map(([name, value, note]) =>
+      element("div", { class: "tile" }, element("div", { class: "name" }, name), element("div", { class: "value", title: value }, value), element("div", { class: "note", title: note }, note)),
+    ),
+  );
+}
+
+function drawCharts(head) {
+  const byTime = axis === "time", began = head.began;
+  const at = (point) => (byTime ? point[0] - began : point[1]);
+  const settings = { time: byTime };
+  const names = [...new Set([...job.points.flatMap((point) => Object.keys(point[5])), ...job.epochs.flatMap((each) => Object.keys(each[3]).map((name) => name.replace(/^val_/, "")))])];
+  names.sort((a, b) => (b === "loss") - (a === "loss") || a.localeCompare(b));
+  const wantedCharts = names.slice(0, 12).map((name) => [
+    `log:${name}`,
+    name,
+    show.number,
+    [
+      { name: "train", points: job.points.filter((point) => name in point[5]).map((point) => [at(point), point[5][name]]) },
+      { name: "val", dots: true, points: job.epochs.filter((each) => `val_${name}` in each[3]).map((each) => [at(each), each[3][`val_${name}`]]) },
+    ],
+  ]);
+  if (!names.length) wantedCharts.push(["log:loss", "loss", show.number, []]);
+  wantedCharts.push(["speed", "Samples per second", show.number, [{ name: "samples/s", points: job.points.map((point) => [at(point), point[2]]) }]]);
+  wantedCharts.push(["bytes", "Bytes sent per second", show.bytes, [{ name: "bytes/s", points: job.points.map((point) => [at(point), point[4]]) }]]);
+  for (const [id, title, format, series] of wantedCharts) {
+    if (!charts.has(id)) charts.set(id, new LineChart(title, format));
+    charts.get(id).update(series, settings);
+  }
+  const order = wantedCharts.map(([id]) => id);
+  for (const id of [...charts.keys()].filter((id) => !order.includes(id))) {
+    charts.get(id).root.remove();
+    charts.delete(id);
+  }
+  const roots = order.map((id) => charts.get(id).root);
+  if (roots.some((root, index) => find("charts").children[index] !== root)) find("charts").replaceChildren(...roots);
+}
+
+function drawMembers(head) {
+  const keys = element("div", { class: "keys" }, key("--blue", "computes"), key("--wait", "waits for others"));
+  fill(find("members").parentElement.querySelector("h2"), "Members", keys);
+  const title = element("div", { class: "member head" }, ...["task", "host", "last seconds", "memory", "speed", "does"].map((name) => element("div", {}, name)));
+  fill(find("members"), title, ...head.members.map(memberRow));
+}
+
+function key(colour, text) {
+  return element("span", {}, element("i", { style: { background: `var(${colour})` } }), text);
+}
+
+function memberRow(member) {
+  const waits = Math.round(100 * member.wait_fraction);
+  const known = member.compute_s != null;
+  const isServer = member.version != null;
+  const bar = element("div", { class: "split" });
+  if (member.is_running && member.reported) {
+    bar.append(element("i", { class: "computes", style: { width: isServer ? "0%" : `${100 - waits}%` } }), element("i", { class: "waits", style: { width: isServer ? "0%" : `${waits}%` } }));
+  }
+  const steps = isServer ? `version ${member.version.toLocaleString("en")}` : known ? `${show.ms(member.compute_s)} + ${show.ms(member.wait_s)} per step` : "";
+  const speed = isServer ? `${show.number(member.updates_per_s)} updates/s` : member.steps_per_s ? `${show.number(member.samples_per_s)} samples/s` : "";
+  const gpu = member.gpu ? `GPU ${Math.round(100 * member.gpu.utilization)}%, ${show.bytes(member.gpu.memory)}` : "";
+  return element(
+    "div",
+    { class: `member ${member.is_running ? "" : "gone"}`, "data-task": member.task, "data-state": member.state },
+    element("div", {}, element("span", { class: `dot ${member.state}` }), element("button", { class: "task", title: "Show its output", onclick: () => showOutput(member.task) }, member.task)),
+    element("div", { title: `${member.host}, pid ${member.pid}` }, member.host, " ", element("span", { class: "dim" }, member.pid ? String(member.pid) : "")),
+    element("div", { class: "bars" }, bar, element("div", { class: "dim" }, steps)),
+    element("div", {}, member.is_running && member.memory ? show.bytes(member.memory) : "", element("div", { class: "dim", title: member.gpu ? member.gpu.name : "" }, gpu)),
+    element("div", { class: "rates" }, speed, element("div", { class: "dim" }, member.starts > 1 ? `started ${member.starts} times` : "")),
+    element("div", { class: "does", title: member.does }, member.does),
+  );
+}
+
+function drawTime(head) {
+  const rows = head.members.filter((member) => member.computed_s + member.waited_s > 0);
+  const longest = Math.max(1e-9, ...rows.map((member) => member.lived_s));
+  const parts = [["computes", "computed_s"], ["waits", "waited_s"], ["starts", "rest_s"]];
+  const keys = element("div", { class: "keys" }, key("--blue", "computing"), key("--wait", "waiting"), key("--violet", "starting"));
+  fill(find("time-card").querySelector("h2"), "Where the time went", keys);
+  if (!rows.length) return fill(find("time"), element("div", { class: "empty" }, "No figures yet."));
+  fill(find("time"), 
+    ...rows.map((member) =>
+      element(
+        "div",
+        { class: "row", title: parts.map(([name, field]) => `${name} ${show.duration(member[field])}`).join(", ") },
+        element("div", {}, member.task),
+        element("div", { class: "split" }, ...parts.map(([name, field]) => element("i", { class: name, style: { width: `${(100 * member[field]) / longest}%` } }))),
+        element("div", { class: "dim" }, `${show.duration(member.computed_s)} + ${show.duration(member.waited_s)}`),
+      ),
+    ),
+  );
+}
+
+function drawHosts(head) {
+  if (!head.hosts.length) return fill(find("hosts"), element("div", { class: "empty" }, "No hosts."));
+  fill(find("hosts"), 
+    ...head.hosts.map((host) => {
+      const slots = element("div", { class: "slots" }, ...Array.from({ length: Math.min(64, host.slots) }, (_, index) => element("i", { class: index < host.taken ? "taken" : "" })));
+      const note = host.is_drained ? "drained" : host.blacklisted_s != null ? `blacklisted for ${show.duration(host.blacklisted_s)}: ${host.reason}` : `${host.taken} of ${host.slots}`;
+      const drain = actionButton(head, "drain", "Drain", { host: host.name }, `Drain ${host.name}? Its workers leave before a next step.`);
+      return element("div", { class: "host" }, element("div", { class: "grow" }, element("b", {}, host.name), " ", element("span", { class: "dim" }, note)), slots, head.live && !host.is_drained ? drain : null);
+    }),
+  );
+}
+
+function drawFeed() {
+  const items = job.feed.slice(-200).reverse();
+  fill(find("feed"), 
+    ...items.map(([at, level, text]) =>
+      element("li", { class: level }, element("time", {}, new Date(at * 1000).toLocaleTimeString([], { hour12: false })), element("i"), element("span", {}, text)),
+    ),
+  );
+}
+
+function drawActions(head) {
+  if (!head.live) return fill(find("actions"));
+  const reason = refusal(head, "scale");
+  const step = (by) => element("button", { id: by > 0 ? "more" : "less", title: reason || `${head.wanted + by} workers`, disabled: !!reason || head.wanted + by < head.minimum || head.wanted + by > head.maximum, onclick: () => act("scale", { workers: head.wanted + by }) }, by > 0 ? "+" : "−");
+  fill(find("actions"), 
+    actionButton(head, "checkpoint", "Checkpoint"),
+    element("div", { class: "scale" }, step(-1), element("span", { title: reason }, `${head.wanted} workers`), step(1)),
+    actionButton(head, "stop", "Stop", {}, "Stop the job? A fit with a Checkpoint saves its state first.", "danger"),
+  );
+}
+
+function refusal(head, action) {
+  return head.actions[action] || (head.control ? "" : "This dashboard only shows. Start it with --control for buttons that act.");
+}
+
+function actionButton(head, action, text, body = {}, question = "", kind = "") {
+  const reason = refusal(head, action);
+  return element("button", { id: body.host ? null : action, class: kind, title: reason || text, disabled: !!reason, onclick: () => (!question || confirm(question)) && act(action, body) }, text);
+}
+
+async function act(action, body) {
+  try {
+    const answer = await fetch("act", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ ...body, action, job: shown }) });
+    const found = await answer.json();
+    toast(found.text || found.refusal || `error ${answer.status}`);
+  } catch (error) {
+    toast(`The dashboard does not answer: ${error.message}`);
+  }
+}
+
+function toast(text) {
+  find("toast").textContent = text;
+  find("toast").classList.add("shown");
+  clearTimeout(toast.timer);
+  toast.timer = setTimeout(() => find("toast").classList.remove("shown"), 6000);
+}
+
+// The end of a task's output.
+function drawOutputTasks(head) {
+  const tasks = head.members.filter((member) => member.starts || job.outputs[member.task]).map((member) => member.task);
+  const select = find("output-task");
+  if ([...select.options].map((each) => each.value).join() !== tasks.join()) {
+    select.replaceChildren(...tasks.map((task) => element("option", { value: task }, task)));
+    if (!tasks.includes(outputTask)) outputTask = head.cause && tasks.includes(head.cause) ? head.cause : tasks[0];
+    select.value = outputTask;
+    loadOutput();
+  }
+}
+
+function showOutput(task) {
+  outputTask = task;
+  find("output-task").value = task;
+  loadOutput();
+  find("output-card").scrollIntoView({ behavior: "smooth", block: "nearest" });
+}
+
+async function loadOutput() {
+  const task = outputTask, pre = find("output");
+  if (!task) return;
+  let text = job.outputs[task];
+  if (!embedded) {
+    const answer = await fetch(`output?job=${encodeURIComponent(shown || "")}&task=${encodeURIComponent(task)}`).catch(() => null);
+    text = answer && answer.ok ? await answer.text() : null;
+  }
+  if (task !== outputTask || text == null) return;
+  const atEnd = pre.scrollTop + pre.clientHeight > pre.scrollHeight - 20;
+  pre.textContent = text || "Nothing yet.";
+  if (atEnd) pre.scrollTop = pre.scrollHeight;
+}
+
+// Where the messages come from.
+function follow(id) {
+  shown = id;
+  Object.assign(job, { points: [], epochs: [], spans: [], generations: [], checkpoints: [], feed: [], outputs: {} });
+  if (source) source.close();
+  source = new EventSource(`events?job=${encodeURIComponent(id || "")}`);
+  source.addEventListener("message", (event) => receive(JSON.parse(event.data)));
+  source.addEventListener("jobs", (event) => drawJobs(JSON.parse(event.data)));
+  source.addEventListener("over", () => source.close());
+  source.addEventListener("error", () => {
+    if (!job.head || job.head.status === "running") pill("connection lost", "lost");
+  });
+}
+
+function drawJobs(message) {
+  const { jobs, job: chosen } = message;
+  shown = chosen;
+  const select = find("jobs");
+  select.hidden = jobs.length < 2;
+  select.replaceChildren(...jobs.map((each) => element("option", { value: each.job }, `${each.job}  ${each.program}`)));
+  select.value = chosen || "";
+  if (!chosen) pill("no job is running", "");
+}
+
+function begin() {
+  for (const [name, text] of [["time", "time"], ["step", "steps"]]) {
+    find("axis").append(
+      element("button", { "aria-pressed": String(axis === name), onclick: (event) => {
+        axis = name;
+        find("axis").querySelectorAll("button").forEach((each) => each.setAttribute("aria-pressed", String(each === event.target)));
+        if (job.head) drawCharts(job.head);
+      } }, text),
+    );
+  }
+  find("output-task").addEventListener("change", (event) => showOutput(event.target.value));
+  find("jobs").addEventListener("change", (event) => follow(event.target.value));
+  new ResizeObserver(() => job.head && drawTimeline(find("timeline"), job)).observe(find("timeline"));
+  if (embedded) return receive(embedded);
+  if (location.search) history.replaceState(null, "", location.pathname); // the token stays out of the history
+  follow(null);
+  setInterval(loadOutput, 2000);
+}
+
+begin();

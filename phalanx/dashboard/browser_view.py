@@ -1,0 +1,131 @@
+"""What the page is told of a job. Pure: views in, values for JSON out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import to_builtins
+
+from phalanx.monitoring.job_view import RUNNING, SILENT_S, JobView, MemberView, doing, why_not
+
+ACTIONS = ("stop", "checkpoint", "scale", "drain")
+FEED_ITEMS = 200
+
+
+def message(
+    view: JobView, before: JobView | None = None, *, live: bool = True, control: bool = False
+) -> dict[str, Any]:
+    """What the page needs to draw a job, as far as it has changed.
+
+    Args:
+        view: the job now.
+        before: what the page knows; None if it knows nothing.
+        live: whether the job may still be controlled; otherwise this is a report.
+        control: whether this dashboard may.
+    """
+    found: dict[str, Any] = {"head": head(view, live=live, control=control)}
+    if before is not None and before.thinned == view.thinned and before.began_at == view.began_at:
+        if len(view.history) > len(before.history):
+            found |= {"points": _points(view, len(before.history)), "more": True}
+    else:
+        found["points"] = _points(view, 0)
+    for name, part in (
+        ("epochs", [[each.at, each.step, each.epoch, each.logs] for each in view.epochs]),
+        ("spans", [[each.task, each.start, each.end, each.level, each.how] for each in view.spans]),
+        ("generations", [[each.at, each.number, len(each.tasks)] for each in view.generations]),
+        ("checkpoints", [[each.at, each.step, each.path] for each in view.checkpoints]),
+        ("feed", [[each.at, each.level, each.text] for each in view.feed[-FEED_ITEMS:]]),
+    ):
+        if before is None or getattr(before, name) != getattr(view, name):
+            found[name] = part
+    return found
+
+
+def head(view: JobView, *, live: bool = True, control: bool = False) -> dict[str, Any]:
+    """Everything but what grows with time."""
+    started, end = view.started, view.end
+    now = view.ended_at or view.now
+    return {
+        "job": "" if started is None else started.job,
+        "program": "" if started is None else started.program,
+        "kind": "" if started is None else started.kind,
+        "version": "" if started is None else started.version,
+        "log_dir": "" if started is None else started.log_dir,
+        "minimum": 0 if started is None else started.minimum,
+        "maximum": 0 if started is None else started.maximum,
+        "wanted": view.wanted,
+        "status": view.status,
+        "reason": "" if end is None else end.reason,
+        "cause": "" if end is None else end.task,
+        "page": "" if end is None else end.page,
+        "began": view.began_at,
+        "ended": view.ended_at,
+        "now": now,
+        **{name: getattr(view, name) for name in ("epoch", "step", "steps", "samples", "generation", "restarts")},
+        **{
+            name: getattr(view, name) for name in ("steps_per_s", "samples_per_s", "bytes_per_s", "network_bytes_per_s")
+        },
+        "logs": view.logs,
+        "workers": len([member for member in view.workers if member.is_member]),
+        "members": [_member(view, member, now) for member in view.members.values()],
+        "hosts": _hosts(view, now),
+        "live": live and view.status == RUNNING,
+        "control": control,
+        "actions": {action: why_not(view, action) for action in ACTIONS},
+    }
+
+
+def _points(view: JobView, first: int) -> list[list[Any]]:
+    return [
+        [round(each.at, 3), each.step, each.samples_per_s, each.steps_per_s, each.bytes_per_s, each.logs]
+        for each in view.history[first:]
+    ]
+
+
+def _member(view: JobView, member: MemberView, now: float) -> dict[str, Any]:
+    lived_s = sum(
+        (now if span.end is None else span.end) - span.start for span in view.spans if span.task == member.task
+    )
+    names = ("task", "rank", "host", "pid", "is_running", "is_slow", "starts", "memory", "wait_fraction")
+    rates = ("steps_per_s", "samples_per_s", "bytes_per_s", "updates_per_s", "compute_s", "wait_s")
+    return {
+        **{name: getattr(member, name) for name in (*names, *rates)},
+        "state": state_of(member, now),
+        "does": doing(member, now),
+        "reported": member.reported_at > 0,
+        "computed_s": member.computed_s,
+        "waited_s": member.waited_s,
+        "lived_s": max(lived_s, member.computed_s + member.waited_s),
+        "rest_s": max(0.0, lived_s - member.computed_s - member.waited_s),
+        "version": None if member.server is None else member.server.version,
+        "gpu": None if member.gpu is None else to_builtins(member.gpu),
+    }
+
+
+def state_of(member: MemberView, now: float) -> str:
+    """One word for the colour of a member."""
+    if not member.is_running:
+        return "failed" if member.has_failed else "exited"
+    if not member.phase:
+        return "starting"
+    if member.reported_at and now - member.reported_at > SILENT_S:
+        return "silent"
+    return "waiting" if not member.is_member else "slow" if member.is_slow else "running"
+
+
+def _hosts(view: JobView, now: float) -> list[dict[str, Any]]:
+    """Those of an elastic job; of a fixed one, those on which its tasks run."""
+    if view.hosts:
+        return [
+            {
+                **to_builtins(host),
+                "blacklisted_s": None if host.blacklisted_until is None else max(0.0, host.blacklisted_until - now),
+            }
+            for host in view.hosts
+        ]
+    taken: dict[str, list[bool]] = {}
+    for member in view.members.values():
+        if member.host:
+            taken.setdefault(member.host, []).append(member.is_running)
+    nothing = {"blacklisted_s": None, "reason": "", "is_drained": False}
+    return [{"name": name, "slots": len(runs), "taken": sum(runs), **nothing} for name, runs in taken.items()]

@@ -1,0 +1,214 @@
+"""The addresses of the dashboard, as an ASGI application.
+
+GET  /          the page; with the token of the link it sets the cookie for all others
+GET  /events    what the page shows, as server-sent events
+GET  /output    the end of a task's output
+GET  /metrics   the same figures for Prometheus
+POST /act       stop, checkpoint, scale, drain
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from phalanx.dashboard import access, browser_view, page, prometheus_metrics
+from phalanx.dashboard.job_hub import FollowedJob, JobHub, ask
+from phalanx.errors import ConfigurationError, LinkClosedError
+from phalanx.launcher.job_connection import ControlRequest
+from phalanx.monitoring.job_view import RUNNING, JobView
+
+WATCHED_S = 0.5
+"""How often the job is asked for news while someone looks."""
+UNWATCHED_S = 2.0
+MAX_BODY_BYTES = 4096
+_HEADERS = {
+    b"cache-control": b"no-store",
+    b"x-content-type-options": b"nosniff",
+    b"x-frame-options": b"DENY",
+    b"referrer-policy": b"no-referrer",
+    b"cross-origin-resource-policy": b"same-origin",
+    b"cross-origin-opener-policy": b"same-origin",
+}
+
+
+class Dashboard:
+    """What the handlers share.
+
+    Args:
+        hub: knows the jobs.
+        token: see `access`.
+        port: of this server.
+        control: whether the buttons may act.
+
+    Attributes:
+        is_closing: whether the server is about to end: the streams then end too.
+    """
+
+    def __init__(self, hub: JobHub, *, token: str, port: int, control: bool = False):
+        self.hub = hub
+        self.is_closing = False
+        self._token, self._port, self._control = token, port, control
+        self._watchers = 0
+        self._woken = asyncio.Event()
+
+    def app(self) -> ASGIApp:
+        """The application."""
+        return Starlette(
+            routes=[
+                Route("/", self.show_page),
+                Route("/events", self.stream_events),
+                Route("/output", self.show_output),
+                Route("/metrics", self.show_metrics),
+                Route("/act", self.act, methods=["POST"]),
+            ],
+            middleware=[Middleware(_Guard, token=self._token, port=self._port)],
+            lifespan=self._lifespan,
+        )
+
+    # Handlers.
+
+    async def show_page(self, request: Request) -> Response:
+        nonce = secrets.token_urlsafe(16)
+        response = HTMLResponse(page.render(nonce=nonce))
+        response.headers["content-security-policy"] = page.CONTENT_POLICY.format(nonce=nonce)
+        if request.query_params.get("token"):
+            # Not a redirect: from a link on another site, a browser would not send a strict cookie with it.
+            response.set_cookie(access.cookie_name(self._port), self._token, httponly=True, samesite="strict", path="/")
+        return response
+
+    async def stream_events(self, request: Request) -> Response:
+        return StreamingResponse(self.events(request.query_params.get("job", "")), media_type="text/event-stream")
+
+    async def events(self, name: str) -> AsyncIterator[str]:
+        """The stream for a page that shows this job; for an empty name, the newest one."""
+        self._watchers += 1
+        self._woken.set()
+        listed: Any = None
+        before: JobView | None = None
+        try:
+            while True:
+                job = self.hub.find(name)
+                name = name if job is None else job.entry.job
+                listing = {"jobs": self.hub.listing(), "job": name if job is not None else None}
+                if listing != listed:
+                    listed = listing
+                    yield _event(listing, "jobs")
+                view = None if job is None else job.view  # once: it may change while the page receives it
+                if view is not None and view is not before and view.started is not None:
+                    yield _event(browser_view.message(view, before, control=self._control))
+                    before = view
+                    if view.status != RUNNING:
+                        yield _event({}, "over")
+                        return
+                elif job is not None and job.follower.is_gone:  # its launcher was killed
+                    yield _event({}, "over")
+                    return
+                if self.is_closing:
+                    return
+                await asyncio.sleep(WATCHED_S / 2)
+        finally:
+            self._watchers -= 1
+
+    async def show_output(self, request: Request) -> Response:
+        job = self.hub.find(request.query_params.get("job", ""))
+        if job is None:
+            return PlainTextResponse("No such job.", 404)
+        return await self._asked(job, ControlRequest("output", task=request.query_params.get("task", "")), text=True)
+
+    async def show_metrics(self, request: Request) -> Response:
+        await asyncio.to_thread(self.hub.update)
+        content, kind = prometheus_metrics.expose([job.view for job in self.hub.jobs.values()])
+        return Response(content, media_type=kind)
+
+    async def act(self, request: Request) -> Response:
+        if access.foreign(request.headers):
+            return JSONResponse({"refusal": "This request does not come from the dashboard's own page."}, 403)
+        if not self._control:
+            return JSONResponse({"refusal": "This dashboard only shows; start it with --control."}, 403)
+        body = await request.body()
+        try:
+            asked = msgspec.json.decode(body[: MAX_BODY_BYTES + 1], type=_Act)
+        except msgspec.MsgspecError as error:
+            return JSONResponse({"refusal": f"This is no request: {error}."}, 400)
+        if asked.action not in browser_view.ACTIONS:
+            return JSONResponse({"refusal": f"There is no action {asked.action!r}."}, 400)
+        job = self.hub.find(asked.job or "")
+        if job is None:
+            return JSONResponse({"refusal": "No such job."}, 404)
+        return await self._asked(job, ControlRequest(asked.action, workers=asked.workers, host=asked.host))
+
+    async def _asked(self, job: FollowedJob, request: ControlRequest, *, text: bool = False) -> Response:
+        try:
+            answer = await asyncio.to_thread(ask, job, request)
+        except ConfigurationError as error:
+            return JSONResponse({"refusal": str(error)}, 409)
+        except LinkClosedError as error:
+            return JSONResponse({"refusal": str(error)}, 410)
+        return PlainTextResponse(answer.text) if text else JSONResponse({"text": answer.text})
+
+    # The task that follows the jobs.
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._follow())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.to_thread(self.hub.update)
+            with contextlib.suppress(asyncio.TimeoutError):
+                self._woken.clear()
+                await asyncio.wait_for(self._woken.wait(), UNWATCHED_S if not self._watchers else WATCHED_S)
+
+
+class _Act(msgspec.Struct, frozen=True):
+    """The body of a request to act."""
+
+    action: str
+    job: str | None = None
+    workers: int = 0
+    host: str = ""
+
+
+class _Guard:
+    """Refuses requests that `access` refuses, before any handler sees them, and adds headers to all answers."""
+
+    def __init__(self, app: ASGIApp, token: str, port: int):
+        self._app, self._token, self._port = app, token, port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *_HEADERS.items()]
+            await send(message)
+
+        request = Request(scope)
+        reason = access.refusal(request.headers, request.query_params.get("token", ""), self._token, self._port)
+        handler: ASGIApp = PlainTextResponse(reason, 403) if reason else self._app
+        await handler(scope, receive, send_with_headers)
+
+
+def _event(data: dict[str, Any], kind: str = "message") -> str:
+    return f"event: {kind}\ndata: {json.dumps(data, allow_nan=False)}\n\n"

@@ -1,0 +1,63 @@
+"""The process that serves the dashboard: `phalanx dashboard`, or started by `phalanx run --dashboard`.
+
+It is a process of its own, and a polite one (`nice`), so that the workers lose nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable
+
+import uvicorn
+
+from phalanx.dashboard.dashboard_app import WATCHED_S, Dashboard
+from phalanx.dashboard.job_hub import JobHub
+
+NICENESS = 10
+LAST_LOOK_S = 2 * WATCHED_S
+"""How long open pages have, once the job has ended, to learn of that."""
+
+
+def serve(
+    listener: socket.socket, token: str, *, job: str | None, control: bool, until: Callable[[], object] | None = None
+) -> None:
+    """Serve until Ctrl-C, or until `until` returns.
+
+    Args:
+        listener: a listening socket on loopback.
+        token: see `access`.
+        job: the id of the only job to show; None for all.
+        control: whether the buttons may act.
+        until: blocks, in a thread, as long as the server is needed.
+    """
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    asyncio.run(_serve(listener, token, job=job, control=control, until=until))
+
+
+async def _serve(
+    listener: socket.socket, token: str, *, job: str | None, control: bool, until: Callable[[], object] | None
+) -> None:
+    hub = JobHub(job)
+    dashboard = Dashboard(hub, token=token, port=listener.getsockname()[1], control=control)
+    config = uvicorn.Config(
+        dashboard.app(), log_level="error", access_log=False, lifespan="on", timeout_graceful_shutdown=1, ws="none"
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve([listener]))
+    if until is not None:
+        await asyncio.to_thread(until)
+        await asyncio.to_thread(hub.update)
+        dashboard.is_closing = True
+        await asyncio.sleep(LAST_LOOK_S)
+        server.should_exit = True
+    await serving
+
+
+def wait_for_launcher() -> None:
+    """Wait until the launcher, which holds the other end of stdin, has ended its job or is gone."""
+    sys.stdin.buffer.read()

@@ -1,0 +1,73 @@
+"""The running jobs of this user, followed for those who look at the dashboard. Has no thread of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.errors import LinkClosedError
+from phalanx.launcher.job_connection import ControlAnswer, ControlRequest, send_request
+from phalanx.launcher.job_follower import JobFollower
+from phalanx.launcher.job_registry import RegisteredJob, running
+from phalanx.monitoring.job_view import JobView
+
+MAX_ENDED = 20
+"""Jobs that have ended stay visible; more than these are forgotten."""
+
+
+@dataclass(frozen=True)
+class FollowedJob:
+    """A job, and what follows it."""
+
+    entry: RegisteredJob
+    follower: JobFollower
+
+    @property
+    def view(self) -> JobView:
+        return self.follower.view
+
+
+class JobHub:
+    """All jobs, or one of them.
+
+    Args:
+        only: the id of the one job to follow; None for all.
+
+    Attributes:
+        jobs: by id, the newest last.
+    """
+
+    def __init__(self, only: str | None = None):
+        self._only = only
+        self.jobs: dict[str, FollowedJob] = {}
+
+    def update(self) -> None:
+        """Look for jobs, and at what has changed in those that are known."""
+        for entry in running():
+            if entry.is_here and entry.job not in self.jobs and self._only in (None, entry.job):
+                self.jobs[entry.job] = FollowedJob(entry, JobFollower(entry.socket_path))
+        for job in self.jobs.values():
+            job.follower.update()
+        ended = [name for name, job in self.jobs.items() if job.follower.is_gone]
+        for name in ended[: max(0, len(ended) - MAX_ENDED)]:
+            del self.jobs[name]
+
+    def find(self, name: str) -> FollowedJob | None:
+        """The job of this id; for an empty one, the newest that runs, or the newest."""
+        if name:
+            return self.jobs.get(name)
+        live = [job for job in self.jobs.values() if not job.follower.is_gone]
+        return next(reversed(live or list(self.jobs.values())), None)
+
+    def listing(self) -> list[dict[str, str]]:
+        """The jobs to choose from."""
+        return [{"job": name, "program": job.entry.program} for name, job in self.jobs.items()]
+
+
+def ask(job: FollowedJob, request: ControlRequest) -> ControlAnswer:
+    """Ask the job's launcher for something.
+
+    Raises: ConfigurationError or LinkClosedError; see `send_request`.
+    """
+    if job.follower.is_gone:
+        raise LinkClosedError("The job has ended.")
+    return send_request(job.entry.socket_path, request)

@@ -1,0 +1,55 @@
+"""A report: the page of a job that is over, as one file that needs no server and no network."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from phalanx.dashboard import browser_view, page
+from phalanx.errors import ConfigurationError
+from phalanx.launcher.job_follower import read_view
+from phalanx.monitoring.console import plain_text
+
+REPORT_FILE = "report.html"
+OUTPUT_BYTES = 64 * 1024
+"""Of each task's output, the end."""
+
+
+def write(log_dir: Path, path: Path | None = None) -> Path:
+    """Write the report of a job; returns its path.
+
+    Args:
+        log_dir: the log directory of the job.
+        path: where to write; None for `report.html` in the log directory.
+
+    Raises: ConfigurationError if the directory is not of a job, or the file cannot be written.
+    """
+    path = path or log_dir / REPORT_FILE
+    document = render(log_dir)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(document, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigurationError(f"The report cannot be written to {path}: {error.strerror}.") from error
+    return path
+
+
+def render(log_dir: Path) -> str:
+    """The report of a job as an HTML document. Raises: see `write`."""
+    view = read_view(log_dir)
+    data = browser_view.message(view, live=False)
+    data["outputs"] = {task: _end_of(log_dir / f"{task.replace('/', '-')}.log") for task in view.members}
+    return page.render(data)
+
+
+def _end_of(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            size = file.tell()
+            file.seek(max(0, size - OUTPUT_BYTES))
+            return plain_text(file.read())
+    except OSError:  # the task has written nothing, or someone has tidied up
+        return ""

@@ -1,0 +1,54 @@
+"""What the GPU of this process does, from NVIDIA's management library: nothing of it runs on the GPU.
+
+Needs the package nvidia-ml-py (`phalanx[dashboard]`). Without it, or without a GPU, nothing is known.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import Any
+
+from phalanx.config.environment import process_environment
+from phalanx.config.environment_variables import VISIBLE_GPUS
+from phalanx.monitoring.worker_figures import GpuFigures
+
+PACKAGE = "pynvml"
+
+
+def read() -> GpuFigures | None:
+    """The figures of the first GPU that this process may use; None if nothing is known of any."""
+    opened = _open(process_environment().get(VISIBLE_GPUS))
+    if opened is None:
+        return None
+    library, index, handle = opened
+    try:
+        utilization, memory = library.nvmlDeviceGetUtilizationRates(handle), library.nvmlDeviceGetMemoryInfo(handle)
+        name = library.nvmlDeviceGetName(handle)
+    except library.NVMLError:  # a virtual GPU, or a part of one, has no such figures
+        return None
+    return GpuFigures(index, str(name), utilization.gpu / 100, memory.used, memory.total)
+
+
+@functools.cache
+def _open(visible: str | None) -> tuple[Any, int, Any] | None:
+    """The library, and the number and handle of a GPU.
+
+    Args:
+        visible: the value of CUDA_VISIBLE_DEVICES: numbers or identifiers; CUDA ignores what follows a wrong one.
+    """
+    first = "0" if visible is None else visible.split(",")[0].strip()
+    if first in ("", "-1") or importlib.util.find_spec(PACKAGE) is None:
+        return None
+    library: Any = importlib.import_module(PACKAGE)
+    try:
+        library.nvmlInit()
+        handle = (
+            library.nvmlDeviceGetHandleByIndex(int(first))
+            if first.isdecimal()
+            else library.nvmlDeviceGetHandleByUUID(first.encode())
+        )
+        return library, int(library.nvmlDeviceGetIndex(handle)), handle
+    except library.NVMLError:  # no driver, or no such GPU
+        return None

@@ -1,0 +1,116 @@
+"""The dashboard next to a job, in a process of its own, and the link that opens a dashboard.
+
+The process that starts a dashboard opens its port and makes its token, so it can show the link at once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from types import TracebackType
+
+from phalanx.config.environment import process_environment
+from phalanx.config.environment_variables import DASHBOARD_TOKEN
+from phalanx.errors import ConfigurationError
+from phalanx.launcher.orphan_reaper import spare
+
+DEFAULT_PORT = 8787
+LOOPBACK = "127.0.0.1"
+TOKEN_BYTES = 24
+MIN_TOKEN_CHARACTERS = 16
+PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+LAST_LOOK_S = 5.0
+"""How long the launcher waits for open pages to learn of the end of the job."""
+
+
+def check_packages() -> None:
+    """Raises: ConfigurationError naming the extra, if a package of the dashboard is not installed."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(
+            f"The dashboard needs {' and '.join(missing)}, not installed here: `pip install 'phalanx[dashboard]'`."
+        )
+
+
+@dataclass(frozen=True)
+class DashboardLink:
+    """An open port on loopback, and the token that a browser must show there."""
+
+    listener: socket.socket
+    token: str
+
+    def __str__(self) -> str:
+        return f"http://{LOOPBACK}:{self.listener.getsockname()[1]}/?token={self.token}"
+
+
+def open_link(port: int | None = None) -> DashboardLink:
+    """A link for a dashboard that is about to start.
+
+    Args:
+        port: to listen on; None for the usual one, or a free one where that is taken.
+
+    Raises: ConfigurationError if the port is taken, or PHALANX_DASHBOARD_TOKEN is too short.
+    """
+    token = process_environment().get(DASHBOARD_TOKEN) or secrets.token_urlsafe(TOKEN_BYTES)
+    if len(token) < MIN_TOKEN_CHARACTERS:
+        raise ConfigurationError(
+            f"{DASHBOARD_TOKEN} has {len(token)} characters; use at least {MIN_TOKEN_CHARACTERS} random ones, or leave "
+            "it unset for a new token each time."
+        )
+    try:
+        return DashboardLink(socket.create_server((LOOPBACK, DEFAULT_PORT if port is None else port)), token)
+    except OSError as error:
+        if port is None:
+            return DashboardLink(socket.create_server((LOOPBACK, 0)), token)
+        raise ConfigurationError(
+            f"Port {port} of {LOOPBACK} cannot be used: {error.strerror}. Give another --port, or none."
+        ) from error
+
+
+class DashboardProcess:
+    """Shows one job of this process for as long as it is open. A context manager.
+
+    Args:
+        job: the id of the job.
+        control: whether its buttons act.
+
+    Attributes:
+        address: opens it in a browser.
+    """
+
+    def __init__(self, job: str, *, control: bool):
+        self._link = open_link()
+        self.address = str(self._link)
+        self._arguments = ["--job", job, "--listen-fd", str(self._link.listener.fileno())]
+        self._arguments += ["--control"] if control else []
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> DashboardProcess:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "phalanx", "dashboard", *self._arguments],
+            stdin=subprocess.PIPE,  # ends with this process, however that ends
+            stdout=subprocess.DEVNULL,
+            pass_fds=[self._link.listener.fileno()],
+            env={**process_environment(), DASHBOARD_TOKEN: self._link.token},
+            start_new_session=True,  # Ctrl-C is for the job
+        )
+        spare(self._process.pid)
+        self._link.listener.close()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        process.stdin.close()
+        try:
+            process.wait(LAST_LOOK_S)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.kill()
+            process.wait()

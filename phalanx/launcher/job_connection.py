@@ -1,0 +1,93 @@
+"""Asks the launcher of a running job: for its state, or to do something with it.
+
+The launcher answers on a Unix socket in this user's folder of jobs. The kernel tells it whose process asks, so no
+secret is needed, and none is stored. A connection carries one request and one answer, a line of JSON each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from phalanx.errors import ConfigurationError, LinkClosedError
+from phalanx.monitoring.job_view import JobView
+
+ANSWER_S = 5.0
+MAX_REQUEST_BYTES = 4096
+MAX_PATH_BYTES = 100
+"""Of a socket's name; the kernels' limits are 104 and 108."""
+
+
+class ControlRequest(msgspec.Struct, frozen=True):
+    """What is asked of a job's launcher.
+
+    Attributes:
+        action: `view`, `output`, `stop`, `checkpoint`, `scale` or `drain`.
+        after: for `view`: the number of the last event that is known; -1 for the whole view.
+        task: for `output`.
+        workers: for `scale`.
+        host: for `drain`.
+    """
+
+    action: str = "view"
+    after: int = -1
+    task: str = ""
+    workers: int = 0
+    host: str = ""
+
+
+class ControlAnswer(msgspec.Struct, frozen=True):
+    """What the launcher answers.
+
+    Attributes:
+        refusal: why the request cannot be fulfilled; else empty.
+        text: what will happen, for people; the end of a task's output.
+        number: of the last event.
+        view: the whole view, if it was asked for or the events are no longer known.
+        events: the events after the one that is known.
+    """
+
+    refusal: str = ""
+    text: str = ""
+    number: int = -1
+    view: JobView | None = None
+    events: list[msgspec.Raw] = []
+
+
+def send_request(path: Path, request: ControlRequest) -> ControlAnswer:
+    """Send a request to the launcher whose socket this is.
+
+    Raises:
+        ConfigurationError: the request cannot be fulfilled.
+        LinkClosedError: the launcher does not answer.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, short_name(path) as name:
+            connection.settimeout(ANSWER_S)
+            connection.connect(name)
+            connection.sendall(msgspec.json.encode(request) + b"\n")
+            content = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        answer = msgspec.json.decode(content, type=ControlAnswer)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise LinkClosedError(f"the launcher of the job does not answer: {error}") from error
+    if answer.refusal:
+        raise ConfigurationError(answer.refusal)
+    return answer
+
+
+@contextlib.contextmanager
+def short_name(path: Path) -> Iterator[str]:
+    """A name for a socket that the kernel accepts, however deep its folder is."""
+    if len(os.fsencode(path)) <= MAX_PATH_BYTES:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)

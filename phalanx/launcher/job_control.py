@@ -1,0 +1,152 @@
+"""Answers those who watch a job, and carries out what they ask for: the launcher's side of `job_connection`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import threading
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from phalanx.errors import ConfigurationError
+from phalanx.launcher.job_connection import MAX_REQUEST_BYTES, ControlAnswer, ControlRequest, short_name
+from phalanx.launcher.job_recorder import JobRecorder
+from phalanx.monitoring.job_view import why_not
+
+REQUEST_S = 2.0
+"""A client that does not send its request or read its answer in this time does not delay the next one for longer."""
+ACTIONS = ("stop", "checkpoint", "scale", "drain")
+
+
+class ControlledJob(Protocol):
+    """What can be done with a job. Called in a thread of `JobControl`; no method may wait for the job."""
+
+    def stop(self, number: int) -> None:
+        """End the job as this signal does."""
+        ...
+
+    def request_checkpoint(self) -> None: ...
+
+    def scale(self, workers: int) -> None:
+        """Raises: ConfigurationError if the number is out of the job's bounds."""
+        ...
+
+    def drain(self, host: str) -> None:
+        """Raises: ConfigurationError if the host is unknown, or the job cannot do without it."""
+        ...
+
+
+class JobControl:
+    """Serves one socket in its own thread, one request after the other. A context manager.
+
+    Args:
+        path: of the socket.
+        recorder: knows the job.
+
+    Attributes:
+        job: what runs now; None before and between the runs of a job.
+    """
+
+    def __init__(self, path: Path, recorder: JobRecorder):
+        self.job: ControlledJob | None = None
+        self._path = path
+        self._recorder = recorder
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._thread = threading.Thread(target=self._serve, name="phalanx-job-control", daemon=True)
+
+    def __enter__(self) -> JobControl:
+        # A folder that cannot hold a socket is no reason not to train; then no one can watch.
+        with contextlib.suppress(OSError), short_name(self._path) as name:
+            self._listener.bind(name)
+            os.chmod(name, 0o600)  # before anyone can connect
+            self._listener.listen()
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread.is_alive():
+            with contextlib.suppress(OSError):  # wakes `accept`, on Linux
+                self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        if self._thread.ident is not None:
+            self._thread.join(REQUEST_S)
+        self._path.unlink(missing_ok=True)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):  # the client is gone or slow, which is its own affair
+                connection.settimeout(REQUEST_S)
+                if _is_this_user(connection):
+                    connection.sendall(self._answer(_read_line(connection)))
+
+    def _answer(self, line: bytes) -> bytes:
+        try:
+            request = msgspec.json.decode(line, type=ControlRequest)
+            if request.action == "view":
+                return self._changes(request.after)
+            if request.action == "output":
+                return msgspec.json.encode(ControlAnswer(text=self._recorder.output_of(request.task)))
+            answer = ControlAnswer(text=self._act(request))
+        except (ConfigurationError, msgspec.MsgspecError) as error:
+            answer = ControlAnswer(refusal=str(error))
+        return msgspec.json.encode(answer)
+
+    def _changes(self, after: int) -> bytes:
+        number, lines = self._recorder.changes(after)
+        if after >= 0 and lines is not None:
+            return msgspec.json.encode(ControlAnswer(number=number, events=[msgspec.Raw(line) for line in lines]))
+        number, view = self._recorder.numbered_view()
+        return msgspec.json.encode(ControlAnswer(number=number, view=view))
+
+    def _act(self, request: ControlRequest) -> str:
+        if request.action not in ACTIONS:
+            raise ConfigurationError(f"A job can {', '.join(ACTIONS)}, and not {request.action}.")
+        if reason := why_not(self._recorder.view, request.action):
+            raise ConfigurationError(reason)
+        if (job := self.job) is None:
+            raise ConfigurationError("The job is just about to start or to end. Try again.")
+        match request.action:
+            case "stop":
+                job.stop(signal.SIGTERM)
+                return "the job is asked to stop; a fit with a Checkpoint saves its state first"
+            case "checkpoint":
+                job.request_checkpoint()
+                return "a checkpoint is written after a next step"
+            case "scale":
+                job.scale(request.workers)
+                return f"{request.workers} workers are requested; they join or leave before a next step"
+            case _:
+                job.drain(request.host)
+                return f"the workers of {request.host} leave before a next step, and none starts there again"
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    content = b""
+    while not content.endswith(b"\n") and len(content) <= MAX_REQUEST_BYTES:
+        data = connection.recv(MAX_REQUEST_BYTES)
+        if not data:
+            break
+        content += data
+    return content
+
+
+def _is_this_user(connection: socket.socket) -> bool:
+    """Whether a process of this user, or of root, is at the other end. Elsewhere than on Linux the permissions of the
+    socket say so.
+
+    Source: unix(7), SO_PEERCRED.
+    """
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return uid in (os.getuid(), 0)

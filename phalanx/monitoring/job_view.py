@@ -1,0 +1,502 @@
+"""The state of a job as people see it, and how each event changes it. Pure: state and event in, state out.
+
+The launcher keeps the state of its job. Every program that shows a job reads it there, or builds it from
+`events.jsonl`. It is bounded, however long the job runs: curves are thinned, and of lists the newest entries are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+
+import msgspec
+from msgspec.structs import replace
+
+from phalanx.monitoring import job_events as events
+from phalanx.monitoring.job_events import HostStatus, JobEvent, TaskReport
+from phalanx.monitoring.worker_figures import GpuFigures, ServerFigures, WorkerFigures
+
+WINDOW_S = 5.0
+"""Rates are measured over this time."""
+MAX_POINTS = 1200
+"""More than a screen has columns for."""
+FIRST_INTERVAL_S = 1.0
+MAX_FEED = 400
+MAX_SPANS = 600
+MAX_GENERATIONS = 300
+SILENT_S = 5.0
+"""A process that reports nothing for this long is stopped, or its host is overloaded."""
+
+INFO, GOOD, WARNING, BAD = "info", "good", "warning", "bad"
+RUNNING, SUCCEEDED, FAILED = "running", "succeeded", "failed"
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """The figures of one process at one time."""
+
+    at: float
+    figures: WorkerFigures
+
+
+class MemberView(msgspec.Struct, frozen=True):
+    """A task.
+
+    Attributes:
+        host, pid: of its present process, or the last one; a pid of 0 means that there was none yet.
+        is_running: whether that process runs.
+        is_member: whether it takes part in the present generation.
+        how: how the last process ended; empty while it runs.
+        has_failed: whether it ended with an error of its own.
+        starts: how often a process of it was started.
+        phase, epoch, step: what it does.
+        phase_since, reported_at: when it began to do that, and when it was last heard of.
+        saves_checkpoint: whether it can be asked for a checkpoint.
+        steps_per_s, samples_per_s: over the last seconds.
+        bytes_per_s, network_bytes_per_s: sent in collectives; all of them, and those outside of shared memory.
+        updates_per_s: of a parameter server.
+        compute_s, wait_s: seconds per step, over the last seconds; None if it took no step.
+        wait_fraction: the part of the last seconds that it waited.
+        computed_s, waited_s: in all its processes.
+        memory: bytes; 0 if unknown.
+        gpu: its GPU; None if unknown.
+        is_slow: whether the others wait for it.
+        server: of a parameter server.
+        recent: what it reported in the last seconds.
+    """
+
+    task: str
+    rank: int
+    host: str = ""
+    pid: int = 0
+    is_running: bool = False
+    is_member: bool = True
+    how: str = ""
+    has_failed: bool = False
+    starts: int = 0
+    phase: str = ""
+    epoch: int | None = None
+    step: int | None = None
+    phase_since: float = 0.0
+    reported_at: float = 0.0
+    saves_checkpoint: bool = False
+    steps_per_s: float = 0.0
+    samples_per_s: float = 0.0
+    bytes_per_s: float = 0.0
+    network_bytes_per_s: float = 0.0
+    updates_per_s: float = 0.0
+    compute_s: float | None = None
+    wait_s: float | None = None
+    wait_fraction: float = 0.0
+    computed_s: float = 0.0
+    waited_s: float = 0.0
+    memory: int = 0
+    gpu: GpuFigures | None = None
+    is_slow: bool = False
+    server: ServerFigures | None = None
+    recent: tuple[Sample, ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        return not self.task.startswith(("ps/", "evaluator/"))
+
+
+class Point(msgspec.Struct, frozen=True):
+    """The job at one time.
+
+    Attributes:
+        step: training steps since the job began.
+        logs: loss and metrics.
+    """
+
+    at: float
+    step: int
+    samples_per_s: float
+    steps_per_s: float
+    bytes_per_s: float
+    logs: dict[str, float | None]
+
+
+class EpochPoint(msgspec.Struct, frozen=True):
+    """The logs of an epoch."""
+
+    at: float
+    step: int
+    epoch: int
+    logs: dict[str, float | None]
+
+
+class FeedItem(msgspec.Struct, frozen=True):
+    """Something that has happened; `level` is INFO, GOOD, WARNING or BAD."""
+
+    at: float
+    level: str
+    text: str
+
+
+class Span(msgspec.Struct, frozen=True):
+    """The life of one process of a task; `end` is None while it runs."""
+
+    task: str
+    start: float
+    end: float | None = None
+    level: str = INFO
+    how: str = ""
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """A membership, from a time on."""
+
+    at: float
+    number: int
+    tasks: tuple[str, ...]
+
+
+class JobView(msgspec.Struct, frozen=True):
+    """Everything that is shown of a job.
+
+    Attributes:
+        started: how the job was started, the last time; None before.
+        began_at, ended_at, now: times of the first and the last event; `ended_at` is 0 while it runs.
+        status: RUNNING, SUCCEEDED or FAILED.
+        wanted: how many workers it should have.
+        members: the tasks by name, in rank order.
+        steps, samples, bytes_sent: since the job began, over all members.
+        restarts: how often the launcher has started the whole job again.
+        logs: the present loss and metrics of the training.
+        history: the curves, a point at least every `interval_s`; `thinned` counts how often they were thinned.
+        stragglers_seen: how often each task was a straggler.
+    """
+
+    started: events.JobStarted | None = None
+    began_at: float = 0.0
+    ended_at: float = 0.0
+    now: float = 0.0
+    status: str = RUNNING
+    end: events.JobEnded | None = None
+    generation: int = 0
+    wanted: int = 0
+    members: dict[str, MemberView] = {}
+    hosts: tuple[HostStatus, ...] = ()
+    epoch: int | None = None
+    step: int | None = None
+    steps: int = 0
+    samples: int = 0
+    bytes_sent: int = 0
+    steps_per_s: float = 0.0
+    samples_per_s: float = 0.0
+    bytes_per_s: float = 0.0
+    network_bytes_per_s: float = 0.0
+    restarts: int = 0
+    logs: dict[str, float | None] = {}
+    history: tuple[Point, ...] = ()
+    interval_s: float = FIRST_INTERVAL_S
+    thinned: int = 0
+    epochs: tuple[EpochPoint, ...] = ()
+    checkpoints: tuple[events.CheckpointWritten, ...] = ()
+    feed: tuple[FeedItem, ...] = ()
+    spans: tuple[Span, ...] = ()
+    generations: tuple[Generation, ...] = ()
+    stragglers_seen: dict[str, int] = {}
+
+    @property
+    def workers(self) -> list[MemberView]:
+        """The tasks that train and run."""
+        return [member for member in self.members.values() if member.trains and member.is_running]
+
+
+def replay(stream: Iterable[JobEvent]) -> JobView:
+    """The state after these events."""
+    return reduce(advance, stream, JobView())
+
+
+def advance(state: JobView, event: JobEvent) -> JobView:
+    """The state after one more event."""
+    state = replace(state, now=max(state.now, event.at))
+    match event:
+        case events.JobStarted():
+            return _job_started(state, event)
+        case events.TaskStarted():
+            return _task_started(state, event)
+        case events.TaskExited():
+            return _task_exited(state, event)
+        case events.GenerationFormed():
+            return _generation_formed(state, event)
+        case events.HostsChanged():
+            return replace(state, hosts=tuple(event.hosts))
+        case events.StragglersChanged():
+            return _stragglers_changed(state, event)
+        case events.Measured():
+            return _measured(state, event)
+        case events.WorkersRequested():
+            return _tell(replace(state, wanted=event.workers), INFO, f"{event.workers} workers are requested")
+        case events.EpochFinished():
+            point = EpochPoint(event.at, state.steps, event.epoch, event.logs)
+            return replace(state, epochs=(*state.epochs, point)[-MAX_POINTS:])
+        case events.CheckpointWritten():
+            state = replace(state, checkpoints=(*state.checkpoints, event)[-MAX_GENERATIONS:])
+            return _tell(state, GOOD, f"checkpoint after {event.step} steps: {event.path}")
+        case events.Noticed():
+            return _tell(state, INFO, event.text)
+        case events.JobEnded():
+            return _job_ended(state, event)
+
+
+def why_not(state: JobView, action: str) -> str:
+    """Why something cannot be done with the job now; empty if it can.
+
+    Args:
+        action: `stop`, `checkpoint`, `scale` or `drain`.
+    """
+    if state.status != RUNNING:
+        return "The job has ended."
+    kind = events.FIXED if state.started is None else state.started.kind
+    if action == "checkpoint" and not any(member.saves_checkpoint for member in state.workers):
+        return "No fit with a phalanx.callbacks.Checkpoint runs now."
+    if action in ("scale", "drain") and kind != events.ELASTIC:
+        return "The job has a fixed size; --workers MIN:MAX makes it elastic."
+    if action == "drain" and sum(not host.is_drained for host in state.hosts) < 2:
+        return "The job has no other host."
+    return ""
+
+
+def doing(member: MemberView, now: float) -> str:
+    """What a task does, for people."""
+    if not member.is_running:
+        return member.how or "not started"
+    if not member.phase:
+        return "starts"
+    if member.reported_at and now - member.reported_at > SILENT_S:
+        return f"silent for {now - member.reported_at:.0f} s: stopped, or its host is overloaded"
+    where = "" if member.epoch is None else f", epoch {member.epoch}"
+    where += "" if member.step is None else f", step {member.step}"
+    if not member.is_member:
+        return f"waits to join ({member.phase})"
+    slow = ": slow, the others wait for it" if member.is_slow else ""
+    return f"{member.phase}{where}{slow}"
+
+
+# One function for each kind of event.
+
+
+def _job_started(state: JobView, event: events.JobStarted) -> JobView:
+    is_first = state.started is None
+    members = {
+        task: replace(state.members.get(task, MemberView(task, rank)), is_running=False, pid=0, how="")
+        for rank, task in enumerate(event.tasks)
+    }
+    state = replace(
+        state,
+        started=event,
+        began_at=event.at if is_first else state.began_at,
+        members=members,
+        generation=0,
+        wanted=event.maximum,
+        restarts=state.restarts + (not is_first),
+    )
+    return state if is_first else _tell(state, WARNING, "the whole job starts again")
+
+
+def _task_started(state: JobView, event: events.TaskStarted) -> JobView:
+    former = state.members.get(event.task, MemberView(event.task, event.rank))
+    member = MemberView(
+        event.task,
+        former.rank,
+        host=event.host,
+        pid=event.pid,
+        is_running=True,
+        is_member=state.generation == 0 or not former.trains,
+        starts=former.starts + 1,
+        computed_s=former.computed_s,
+        waited_s=former.waited_s,
+    )
+    again = "" if member.starts == 1 else f", for the {_ordinal(member.starts)} time"
+    state = _with_member(state, member)
+    state = replace(state, spans=(*state.spans, Span(event.task, event.at))[-MAX_SPANS:])
+    return _tell(state, INFO, f"{event.task} started on {event.host}, pid {event.pid}{again}")
+
+
+def _task_exited(state: JobView, event: events.TaskExited) -> JobView:
+    member = state.members.get(event.task)
+    if member is None:
+        return state
+    level = INFO if event.code == 0 or event.by_launcher else BAD
+    spans = list(state.spans)
+    for index in range(len(spans) - 1, -1, -1):
+        if spans[index].task == event.task and spans[index].end is None:
+            spans[index] = replace(spans[index], end=event.at, level=level, how=event.how)
+            break
+    gone = replace(
+        member,
+        is_running=False,
+        how=event.how,
+        has_failed=level == BAD,
+        is_slow=False,
+        saves_checkpoint=False,
+        recent=(),
+        steps_per_s=0.0,
+        samples_per_s=0.0,
+        bytes_per_s=0.0,
+        network_bytes_per_s=0.0,
+    )
+    state = replace(_with_member(state, gone), spans=tuple(spans))
+    return _tell(state, level, f"{event.task} {event.how}")
+
+
+def _generation_formed(state: JobView, event: events.GenerationFormed) -> JobView:
+    before = state.generations[-1].tasks if state.generations else ()
+    joined = [task for task in event.tasks if task not in before] if state.generation else []
+    left = [task for task in before if task not in event.tasks] if state.generation else []
+    members = {
+        task: replace(member, is_member=task in event.tasks or not member.trains)
+        for task, member in state.members.items()
+    }
+    formed = Generation(event.at, event.generation, tuple(event.tasks))
+    state = replace(
+        state,
+        generation=event.generation,
+        members=members,
+        generations=(*state.generations, formed)[-MAX_GENERATIONS:],
+    )
+    changes = [f"{', '.join(joined)} joined"] if joined else []
+    changes += [f"{', '.join(left)} left"] if left else []
+    text = f"generation {event.generation}: {len(event.tasks)} workers"
+    return _tell(state, WARNING if left else GOOD, "; ".join([text, *changes]))
+
+
+def _stragglers_changed(state: JobView, event: events.StragglersChanged) -> JobView:
+    found = [task for task in event.tasks if task in state.members and not state.members[task].is_slow]
+    recovered = [task for task, member in state.members.items() if member.is_slow and task not in event.tasks]
+    members = {task: replace(member, is_slow=task in event.tasks) for task, member in state.members.items()}
+    seen = {**state.stragglers_seen, **{task: state.stragglers_seen.get(task, 0) + 1 for task in found}}
+    state = replace(state, members=members, stragglers_seen=seen)
+    for task in found:
+        state = _tell(state, WARNING, f"{task} is slow, and the others wait for it")
+    for task in recovered:
+        state = _tell(state, GOOD, f"{task} recovered")
+    return state
+
+
+def _job_ended(state: JobView, event: events.JobEnded) -> JobView:
+    state = replace(
+        state,
+        status=FAILED if event.code else SUCCEEDED,
+        ended_at=event.at,
+        end=event,
+        steps_per_s=0.0,
+        samples_per_s=0.0,
+        bytes_per_s=0.0,
+        network_bytes_per_s=0.0,
+    )
+    return _tell(state, BAD if event.code else GOOD, f"the job ended with exit code {event.code}: {event.reason}")
+
+
+def _measured(state: JobView, event: events.Measured) -> JobView:
+    members, steps, samples, sent = dict(state.members), 0, 0, 0
+    for task, report in event.reports.items():
+        if (former := members.get(task)) is None or not former.is_running:
+            continue
+        member = members[task] = _reported(former, report, event.at)
+        gained = _gained(former, member)
+        steps = max(steps, gained.steps if gained.server is None else gained.server.version)
+        samples, sent = samples + gained.samples, sent + max(0, gained.bytes_sent)
+    running = [member for member in members.values() if member.is_running]
+    servers = [member.updates_per_s for member in running if member.server is not None]
+    first = min((m for m in running if m.trains and m.step is not None), key=lambda m: m.rank, default=None)
+    logs = next((m.recent[-1].figures.logs for m in running if m.recent and m.recent[-1].figures.logs), state.logs)
+    state = replace(
+        state,
+        members=members,
+        epoch=state.epoch if first is None or first.epoch is None else first.epoch,
+        step=state.step if first is None else first.step,
+        steps=state.steps + steps,
+        samples=state.samples + samples,
+        bytes_sent=state.bytes_sent + sent,
+        steps_per_s=max(servers or [member.steps_per_s for member in running], default=0.0),
+        samples_per_s=sum(member.samples_per_s for member in running),
+        bytes_per_s=sum(member.bytes_per_s for member in running),
+        network_bytes_per_s=sum(member.network_bytes_per_s for member in running),
+        logs=logs,
+    )
+    return _with_point(state, event.at)
+
+
+def _reported(member: MemberView, report: TaskReport, at: float) -> MemberView:
+    member = replace(
+        member,
+        phase=report.phase,
+        epoch=report.epoch,
+        step=report.step,
+        phase_since=at - report.age_s,
+        saves_checkpoint=report.saves_checkpoint,
+    )
+    figures = report.figures
+    if figures is None:
+        return member
+    last = member.recent[-1].figures if member.recent else WorkerFigures()
+    recent = (*(sample for sample in member.recent if sample.at > at - WINDOW_S), Sample(at, figures))
+    if len(recent) == 1 and member.recent:
+        recent = (member.recent[-1], *recent)
+    passed_s, first = at - recent[0].at, recent[0].figures
+    computed_s, waited_s = figures.computed_s - first.computed_s, figures.waited_s - first.waited_s
+    steps = figures.steps - first.steps
+    per_s = 1 / passed_s if passed_s > 0 else 0.0
+    version = 0 if figures.server is None or first.server is None else figures.server.version - first.server.version
+    return replace(
+        member,
+        reported_at=at,
+        steps_per_s=steps * per_s,
+        samples_per_s=(figures.samples - first.samples) * per_s,
+        bytes_per_s=max(0, figures.bytes_sent - first.bytes_sent) * per_s,
+        network_bytes_per_s=max(0, figures.bytes_on_links - first.bytes_on_links) * per_s,
+        updates_per_s=max(0, version) * per_s,
+        compute_s=computed_s / steps if steps else None,
+        wait_s=waited_s / steps if steps else None,
+        wait_fraction=waited_s / (computed_s + waited_s) if computed_s + waited_s > 0 else 0.0,
+        computed_s=member.computed_s + figures.computed_s - last.computed_s,
+        waited_s=member.waited_s + figures.waited_s - last.waited_s,
+        memory=figures.memory,
+        gpu=figures.gpu,
+        server=figures.server,
+        recent=recent,
+    )
+
+
+def _gained(former: MemberView, member: MemberView) -> WorkerFigures:
+    """What a process has done between two reports."""
+    new = member.recent[-1].figures if member.recent else WorkerFigures()
+    old = former.recent[-1].figures if former.recent else WorkerFigures()
+    server = None
+    if new.server is not None:
+        version = new.server.version - (old.server.version if old.server is not None else 0)
+        server = replace(new.server, version=max(0, version))
+    return WorkerFigures(
+        steps=new.steps - old.steps,
+        samples=new.samples - old.samples,
+        bytes_sent=new.bytes_sent - old.bytes_sent,
+        server=server,
+    )
+
+
+def _with_point(state: JobView, at: float) -> JobView:
+    """Add a point to the curves; if they have too many, every second one goes."""
+    if not state.steps or (state.history and at - state.history[-1].at < state.interval_s * 0.9):
+        return state
+    point = Point(at, state.steps, state.samples_per_s, state.steps_per_s, state.bytes_per_s, state.logs)
+    history = (*state.history, point)
+    if len(history) <= MAX_POINTS:
+        return replace(state, history=history)
+    return replace(state, history=history[::2], interval_s=state.interval_s * 2, thinned=state.thinned + 1)
+
+
+def _with_member(state: JobView, member: MemberView) -> JobView:
+    members = {**state.members, member.task: member}
+    return replace(state, members=dict(sorted(members.items(), key=lambda item: item[1].rank)))
+
+
+def _tell(state: JobView, level: str, text: str) -> JobView:
+    return replace(state, feed=(*state.feed, FeedItem(state.now, level, text))[-MAX_FEED:])
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"

@@ -1,0 +1,89 @@
+"""The figures that a worker shows to its launcher, and through it to all who watch the job."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class FinishedEpoch(msgspec.Struct, frozen=True):
+    """The logs of a whole epoch, with those of its validation.
+
+    Attributes:
+        epoch: its index.
+        logs: numbers by name.
+    """
+
+    epoch: int
+    logs: dict[str, float | None]
+
+
+class SavedCheckpoint(msgspec.Struct, frozen=True):
+    """The last checkpoint that this process has written.
+
+    Attributes:
+        step: the number of training steps that it contains.
+        path: where it is.
+    """
+
+    step: int
+    path: str
+
+
+class ServerFigures(msgspec.Struct, frozen=True):
+    """What a parameter server has done.
+
+    Attributes:
+        version: of the values; it grows with every update.
+        workers: how many workers are connected.
+    """
+
+    version: int
+    workers: int
+
+
+class GpuFigures(msgspec.Struct, frozen=True):
+    """What a GPU does now.
+
+    Attributes:
+        index: of the GPU on its host.
+        name: of its model.
+        utilization: the fraction of the time that it computes.
+        memory, memory_total: bytes that are occupied, and that there are.
+    """
+
+    index: int
+    name: str
+    utilization: float
+    memory: int
+    memory_total: int
+
+
+class WorkerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a process has done since it started, unless noted otherwise.
+
+    Attributes:
+        computed_s, waited_s: seconds outside of collectives and inside them.
+        steps: training steps.
+        samples: that this process has trained on in these steps.
+        bytes_sent: in collectives, through shared memory or links.
+        bytes_on_links: the part of it that went over links.
+        memory: bytes of main memory that the process occupies now; 0 if unknown.
+        gpu: of the GPU that it computes on; None if unknown.
+        logs: the present loss and metrics; None for one that is not finite.
+        finished_epoch: the last one; None before.
+        checkpoint: the last one; None before.
+        server: of a parameter server.
+    """
+
+    computed_s: float = 0.0
+    waited_s: float = 0.0
+    steps: int = 0
+    samples: int = 0
+    bytes_sent: int = 0
+    bytes_on_links: int = 0
+    memory: int = 0
+    gpu: GpuFigures | None = None
+    logs: dict[str, float | None] = {}
+    finished_epoch: FinishedEpoch | None = None
+    checkpoint: SavedCheckpoint | None = None
+    server: ServerFigures | None = None

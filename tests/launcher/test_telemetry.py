@@ -1,0 +1,82 @@
+"""What a process says of its own figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from phalanx.monitoring.worker_figures import FinishedEpoch, WorkerFigures
+from phalanx.runtime import progress, telemetry
+from phalanx.runtime.telemetry import Telemetry, WorkerTraffic
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
+    """The time, to be set; and a launcher that reads."""
+    record = tmp_path / "record"
+    record.write_bytes(progress.blank())
+    monkeypatch.setattr(progress, "_reporter", progress._Reporter(str(record)))
+    clock = [100.0]
+    monkeypatch.setattr(telemetry.time, "monotonic", lambda: clock[0])
+    return clock
+
+
+def test_steps_count_over_epochs_that_are_shorter_than_a_beat(now: list[float]) -> None:
+    own = Telemetry()
+    for epoch in range(5):
+        for step in range(20):
+            progress.report("gradients", epoch=epoch, step=step)
+            progress.enter("all_reduce")
+    progress.report("evaluate")
+    assert own.measure().steps == 100
+
+
+def test_time_is_computing_or_waiting_and_the_job_may_be_joined_again(now: list[float]) -> None:
+    own, waited = Telemetry(), [5.0]
+    own.watch_traffic(lambda: WorkerTraffic(10, 3, waited[0]))
+    now[0] += 2.0
+    own.measure()  # what was waited before it was watched counts too, as far as it fits
+    now[0] += 1.0
+    waited[0] += 0.25
+    figures = own.measure()
+    assert (figures.computed_s, figures.waited_s, figures.bytes_sent, figures.bytes_on_links) == (0.75, 2.25, 10, 3)
+    waited[0] = 0.0  # another communicator
+    own.watch_traffic(None)
+    now[0] += 1.0
+    assert own.measure().computed_s == 1.75
+
+
+def test_logs_are_asked_for_with_each_beat_and_are_plain_numbers(now: list[float]) -> None:
+    own = Telemetry()
+    assert not own.are_logs_due
+    own.measure()
+    assert own.are_logs_due
+    own.record_logs({"loss": np.float32(0.5), "auc": np.nan, "per_class": np.zeros(3), "nested": {"a": 1.0}})
+    assert not own.are_logs_due
+    assert own.measure().logs == {"loss": 0.5, "auc": None}
+    own.record_epoch(3, {"val_loss": 2.0})
+    assert own.measure().finished_epoch == FinishedEpoch(3, {"val_loss": 2.0})
+
+
+def test_figures_are_read_as_they_were_written_and_a_checkpoint_can_be_requested(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    path.write_bytes(progress.blank())
+    worker = progress._Reporter(str(path))
+    assert progress.parse_figures(path.read_bytes()) is None
+    for steps in (1, 2):
+        worker.write_figures(msgspec.msgpack.encode(WorkerFigures(steps=steps, logs={"loss": float("inf")})))
+    number, content = progress.parse_figures(path.read_bytes()) or (0, b"")
+    assert (number, msgspec.msgpack.decode(content, type=WorkerFigures).steps) == (2, 2)
+    worker.write_figures(bytes(progress.RECORD_BYTES))  # too long
+    assert (progress.parse_figures(path.read_bytes()) or (0,))[0] == 2
+    with open(path, "r+b") as file:
+        progress.request_save(file.fileno())
+        progress.request_save(file.fileno())
+    assert progress._NUMBER.unpack_from(worker._record, progress._SAVE_REQUESTS_OFFSET) == (2,)
+
+
+def test_the_memory_of_this_process_is_known() -> None:
+    assert telemetry.resident_bytes() > 1_000_000

@@ -1,0 +1,184 @@
+"""What others see of a running job, and what they can ask its launcher for."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import ConfigurationError, LinkClosedError
+from phalanx.launcher.host_messages import WorkerReport
+from phalanx.launcher.job_connection import ControlRequest, send_request, short_name
+from phalanx.launcher.job_control import JobControl
+from phalanx.launcher.job_follower import JobFollower, read_events, read_view
+from phalanx.launcher.job_recorder import MAX_RECENT, JobRecorder
+from phalanx.monitoring import job_events as events
+from phalanx.monitoring.job_view import replay
+from phalanx.monitoring.worker_figures import FinishedEpoch, SavedCheckpoint, WorkerFigures
+
+TASKS = ["worker/0", "worker/1"]
+
+
+class Job:
+    """What is done with it."""
+
+    def __init__(self) -> None:
+        self.done: list[object] = []
+
+    def stop(self, number: int) -> None:
+        self.done.append(signal.Signals(number))
+
+    def request_checkpoint(self) -> None:
+        self.done.append("checkpoint")
+
+    def scale(self, workers: int) -> None:
+        if workers > 2:
+            raise ConfigurationError("it accepts 1 to 2")
+        self.done.append(workers)
+
+    def drain(self, host: str) -> None:
+        self.done.append(host)
+
+
+def begin(recorder: JobRecorder, kind: str = events.ELASTIC) -> None:
+    recorder.record(events.JobStarted(1.0, "job", "train.py", kind, TASKS, 1, 2, "host", 1, "0.1.0"))
+    for rank, task in enumerate(TASKS):
+        recorder.record(events.TaskStarted(1.0, task, rank, "host", 10 + rank))
+
+
+def report(rank: int, steps: int, **figures: object) -> WorkerReport:
+    return WorkerReport(rank, "gradients", 0, steps, 0.0, True, WorkerFigures(steps=steps, **figures))  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=["short", "long" * 40])
+def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Of a socket; kernels accept no name of more than about a hundred bytes."""
+    folder = tmp_path / request.param
+    folder.mkdir()
+    return folder / "job.sock"
+
+
+@pytest.fixture
+def watched(path: Path) -> Iterator[tuple[JobRecorder, Job, JobControl]]:
+    recorder, job = JobRecorder(), Job()
+    with JobControl(path, recorder) as control:
+        control.job = job
+        yield recorder, job, control
+    assert not path.exists()
+    assert not [thread for thread in threading.enumerate() if thread.name == "phalanx-job-control"]
+
+
+def test_one_who_follows_has_the_launchers_state(path: Path, watched: tuple[JobRecorder, Job, JobControl]) -> None:
+    recorder, _, _ = watched
+    begin(recorder)
+    follower = JobFollower(path)
+    assert follower.update() == []  # the whole state comes first
+    assert follower.view == recorder.view
+    recorder.noticed("something")
+    (event,) = follower.update()
+    assert isinstance(event, events.Noticed)
+    assert follower.view == recorder.view
+    for _ in range(MAX_RECENT + 1):
+        recorder.noticed("more than is kept")
+    assert follower.update() == []
+    assert follower.view == recorder.view
+    recorder.record(events.JobEnded(9.0, 0, "over"))
+    follower.update()
+    assert follower.is_gone
+
+
+def test_a_launcher_that_is_gone_is_noticed(path: Path) -> None:
+    follower = JobFollower(path)
+    assert follower.update() == []
+    assert follower.is_gone
+    with pytest.raises(LinkClosedError, match="does not answer"):
+        send_request(path, ControlRequest())
+
+
+def test_what_is_asked_for_is_done_or_refused(path: Path, watched: tuple[JobRecorder, Job, JobControl]) -> None:
+    recorder, job, control = watched
+    begin(recorder)
+    for rank in range(2):
+        recorder.reported(f"worker/{rank}", report(rank, 1))
+    recorder._flush()
+    assert "saves its state" in send_request(path, ControlRequest("stop")).text
+    send_request(path, ControlRequest("checkpoint"))
+    send_request(path, ControlRequest("scale", workers=2))
+    assert job.done == [signal.SIGTERM, "checkpoint", 2]
+    for request, reason in (
+        (ControlRequest("scale", workers=3), "it accepts 1 to 2"),
+        (ControlRequest("drain", host="host"), "no other host"),
+        (ControlRequest("explode"), "and not explode"),
+    ):
+        with pytest.raises(ConfigurationError, match=reason):
+            send_request(path, request)
+    control.job = None
+    with pytest.raises(ConfigurationError, match="about to start"):
+        send_request(path, ControlRequest("stop"))
+    assert len(job.done) == 3
+
+
+def test_what_is_no_request_does_not_end_the_service(path: Path, watched: tuple[JobRecorder, Job, JobControl]) -> None:
+    for content in (b"", b"nonsense\n", b"x" * 10_000, b"\xff\xfe\n", b'"\xff"\n', b"[]\n"):
+        with socket.socket(socket.AF_UNIX) as connection, short_name(path) as name:
+            connection.connect(name)
+            connection.sendall(content)
+            connection.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):  # it does not read all of what is too long
+                while connection.recv(4096):
+                    pass
+    assert send_request(path, ControlRequest()).view is not None
+
+
+def test_the_file_has_what_is_needed_for_the_same_state_and_few_figures(tmp_path: Path) -> None:
+    now = [1.0]
+    with open(tmp_path / events.EVENTS_FILE, "wb", 0) as file:
+        recorder = JobRecorder(file, clock=lambda: now[0])
+        begin(recorder, events.FIXED)
+        for second in range(2000):
+            now[0] = 2.0 + second
+            for rank, task in enumerate(TASKS):
+                recorder.reported(task, report(rank, second, samples=10 * second))
+        recorder.record(events.JobEnded(now[0] + 1, 0, "over"))
+        file.write(b'{"type": "notic')  # the launcher was killed here
+    kept = list(read_events(tmp_path))
+    assert sum(isinstance(event, events.Measured) for event in kept) < 1200
+    view = read_view(tmp_path)
+    assert (view.status, view.ended_at) == ("succeeded", recorder.view.ended_at)
+    assert view.steps > 1900
+    assert replay(kept) == view
+
+
+def test_epochs_and_checkpoints_are_events_of_their_own() -> None:
+    recorder = JobRecorder()
+    begin(recorder)
+    epoch, checkpoint = FinishedEpoch(0, {"val_loss": 1.0}), SavedCheckpoint(5, "/there")
+    for steps in (5, 6):
+        for rank, task in enumerate(TASKS):
+            found = {"checkpoint": checkpoint} if rank == 0 else {}
+            recorder.reported(task, report(rank, steps, finished_epoch=epoch, **found))
+    assert [point.epoch for point in recorder.view.epochs] == [0]
+    assert [saved.path for saved in recorder.view.checkpoints] == ["/there"]
+    assert recorder.view.epochs[0].logs == {"val_loss": 1.0}
+
+
+def test_a_full_disk_ends_the_file_and_not_the_job(tmp_path: Path) -> None:
+    with open("/dev/full", "wb", 0) as file:
+        recorder = JobRecorder(file)
+        recorder.noticed("lost")
+        recorder.noticed("lost too")
+    assert recorder.problem == "No space left on device"
+    assert len(recorder.view.feed) == 2
+
+
+def test_a_directory_without_events_is_an_error_that_says_which_to_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--log-dir"):
+        read_view(tmp_path)
+    (tmp_path / events.EVENTS_FILE).write_text('{"type": "unheard of"}\n')
+    with pytest.raises(ConfigurationError, match="version of Phalanx"):
+        read_view(tmp_path)

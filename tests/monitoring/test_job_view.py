@@ -1,0 +1,143 @@
+"""What the events of a job mean: one state after another, without processes."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from phalanx.monitoring import job_events as events
+from phalanx.monitoring import job_view
+from phalanx.monitoring.job_events import HostStatus, JobEvent, TaskReport
+from phalanx.monitoring.job_view import FAILED, RUNNING, SUCCEEDED, JobView, advance, doing, replay, why_not
+from phalanx.monitoring.worker_figures import ServerFigures, WorkerFigures
+
+TASKS = ["worker/0", "worker/1"]
+
+
+def begin(kind: str = events.FIXED, tasks: list[str] = TASKS) -> list[JobEvent]:
+    started = events.JobStarted(100.0, "job", "train.py", kind, tasks, 1, len(tasks), "host", 1, "0.1.0")
+    return [started, *(events.TaskStarted(100.5, task, rank, "host", 10 + rank) for rank, task in enumerate(tasks))]
+
+
+def measured(at: float, step: int, *, tasks: list[str] = TASKS, saves: bool = False, **logs: float) -> events.Measured:
+    """Each task has taken so many steps of 10 samples, a quarter of the time waiting."""
+    figures = WorkerFigures(
+        computed_s=0.75 * (at - 101),
+        waited_s=0.25 * (at - 101),
+        steps=step,
+        samples=10 * step,
+        bytes_sent=100 * step,
+        memory=5,
+        logs=dict(logs),
+    )
+    return events.Measured(at, {task: TaskReport("gradients", 0, step, 0.0, saves, figures) for task in tasks})
+
+
+def test_rates_and_sums_follow_from_what_the_members_report() -> None:
+    state = replay([*begin(), *(measured(101.0 + second, 20 * second, loss=1.0 / (second + 1)) for second in range(5))])
+    assert (state.steps, state.samples, state.bytes_sent) == (80, 1600, 16000)
+    assert (state.steps_per_s, state.samples_per_s, state.bytes_per_s) == (20.0, 400.0, 4000.0)
+    assert (state.epoch, state.step, state.logs) == (0, 80, {"loss": 0.2})
+    member = state.members["worker/1"]
+    assert (member.compute_s, member.wait_s) == (pytest.approx(0.0375), pytest.approx(0.0125))
+    assert (member.wait_fraction, member.computed_s, member.memory) == (0.25, 3.0, 5)
+    assert [point.step for point in state.history] == [20, 40, 60, 80]
+
+
+def test_the_steps_of_a_process_that_was_replaced_count_once() -> None:
+    state = replay([*begin(), measured(101.0, 0), measured(102.0, 20)])
+    for event in (
+        events.TaskExited(103.0, "worker/1", 137, "was killed by SIGKILL"),
+        events.TaskStarted(104.0, "worker/1", 1, "host", 20),
+        measured(105.0, 3, tasks=["worker/1"]),
+        measured(106.0, 30, tasks=["worker/0"]),
+    ):
+        state = advance(state, event)
+    assert state.steps == 20 + 3 + 10
+    assert (state.members["worker/1"].starts, state.members["worker/1"].pid) == (2, 20)
+    life, second_life = [span for span in state.spans if span.task == "worker/1"]
+    assert (life.start, life.end, life.level) == (100.5, 103.0, job_view.BAD)
+    assert second_life.end is None
+    assert state.feed[-1].text == "worker/1 started on host, pid 20, for the 2nd time"
+
+
+def test_members_join_and_leave() -> None:
+    state = replay([*begin(events.ELASTIC), events.GenerationFormed(101.0, 1, TASKS)])
+    state = advance(state, events.GenerationFormed(102.0, 2, ["worker/0"]))
+    assert (state.generation, state.members["worker/1"].is_member) == (2, False)
+    assert state.feed[-1].text == "generation 2: 1 workers; worker/1 left"
+    state = advance(state, events.TaskStarted(103.0, "worker/1", 1, "host", 30))
+    state = advance(state, measured(103.5, 0))
+    assert doing(state.members["worker/1"], 103.6) == "waits to join (gradients)"
+    state = advance(state, events.GenerationFormed(104.0, 3, TASKS))
+    assert state.feed[-1].text == "generation 3: 2 workers; worker/1 joined"
+    assert [len(generation.tasks) for generation in state.generations] == [2, 1, 2]
+
+
+def test_what_a_member_does_is_said_in_words() -> None:
+    state = replay([*begin(), measured(101.0, 7), events.StragglersChanged(101.5, ["worker/1"])])
+    assert doing(state.members["worker/0"], 101.6) == "gradients, epoch 0, step 7"
+    assert doing(state.members["worker/1"], 101.6) == "gradients, epoch 0, step 7: slow, the others wait for it"
+    assert doing(state.members["worker/0"], 110.0) == "silent for 9 s: stopped, or its host is overloaded"
+    state = advance(state, events.StragglersChanged(102.0, []))
+    assert (state.feed[-1].text, state.stragglers_seen) == ("worker/1 recovered", {"worker/1": 1})
+    state = advance(state, events.TaskExited(103.0, "worker/0", 0, "ended with exit code 0"))
+    assert doing(state.members["worker/0"], 104.0) == "ended with exit code 0"
+
+
+def test_of_servers_the_updates_count() -> None:
+    tasks = ["worker/0", "ps/0"]
+    state = replay(begin(events.SERVERS, tasks))
+    for second in range(4):
+        server = WorkerFigures(server=ServerFigures(50 * second, 1))
+        worker = WorkerFigures(steps=10 * second)
+        reports = {
+            "worker/0": TaskReport("push", 0, 10 * second, 0.0, figures=worker),
+            "ps/0": TaskReport("serves", None, None, 0.0, figures=server),
+        }
+        state = advance(state, events.Measured(101.0 + second, reports))
+    assert state.members["ps/0"].updates_per_s == state.steps_per_s == 50.0
+    assert state.steps == 150
+
+
+def test_the_state_stays_small_however_long_a_job_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_view, "MAX_POINTS", 50)
+    state = replay(begin())
+    for second in range(1000):
+        state = advance(state, measured(101.0 + second, second + 1))
+        state = advance(state, events.Noticed(101.0 + second, "again"))
+    assert len(state.history) <= 50
+    assert state.history[-1].at - state.history[0].at > 900
+    assert (state.interval_s, state.thinned) == (32.0, 5)
+    assert len(state.feed) == job_view.MAX_FEED
+
+
+def test_a_job_ends_with_its_cause_or_begins_again() -> None:
+    state = replay([*begin(), measured(101.0, 1)])
+    assert state.status == RUNNING
+    again = advance(state, begin()[0])
+    assert (again.restarts, again.began_at, again.feed[-1].text) == (1, 100.0, "the whole job starts again")
+    failed = advance(state, events.JobEnded(105.0, 1, "worker/1 failed with ValueError", "worker/1", "page"))
+    assert (failed.status, failed.ended_at, failed.feed[-1].level) == (FAILED, 105.0, job_view.BAD)
+    assert advance(state, events.JobEnded(105.0, 0, "all workers ended without error")).status == SUCCEEDED
+
+
+def test_what_cannot_be_done_is_said_with_its_reason() -> None:
+    fixed = replay([*begin(), measured(101.0, 1)])
+    assert why_not(fixed, "stop") == ""
+    assert "phalanx.callbacks.Checkpoint" in why_not(fixed, "checkpoint")
+    assert "--workers MIN:MAX" in why_not(fixed, "scale")
+    elastic = replay([*begin(events.ELASTIC), measured(101.0, 1, saves=True)])
+    assert why_not(elastic, "checkpoint") == why_not(elastic, "scale") == ""
+    assert why_not(elastic, "drain") == "The job has no other host."
+    hosts = [HostStatus("a", 1, 1), HostStatus("b", 1, 1)]
+    assert why_not(advance(elastic, events.HostsChanged(102.0, hosts)), "drain") == ""
+    ended = advance(elastic, events.JobEnded(103.0, 0, "over"))
+    assert {why_not(ended, action) for action in ("stop", "checkpoint", "scale", "drain")} == {"The job has ended."}
+
+
+def test_the_state_travels_as_json_and_a_loss_that_is_not_a_number_too() -> None:
+    state = replay([*begin(), measured(101.0, 1), measured(102.0, 2)])
+    state = advance(state, events.EpochFinished(103.0, 0, {"loss": None, "val_loss": 1.0}))
+    assert msgspec.json.decode(msgspec.json.encode(state), type=JobView) == state
+    assert state.epochs[-1].logs == {"loss": None, "val_loss": 1.0}
