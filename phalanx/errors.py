@@ -100,6 +100,12 @@ class PreemptedError(PhalanxError):
     exit_code = 75
 
 
+class SupersededError(PhalanxError):
+    """Another process of the job, or another job, has claimed the directory to which this process wrote checkpoints."""
+
+    exit_code = 74
+
+
 class LinkClosedError(PhalanxError, ConnectionError):
     """The other end of a link is gone. The layer above names the member (`PeerLostError`)."""
 

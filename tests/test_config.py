@@ -12,6 +12,7 @@ from phalanx.config.environment_variables import (
     LISTEN_FD,
     LOCAL_REPLICAS,
     PROGRESS_FILE,
+    RUN,
     SNAPSHOTS,
     VARIABLES,
     WORKER_BOOTSTRAP,
@@ -105,7 +106,7 @@ def test_a_bad_value_is_named(environment: dict[str, str], message: str) -> None
         JobConfig.from_environment(environment)
 
 
-INTERNAL = {LISTEN_FD, ELASTIC_COORDINATOR, SNAPSHOTS, WORKER_BOOTSTRAP, PROGRESS_FILE, LOCAL_REPLICAS, HOST_GPUS}
+INTERNAL = {LISTEN_FD, ELASTIC_COORDINATOR, SNAPSHOTS, WORKER_BOOTSTRAP, PROGRESS_FILE, LOCAL_REPLICAS, HOST_GPUS, RUN}
 """Set by the launcher for its workers, and of no use to others."""
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, Snapshot, sync_directory
-from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
 from phalanx.keras_compat.callback_bases import ChiefCallback
 from phalanx.monitoring import timeline
 from phalanx.monitoring.worker_figures import SavedCheckpoint
@@ -90,6 +90,7 @@ class CheckpointWriter:
     def __init__(self, checkpoints: CheckpointDirectory):
         self._checkpoints = checkpoints
         self._thread: threading.Thread | None = None
+        self._error: PhalanxError | None = None  # of the last checkpoint that was written in the background
 
     @property
     def busy(self) -> bool:
@@ -106,9 +107,15 @@ class CheckpointWriter:
         """
         # Not a daemon: a program that ends right after `fit` waits for its last checkpoint.
         self._thread = threading.Thread(
-            target=self._write, args=(content, step, state), name="phalanx-checkpoint", daemon=False
+            target=self._write_apart, args=(content, step, state), name="phalanx-checkpoint", daemon=False
         )
         self._thread.start()
+
+    def check(self) -> None:
+        """Raise the error that the last checkpoint in the background ended with: SupersededError if this process may
+        not write any more, ConfigurationError if another job has the directory."""
+        if self._error is not None:
+            raise self._error
 
     def write(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> Path | None:
         """Write a checkpoint now, after one that is being written; None, after a warning, if it cannot be written."""
@@ -116,10 +123,17 @@ class CheckpointWriter:
         return self._write(content, step, state)
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is finished."""
+        """Until the checkpoint that is being written is finished. Raises: as `check`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self.check()
+
+    def _write_apart(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> None:
+        try:
+            self._write(content, step, state)
+        except PhalanxError as error:
+            self._error = error
 
     def _write(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> Path | None:
         try:

@@ -25,7 +25,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,6 +34,7 @@ import keras
 
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat.keras_internals import serialize_weights
+from phalanx.runtime.write_claim import WriteClaim
 from phalanx.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -84,14 +85,26 @@ class CheckpointDirectory:
         directory: created with the first checkpoint.
         basename: their names begin with it.
         keep: how many of the newest are kept; None: all.
+        generation: see `WriteClaim`.
+
+    Attributes:
+        claim: this process's right to write there; acquired by the first method that writes, unless earlier.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, basename: str = DEFAULT_BASENAME, keep: int | None = None):
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        basename: str = DEFAULT_BASENAME,
+        keep: int | None = None,
+        generation: Callable[[], int] = lambda: 0,
+    ):
         if keep is not None and keep < 1:
             raise ConfigurationError(f"{keep} checkpoints are to be kept: pass a number from 1 up, or None for all.")
         self.directory = Path(directory)
         self._basename = basename
         self._keep = keep
+        self.claim = WriteClaim(self.directory, basename, generation)
         self._pattern = re.compile(re.escape(basename) + r"-(\d+)" + re.escape(SUFFIX))
 
     def is_at(self, path: Path) -> bool:
@@ -117,7 +130,9 @@ class CheckpointDirectory:
             step: global step of the model.
             state: what else to save, of JSON's types.
 
-        Raises: OSError if the checkpoint cannot be written; no partial file is left, and older ones are kept.
+        Raises:
+            OSError: the checkpoint cannot be written; no partial file is left, and older ones are kept.
+            ConfigurationError, SupersededError: see `WriteClaim.acquire`.
         """
         return self.write(serialize_weights(model), step, state)
 
@@ -138,8 +153,11 @@ class CheckpointDirectory:
                     _write_sealed(file, content, saved_state)
                     file.flush()
                     os.fsync(file.fileno())
-                os.replace(temporary, path)
-            sync_directory(self.directory)
+                with self.claim.writing():
+                    os.replace(temporary, path)
+                    sync_directory(self.directory)
+                    self._set_aside(path)
+                    self._delete_old()
         except OSError as error:
             raise OSError(
                 error.errno or errno.EIO,
@@ -147,8 +165,6 @@ class CheckpointDirectory:
                 f"and the permissions of its directory",
                 str(self.directory),
             ) from error
-        self._set_aside(path)
-        self._delete_old()
         return path
 
     def restore(self, model: Any, *, tidy: bool = True) -> StoredCheckpoint | None:
@@ -164,8 +180,10 @@ class CheckpointDirectory:
         checkpoint, damaged = self._newest()
         if checkpoint is not None:
             load(model, checkpoint.path)
-            for other in damaged if tidy else ():
-                os.replace(other, other.with_name(other.name + DAMAGED))
+            if damaged and tidy:
+                with self.claim.writing():
+                    for other in damaged:
+                        os.replace(other, other.with_name(other.name + DAMAGED))
         return checkpoint
 
     def newest(self) -> StoredCheckpoint | None:
@@ -192,10 +210,14 @@ class CheckpointDirectory:
         return None, []
 
     def sweep(self) -> None:
-        """Delete partial files of these checkpoints that killed processes have left. Call it where no other process
-        writes."""
-        for path in self.directory.glob(f".{self._basename}-*"):
-            path.unlink(missing_ok=True)
+        """Claim the directory, and delete partial files of these checkpoints that killed processes have left.
+
+        Raises: ConfigurationError, SupersededError as `WriteClaim.acquire`.
+        """
+        # Where nothing can be written, checkpoints may still be read; the first that is written reports it.
+        with contextlib.suppress(OSError), self.claim.writing():
+            for path in self.directory.glob(f".{self._basename}-*"):
+                path.unlink(missing_ok=True)
 
     def _set_aside(self, written: Path) -> None:
         """Rename checkpoints of later steps than the one that was just written: the training has gone back, and must

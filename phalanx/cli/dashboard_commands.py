@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 
-@click.command()
+@click.command(short_help="Show the jobs that run here in a browser.")
 @click.option("--job", help="Only this job, as `phalanx status` names it.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port on loopback; by default 8787, or a free one.")
 @click.option("--control", is_flag=True, help="Buttons to scale, drain a host, take a checkpoint, and stop.")
@@ -36,7 +36,7 @@ def dashboard(job: str | None, port: int | None, control: bool, listen_fd: int |
     serve(link.listener, link.token, job=job, control=control)
 
 
-@click.command()
+@click.command(short_help="Make one HTML file of a job that ran with --log-dir.")
 @click.argument("directory", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: DIR/report.html.")
 def report(directory: Path, output: Path | None) -> None:

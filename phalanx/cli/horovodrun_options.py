@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 
 import click
 
+from phalanx.cli.option_groups import GroupedOption
 from phalanx.config import environment_variables as names
 from phalanx.errors import ConfigurationError
+
+GROUP = "Timeline, tuning and stalls, as in horovodrun"
 
 
 class _Option(NamedTuple):
@@ -72,7 +75,14 @@ def add_options(command: Callable[..., None]) -> Callable[..., None]:
     for row in reversed(_OPTIONS):
         is_flag = True if row.type is None else None
         option = click.option(
-            row.flags, type=row.type, metavar=row.metavar, is_flag=is_flag, default=None, help=row.help
+            row.flags,
+            cls=GroupedOption,
+            group=GROUP,
+            type=row.type,
+            metavar=row.metavar,
+            is_flag=is_flag,
+            default=None,
+            help=row.help,
         )
         command = option(command)
     return command

@@ -9,7 +9,7 @@ import click
 _JOB = click.option("--job", help="Which job, as `phalanx status` names it; needed if several run.")
 
 
-@click.command()
+@click.command(short_help="Show the jobs that run here.")
 @click.option("--job", help="Only this job.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option("--watch", is_flag=True, help="Print again every second, until no job is running.")
@@ -29,7 +29,7 @@ def top(job: str | None) -> None:
     sys.exit(top_view.show(job))
 
 
-@click.command()
+@click.command(short_help="Change the number of workers of an elastic job.")
 @_JOB
 @click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="The new number of workers.")
 def scale(job: str | None, workers: int) -> None:

@@ -45,7 +45,7 @@ def cli() -> None:
     """Distributed training for Keras 3 on any backend."""
 
 
-@click.command()
+@click.command(short_help="Check this machine, and the cluster that it is a task of.")
 def doctor() -> None:
     """Show what this task knows of its cluster, and check that the others can be reached."""
     from phalanx.cluster import doctor as cluster_doctor

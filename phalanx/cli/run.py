@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from phalanx.cli import horovodrun_options
+from phalanx.cli.option_groups import GroupedCommand, GroupedOption
 from phalanx.launcher.host_blacklist import COOLDOWN_S
 from phalanx.launcher.host_slots import MAX_WORKERS
 from phalanx.launcher.restart_policy import DEFAULT_RESTARTS
@@ -86,8 +87,17 @@ class RunOptions:
 
 
 _COUNT = click.IntRange(1, MAX_WORKERS)
+_HOSTS, _PROGRAM, _TASKS = "Workers and hosts", "Program", "Other tasks"
+_ELASTIC, _FAILURES, _OUTPUT = "Elastic training", "Failures and restarts", "Output"
+
+
+def _option(group: str, *flags: str, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option(*flags, cls=GroupedOption, group=group, **settings)
+
+
 _OPTIONS = (
-    click.option(
+    _option(
+        _HOSTS,
         "-n",
         "-np",
         "--num-proc",
@@ -95,9 +105,53 @@ _OPTIONS = (
         "workers",
         type=_WorkersType(),
         metavar="N|MIN:MAX",
-        help="Number of workers. With MIN:MAX the job continues when it loses workers, as long as MIN are left.",
+        help="Number of workers. Default: one for each GPU, or 2 without GPUs. With MIN:MAX the job continues when it "
+        "loses workers, as long as MIN are left.",
     ),
-    click.option(
+    _option(_HOSTS, "-H", "--hosts", metavar="A:2,B:2", help="Hosts and their workers, started through ssh."),
+    _option(
+        _HOSTS,
+        "-hostfile",
+        "--hostfile",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="The same in a file: a line `A slots=2` for each host.",
+    ),
+    _option(
+        _HOSTS,
+        "--network-interfaces",
+        "--network-interface",
+        metavar="ETH0,...",
+        help="As in horovodrun; for jobs on one host. With several, name the hosts as that network does.",
+    ),
+    _option(_PROGRAM, "--backend", type=click.Choice(BACKENDS), help="Sets KERAS_BACKEND for the workers."),
+    _option(_PROGRAM, "-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with `python -m`."),
+    _option(
+        _TASKS,
+        "--ps",
+        type=click.IntRange(0, MAX_WORKERS),
+        metavar="N",
+        default=0,
+        help="Number of parameter servers in addition to the workers.",
+    ),
+    _option(_TASKS, "--chief", is_flag=True, help="A chief in addition to the workers. Default: worker 0."),
+    _option(_TASKS, "--evaluator", is_flag=True, help="An evaluator in addition to the workers."),
+    _option(
+        _ELASTIC,
+        "--host-discovery-script",
+        metavar="COMMAND",
+        help="With MIN:MAX: a script that prints the hosts, a line `A:2` for each. It runs every few seconds.",
+    ),
+    _option(
+        _ELASTIC,
+        "--slots-per-host",
+        type=_COUNT,
+        metavar="N",
+        default=1,
+        show_default=True,
+        help="Workers on a host that the script prints without a number.",
+    ),
+    _option(
+        _ELASTIC,
         "--min-np",
         "--min-num-proc",
         "--num-proc-min",
@@ -106,27 +160,18 @@ _OPTIONS = (
         metavar="N",
         help="As in horovodrun: -np 3 --min-np 2 --max-np 4 is --workers 2:4 that begins with 3 workers.",
     ),
-    click.option("--max-np", "--max-num-proc", "--num-proc-max", "max_np", type=_COUNT, metavar="N"),
-    click.option("-H", "--hosts", metavar="A:2,B:2", help="Hosts and their numbers of workers, started through ssh."),
-    click.option(
-        "-hostfile",
-        "--hostfile",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="The same in a file: a line `A slots=2` for each host.",
-    ),
-    click.option(
-        "--host-discovery-script",
-        metavar="COMMAND",
-        help="With MIN:MAX: a script that prints the hosts, a line `A:2` for each. It runs every few seconds.",
-    ),
-    click.option(
-        "--slots-per-host",
+    _option(
+        _ELASTIC,
+        "--max-np",
+        "--max-num-proc",
+        "--num-proc-max",
+        "max_np",
         type=_COUNT,
-        default=1,
-        show_default=True,
-        help="Workers on a host that the script prints without a number.",
+        metavar="N",
+        help="See --min-np.",
     ),
-    click.option(
+    _option(
+        _ELASTIC,
         "--blacklist-cooldown-range",
         type=click.FloatRange(min=0, min_open=True),
         nargs=2,
@@ -135,62 +180,60 @@ _OPTIONS = (
         show_default=True,
         help="With MIN:MAX: shortest and longest time for which a failing host is blacklisted, in seconds.",
     ),
-    click.option(
-        "--network-interfaces",
-        "--network-interface",
-        metavar="ETH0,...",
-        help="As in horovodrun; for jobs on one host. With several, name the hosts as that network does.",
+    _option(
+        _FAILURES,
+        "--restarts",
+        type=click.IntRange(min=0),
+        metavar="N",
+        default=DEFAULT_RESTARTS,
+        show_default=True,
+        help="How often a lost task is restarted, with parameter servers or --workers MIN:MAX.",
     ),
-    click.option(
-        "--ps",
-        type=click.IntRange(0, MAX_WORKERS),
+    _option(
+        _FAILURES,
+        "--max-restarts",
+        type=click.IntRange(min=0),
+        metavar="N",
         default=0,
-        help="Number of parameter servers in addition to the workers.",
+        show_default=True,
+        help="How often the whole job is restarted after a failure; with a Checkpoint it continues where it was.",
     ),
-    click.option("--chief", is_flag=True, help="A chief in addition to the workers; otherwise worker 0 is the chief."),
-    click.option("--evaluator", is_flag=True, help="An evaluator in addition to the workers."),
-    click.option("--backend", type=click.Choice(BACKENDS), help="Sets KERAS_BACKEND for the workers."),
-    click.option(
-        "--log-dir",
-        type=click.Path(file_okay=False, path_type=Path),
-        help="Directory for one log file per task, and for the failure report if the job fails.",
+    _option(
+        _FAILURES,
+        "--preemption-signal",
+        metavar="NAME",
+        help="A signal, such as USR1, that like TERM tells a job with a Checkpoint to save and exit with code 75.",
     ),
-    click.option(
+    _option(
+        _FAILURES,
         "--start-timeout",
         "start_timeout_s",
         type=click.FloatRange(min=0, min_open=True),
         metavar="S",
         help="Seconds that hosts and tasks wait for each other at the start.",
     ),
-    click.option(
-        "--restarts",
-        type=click.IntRange(min=0),
-        default=DEFAULT_RESTARTS,
-        show_default=True,
-        help="How often a lost task is restarted, with parameter servers or --workers MIN:MAX.",
+    _option(
+        _OUTPUT,
+        "--log-dir",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Directory for one log file per task, and for the failure report if the job fails.",
     ),
-    click.option(
-        "--max-restarts",
-        type=click.IntRange(min=0),
-        default=0,
-        show_default=True,
-        help="How often the whole job is restarted after a failure; with a Checkpoint it continues where it was.",
+    _option(
+        _OUTPUT,
+        "-v",
+        "--verbose",
+        is_flag=True,
+        help="Show when tasks start and exit, whole tracebacks, and what backends write at their start.",
     ),
-    click.option(
-        "--preemption-signal",
-        metavar="NAME",
-        help="A signal, such as USR1, that like TERM tells a job with a Checkpoint to save and exit with code 75.",
-    ),
-    click.option("--dashboard", "dashboard", flag_value="show", help="Show the job in a browser, on this machine."),
-    click.option(
+    _option(_OUTPUT, "--dashboard", "dashboard", flag_value="show", help="Show the job in a browser, on this machine."),
+    _option(
+        _OUTPUT,
         "--dashboard-control",
         "dashboard",
         flag_value=CONTROL,
         help="The same, with buttons to scale, to drain a host, to take a checkpoint and to stop.",
     ),
     horovodrun_options.add_options,
-    click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with `python -m`."),
-    click.option("-v", "--verbose", is_flag=True, help="Show when each task starts and exits."),
     click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]..."),
 )
 
@@ -201,7 +244,11 @@ def _add_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(
+    cls=GroupedCommand,
+    short_help="Run a script on several workers.",
+    context_settings={"allow_interspersed_args": False, "max_content_width": 110},
+)
 @_add_options
 def run(**options: Any) -> None:
     """Run SCRIPT on several workers at once, as `python SCRIPT ARGS` each.
@@ -243,20 +290,25 @@ def make_request(options: RunOptions, config: LaunchConfig) -> JobRequest:
 
     Raises: click.UsageError or ConfigurationError if options contradict each other or their values are not valid.
     """
+    from phalanx.config.environment import process_environment
     from phalanx.launcher.dashboard_process import check_packages
     from phalanx.launcher.host_slots import check_interfaces, choose_hosts
     from phalanx.launcher.job_request import DashboardOptions, JobRequest
+    from phalanx.launcher.job_size import default_workers
     from phalanx.launcher.worker_placement import task_names
     from phalanx.launcher.worker_program import check_script
 
-    _check_workers_are_given(options)
-    workers = _worker_range(options)
+    _check_order(options)
+    workers, size_reason = _worker_range(options), ""
+    if not options.names_workers and not options.names_hosts:
+        count, size_reason = default_workers(process_environment())
+        workers = WorkerRange(None, count)
     elastic = None if workers.minimum is None else _elastic_options(options, workers, config)
     shares: list[HostShare] = []
     others = 0 if elastic is not None else options.chief + options.ps + options.evaluator
     if options.host_discovery_script is None:
         shares = choose_hosts(
-            workers.maximum if options.names_workers else None,
+            None if options.names_hosts and not options.names_workers else workers.maximum,
             options.hosts,
             options.hostfile,
             every_place=elastic is not None,
@@ -281,19 +333,20 @@ def make_request(options: RunOptions, config: LaunchConfig) -> JobRequest:
     if options.dashboard:
         check_packages()
         dashboard = DashboardOptions(control=options.dashboard == CONTROL)
-    return JobRequest(arguments, tasks, shares, config, elastic, dashboard)
+    return JobRequest(arguments, tasks, shares, config, elastic, size_reason, dashboard)
 
 
-def _check_workers_are_given(options: RunOptions) -> None:
+def _check_order(options: RunOptions) -> None:
+    """Options behind the script are the script's. Where none says how many workers there are, one may be misplaced."""
     if options.names_workers or options.names_hosts:
         return
     program = options.program
-    late = [word for word in program[1:] if word.partition("=")[0] in ("--workers", "-n", "-np", "--hosts", "-H")]
+    late = [word for word in program[1:] if word.partition("=")[0] in ("--workers", "-np", "--hosts")]
     if late:
         raise click.UsageError(
-            f"{late[0]} stands behind {program[0]}, which gets it: options of phalanx run stand before the script."
+            f"{late[0]} stands behind {program[0]}, which gets it: options of phalanx run stand before the script. If "
+            f"it is an option of {program[0]}, write --workers N before the script as well."
         )
-    raise click.UsageError("Say how many: either --workers N, or --hosts a:2,b:2.")
 
 
 def _worker_range(options: RunOptions) -> WorkerRange:

@@ -114,12 +114,23 @@ HOST_ID = _variable("PHALANX_HOST_ID", "for tests: replaces this host's identity
 
 # Set by the launcher for its workers.
 LISTEN_FD = _variable("PHALANX_LISTEN_FD", "descriptor of the listening socket that the launcher opened for this task")
+RUN = _variable(
+    "PHALANX_RUN", "id of this `phalanx run` and how often it has started the job before, separated by a colon"
+)
 ELASTIC_COORDINATOR = _variable("PHALANX_ELASTIC_COORDINATOR", "`host:port` of the launcher of an elastic job")
 SNAPSHOTS = _variable("PHALANX_SNAPSHOTS", "two files for a parameter server's snapshots, separated by a colon")
 WORKER_BOOTSTRAP = _variable("PHALANX_WORKER_BOOTSTRAP", "what a worker of this launcher needs before the program runs")
 PROGRESS_FILE = _variable("PHALANX_PROGRESS_FILE", "memory shared with the launcher for progress reports")
 LOCAL_REPLICAS = _variable("PHALANX_LOCAL_REPLICAS", "number of local replicas of MirroredStrategy")
 HOST_GPUS = _variable("PHALANX_HOST_GPUS", "CUDA_VISIBLE_DEVICES before the launcher restricted each worker to one GPU")
+
+# As `horovodrun` sets them, for programs that read them; in elastic jobs, whose ranks change, and beside servers unset.
+HOROVOD_RANK = _variable("HOROVOD_RANK", "the rank of this process")
+HOROVOD_SIZE = _variable("HOROVOD_SIZE", "the number of processes")
+HOROVOD_LOCAL_RANK = _variable("HOROVOD_LOCAL_RANK", "the rank of this process among those of its host")
+HOROVOD_LOCAL_SIZE = _variable("HOROVOD_LOCAL_SIZE", "the number of processes on this host")
+HOROVOD_CROSS_RANK = _variable("HOROVOD_CROSS_RANK", "this host's place among those that have such a local rank")
+HOROVOD_CROSS_SIZE = _variable("HOROVOD_CROSS_SIZE", "the number of hosts that have such a local rank")
 
 # Read by the launcher.
 GRACE = _variable("PHALANX_GRACE", "seconds the survivors of a failed worker have to exit", DEFAULT_GRACE_S)

@@ -164,6 +164,18 @@ def preemption_signals(environ: Mapping[str, str] | None = None) -> tuple[signal
     return tuple(dict.fromkeys((signal.SIGTERM, parse_signal(name or "TERM"))))
 
 
+def run_of_job(environ: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """The id of the run of `phalanx run` that this process belongs to, and how often it has started the job before.
+
+    Without a launcher, the id of the job, if it has one, and 0.
+    """
+    values = process_environment() if environ is None else environ
+    run, _, attempt = values.get(names.RUN, "").partition(":")
+    if run and attempt.isdecimal():
+        return run, int(attempt)
+    return values.get(names.JOB_ID) or _scheduler_job_id(values), 0
+
+
 def _timeline(values: Mapping[str, str]) -> TimelineConfig | None:
     name = values.get(names.TIMELINE) or values.get(names.HOROVOD_TIMELINE)
     marks_cycles = parse_switch(values, names.MARK_CYCLES)

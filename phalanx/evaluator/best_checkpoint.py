@@ -17,6 +17,7 @@ from phalanx.checkpoint import checkpoint_directory
 from phalanx.errors import ConfigurationError
 from phalanx.evaluator.checkpoint_watcher import KERAS_SUFFIX, FoundCheckpoint
 from phalanx.keras_compat.keras_internals import MonitorCallback
+from phalanx.runtime.write_claim import WriteClaim
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class BestCheckpoint:
         if mode not in ("auto", "min", "max"):
             raise ConfigurationError(f"mode is {mode!r}; write 'min', 'max' or 'auto'.")
         self._directory = directory
+        self._claim = WriteClaim(directory, NAME)
         self._monitor = monitor.removeprefix("val_")
         self._rule = MonitorCallback(monitor=self._monitor, mode=mode)
         self._rule.set_model(model)
@@ -52,7 +54,8 @@ class BestCheckpoint:
 
         Raises:
             ConfigurationError: the metric does not exist, is not a scalar, or it is unknown whether more of it is
-                better.
+                better; another job keeps its best checkpoint here.
+            SupersededError: a later evaluator of this job does.
             OSError: it cannot be written.
         """
         if self._monitor not in logs:
@@ -77,8 +80,9 @@ class BestCheckpoint:
             return False
         suffix = KERAS_SUFFIX if found.name.endswith(KERAS_SUFFIX) else checkpoint_directory.SUFFIX
         place = self._directory / f"{NAME}{suffix}"
-        checkpoint_directory.copy_atomically(found.copy, place)
-        self._note({"monitor": self._monitor, "checkpoint": found.name, "step": found.step, "metrics": dict(logs)})
+        with self._claim.writing():
+            checkpoint_directory.copy_atomically(found.copy, place)
+            self._note({"monitor": self._monitor, "checkpoint": found.name, "step": found.step, "metrics": dict(logs)})
         self.value, self.path = value, place
         logger.info("Step %d is the best so far: %s is %g.", found.step, self._monitor, value)
         return True

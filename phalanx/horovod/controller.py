@@ -32,7 +32,7 @@ from phalanx.collectives.autotune.trial_search import TrialSearch
 from phalanx.collectives.communicator import ReduceOp
 from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.errors import CollectiveMismatchError, PhalanxError
-from phalanx.horovod.exceptions import HorovodInternalError
+from phalanx.horovod.exceptions import DuplicateNameError, HorovodInternalError
 from phalanx.horovod.execution import FusedPart, execute
 from phalanx.horovod.fusion_autotune import FusionAutotuner, FusionSettings
 from phalanx.horovod.horovod_environment import HorovodEnvironment
@@ -114,7 +114,9 @@ class Controller:
             wake: whether to wake the background thread; False if the caller waits at once.
             queue: whether an operation whose name is in use begins when the other is done; else that is an error.
 
-        Raises: HorovodInternalError if an operation of that name is in progress, or collectives have failed before.
+        Raises:
+            DuplicateNameError: an operation of that name is in progress.
+            HorovodInternalError: collectives have failed before.
         """
         handle = OperationHandle(request, part)
         with self._changed:
@@ -124,7 +126,7 @@ class Controller:
             elif queue:
                 self._queued.setdefault(request.name, deque()).append(handle)
             else:
-                raise HorovodInternalError(
+                raise DuplicateNameError(
                     f"{request.name!r} is under way already: an operation of this name was started and has not "
                     f"finished. Give operations that run at the same time different names, or synchronize first."
                 )

@@ -25,6 +25,10 @@ class HorovodInternalError(PhalanxError, RuntimeError):
         return error
 
 
+class DuplicateNameError(HorovodInternalError, ValueError):
+    """Two operations of one name run at the same time. Horovod's callers expect a ValueError from some bindings."""
+
+
 class HostsUpdatedInterrupt(PhalanxError, RuntimeError):
     """Members join or leave an elastic job: `hvd.elastic.run` catches this and calls its function again.
 

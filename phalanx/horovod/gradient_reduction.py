@@ -22,7 +22,7 @@ class GradientReduction:
         op: the reduction.
         gradient_predivide_factor: an average divides by this before the sum, and by the rest of the number of ranks
             after it.
-        sparse_as_dense: whether sparse gradients are made dense, instead of gathering the entries of all ranks.
+        sparse_as_dense: whether sparse gradients travel as dense ones, instead of gathering the entries of all ranks.
         process_set: the ranks that train together.
 
     Raises: ConfigurationError if the options contradict each other.

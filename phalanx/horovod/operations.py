@@ -258,7 +258,7 @@ def _check_allreduce(kind: OperationKind, arrays: Sequence[Array], arguments: Ar
 
 def _check_reducescatter(kind: OperationKind, arrays: Sequence[Array], arguments: Arguments, ranks: int) -> None:
     if arguments.op is Adasum:
-        raise ConfigurationError(f"reducescatter cannot merge by {Adasum}. Use Average, Sum, Min, Max or Product.")
+        raise UnsupportedError(f"reducescatter cannot merge by {Adasum}. Use Average, Sum, Min, Max or Product.")
     _check_rows(kind, arrays, arguments, ranks)
     _check_allreduce(kind, arrays, arguments, ranks)
 

@@ -88,6 +88,10 @@ class ObserverGroup(JobObserver):
         for each in self._observers:
             each.failed(end)
 
+    def interrupted(self, number: int) -> None:
+        for each in self._observers:
+            each.interrupted(number)
+
     def left_behind(self, end: WorkerExit) -> None:
         for each in self._observers:
             each.left_behind(end)

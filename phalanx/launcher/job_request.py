@@ -27,6 +27,7 @@ class JobRequest:
         shares: the hosts, with as many slots as there are tasks; in an elastic job, with all their slots.
         config: see `LaunchConfig`.
         elastic: None for a job of fixed size, which ends when it loses a worker.
+        size_reason: why it has so many workers; empty if the user has chosen the number.
         dashboard: None to show the job nowhere but here.
     """
 
@@ -35,4 +36,5 @@ class JobRequest:
     shares: Sequence[HostShare]
     config: LaunchConfig
     elastic: ElasticOptions | None = None
+    size_reason: str = ""
     dashboard: DashboardOptions | None = None

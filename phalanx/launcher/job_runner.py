@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import math
 import os
 import resource
+import secrets
 import selectors
 import shlex
 import shutil
@@ -14,10 +16,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.config.environment import allows_colour
+from phalanx.config.environment import allows_colour, set_variables
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError, PreemptedError, RendezvousError
 from phalanx.launcher import failure_report
@@ -28,6 +31,7 @@ from phalanx.launcher.hosts.output_streams import OutputStreams, TerminalSize
 from phalanx.launcher.job_observer import JobObserver, ObserverGroup
 from phalanx.launcher.job_reporter import JobReporter
 from phalanx.launcher.job_request import JobRequest
+from phalanx.launcher.job_size import describe_start
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
 from phalanx.launcher.orphan_reaper import adopt_orphans, end_orphans
 from phalanx.launcher.restart_policy import SHORT_LIFE_S, RestartPolicy
@@ -36,6 +40,7 @@ from phalanx.launcher.task_table import SERVERS
 from phalanx.launcher.watched_job import WatchedJob
 from phalanx.launcher.worker_placement import WorkerRecipe, place
 from phalanx.monitoring.console import Console, prefixes, width
+from phalanx.monitoring.startup_noise import QUIET
 from phalanx.runtime.exit_codes import SIGNAL_BASE
 
 if TYPE_CHECKING:
@@ -59,6 +64,8 @@ def run_job(job: JobRequest) -> int:
     """
     signals = stop_signals(job.config)
     adopt_orphans()
+    if not job.config.verbose:
+        set_variables(QUIET, overwrite=False)  # workers inherit them, on other hosts too
     _raise_file_limit(len(job.tasks))
     log_dir = job.config.log_dir
     with failure_report.open_logs(log_dir, job.tasks) as logs, contextlib.ExitStack() as stack:
@@ -70,11 +77,17 @@ def run_job(job: JobRequest) -> int:
             columns=shutil.get_terminal_size().columns if is_terminal else None,
             colour=is_terminal and allows_colour(),
             logs=logs,
+            quiet=not job.config.verbose,
         )
         watched = stack.enter_context(WatchedJob(job, console.message))
+        start = describe_start(job.tasks, len(job.shares), at_most=job.elastic is not None, reason=job.size_reason)
+        console.message(f"phalanx: {start}")
         try:
+            run = secrets.token_hex(8)
             outcome = _run_with_restarts(
-                lambda: _run_once(job, console, signals, watched), console, job.config.max_restarts
+                lambda attempt: _run_once(job, console, signals, watched, f"{run}:{attempt}"),
+                console,
+                job.config.max_restarts,
             )
         except OSError as error:
             if error.errno != errno.EMFILE:
@@ -124,14 +137,19 @@ def _page(outcome: JobOutcome, log_dir: Path | None) -> str:
     return failure_report.render(outcome.verdict, outcome.ends, log_dir=str(log_dir) if log_dir else None)
 
 
-def _run_with_restarts(run_once: Callable[[], JobOutcome], console: Console, max_restarts: int) -> JobOutcome:
-    """Run the job, and again as a whole after a failure, as long as that may help."""
+def _run_with_restarts(run_once: Callable[[int], JobOutcome], console: Console, max_restarts: int) -> JobOutcome:
+    """Run the job, and again as a whole after a failure, as long as that may help.
+
+    Args:
+        run_once: runs it; its argument is the number of attempts before this one.
+    """
     policy = RestartPolicy(max_restarts, elastic=True)
     has_run = False
+    attempts = itertools.count()
     while True:
         started_at = time.monotonic()
         try:
-            outcome = run_once()
+            outcome = run_once(next(attempts))
         except RendezvousError as error:
             # Hosts that were there when the job began may come back: after a power cut that takes minutes.
             if not has_run or policy.delay_s(0, None, SHORT_LIFE_S) is None:
@@ -153,17 +171,21 @@ def _run_with_restarts(run_once: Callable[[], JobOutcome], console: Console, max
 
 
 def _run_once(
-    request: JobRequest, console: Console, signals: Sequence[signal.Signals], watched: WatchedJob
+    request: JobRequest, console: Console, signals: Sequence[signal.Signals], watched: WatchedJob, run: str
 ) -> JobOutcome:
     """One run of the job, of which `--max-restarts` allows several."""
     watched.begin()
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
         observer = ObserverGroup(_reporter(request, console, watched), watched.recorder)
+        config = request.config
+        recipe = WorkerRecipe(
+            request.arguments, request.tasks, config, restartable=config.restarts > 0, run=run, prints_errors=False
+        )
         if request.elastic is None:
-            job, begin = _fixed_job(request, console, selector, observer), None
+            job, begin = _fixed_job(request, recipe, console, selector, observer), None
         else:
-            job, begin = _elastic_job(request, request.elastic, console, selector, observer, stack)
+            job, begin = _elastic_job(request, request.elastic, recipe, console, selector, observer, stack)
         prefix = _prefix_columns(request)
         on_resize = None if console.columns is None else lambda: _resize(job, console, prefix)
         stack.enter_context(stopped_by_signals(job, signals, on_resize))
@@ -187,19 +209,21 @@ def _reporter(request: JobRequest, console: Console, watched: WatchedJob) -> Job
 
 
 def _fixed_job(
-    request: JobRequest, console: Console, selector: selectors.BaseSelector, observer: JobObserver
+    request: JobRequest,
+    recipe: WorkerRecipe,
+    console: Console,
+    selector: selectors.BaseSelector,
+    observer: JobObserver,
 ) -> JobSupervisor:
-    config, streams = request.config, _worker_streams(console, _prefix_columns(request))
-    recipe = WorkerRecipe(
-        request.arguments, request.tasks, config, restartable=config.restarts > 0, prints_errors=False
-    )
+    streams = _worker_streams(console, _prefix_columns(request))
     placements = place(request.shares, recipe, selector, streams, console.message)
-    return JobSupervisor(placements, selector, observer, config, merged=console.is_merged)
+    return JobSupervisor(placements, selector, observer, request.config, merged=console.is_merged)
 
 
 def _elastic_job(
     request: JobRequest,
     elastic: ElasticOptions,
+    recipe: WorkerRecipe,
     console: Console,
     selector: selectors.BaseSelector,
     observer: JobObserver,
@@ -225,15 +249,7 @@ def _elastic_job(
     )
     # Even without restarts another worker may start in the slot, at the same port.
     placements = pool.first(
-        WorkerRecipe(
-            request.arguments,
-            request.tasks,
-            config,
-            restartable=True,
-            coordinator=supervisor.address,
-            identity=supervisor.identity,
-            prints_errors=False,
-        )
+        replace(recipe, restartable=True, coordinator=supervisor.address, identity=supervisor.identity)
     )
     job = JobSupervisor(placements, selector, observer, config, merged=console.is_merged, slots=pool)
 

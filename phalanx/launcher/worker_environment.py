@@ -8,6 +8,12 @@ from collections.abc import Mapping, Sequence
 
 from phalanx.config.environment_variables import (
     ELASTIC_COORDINATOR,
+    HOROVOD_CROSS_RANK,
+    HOROVOD_CROSS_SIZE,
+    HOROVOD_LOCAL_RANK,
+    HOROVOD_LOCAL_SIZE,
+    HOROVOD_RANK,
+    HOROVOD_SIZE,
     HOST_GPUS,
     HOST_ID,
     JOB_ID,
@@ -15,6 +21,7 @@ from phalanx.config.environment_variables import (
     PREEMPTION_SIGNAL,
     RENDEZVOUS_TIMEOUT,
     RETURN_TIMEOUT,
+    RUN,
     SECRET,
     SNAPSHOTS,
     TF_CONFIG,
@@ -22,7 +29,7 @@ from phalanx.config.environment_variables import (
 )
 from phalanx.config.launch_config import LaunchConfig
 
-_OF_A_TASK = (HOST_GPUS, ELASTIC_COORDINATOR, SNAPSHOTS)
+_OF_A_TASK = (HOST_GPUS, ELASTIC_COORDINATOR, SNAPSHOTS, RUN)
 """Set by another job for its own task, which starts this job."""
 
 # Variables of the launcher's environment that are passed on to other hosts. Those that describe the launcher's own
@@ -38,6 +45,25 @@ def tf_config(tasks: Sequence[str], addresses: Sequence[str], number: int) -> st
         cluster.setdefault(task.partition("/")[0], []).append(address)
     kind, _, index = tasks[number].partition("/")
     return json.dumps({"cluster": cluster, "task": {"type": kind, "index": int(index)}})
+
+
+def horovod_settings(addresses: Sequence[str], rank: int) -> dict[str, str]:
+    """The variables in which `horovodrun` tells a process its place; many programs read them before `hvd.init()`.
+
+    Source: Horovod's Gloo launcher, whose names and meaning these are.
+    """
+    hosts = [address.rpartition(":")[0] for address in addresses]
+    local_ranks = [hosts[:each].count(host) for each, host in enumerate(hosts)]
+    peers = [each for each, local_rank in enumerate(local_ranks) if local_rank == local_ranks[rank]]
+    numbers = {
+        HOROVOD_RANK: rank,
+        HOROVOD_SIZE: len(hosts),
+        HOROVOD_LOCAL_RANK: local_ranks[rank],
+        HOROVOD_LOCAL_SIZE: hosts.count(hosts[rank]),
+        HOROVOD_CROSS_RANK: peers.index(rank),
+        HOROVOD_CROSS_SIZE: len(peers),
+    }
+    return {name: str(number) for name, number in numbers.items()}
 
 
 def thread_settings(threads: int) -> dict[str, str]:
@@ -67,6 +93,7 @@ def job_settings(
     *,
     return_timeout_s: float | None = None,
     coordinator: str | None = None,
+    run: str | None = None,
 ) -> dict[str, str]:
     """The variables that make a process task number `rank` of this job. They replace those of the user's environment.
 
@@ -76,6 +103,7 @@ def job_settings(
         config: backend, start timeout and preemption signal.
         return_timeout_s: seconds that tasks wait for one that is restarted; None leaves it to the default.
         coordinator: address of the elastic coordinator; None for a job of fixed size.
+        run: see `WorkerRecipe`.
     """
     secret, job_id = identity
     settings = {
@@ -86,8 +114,12 @@ def job_settings(
         RENDEZVOUS_TIMEOUT: None if config.start_timeout_s is None else f"{config.start_timeout_s:g}",
         RETURN_TIMEOUT: None if return_timeout_s is None else f"{return_timeout_s:g}",
         ELASTIC_COORDINATOR: coordinator,
+        RUN: run,
         PREEMPTION_SIGNAL: config.preemption_signal,
     }
+    # Ranks of elastic jobs change, and servers have none.
+    if coordinator is None and all(task.startswith(("chief/", "worker/")) for task in tasks):
+        settings.update(horovod_settings(addresses, rank))
     return {name: value for name, value in settings.items() if value is not None}
 
 

@@ -76,6 +76,7 @@ class WorkerRecipe:
         restartable: whether a task that is killed may be restarted at its port.
         coordinator: address of the elastic coordinator; None for a job of fixed size.
         identity: the secret and the id of the job.
+        run: value of PHALANX_RUN; None outside of `phalanx run`.
         prints_errors: see `WorkerSpec`.
     """
 
@@ -87,6 +88,7 @@ class WorkerRecipe:
     restartable: bool = False
     coordinator: str | None = None
     identity: tuple[str, str] = field(default_factory=lambda: new_identity())
+    run: str | None = None
     prints_errors: bool = True
 
     def placement(
@@ -118,6 +120,7 @@ class WorkerRecipe:
                 self.config,
                 return_timeout_s=RETURN_TIMEOUT_S if self.restartable else None,
                 coordinator=self.coordinator,
+                run=self.run,
             ),
         )
         return WorkerPlacement(spec, task, host)

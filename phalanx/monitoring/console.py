@@ -20,6 +20,8 @@ import sys
 from collections.abc import Sequence
 from typing import BinaryIO, Protocol
 
+from phalanx.monitoring.startup_noise import StartupNoiseFilter
+
 # A control sequence (ECMA-48): CSI ... final byte, or OSC ... terminator, or a two-character escape.
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _INCOMPLETE_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*)?$")
@@ -173,6 +175,7 @@ class Console:
         columns: width of the terminal; None if `out` is no terminal.
         colour: whether prefixes are coloured.
         logs: for each task a file for all of its output; empty to log nothing.
+        quiet: whether start-up lines of TensorFlow are left out; they are logged all the same.
     """
 
     def __init__(
@@ -184,6 +187,7 @@ class Console:
         columns: int | None = None,
         colour: bool = False,
         logs: Sequence[BinaryIO] = (),
+        quiet: bool = False,
     ):
         self.columns = columns
         self._out, self._err = out, err
@@ -193,6 +197,7 @@ class Console:
         self._ended: list[TextSink] = []  # outputs that accept nothing any more, such as a file on a full disk
         self._decoders: dict[tuple[int, bool], codecs.IncrementalDecoder] = {}
         self._lines: dict[tuple[int, bool], LineAssembler] = {}
+        self._filters: dict[tuple[int, bool], StartupNoiseFilter] | None = {} if quiet else None
 
     @property
     def is_merged(self) -> bool:
@@ -206,7 +211,10 @@ class Console:
         if source not in self._decoders:
             self._decoders[source] = codecs.getincrementaldecoder("utf-8")(errors="replace")
             self._lines[source] = LineAssembler()
-        self._show(rank, is_error, self._decoders[source].decode(data))
+        text = self._decoders[source].decode(data)
+        if self._filters is not None:
+            text = self._filters.setdefault(source, StartupNoiseFilter()).feed(text)
+        self._show(rank, is_error, text)
 
     def _show(self, rank: int, is_error: bool, text: str) -> None:
         if rank == 0 and self.columns is not None and not is_error:
@@ -227,7 +235,8 @@ class Console:
         """Show the rest of an exited task's last line; the next output begins a new line."""
         for is_error in (False, True):
             if (rank, is_error) in self._decoders:  # the decoder may hold the beginning of a character
-                self._show(rank, is_error, self._decoders[rank, is_error].decode(b"", final=True))
+                held = self._filters.pop((rank, is_error), StartupNoiseFilter()).finish() if self._filters else ""
+                self._show(rank, is_error, held + self._decoders[rank, is_error].decode(b"", final=True))
         if rank == 0 and self.columns is not None and self._live.is_open:
             self._write(False, self._live.feed("\n"))
         for is_error in (False, True):

@@ -80,6 +80,12 @@ MEANINGS: dict[int, Meaning] = {
         "the task made no progress for too long, and the others continued without it",
         "what stopped it: its stack, its load, its input; `phalanx run` starts it again in jobs with parameter servers",
     ),
+    errors.SupersededError.exit_code: Meaning(
+        "SupersededError",
+        "another process has claimed the directory to which the task wrote its checkpoints",
+        "nothing, if the task was cut off from its job, which goes on elsewhere; otherwise that each job has a "
+        "directory of its own",
+    ),
     errors.PreemptedError.exit_code: Meaning(
         "PreemptedError",
         "the job was asked to stop, and saved a checkpoint first",

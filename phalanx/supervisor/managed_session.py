@@ -154,6 +154,8 @@ class ManagedSession:
             model_dispatch.update_variables(self.model)
             step = self.global_step if global_step is None else int(global_step)
             written = directory.save(self.model, step, {"fits": self.progress.calls, "epoch": self.progress.epoch})
+            if directory is not self._directory:
+                directory.claim.release()
         self._saved_at = time.monotonic()
         logger.info("Saved step %d to %s.", step, written)
         return written
@@ -209,6 +211,12 @@ class ManagedSession:
         """The program ended without an error: save the last step."""
         if self._services.save_every_s:
             self.save()
+
+    def close(self) -> None:
+        """Serve no more requests, and let other processes write to the directory. Safe to call twice."""
+        self.requests.close()
+        if self._directory is not None:
+            self._directory.claim.release()
 
     @property
     def methods(self) -> dict[str, Callable[..., Any]]:

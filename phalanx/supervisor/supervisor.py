@@ -188,7 +188,7 @@ class Supervisor:
                 announce_end(self._logdir)
         finally:
             self._session = None
-            session.requests.close()
+            session.close()
             if self._writer is not None:
                 self._writer.close()
 
@@ -210,7 +210,8 @@ class Supervisor:
         checkpoints = None
         if self._logdir is not None:
             keep = self._saver.max_to_keep if isinstance(self._saver, Saver) else None
-            checkpoints = CheckpointDirectory(self._logdir, basename=self._basename, keep=keep)
+            generation = (lambda: member.generation) if isinstance(member, Replica) else (lambda: 0)
+            checkpoints = CheckpointDirectory(self._logdir, basename=self._basename, keep=keep, generation=generation)
         counter = StepCounter(self._counter, model, member)
         session = ManagedSession(
             model,
@@ -237,7 +238,8 @@ class Supervisor:
         not writable is an error before training."""
         restored = None
         if checkpoints is not None and self._saver is not None:
-            checkpoints.sweep()
+            if self._writes:
+                checkpoints.sweep()
             restored = checkpoints.restore(session.model)
         if restored is not None:
             counter.continue_from(restored.step)

@@ -13,13 +13,11 @@ from keras.callbacks import CallbackList, ProgbarLogger
 
 from phalanx.keras_compat.callback_bases import BatchListener, ChiefCallback, flatten_callbacks
 from phalanx.keras_compat.patching import override_methods, restore_methods
-
-_ORBAX = [keras.callbacks.OrbaxCheckpoint] if hasattr(keras.callbacks, "OrbaxCheckpoint") else []  # not in Keras 3.12
-_SAVERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore, *_ORBAX)
+from phalanx.keras_compat.saver_methods import SAVERS
 
 # These write files, call services or print: the chief does it once for all.
 CHIEF_ONLY = (
-    *_SAVERS,
+    *SAVERS,
     keras.callbacks.CSVLogger,
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
@@ -187,7 +185,7 @@ def may_set_weights_at_train_end(callbacks: CallbackList) -> bool:
 
 def saves_between_batches(callbacks: Any) -> bool:
     """Whether one of Keras's callbacks among these, a list of either kind, saves the model in the middle of epochs."""
-    return any(isinstance(c, _SAVERS) and getattr(c, "save_freq", "epoch") != "epoch" for c in _each(callbacks))
+    return any(isinstance(c, SAVERS) and getattr(c, "save_freq", "epoch") != "epoch" for c in _each(callbacks))
 
 
 def needs_whole_optimizer(callbacks: Any) -> bool:

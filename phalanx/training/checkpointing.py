@@ -87,6 +87,7 @@ class FitCheckpointing:
         if not self._state.stepper.is_merged:
             return
         notice, checkpoint = self._resumption.notice, self._resumption.checkpoint
+        self._resumption.writer.check()
         if notice.is_preempted:
             self._stop()
         saves_each_epoch = checkpoint.every_steps is None and checkpoint.every_seconds is None
@@ -168,6 +169,5 @@ class FitCheckpointing:
         if len(ledger.epochs) == self._epochs_in_ledger:
             return
         self._epochs_in_ledger = len(ledger.epochs)
-        with contextlib.suppress(OSError):  # then the checkpoint cannot be written either, and says so
-            self._resumption.ledger.parent.mkdir(parents=True, exist_ok=True)
-        write_ledger(self._resumption.ledger, ledger.readable())
+        with contextlib.suppress(OSError), self._resumption.directory.claim.writing():
+            write_ledger(self._resumption.ledger, ledger.readable())  # else the checkpoint cannot be written either

@@ -21,7 +21,7 @@ from phalanx.data import local_range
 from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.errors import MembershipChangedError, PeerLostError
 from phalanx.runtime import progress
-from phalanx.training import callback_list, state_sync
+from phalanx.training import callback_list, saver_claims, state_sync
 from phalanx.training.fit_position import FitPosition, FitRecorder
 from phalanx.training.fit_state import ReplicaFitState
 from phalanx.training.joint_batches import JointBatch
@@ -154,6 +154,7 @@ class ElasticRecovery:
         former = state.callbacks
         kept = [callback for callback in former.callbacks if callback not in waiting]
         build_fit_callbacks(self._model, state, [*kept, *waiting])
+        saver_claims.claim_paths(state.callbacks, lambda: self._replica.generation)
         callback_list.transfer_list_state(former, state.callbacks)
         new = [callback for callback in state.callbacks.callbacks if callback not in kept]
         callback_list.start_mid_epoch(new, state.epoch)
@@ -254,6 +255,12 @@ def build_fit_callbacks(replica_model: ReplicaModel, state: ReplicaFitState, cal
     )
     callback_list.isolate_chief_hooks(built)
     state.use_callbacks(built)
+
+
+def release_fit_callbacks(callbacks: Any) -> None:
+    """The `fit` is over, or cannot begin: its callbacks are the program's own again."""
+    saver_claims.release_paths(callbacks)
+    callback_list.restore_hooks(callbacks)
 
 
 def _resized(data: Any, size: int) -> Any:

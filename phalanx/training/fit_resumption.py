@@ -19,7 +19,7 @@ from phalanx.checkpoint import checkpoint_directory
 from phalanx.checkpoint.checkpoint_callback import Checkpoint, CheckpointWriter
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, StoredCheckpoint
 from phalanx.engines.random_state import set_random_state
-from phalanx.errors import ConfigurationError, FrameError
+from phalanx.errors import ConfigurationError, FrameError, SupersededError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.training import state_sync
 from phalanx.training.fit_position import FitPosition
@@ -74,7 +74,9 @@ class FitResumption:
     def __init__(self, checkpoint: Checkpoint, model: Any, replica: Replica, number: int) -> None:
         basename = f"fit{number}"
         self.checkpoint = checkpoint
-        self.directory = CheckpointDirectory(checkpoint.directory, basename=basename, keep=checkpoint.keep)
+        self.directory = CheckpointDirectory(
+            checkpoint.directory, basename=basename, keep=checkpoint.keep, generation=lambda: replica.generation
+        )
         self.ledger = self.directory.directory / f"{basename}-ledger.json"
         self.writer = CheckpointWriter(self.directory)
         self.notice = PreemptionNotice()
@@ -151,7 +153,7 @@ class FitResumption:
             found = self.directory.newest()
             if found is not None:
                 self._found = found, FitSnapshot(**decode(base64.b64decode(found.state[STATE])))
-        except (ConfigurationError, OSError) as error:
+        except (ConfigurationError, SupersededError, OSError) as error:
             self._problem = str(error)
         except (KeyError, TypeError, FrameError) as error:
             self._problem = (
@@ -198,7 +200,10 @@ def resumable(callbacks: Any, model: Any, replica: Replica) -> Iterator[FitResum
             _finished[directory] = number + 1
     finally:
         checkpoint.driven, replica.notice = False, None
-        resumption.writer.wait()
+        try:
+            resumption.writer.wait()
+        finally:
+            resumption.directory.claim.release()
 
 
 def has_checkpoint(callbacks: Any) -> bool:

@@ -11,10 +11,10 @@ import keras
 from phalanx.checkpoint.backup_and_restore import saves_mid_epoch
 from phalanx.data import ShardedInput, accepts_batch_size
 from phalanx.keras_compat.model_state import overrides
-from phalanx.training import callback_list
+from phalanx.training import callback_list, saver_claims
 from phalanx.training.checkpointing import FitCheckpointing
 from phalanx.training.consistency import check_same_configuration, compare_inputs, compare_samples
-from phalanx.training.elastic_recovery import ElasticRecovery, build_fit_callbacks
+from phalanx.training.elastic_recovery import ElasticRecovery, build_fit_callbacks, release_fit_callbacks
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.fit_position import FitRecorder
 from phalanx.training.fit_resumption import FitResumption
@@ -88,12 +88,13 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
     state.chief_adds_logs = any_rank(callback_list.chief_may_add_logs(arguments.callbacks))
     build_fit_callbacks(replica_model, state, arguments.callbacks)
     try:
+        saver_claims.claim_paths(state.callbacks, lambda: replica.generation)
         if fit.recorder is not None:
             fit.recorder.track_callbacks()
         if recovery is not None:
             recovery.track_callbacks()
     except BaseException:  # a lost peer, Ctrl-C: the callbacks are the program's own again
-        callback_list.restore_hooks(state.callbacks)
+        release_fit_callbacks(state.callbacks)
         raise
     # A custom `train_step` may update weights without the engine's knowledge.
     checks_step = overrides(model, "train_step") and state.stepper.merges_every_step and not replica.is_alone

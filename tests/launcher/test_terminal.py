@@ -88,7 +88,7 @@ def test_prefixes_are_coloured_unless_the_user_wants_none(launcher: Launcher) ->
         launcher.environment.update(unwanted)
         terminal = Terminal(launcher, "-n", "1", script)
         terminal.end()
-        assert terminal.text == "[worker/0] hello\r\n"
+        assert terminal.text == "phalanx: starting 1 worker\r\n[worker/0] hello\r\n"
 
 
 def test_a_progress_bar_stays_in_place_while_others_write(launcher: Launcher) -> None:
@@ -118,7 +118,7 @@ def test_a_lot_of_output_at_the_very_end_arrives(launcher: Launcher) -> None:
     terminal = Terminal(launcher, "-n", "1", script)
     assert terminal.end() == 0
     lines = ESCAPE.sub("", terminal.text).splitlines()
-    assert lines == [f"[worker/0] line {i}" for i in range(2000)]
+    assert lines[1:] == [f"[worker/0] line {i}" for i in range(2000)]
 
 
 def test_ctrl_c_ends_the_job(launcher: Launcher) -> None:

@@ -44,6 +44,24 @@ def test_settings_of_the_user_win_over_defaults_and_those_of_the_job_over_both()
     assert result["HOME"] == "/home"
 
 
+def test_horovods_variables_tell_the_place_of_a_process() -> None:
+    addresses = ["a:1", "a:2", "b:1", "c:1", "c:2"]
+    found = [worker_environment.horovod_settings(addresses, rank) for rank in range(5)]
+    assert [each["HOROVOD_RANK"] for each in found] == [*"01234"]
+    assert {each["HOROVOD_SIZE"] for each in found} == {"5"}
+    assert [each["HOROVOD_LOCAL_RANK"] for each in found] == [*"01001"]
+    assert [each["HOROVOD_LOCAL_SIZE"] for each in found] == [*"22122"]
+    assert [each["HOROVOD_CROSS_RANK"] for each in found] == [*"00121"]
+    assert [each["HOROVOD_CROSS_SIZE"] for each in found] == [*"32332"]
+
+
+def test_elastic_jobs_and_servers_have_no_ranks_of_horovod() -> None:
+    assert settings()["HOROVOD_RANK"] == "1"
+    job = ["a:1", "b:2"], 0, ("s" * 32, "j"), LaunchConfig()
+    assert "HOROVOD_RANK" not in worker_environment.job_settings(["worker/0", "ps/0"], *job)
+    assert "HOROVOD_RANK" not in worker_environment.job_settings(["worker/0", "worker/1"], *job, coordinator="a:9")
+
+
 def test_only_what_was_asked_for_is_set() -> None:
     assert {"KERAS_BACKEND", "PHALANX_RENDEZVOUS_TIMEOUT"}.isdisjoint(settings())
     assert settings(start_timeout_s=2.5)["PHALANX_RENDEZVOUS_TIMEOUT"] == "2.5"

@@ -48,9 +48,9 @@ def test_a_damaged_one_is_left_aside_for_the_one_before(
 ) -> None:
     snapshots = Snapshots.of_task(tmp_path, "ps/0")
     snapshots.write(b"old", ARRAYS)
-    before = set(tmp_path.iterdir())
+    before = set(tmp_path.glob("*.npz"))
     snapshots.write(b"new", ARRAYS)
-    (newest,) = set(tmp_path.iterdir()) - before
+    (newest,) = set(tmp_path.glob("*.npz")) - before
     content = bytearray(newest.read_bytes())
     if damage == "flipped":
         place = content.index(ARRAYS[0].tobytes())
@@ -93,7 +93,7 @@ def test_nothing_stays_when_all_is_over(tmp_path: Path) -> None:
     snapshots.write(b"1", [])
     snapshots.write(b"2", [])
     snapshots.clear()
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("*.npz")) == []
 
 
 @pytest.mark.parametrize(("offset", "value"), [(6, 0xFF), (8, 0x01)], ids=["unknown version", "encrypted"])

@@ -92,6 +92,16 @@ def broadcast_optimizer_state(
         state = torch.load(io.BytesIO(received), map_location="cpu", weights_only=False)
     if not is_root:
         optimizer.load_state_dict(state)
+    if not state["state"]:
+        _fill_gradients(optimizer)
+
+
+def _fill_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters gradients of zero, as Horovod leaves them where it finds a state that is empty."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def _plain(value: Any) -> Any:

@@ -80,9 +80,11 @@ class GradientBucket:
         reduction = self.reduction
         for slot in self.slots:
             slot.is_placeholder = slot.parameter.grad is None and not slot.parameter.requires_grad
-            gradient = _gradient(slot, reduction.sparse_as_dense)
+            gradient = _gradient(slot)
+            slot.is_sparse = slot.is_sparse or gradient.is_sparse
+            if gradient.is_sparse and reduction.sparse_as_dense:
+                gradient = gradient.to_dense()
             if gradient.is_sparse:
-                slot.is_sparse = True
                 slot.pending = sparse_allreduce_async(gradient, slot.name, reduction.op, reduction.process_set)
             else:
                 self._packed.append((slot, *reduction.compression.compress(gradient)))
@@ -102,6 +104,8 @@ class GradientBucket:
                 self._pending.wait()
                 for slot, tensor, ctx in self._packed:
                     merged = self.reduction.compression.decompress(tensor, ctx)
+                    if slot.is_sparse:  # reduced as a dense one, and expected by the optimizer as it was
+                        merged = merged.to_sparse(1)
                     if merged is not slot.parameter.grad:
                         slot.parameter.grad = merged.to(slot.parameter.dtype)
             for slot in self.slots:
@@ -120,18 +124,16 @@ class GradientBucket:
             slot.passes_left, slot.pending = passes, None
 
 
-def _gradient(slot: BucketSlot, dense: bool) -> torch.Tensor:
+def _gradient(slot: BucketSlot) -> torch.Tensor:
     """The parameter's gradient; zeros if it has none."""
     parameter = slot.parameter
     if parameter.grad is None:
-        if slot.is_sparse and not dense:
+        if slot.is_sparse:
             values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
             indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
             parameter.grad = torch.sparse_coo_tensor(indices, values, parameter.shape)
         else:
             parameter.grad = torch.zeros_like(parameter)
-    elif dense and parameter.grad.is_sparse:
-        parameter.grad = parameter.grad.to_dense()
     return parameter.grad
 
 

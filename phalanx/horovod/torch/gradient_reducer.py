@@ -40,6 +40,7 @@ class GradientReducer:
     Attributes:
         buckets: the gradients; empty where this rank trains by itself.
         passes: backward passes that add up before a step.
+        names: of the parameters.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class GradientReducer:
         self.buckets: list[GradientBucket] = []
         self.passes = passes
         self._optimizer = optimizer  # whose list of groups is replaced by `load_state_dict`
-        self._names = dict(names)
+        self.names = dict(names)
         self._reduction = reduction
         self._number = InstanceNumber("torch.optimizer", reduction.process_set)
         self._unsent = 0
@@ -71,7 +72,7 @@ class GradientReducer:
     def name_parameters(self, parameters: Iterable[Parameter]) -> None:
         """Give names to parameters that were added to the optimizer."""
         for parameter in parameters:
-            self._names.setdefault(parameter, f"added.{len(self._names)}")
+            self.names.setdefault(parameter, f"added.{len(self.names)}")
 
     def watch_new_parameters(self, groups: Groups = None) -> None:
         """Put parameters into buckets that require gradients and are in none: new ones, and those unfrozen since."""
@@ -81,7 +82,7 @@ class GradientReducer:
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         new = [parameter for parameter in parameters if parameter.requires_grad and id(parameter) not in watched]
         for members in divide_into_groups(new, groups) if new else []:
-            slots = [BucketSlot(parameter, self._names[parameter]) for parameter in members]
+            slots = [BucketSlot(parameter, self.names[parameter]) for parameter in members]
             bucket = GradientBucket(self._number, len(self.buckets), slots, self._reduction)
             bucket.reset(self.passes)
             self.buckets.append(bucket)

@@ -52,7 +52,7 @@ def DistributedOptimizer(
         num_groups: the older form of `groups`.
         groups: the number of groups of gradients that travel together, or the groups themselves, lists of parameters.
             None to group by size.
-        sparse_as_dense: whether sparse gradients are made dense, instead of gathering the entries of all ranks.
+        sparse_as_dense: whether sparse gradients travel as dense ones, instead of gathering the entries of all ranks.
         process_set: the ranks that train together.
 
     Raises:
@@ -89,6 +89,11 @@ class _GradientReduction:
     _hvd_reducer: GradientReducer
     _hvd_is_synchronized: bool  # since the last step
     _hvd_synchronizes: bool  # False inside `skip_synchronize`
+
+    @property
+    def _parameter_names(self) -> dict[Parameter, str]:
+        """As Horovod's optimizer has it, for programs that read it."""
+        return self._hvd_reducer.names
 
     @property
     def backward_passes_per_step(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from phalanx.cluster.spec import Task
 from phalanx.cluster.task_identity import TaskIdentity
-from phalanx.errors import PeerLostError
+from phalanx.errors import PeerLostError, SupersededError
 from phalanx.parameter_server.server.schedule_rebuild import ScheduleRebuild
 from phalanx.parameter_server.server.snapshots import Snapshots
 from phalanx.parameter_server.server.step_schedule import StepSchedule
@@ -62,6 +62,7 @@ class GroupRecovery:
         # Protects what follows, and the order of snapshots. Acquired before the store's lock.
         self._lock = threading.Lock()
         self.took_over = False
+        self._superseded: SupersededError | None = None
         self._must_rebuild = False  # whether the schedule must be rebuilt
         self._restored_version = 0  # the version with which this process took over
         self._lost_updates = 0  # -1: restored, and not counted yet
@@ -84,10 +85,18 @@ class GroupRecovery:
     def write_snapshots(self, seconds: float, closing: threading.Event) -> None:
         """Write a snapshot every so many seconds, if there are new values, until `closing`. The body of a thread."""
         written = -1
-        while not closing.wait(seconds):
-            version = self._store.version
-            if version != written and self.write_snapshot():
-                written = version
+        try:
+            while not closing.wait(seconds):
+                version = self._store.version
+                if version != written and self.write_snapshot():
+                    written = version
+        except SupersededError as error:
+            self._superseded = error
+
+    def check(self) -> None:
+        """Raise SupersededError if another process has replaced this one, which must stop then."""
+        if self._superseded is not None:
+            raise self._superseded
 
     def clear(self) -> None:
         """The job is over: no process needs the snapshots."""

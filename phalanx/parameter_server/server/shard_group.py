@@ -158,7 +158,9 @@ class ShardGroup:
         Raises:
             RendezvousError: the chief did not connect in time.
             PeerLostError: the chief was lost and did not come back, or ended with an error.
+            SupersededError: another process has replaced this one.
         """
+        self._recovery.check()
         with self._changed:
             now, first_contact_until = time.monotonic(), self._started + self._me.config.rendezvous_timeout_s
             if self.leadership.is_job_over:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from phalanx.runtime.write_claim import WriteClaim
 
 logger = logging.getLogger(__name__)
 
@@ -25,27 +28,35 @@ class Snapshots:
 
     Args:
         paths: paths of the two files; they need not exist.
+        claim: the right to write them; None if no other process can have their paths.
     """
 
-    def __init__(self, paths: tuple[Path, Path]):
+    def __init__(self, paths: tuple[Path, Path], claim: WriteClaim | None = None):
         self._paths = paths
+        self._claim = claim
         self._number = 0
 
     @classmethod
     def of_task(cls, folder: Path, name: str) -> Snapshots:
-        """The snapshots of a task, such as `ps/0`, in a folder, which is created if it is missing."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """The snapshots of a task, such as `ps/0`, in a folder, which is created if it is missing.
+
+        Raises: as `WriteClaim.acquire`: another process that is alive writes them.
+        """
         base = name.replace("/", "-")
-        return cls((folder / f"{base}.a.npz", folder / f"{base}.b.npz"))
+        claim = WriteClaim(folder, base)
+        claim.acquire()
+        return cls((folder / f"{base}.a.npz", folder / f"{base}.b.npz"), claim)
 
     def write(self, header: bytes, arrays: Sequence[Array]) -> None:
         """Replace the older snapshot.
 
-        Raises: OSError if the disk is full or not writable; the newer snapshot is kept until another one is complete.
+        Raises:
+            OSError: the disk is full or not writable; the newer snapshot is kept until another one is complete.
+            SupersededError: another process writes these snapshots now.
         """
         number = self._number + 1
         raw = {str(index): np.ascontiguousarray(a).reshape(-1).view(np.uint8) for index, a in enumerate(arrays)}
-        with open(self._paths[number % 2], "wb") as file:
+        with self._writing(), open(self._paths[number % 2], "wb") as file:
             np.savez(file, **{_NUMBER: np.int64(number), _HEADER: np.frombuffer(header, np.uint8)}, **raw)  # type: ignore[arg-type]
             file.flush()
             os.fsync(file.fileno())
@@ -61,9 +72,13 @@ class Snapshots:
 
     def clear(self) -> None:
         """Delete the files: the job is over."""
-        for path in self._paths:
-            if path.is_file() and path.stat().st_nlink:
-                path.unlink()
+        with self._writing():
+            for path in self._paths:
+                if path.is_file() and path.stat().st_nlink:
+                    path.unlink()
+
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._claim is None else self._claim.writing()
 
 
 def _read(path: Path) -> tuple[int, bytes, list[memoryview]] | None:

@@ -230,7 +230,7 @@ def only_the_chief_writes(setting: Setting) -> dict[str, Any]:
         ],
     )
     setting.gather(b"all have finished")
-    written = sorted(path.name for path in folder.rglob("*") if path.is_file())
+    written = sorted(path.name for path in folder.rglob("[!.]*") if path.is_file())
     assert setting.rank == 0 or written == [], written
     return {"own_written": written, "weights": model.get_weights()}
 

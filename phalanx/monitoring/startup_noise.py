@@ -1,0 +1,44 @@
+"""Leaves out the lines that TensorFlow writes while it is imported, before any setting of the user reaches it.
+
+TF_CPP_MIN_LOG_LEVEL turns off its other lines of this kind; these come from native code before that is read. Text in,
+text out: what may become such a line is held back until it is one, or is not.
+"""
+
+from __future__ import annotations
+
+import re
+
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+"""Variables of a worker whose native code writes errors only."""
+# The header, and what absl writes at the level of information until it is initialized.
+_BEGINNINGS = ("WARNING: All log messages before absl::InitializeLog() is called", "I0000 00:00:")
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
+
+
+class StartupNoiseFilter:
+    """Filters one stream."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._begins_line = True
+
+    def feed(self, text: str) -> str:
+        """The text without lines of noise, less what is held back."""
+        text, self._held = self._held + text, ""
+        shown = []
+        for line in _LINE.findall(text):
+            if not self._begins_line or not _may_be_noise(line):
+                shown.append(line)
+                self._begins_line = line.endswith("\n")
+            elif not line.endswith("\n"):
+                self._held = line
+        return "".join(shown)
+
+    def finish(self) -> str:
+        """What was held back."""
+        held, self._held = self._held, ""
+        return "" if held.startswith(_BEGINNINGS) else held
+
+
+def _may_be_noise(line: str) -> bool:
+    return any(line.startswith(beginning) or beginning.startswith(line) for beginning in _BEGINNINGS)

@@ -1,0 +1,60 @@
+"""Keras's own callbacks that save, in a job: they write only as long as their process may (`runtime.write_claim`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from keras.callbacks import CallbackList
+
+from phalanx.keras_compat.patching import override_methods, restore_methods
+from phalanx.keras_compat.saver_methods import SAVERS, writing_methods, written_path
+from phalanx.runtime.write_claim import WriteClaim
+
+
+def claim_paths(callbacks: CallbackList, generation: Callable[[], int] = lambda: 0) -> None:
+    """Claim what the callbacks in this rank's list save to, and let them write under these claims.
+
+    Args:
+        generation: see `WriteClaim`.
+
+    Raises: ConfigurationError, SupersededError as `WriteClaim.acquire`.
+    """
+    for callback in callbacks.callbacks:
+        path = written_path(callback) if isinstance(callback, SAVERS) else None
+        if path is None:
+            continue
+        claim = _claim(path, generation)
+        with contextlib.suppress(OSError):  # the callback will fail likewise
+            claim.acquire()
+        for name in writing_methods(callback):
+            override_methods(callback, **{name: _ClaimedMethod(claim, callback, name)})
+
+
+def release_paths(callbacks: CallbackList) -> None:
+    """Undo `claim_paths`. Safe to call twice."""
+    for callback in callbacks.callbacks:
+        for name, method in [*vars(callback).items()]:
+            if isinstance(method, _ClaimedMethod):
+                method.claim.release()
+                restore_methods(callback, name)
+                override_methods(callback, **method.before)
+
+
+class _ClaimedMethod:
+    def __init__(self, claim: WriteClaim, callback: Any, name: str) -> None:
+        self.claim = claim
+        self.before = {name: vars(callback)[name]} if name in vars(callback) else {}
+        self._method = getattr(callback, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.claim.writing():
+            return self._method(*args, **kwargs)
+
+
+def _claim(path: Path, generation: Callable[[], int]) -> WriteClaim:
+    while "{" in str(path.parent):  # a pattern: which directories there will be is not known
+        path = path.parent
+    return WriteClaim(path.parent, path.name, generation)

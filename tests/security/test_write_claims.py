@@ -1,0 +1,192 @@
+"""Of two processes that write checkpoints to one directory, the one that came too late for its job is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import phalanx
+from phalanx.config.environment_variables import RUN
+from phalanx.errors import ConfigurationError, SupersededError
+from phalanx.runtime import write_claim
+from phalanx.runtime.write_claim import WriteClaim
+
+Run = Callable[[str], None]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """What follows happens in a process of this run and attempt."""
+    monkeypatch.setattr(write_claim, "DYING_S", 0.2)
+    monkeypatch.setattr(write_claim, "LEASE_S", 0.2)
+    return lambda name: monkeypatch.setenv(RUN, name)
+
+
+@contextmanager
+def another_process(body: Callable[[], None]) -> Iterator[int]:
+    """A process that has done something and then lives until the end of the block."""
+    begun, done = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            body()
+            os.write(done, b"!")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(done)
+    try:
+        assert os.read(begun, 1) == b"!", "the other process failed"
+        yield pid
+    finally:
+        os.close(begun)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def elsewhere(body: Callable[[], None]) -> None:
+    """Do something in a process that then is dead."""
+    with another_process(body):
+        pass
+
+
+def claim(folder: Path, generation: int = 0, name: str = "fit") -> WriteClaim:
+    return WriteClaim(folder, name, lambda: generation)
+
+
+def test_a_later_attempt_of_a_job_takes_the_directory_from_a_process_that_is_alive(tmp_path: Path, run: Run) -> None:
+    run("job:0")
+    old = claim(tmp_path)
+    old.acquire()
+    run("job:1")
+    with another_process(claim(tmp_path).acquire), pytest.raises(SupersededError, match="job"), old.writing():
+        pytest.fail("two writers")
+    run("job:0")
+    with pytest.raises(SupersededError):
+        claim(tmp_path).acquire()  # with its next `fit` the old process is still too old
+
+
+def test_a_later_generation_takes_it_and_an_earlier_one_does_not(tmp_path: Path, run: Run) -> None:
+    run("job:0")
+    elsewhere(claim(tmp_path, generation=4).acquire)
+    with pytest.raises(SupersededError):
+        claim(tmp_path, generation=3).acquire()
+    mine = claim(tmp_path, generation=5)
+    with mine.writing():
+        pass
+
+
+def test_a_directory_of_a_job_that_is_alive_is_refused_to_another_job(tmp_path: Path, run: Run) -> None:
+    run("one:0")
+    with another_process(claim(tmp_path).acquire) as pid:
+        run("two:0")
+        with pytest.raises(ConfigurationError, match=rf"in use: process {pid} of job one .* delete .*\.fit\.owner"):
+            claim(tmp_path).acquire()
+        claim(tmp_path, name="other").acquire()
+    claim(tmp_path).acquire()  # it was killed
+
+
+def test_a_process_that_lost_its_directory_does_not_claim_it_back(tmp_path: Path, run: Run) -> None:
+    run("one:0")
+    old = claim(tmp_path)
+    old.acquire()
+    (tmp_path / ".fit.owner").unlink()  # as the message says
+    run("two:0")
+    elsewhere(claim(tmp_path).acquire)
+    run("one:0")
+    for _ in range(2):
+        with pytest.raises(SupersededError), old.writing():
+            pytest.fail("two writers")
+    with pytest.raises(SupersededError):
+        claim(tmp_path).acquire()
+
+
+def test_a_directory_that_was_released_is_free(tmp_path: Path, run: Run) -> None:
+    run("one:0")
+    first = claim(tmp_path)
+
+    def use() -> None:
+        first.acquire()
+        first.release()
+
+    with another_process(use):
+        run("two:0")
+        mine = claim(tmp_path)
+        mine.acquire()
+        mine.release()
+
+
+def test_the_owner_does_not_change_while_a_file_is_put_in_its_place(tmp_path: Path, run: Run) -> None:
+    run("job:0")
+    old = claim(tmp_path)
+    run("job:1")
+    new = claim(tmp_path)
+    run("job:0")
+    with old.writing():
+        run("job:1")
+        pid = os.fork()
+        if pid == 0:
+            new.acquire()
+            os._exit(0)
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+        run("job:0")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    with pytest.raises(SupersededError), old.writing():
+        pytest.fail("two writers")
+
+
+@contextmanager
+def another(run: str) -> Iterator[None]:
+    """Inside, this process is another one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write_claim, "_own", (os.getpid(), "another"))
+        patch.setenv(RUN, run)
+        yield
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    found = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    return {path.name: path.read_bytes() for path in found if not path.name.startswith(("events", ".fit0-"))}
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "model_checkpoint", "backup", "supervisor"])
+def test_whatever_saves_during_a_fit_stops_when_the_job_goes_on_elsewhere(tmp_path: Path, run: Run, kind: str) -> None:
+    run("job:0")
+    folder, steps, before = tmp_path / "saved", 3, []
+    name, callback = {
+        "checkpoint": ("saved/fit0", lambda: phalanx.callbacks.Checkpoint(folder, every_steps=1)),
+        "model_checkpoint": ("saved/best.keras", lambda: keras.callbacks.ModelCheckpoint(folder / "best.keras")),
+        "backup": ("saved", lambda: keras.callbacks.BackupAndRestore(str(folder))),
+        "supervisor": ("saved/model.ckpt", keras.callbacks.Callback),
+    }[kind]
+    callbacks = [callback()]
+    if kind in ("model_checkpoint", "backup"):  # without this, Keras itself trains a model on one replica
+        callbacks.append(phalanx.callbacks.Checkpoint(tmp_path, every_steps=1000))
+
+    def cut_off(epoch: int, logs: object = None) -> None:
+        if epoch == 1:
+            with another("job:1"):
+                successor = claim((tmp_path / name).parent, name=Path(name).name)
+                successor.acquire()
+                successor.release()
+            before.append(files(tmp_path))
+
+    with phalanx.MirroredStrategy(["cpu:0"]).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=True)
+    watch = keras.callbacks.LambdaCallback(on_epoch_begin=cut_off)
+    supervised: Any = nullcontext()
+    if kind == "supervisor":
+        supervised = phalanx.Supervisor(logdir=folder, save_model_secs=0.001).managed_session(model)
+    x = np.ones((4 * steps, 2), np.float32)
+    with pytest.raises(SupersededError, match=r"belongs to process .* of job job .* stops"), supervised:
+        model.fit(x, x[:, :1], batch_size=4, epochs=9, verbose=0, callbacks=[watch, *callbacks])
+    assert files(tmp_path) == before[0]
