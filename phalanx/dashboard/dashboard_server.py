@@ -18,6 +18,7 @@ from phalanx.dashboard.dashboard_app import WATCHED_S, Dashboard
 from phalanx.dashboard.job_hub import JobHub
 
 NICENESS = 10
+LOOK_S = 0.1
 LAST_LOOK_S = 2 * WATCHED_S
 """How long open pages have, once the job has ended, to learn of that."""
 
@@ -36,25 +37,27 @@ def serve(
     """
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    asyncio.run(_serve(listener, token, job=job, control=control, until=until))
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended in order, and raises it again
+        asyncio.run(_serve(listener, token, JobHub(job), control=control, until=until))
 
 
 async def _serve(
-    listener: socket.socket, token: str, *, job: str | None, control: bool, until: Callable[[], object] | None
+    listener: socket.socket, token: str, hub: JobHub, *, control: bool, until: Callable[[], object] | None
 ) -> None:
-    hub = JobHub(job)
     dashboard = Dashboard(hub, token=token, port=listener.getsockname()[1], control=control)
     config = uvicorn.Config(
-        dashboard.app(), log_level="error", access_log=False, lifespan="on", timeout_graceful_shutdown=1, ws="none"
+        dashboard.app(), log_level="error", access_log=False, lifespan="on", timeout_graceful_shutdown=2, ws="none"
     )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve([listener]))
-    if until is not None:
-        await asyncio.to_thread(until)
-        await asyncio.to_thread(hub.update)
-        dashboard.is_closing = True
-        await asyncio.sleep(LAST_LOOK_S)
-        server.should_exit = True
+    waiting = None if until is None else asyncio.create_task(asyncio.to_thread(until))
+    while not server.should_exit:
+        await asyncio.sleep(LOOK_S)
+        if waiting is not None and waiting.done():
+            await asyncio.to_thread(hub.update)
+            await asyncio.sleep(LAST_LOOK_S)
+            server.should_exit = True
+    dashboard.is_closing = True  # open streams would keep the server from ending
     await serving
 
 

@@ -608,7 +608,11 @@ def test_the_log_directory_keeps_each_tasks_output_as_it_was(launcher: Launcher)
     )
     job = launcher.run("-n", "2", "--log-dir", "deep/logs", script)
     assert sorted(job.lines) == ["[worker/0] 0: 2/3", "[worker/1] 1: 2/3"]
-    assert sorted(job.err.splitlines()[1:]) == ["[worker/0] to stderr", "[worker/1] to stderr"]
+    assert sorted(job.err.splitlines()[1:]) == [
+        "[worker/0] to stderr",
+        "[worker/1] to stderr",
+        "phalanx: `phalanx report deep/logs` makes a page of this job",
+    ]
     for rank in range(2):
         log = (launcher.folder / "deep" / "logs" / f"worker-{rank}.log").read_bytes()
         progress = f"\r{rank}: 0/3\r{rank}: 1/3\r{rank}: 2/3\n".encode()

@@ -62,7 +62,7 @@ function drawTiles(head) {
   ];
   fill(find("tiles"), 
     ...tiles.map(([name, value, note]) =>
-      element("div", { class: "tile" }, element("div", { class: "name" }, name), element("div", { class: "value", title: value }, value), element("div", { class: "note", title: note }, note)),
+      element("div", { class: "tile", "data-name": name }, element("div", { class: "name" }, name), element("div", { class: "value", title: value }, value), element("div", { class: "note", title: note }, note)),
     ),
   );
 }
