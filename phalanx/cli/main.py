@@ -1,4 +1,4 @@
-"""The command line: `phalanx run`, `phalanx status`, `phalanx scale`, `phalanx doctor`.
+"""The command line: `phalanx` with its commands.
 
 Imports no Keras and no NumPy: the launcher's own start is part of a job's.
 """
@@ -15,6 +15,7 @@ import click
 
 from phalanx.cli.dashboard_commands import dashboard, report
 from phalanx.cli.job_commands import scale, status, top
+from phalanx.cli.machine_commands import doctor, env
 from phalanx.cli.run import run
 from phalanx.errors import ConfigurationError, PhalanxError
 from phalanx.monitoring.console import write_whole
@@ -45,15 +46,7 @@ def cli() -> None:
     """Distributed training for Keras 3 on any backend."""
 
 
-@click.command(short_help="Check this machine, and the cluster that it is a task of.")
-def doctor() -> None:
-    """Show what this task knows of its cluster, and check that the others can be reached."""
-    from phalanx.cluster import doctor as cluster_doctor
-
-    sys.exit(cluster_doctor.run())
-
-
-for command in (run, status, top, dashboard, report, scale, doctor):
+for command in (run, status, top, dashboard, report, scale, doctor, env):
     cli.add_command(command)
 
 

@@ -1,0 +1,42 @@
+"""`phalanx env`: what belongs into the report of a bug, as text to copy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from phalanx.cluster.software_versions import keras_backend
+from phalanx.launcher.machine import Machine, as_gib
+from phalanx.launcher.worker_environment import FORWARDED_PREFIXES
+
+_OTHERS = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "NO_COLOR", "PYTHONPATH")
+_SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|API_KEY", re.IGNORECASE)
+HIDDEN = "(set, hidden)"
+
+
+def render(machine: Machine, environment: Mapping[str, str]) -> str:
+    """The report: versions, the machine, and the variables that are set. Values of secrets are hidden."""
+    packages = "\n".join(f"  {name} {version}" for name, version in machine.packages.items())
+    quota = "" if machine.quota is None else f", of which the container grants {machine.quota:g}"
+    lines = [
+        f"Python {machine.python}",
+        f"System: {machine.system}",
+        f"Cores: {machine.cores}{quota}",
+        f"Memory: {as_gib(machine.memory)}, {as_gib(machine.free_memory)} free; /dev/shm: {_shared(machine)}",
+        f"GPUs: {', '.join(machine.gpus) or 'none'}",
+        f"Keras backend: {keras_backend(environment)}",
+        f"Packages:\n{packages}",
+        "Variables:",
+        *(f"  {name}={value}" for name, value in shown_variables(environment).items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that Phalanx, Keras and the backends read, by name, with the values of secrets hidden."""
+    names = sorted(name for name in environment if name.startswith(FORWARDED_PREFIXES) or name in _OTHERS)
+    return {name: HIDDEN if _SECRET.search(name) else environment[name] for name in names}
+
+
+def _shared(machine: Machine) -> str:
+    return "cannot be written to" if machine.shared_memory is None else f"{as_gib(machine.shared_memory)} free"

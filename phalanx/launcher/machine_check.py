@@ -1,0 +1,221 @@
+"""`phalanx doctor` without a cluster: whether this machine, and those of `--hosts`, can train.
+
+`judge` decides about facts. The other checks try things out: they import each backend in a process of its own, open a
+port, and start Phalanx's agent on other hosts through ssh, as `phalanx run` does.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+
+from phalanx.config.environment import process_environment
+from phalanx.devices.gpu_count import ON_DEMAND_ALLOCATION
+from phalanx.errors import PhalanxError, RendezvousError
+from phalanx.launcher.host_slots import HostShare
+from phalanx.launcher.hosts.local_host import listen
+from phalanx.launcher.hosts.ssh_host import SSHHost
+from phalanx.launcher.machine import Machine, as_gib, describe_machine
+from phalanx.launcher.worker_placement import LOOPBACK, START_TIMEOUT_S
+from phalanx.monitoring.startup_noise import QUIET
+
+BACKENDS = ("jax", "tensorflow", "torch")
+# The import of a backend from a cold network file system.
+IMPORT_TIMEOUT_S = 180.0
+CONNECT_TIMEOUT_S = 5.0
+MIB = 2**20
+# What containers have by default. Phalanx itself needs a few MiB, processes that load data much more.
+SMALL_SHARED_MEMORY = 64 * MIB
+# Keras and a backend alone.
+WORKER_MEMORY = 1024 * MIB
+FEW_DESCRIPTORS = 1024
+
+_PROBE = """
+import importlib, json, sys
+name = sys.argv[1]
+module = importlib.import_module(name)
+if name == "jax":
+    gpus = [str(each.device_kind) for each in module.devices() if each.platform != "cpu"]
+elif name == "tensorflow":
+    gpus = [each.name for each in module.config.list_physical_devices("GPU")]
+else:
+    gpus = [module.cuda.get_device_name(i) for i in range(module.cuda.device_count())]
+print(json.dumps([module.__version__, gpus]))
+"""
+
+
+class Verdict(enum.Enum):
+    OK = "ok"
+    NOTE = "note"
+    PROBLEM = "problem"
+
+
+class Finding(NamedTuple):
+    """One thing that was examined."""
+
+    verdict: Verdict
+    text: str
+
+
+class BackendProbe(NamedTuple):
+    """What the import of a backend showed.
+
+    Attributes:
+        error: the last line of what it said; empty if it succeeded.
+    """
+
+    name: str
+    version: str
+    gpus: Sequence[str]
+    error: str
+
+
+def run(hosts: Sequence[HostShare] = ()) -> int:
+    """Examine this machine and other hosts, print the findings, and return the exit code: 0 without a problem."""
+    console = Console()
+    environment = process_environment()
+    machine = describe_machine(environment)
+    found = []
+    with console.status("importing the backends"):
+        backends = probe_backends(environment)
+    for finding in (*judge(machine, backends), _check_port(), *_check_hosts(hosts, console)):
+        found.append(finding)
+        colour = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}[finding.verdict]
+        line = f"[{colour}]{finding.verdict.value:<8}[/] {escape(finding.text)}"
+        console.print(line, highlight=False, soft_wrap=True)
+    return RendezvousError.exit_code if any(each.verdict is Verdict.PROBLEM for each in found) else 0
+
+
+def judge(machine: Machine, backends: Sequence[BackendProbe]) -> Iterator[Finding]:
+    """What the facts about a machine mean for training on it."""
+    yield Finding(Verdict.OK, f"{machine.system}, Python {machine.python}")
+    quota = "" if machine.quota is None else f", of which the container grants {machine.quota:g}"
+    yield Finding(Verdict.OK, f"{machine.cores} cores{quota}; {', '.join(machine.gpus) or 'no GPU'}")
+    yield _judge_memory(machine)
+    yield _judge_shared_memory(machine)
+    yield _judge_descriptors(machine)
+    for backend in backends:
+        yield _judge_backend(machine, backend)
+    if not backends:
+        yield Finding(Verdict.PROBLEM, f"no backend is installed: pip install one of {', '.join(BACKENDS)}")
+    if "keras" not in machine.packages:
+        yield Finding(Verdict.PROBLEM, "Keras is not installed: pip install keras")
+
+
+def _judge_memory(machine: Machine) -> Finding:
+    text = f"memory: {as_gib(machine.free_memory)} of {as_gib(machine.memory)} free"
+    if machine.free_memory is not None and machine.free_memory < 2 * WORKER_MEMORY:
+        return Finding(Verdict.NOTE, f"{text}; a worker needs about 1 GiB, and the memory of the whole model")
+    return Finding(Verdict.OK, text)
+
+
+def _judge_shared_memory(machine: Machine) -> Finding:
+    if machine.shared_memory is None:
+        return Finding(
+            Verdict.NOTE,
+            "/dev/shm cannot be written to: processes that load data (PyTorch's DataLoader) need it",
+        )
+    text = f"/dev/shm: {as_gib(machine.shared_memory)} free"
+    if machine.shared_memory <= SMALL_SHARED_MEMORY:
+        return Finding(
+            Verdict.NOTE, f"{text}; give a container more with --shm-size, or delete what jobs have left there"
+        )
+    return Finding(Verdict.OK, text)
+
+
+def _judge_descriptors(machine: Machine) -> Finding:
+    _, hard = machine.descriptors
+    if 0 <= hard < FEW_DESCRIPTORS:
+        return Finding(Verdict.NOTE, f"open files: at most {hard}; a job of many workers needs more (ulimit -Hn)")
+    return Finding(Verdict.OK, f"open files: {'no limit' if hard < 0 else f'at most {hard}'}")
+
+
+def _judge_backend(machine: Machine, backend: BackendProbe) -> Finding:
+    if backend.error:
+        return Finding(Verdict.PROBLEM, f"{backend.name} is installed, but cannot be imported: {backend.error}")
+    text = f"{backend.name} {backend.version}: {', '.join(backend.gpus) or 'CPU only'}"
+    if machine.gpus and not backend.gpus:
+        return Finding(
+            Verdict.NOTE,
+            f"{text}, although this machine has {len(machine.gpus)} GPU(s): a build for CPUs, or another CUDA version",
+        )
+    return Finding(Verdict.OK, text)
+
+
+def probe_backends(environment: Mapping[str, str]) -> list[BackendProbe]:
+    """Import each installed backend, in a process of its own."""
+    installed = [name for name in BACKENDS if find_spec(name) is not None]
+    with ThreadPoolExecutor(max(1, len(installed)), thread_name_prefix="phalanx-probe") as pool:
+        return list(pool.map(lambda name: probe_backend(name, environment), installed))
+
+
+def probe_backend(name: str, environment: Mapping[str, str]) -> BackendProbe:
+    """Import one backend, in a process of its own."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE, name],
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_TIMEOUT_S,
+            env={**environment, **ON_DEMAND_ALLOCATION, **QUIET},
+        )
+    except subprocess.TimeoutExpired:
+        return BackendProbe(name, "", (), f"the import takes longer than {IMPORT_TIMEOUT_S:g} s")
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return BackendProbe(name, "", (), lines[-1])
+    version, gpus = json.loads(done.stdout.splitlines()[-1])
+    return BackendProbe(name, version, gpus, "")
+
+
+def _check_port() -> Finding:
+    try:
+        with listen(LOOPBACK) as listener, socket.create_connection(listener.getsockname(), CONNECT_TIMEOUT_S):
+            return Finding(Verdict.OK, "ports of this machine can be opened and reached")
+    except OSError as error:
+        return Finding(Verdict.PROBLEM, f"a port of this machine cannot be opened and reached: {error}")
+
+
+def _check_hosts(shares: Sequence[HostShare], console: Console) -> Iterator[Finding]:
+    """Start an agent on each host, as a job would, and connect to a port that it opens."""
+    with selectors.DefaultSelector() as selector:
+        hosts = [SSHHost(selector, share, say=console.print) for share in shares if not share.is_here]
+        started_at = time.monotonic()
+        try:
+            for host in hosts:
+                host.connect()  # all at once
+            for host in hosts:
+                yield _check_host(host, started_at)
+        finally:
+            for host in hosts:
+                host.close()
+
+
+def _check_host(host: SSHHost, started_at: float) -> Finding:
+    try:
+        port = host.ports(started_at + START_TIMEOUT_S)[0]
+    except PhalanxError as error:
+        return Finding(Verdict.PROBLEM, f"{host.name}: {error}")
+    text = f"{host.name}: Phalanx answers through ssh after {time.monotonic() - started_at:.1f} s, in {os.getcwd()}"
+    try:
+        with socket.create_connection((host.name.strip("[]"), port), CONNECT_TIMEOUT_S):
+            return Finding(Verdict.OK, f"{text}; its ports can be reached")
+    except OSError as error:
+        return Finding(
+            Verdict.PROBLEM,
+            f"{text}, but its port {port} cannot be reached: {error}. Workers connect to each other at ports that the "
+            "system chooses: let them through the firewall.",
+        )
