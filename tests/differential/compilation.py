@@ -40,8 +40,8 @@ SCHEDULES = (
     "optimizers.schedules.PiecewiseConstantDecay([2, 5], [0.1, 0.05, 0.01])",
     "optimizers.schedules.PolynomialDecay(0.1, 7)",
 )
-OTHER_SCHEDULES: tuple[str, ...] = ()
-"""`Warmup()`, a class without `get_config`, once replicas train with such schedules."""
+OTHER_SCHEDULES = ("Warmup()",)
+"""A class without `get_config`."""
 LOSSES = {
     "regression": ("MeanSquaredError", "MeanAbsoluteError", "Huber", "LogCosh", "CosineSimilarity"),
     "binary": ("BinaryCrossentropy", "BinaryFocalCrossentropy"),
@@ -81,12 +81,10 @@ METRICS = {
         "Total()",
     ),
 }
-PROBABILITIES = (
-    "metrics.AUC(num_thresholds=11)",
-    "metrics.Precision()",
-    "metrics.Recall()",
-    "metrics.FalsePositives()",
-)
+PROBABILITIES = ("metrics.AUC(num_thresholds=11)", "metrics.Precision()", "metrics.Recall()")
+COUNTS = ("metrics.FalsePositives()",)
+"""Not on PyTorch, where their results are views of their variables: after a validation, plain Keras reports what that
+has counted as the training's."""
 
 
 def draw_compile(w: Writer, architecture: Architecture) -> str:
@@ -169,7 +167,7 @@ def _loss(w: Writer, output: Output) -> str:
 def _metrics(w: Writer, output: Output) -> str:
     choices = METRICS[output.task]
     if output.task == "binary" and not output.logits:
-        choices = (*choices, *PROBABILITIES)
+        choices = (*choices, *PROBABILITIES, *(COUNTS if w.backend != "torch" else ()))
     found = dict.fromkeys(w.one_of(choices) for _ in range(w.number(1, 2)))
     if "scaled_error" in found:
         w.define(
