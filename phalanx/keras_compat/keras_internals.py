@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 from keras.src.backend import compute_output_spec
+from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.callbacks.monitor_callback import MonitorCallback
 from keras.src.models.functional import Functional
@@ -25,6 +26,7 @@ __all__ = [
     "MonitorCallback",
     "class_weight_to_sample_weights",
     "compute_output_spec",
+    "global_seed_generator",
     "in_stateless_scope",
     "keras_trainer",
     "print_msg",
@@ -38,6 +40,11 @@ __all__ = [
 def keras_trainer() -> Any:
     """The trainer class of the current backend, from which `keras.Model` inherits `fit`."""
     return next(base for base in keras.Model.__mro__ if "fit" in vars(base) and base is not keras.Model)
+
+
+def global_seed_generator() -> Any:
+    """What functions of `keras.random` without a seed draw from; None before the first of them."""
+    return get_global_attribute("global_seed_generator")
 
 
 def serialize_weights(model: Any) -> memoryview:

@@ -87,6 +87,30 @@ def overrides(model: Any, method: str) -> bool:
     return getattr(type(model), method) is not getattr(keras_trainer(), method)
 
 
+_KNOWN_HOMES = ("keras.", "keras_hub.", "keras_nlp.", "keras_cv.", "phalanx.")
+_OPEN_LAYERS = {"Lambda", "TorchModuleWrapper", "JaxLayer", "FlaxLayer", "TFSMLayer"}
+"""Layers of Keras's own that compute what the program says."""
+
+
+def own_layers(model: Any) -> list[Any]:
+    """The layers that compute what only the program knows, with the model if it is one."""
+    return [
+        layer
+        for layer in model._flatten_layers()
+        if not type(layer).__module__.startswith(_KNOWN_HOMES) or type(layer).__name__ in _OPEN_LAYERS
+    ]
+
+
+def has_own_code(model: Any) -> bool:
+    """Whether a training step runs code of the program's own, its losses and metrics apart."""
+    if any(overrides(model, method) for method in ("train_step", "compute_loss", "compute_metrics")):
+        return True
+    if any(type(layer).call is not keras.Model.call for layer in own_layers(model)):
+        return True
+    graphs = [layer for layer in model._flatten_layers() if hasattr(layer, "operations")]
+    return any(not isinstance(each, keras.layers.Layer) for graph in graphs for each in graph.operations)
+
+
 def names_in(function: Any) -> set[str]:
     """The names that a function uses, and the functions inside of it."""
     function = getattr(function, "__wrapped__", function)

@@ -36,7 +36,6 @@ class ReplicaFit:
         recorder: records positions, if another process may continue this `fit`; else None.
         recovery: follows the membership in elastic jobs; else None.
         checkpointing: restores and saves, if `fit` was passed a `Checkpoint`; else None.
-        checks_step: whether the first step is to be compared over the ranks (`CustomStepCheck`).
     """
 
     model: ReplicaModel
@@ -44,7 +43,6 @@ class ReplicaFit:
     recorder: FitRecorder | None = None
     recovery: ElasticRecovery | None = None
     checkpointing: FitCheckpointing | None = None
-    checks_step: bool = False
 
     def retry(self, action: Callable[[], T]) -> T:
         """Do what all ranks do together, and again from its beginning whenever the membership changes."""
@@ -96,11 +94,9 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
     except BaseException:  # a lost peer, Ctrl-C: the callbacks are the program's own again
         release_fit_callbacks(state.callbacks)
         raise
-    # A custom `train_step` may update weights without the engine's knowledge.
-    checks_step = overrides(model, "train_step") and state.stepper.merges_every_step and not replica.is_alone
-    if checks_step:
+    if overrides(model, "train_step") and state.stepper.merges_every_step and not replica.is_alone:
         check_clipping(model)
-    return replace(fit, checks_step=checks_step)
+    return fit
 
 
 def _begin_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption: FitResumption | None) -> ReplicaFit:

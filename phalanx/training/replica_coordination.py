@@ -18,7 +18,6 @@ from phalanx.training.evaluation import evaluate_on_replicas
 from phalanx.training.fit_position import as_plain_value, enter_epoch, restart_epoch
 from phalanx.training.fit_setup import ReplicaFit
 from phalanx.training.joint_batches import JointBatch, JointBatches
-from phalanx.training.model_checks import CustomStepCheck
 from phalanx.transport.serialization import decode, encode
 
 
@@ -34,7 +33,6 @@ class ReplicaCoordination:
         self._recovery = fit.recovery
         self._checkpointing = fit.checkpointing
         self._retry = fit.retry
-        self._checks_step = fit.checks_step
         self.steps_per_group: int = self._model.steps_per_execution
         self._has_trained = False  # whether this process has taken a step
         self._is_empty_epoch = False
@@ -161,10 +159,6 @@ class ReplicaCoordination:
         if self._recovery is not None:
             boundary = step % self.steps_per_group == 0
             batch = self._recovery.train_step(batch, last=last, boundary=boundary)
-        elif self._checks_step:
-            check = CustomStepCheck(self._model)
-            stepper.train(batch, last=last)
-            self._checks_step = self._replica_model.engine.in_variables and not check.compare(self._replica)
         else:
             stepper.train(batch, last=last)
         timeline.current.leave()

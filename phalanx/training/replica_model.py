@@ -11,12 +11,9 @@ from keras import tree
 
 from phalanx.arrays.tree import map_leaves
 from phalanx.data import ShardedInput, shard_input
-from phalanx.data.dataset_elements import ElementStructure
 from phalanx.data.shuffling import Shuffling
 from phalanx.engines import make_engine
 from phalanx.engines.engine import Batch, Engine
-from phalanx.errors import UnsupportedError
-from phalanx.keras_compat import loss_probe
 from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.keras_compat.keras_internals import compute_output_spec, print_msg
 from phalanx.keras_compat.model_state import is_unbuilt
@@ -24,8 +21,8 @@ from phalanx.training import callback_list, state_sync
 from phalanx.training.consistency import compare_inputs, compare_samples
 from phalanx.training.fit_arguments import capped
 from phalanx.training.joint_batches import JointBatches
-from phalanx.training.metric_probe import checked, find_rules, rules_of
 from phalanx.training.model_checks import check_batch_size, check_normalization, stateful_layer
+from phalanx.training.program_probes import ProgramProbes
 from phalanx.training.replica import Replica, seed_from_program
 from phalanx.training.steps.gradient_merge import StepMerge
 from phalanx.training.steps.local_sgd import LocalSGDStepper
@@ -64,7 +61,7 @@ class ReplicaModel:
         self._peeked = False
         self._announced: set[Any] = set()
         self._seeds_given = 0
-        self._loss_findings: tuple[Any, loss_probe.Findings] | None = None
+        self._probes = ProgramProbes(model, replica)
         self._predicts_rows: dict[str, bool] = {}
 
     @property
@@ -160,49 +157,19 @@ class ReplicaModel:
         self._peeked = self.engine.builds_from_a_batch
         # As in Keras no batch is read that is not needed: a dataset may draw random numbers for each.
         data: Batch = (None, None, None)
-        if _needs_a_batch(self.model, self.engine, self._loss_findings):
+        # Of local SGD no one expects the numbers of one process.
+        trains = method in ("fit", "train_on_batch") and self._policy.period is None
+        if _needs_a_batch(self.model) or self._probes.need_a_batch(self.engine, trains=trains):
             first = source.peek(restart=self._peeked)
             self.engine.expect(source.structure)
             check_batch_size(self.model, first, self.replica.world_size)
             data = first.data
         self.engine.build(data)
-        self._decide_metric_rules(data)
-        self._find_out_losses(data, source.structure)
+        self._probes.run(self.engine, data, source.structure, trains=trains)
         if method in ("fit", "train_on_batch") and self._policy.period is not None:
             check_normalization(self.model)
             refuse_overwritten(self.model.trainable_variables, "a replica that trains alone between two merges")
         return self.engine
-
-    def _decide_metric_rules(self, data: Any) -> None:
-        """How the metrics are merged: the chief's finding, on all ranks. Raises UnsupportedError if one cannot be."""
-        model, replica, rules = self.model, self.replica, self.engine.metric_rules
-        if rules.is_decided:
-            return
-        found = find_rules(model, self.engine, data)
-        if found is not rules.rules:  # else there was nothing to find out, on any rank
-            own = found if isinstance(found, str) else [list(rule) for rule in found]
-            chiefs: Any = replica.retry(lambda: replica.broadcast_from_chief(own))
-            found = chiefs if isinstance(chiefs, str) else rules_of(chiefs)
-        rules.decide(checked(found))
-
-    def _find_out_losses(self, data: Any, form: ElementStructure) -> None:
-        """Find out how the losses combine over the replicas (`loss_probe`); raises on every rank.
-
-        The ranks meet whether or not the chief knows already: one of them may have joined since.
-        """
-        model, replica = self.model, self.replica
-        if replica.is_alone or form is ElementStructure.WHOLE or not loss_probe.has_open_questions(model):
-            return
-        findings: Any = None
-        if replica.is_chief:
-            if self._loss_findings is None or self._loss_findings[0] is not model._compile_loss:
-                self._loss_findings = model._compile_loss, loss_probe.probe(model, *data)
-            findings = list(self._loss_findings[1])
-        findings = loss_probe.Findings(*replica.retry(lambda: replica.broadcast_from_chief(findings)))
-        self._loss_findings = model._compile_loss, findings
-        if findings.error:
-            raise UnsupportedError(findings.error)
-        loss_probe.note(model, findings)
 
     def prepare_to_predict(self, source: ShardedInput, method: str) -> Engine:
         """The engine, with the layers' variables created: a model need not be compiled to predict."""
@@ -293,11 +260,9 @@ class ReplicaModel:
                 write(line)
 
 
-def _needs_a_batch(model: Any, engine: Engine, findings: tuple[Any, Any] | None) -> bool:
-    """Whether something is to be built for, or found out from, a batch."""
-    if is_unbuilt(model) or stateful_layer(model) is not None or not engine.metric_rules.is_decided:
-        return True
-    return loss_probe.has_open_questions(model) and (findings is None or findings[0] is not model._compile_loss)
+def _needs_a_batch(model: Any) -> bool:
+    """Whether something is to be built for a batch."""
+    return is_unbuilt(model) or stateful_layer(model) is not None
 
 
 def _predicts_rows(model: Any, x: Any) -> bool:

@@ -1,0 +1,118 @@
+"""Ranks of a step that one process computes in turn, without communication.
+
+A rank that needs what others have not computed yet is interrupted, and takes its step again when they have: the first
+time up to the first collective, then up to the second, and so on. So whoever drives them restores all state before each
+attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from phalanx.engines.step_layout import EXTREMES, MergeWeight, StepLayout
+
+Array = np.ndarray[Any, Any]
+
+
+class Unanswered(BaseException):
+    """A rank needs what the others have not computed yet. No error that a program's `except Exception` may catch."""
+
+
+class StepsDifferError(Exception):
+    """The ranks do not call the same collectives."""
+
+
+class _Part(NamedTuple):
+    """What one rank contributes to a collective, which is the same on all ranks in kind."""
+
+    kind: Any
+    arrays: list[Array]
+
+
+class LocalRanks:
+    """The merge of such ranks (`MergeProtocol`), or of one process that has the whole batch.
+
+    Attributes:
+        merged: what was merged so far, in turn, of the step that runs: the arrays of each layout.
+    """
+
+    updates = once_per_step = repeats = separate = synchronizes_batch_norm = False
+    gather = None
+
+    def __init__(self) -> None:
+        self._rank: int | None = None
+        self._calls = 0
+        self.merged: list[tuple[StepLayout, list[Array]]] = []
+        self._answered: list[tuple[list[Array], list[int]]] = []
+        self._open: dict[int, _Part] = {}
+
+    def be_whole(self) -> None:
+        """What is computed next has the whole batch."""
+        self._rank, self.merged = None, []
+
+    def be_rank(self, rank: int) -> None:
+        """What is computed next is this rank's step, from its beginning."""
+        self._rank, self._calls, self.merged = rank, 0, []
+
+    def forget(self) -> None:
+        """The next steps are others."""
+        self._answered, self._open = [], {}
+
+    def answer(self, ranks: int) -> None:
+        """Merge what all of so many ranks were interrupted at.
+
+        Raises: StepsDifferError if they were not interrupted at the same collective.
+        """
+        parts = [self._open[rank] for rank in sorted(self._open)]
+        if len(parts) != ranks or any(_form(part) != _form(parts[0]) for part in parts):
+            raise StepsDifferError
+        self._open.clear()
+        kind = parts[0].kind
+        columns = list(zip(*[part.arrays for part in parts], strict=True))
+        if kind == "rows":
+            starts = np.cumsum([0, *[len(part.arrays[0]) for part in parts]])[:-1]
+            self._answered.append(([np.concatenate(column) for column in columns], [int(start) for start in starts]))
+            return
+        weights = kind.weights if isinstance(kind, StepLayout) else [MergeWeight.ONE] * len(columns)
+        merged = [reduce(EXTREMES.get(w, np.add), column) for w, column in zip(weights, columns, strict=True)]
+        self._answered.append((merged, []))
+
+    def total(self, own: Array, share: float) -> Array:
+        """See `MergeProtocol.total`."""
+        return np.array(self._ask(_Part("sum", [own]))[0][0])
+
+    def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
+        """See `MergeProtocol.all_gather`."""
+        arrays, starts = self._ask(_Part("rows", [own]))
+        return np.array(arrays[0]), starts[self._rank] if starts and self._rank is not None else 0
+
+    def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:
+        flats = layout.allocate()
+        counts = {MergeWeight.GRADIENT: share, MergeWeight.SHARE: share, MergeWeight.FIRST: float(not self._rank)}
+        own = [
+            np.asarray(a) * np.asarray(counts.get(w, 1.0), a.dtype) for w, a in zip(layout.weights, arrays, strict=True)
+        ]
+        merged, _ = self._ask(_Part(layout, own))
+        self.merged.append((layout, [np.array(array) for array in merged]))
+        for array, view in zip(merged, layout.cut(flats), strict=True):
+            np.copyto(view, array.reshape(view.shape))
+        return flats
+
+    def _ask(self, part: _Part) -> tuple[list[Array], list[int]]:
+        if self._rank is None:
+            return part.arrays, []
+        number, self._calls = self._calls, self._calls + 1
+        if number < len(self._answered):
+            return self._answered[number]
+        self._open[self._rank] = _Part(part.kind, [np.array(array) for array in part.arrays])
+        raise Unanswered
+
+
+def _form(part: _Part) -> Any:
+    """What must be the same on all ranks."""
+    first = 1 if part.kind == "rows" else 0
+    return part.kind, [(array.shape[first:], array.dtype) for array in part.arrays]

@@ -1,0 +1,170 @@
+"""Conditions under which a step follows from its samples alone, so that steps of a batch and of its parts compare.
+
+* Random numbers of Keras (dropout, noise, latent vectors) are the same for each sample of a batch, and in each run.
+* Batch normalization uses what it has collected.
+* Optimizers subtract gradients times one number: adaptive ones divide gradients that are nothing but rounding by their
+  own size.
+* Steps run eagerly on TensorFlow and PyTorch, which do not compile them for a single call.
+
+Patches functions of `keras.src.backend.*.random` and `BatchNormalization.call`; overrides `_backend_update_step` of
+optimizers. Tested with Keras 3.12 and 3.15.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import keras
+from keras import ops
+
+from phalanx.keras_compat.model_state import optimizers
+from phalanx.keras_compat.patching import PatchedFunction, defining_class, overridden_methods
+
+LARGEST_CHANGE = 1e-2
+"""Of a weight, in one update."""
+
+
+class TrialConditions:
+    """A context in which a step of a model runs under these conditions.
+
+    Args:
+        model: compiled.
+        found: called with the variables of an optimizer that the step applies, and that is none of the model's.
+    """
+
+    def __init__(self, model: Any, found: Callable[[Sequence[Any]], None]) -> None:
+        self._model = model
+        self._found = found
+        self._optimizers: list[Any] = []
+        self._stack = ExitStack()
+        self._draws = 0
+
+    def __enter__(self) -> TrialConditions:
+        enter = self._stack.enter_context
+        enter(_running_eagerly(self._model))
+        enter(contextlib.redirect_stdout(io.StringIO()))  # a step says what it says once
+        for patch in self._random_functions():
+            enter(patch)
+        enter(_collected_statistics())
+        for optimizer in optimizers(self._model):
+            self._take(optimizer)
+            if (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
+                self._take(inner)
+        enter(self._applies())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def begin(self) -> None:
+        """Call before each step."""
+        self._draws = 0
+        for optimizer in self._optimizers:
+            if (scale := getattr(optimizer, "dynamic_scale", None)) is not None:
+                scale.assign(1.0)  # the first ones overflow
+
+    def _take(self, optimizer: Any) -> None:
+        self._optimizers.append(optimizer)
+        self._stack.enter_context(overridden_methods(optimizer, _backend_update_step=self._update))
+
+    def _applies(self) -> PatchedFunction:
+        def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if all(each is not optimizer for each in self._optimizers):
+                self._found(optimizer.variables)
+                self._take(optimizer)
+            return patch.original(optimizer, *args, **kwargs)
+
+        patch = PatchedFunction(defining_class(keras.optimizers.Optimizer, "apply"), "apply", apply)
+        return patch
+
+    def _update(self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
+        known = [ops.cast(ops.convert_to_tensor(gradient), "float32") for gradient in gradients]
+        largest = _largest([ops.max(ops.abs(gradient)) for gradient in known if 0 not in gradient.shape])
+        for gradient, variable in zip(known, variables, strict=True):
+            variable.assign(variable.value - ops.cast(gradient * (LARGEST_CHANGE / largest), variable.dtype))
+
+    def _random_functions(self) -> list[PatchedFunction]:
+        home = importlib.import_module(f"keras.src.backend.{keras.backend.backend()}.random")
+
+        def of_each_row(name: str) -> Callable[..., Any]:
+            original = getattr(home, name)
+
+            def draw(shape: Any, *args: Any, **kwargs: Any) -> Any:
+                self._draws += 1
+                row = (1, *shape[1:]) if len(shape) else shape
+                named = dict(zip(_ARGUMENTS[name], args, strict=False)) | kwargs | {"seed": self._draws}
+                return ops.broadcast_to(original(row, **named), shape)
+
+            return draw
+
+        draws = {name: of_each_row(name) for name in _ARGUMENTS}
+
+        def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
+            shape = ops.shape(inputs)
+            wanted = shape if noise_shape is None else noise_shape
+            noise = [shape[axis] if size is None else size for axis, size in enumerate(wanted)]
+            mask = ops.cast(draws["uniform"](noise) >= rate, inputs.dtype)
+            return inputs * mask / max(1.0 - rate, 1e-7)
+
+        others: dict[str, Callable[..., Any]] = {
+            "dropout": dropout,
+            "shuffle": lambda x, axis=0, seed=None: x,
+            "categorical": _most_likely,
+            "gamma": lambda shape, alpha, **_: ops.broadcast_to(_float(alpha), shape),
+            "binomial": lambda shape, counts, probabilities, **_: ops.broadcast_to(
+                _float(counts) * _float(probabilities), shape
+            ),
+            "beta": lambda shape, alpha, beta, **_: ops.broadcast_to(
+                _float(alpha) / (_float(alpha) + _float(beta)), shape
+            ),
+        }
+        return [PatchedFunction(home, name, function) for name, function in {**draws, **others}.items()]
+
+
+_ARGUMENTS = {
+    "normal": ("mean", "stddev", "dtype", "seed"),
+    "truncated_normal": ("mean", "stddev", "dtype", "seed"),
+    "uniform": ("minval", "maxval", "dtype", "seed"),
+    "randint": ("minval", "maxval", "dtype", "seed"),
+}
+"""Of functions that draw numbers of a shape, after the shape."""
+
+
+def _largest(sizes: Sequence[Any]) -> Any:
+    found: Any = 1e-30
+    for size in sizes:
+        found = ops.maximum(size, found)
+    return found
+
+
+def _float(value: Any) -> Any:
+    return ops.cast(ops.convert_to_tensor(value), "float32")
+
+
+def _most_likely(logits: Any, num_samples: int, dtype: str = "int32", seed: Any = None) -> Any:
+    best = ops.argmax(logits, axis=-1, keepdims=True)
+    return ops.cast(ops.repeat(best, num_samples, axis=-1), dtype)
+
+
+@contextmanager
+def _running_eagerly(model: Any) -> Iterator[None]:
+    before = model.jit_compile, model.run_eagerly
+    if keras.backend.backend() != "jax":  # where each operation would be compiled by itself
+        model.jit_compile, model.run_eagerly = False, True
+    try:
+        yield
+    finally:
+        model.jit_compile, model.run_eagerly = before
+
+
+def _collected_statistics() -> PatchedFunction:
+    def call(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        return patch.original(layer, inputs, training=False, mask=mask)
+
+    patch = PatchedFunction(keras.layers.BatchNormalization, "call", call)
+    return patch

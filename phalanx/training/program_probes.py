@@ -1,0 +1,104 @@
+"""What all ranks find out of a program before its first step, each once: the chief's findings count.
+
+How its metrics are merged (`metric_probe`), how its losses combine (`loss_probe`), and whether the steps of replicas
+are then the step of one process (`step_probe`). The first two choose how something is merged, also where nothing is
+trained, and compute no more than that something. The last only judges, and takes whole steps of the program's own code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.data.dataset_elements import ElementStructure
+from phalanx.engines.engine import Engine
+from phalanx.errors import UnsupportedError
+from phalanx.keras_compat import loss_probe
+from phalanx.training import step_probe
+from phalanx.training.metric_probe import checked, find_rules, rules_of
+from phalanx.training.replica import Replica
+
+
+class ProgramProbes:
+    """The probes of one model on one rank."""
+
+    def __init__(self, model: Any, replica: Replica) -> None:
+        self._model = model
+        self._replica = replica
+        self._losses: tuple[Any, loss_probe.Findings] | None = None
+        self._tried: tuple[Any, ...] | None = None  # what the model was compiled with when its step was tried
+
+    def need_a_batch(self, engine: Engine, *, trains: bool) -> bool:
+        """Whether there is something to find out from a batch.
+
+        Args:
+            trains: whether steps are to be taken that replicas take together.
+        """
+        if not engine.metric_rules.is_decided or (trains and self._tries_step()):
+            return True
+        return loss_probe.has_open_questions(self._model) and not self._knows_losses()
+
+    def run(self, engine: Engine, data: Any, form: ElementStructure, *, trains: bool) -> None:
+        """Find out what there is to find out.
+
+        Args:
+            engine: of the model, built.
+            data: a local batch; nothing where none is needed.
+            form: its structure.
+            trains: see `need_a_batch`.
+
+        Raises: UnsupportedError on every rank, if replicas cannot compute what one process does.
+        """
+        self._decide_metric_rules(engine, data)
+        self._find_out_losses(data, form)
+        if trains and self._tries_step():
+            self._try_step(engine, data, form)
+
+    def _decide_metric_rules(self, engine: Engine, data: Any) -> None:
+        replica, rules = self._replica, engine.metric_rules
+        if rules.is_decided:
+            return
+        found = find_rules(self._model, engine, data)
+        if found is not rules.rules:  # else there was nothing to find out, on any rank
+            own = found if isinstance(found, str) else [list(rule) for rule in found]
+            chiefs: Any = replica.retry(lambda: replica.broadcast_from_chief(own))
+            found = chiefs if isinstance(chiefs, str) else rules_of(chiefs)
+        rules.decide(checked(found))
+
+    def _find_out_losses(self, data: Any, form: ElementStructure) -> None:
+        """The ranks meet whether or not the chief knows already: one of them may have joined since."""
+        model, replica = self._model, self._replica
+        if replica.is_alone or form is ElementStructure.WHOLE or not loss_probe.has_open_questions(model):
+            return
+        findings: Any = None
+        if replica.is_chief:
+            if not self._knows_losses():
+                self._losses = model._compile_loss, loss_probe.probe(model, *data)
+            assert self._losses is not None
+            findings = list(self._losses[1])
+        findings = loss_probe.Findings(*replica.retry(lambda: replica.broadcast_from_chief(findings)))
+        self._losses = model._compile_loss, findings
+        if findings.error:
+            raise UnsupportedError(findings.error)
+        loss_probe.note(model, findings)
+
+    def _knows_losses(self) -> bool:
+        return self._losses is not None and self._losses[0] is self._model._compile_loss
+
+    def _tries_step(self) -> bool:
+        """Whether the next training step is to be tried; the same on all ranks."""
+        if self._replica.is_alone or not step_probe.is_needed(self._model):
+            return False
+        return self._replica.elastic is not None or self._tried != self._compiled_with()
+
+    def _compiled_with(self) -> tuple[Any, ...]:
+        model = self._model
+        return model._compile_loss, model._compile_metrics, model.optimizer
+
+    def _try_step(self, engine: Engine, data: Any, form: ElementStructure) -> None:
+        """All ranks try it, because it creates variables."""
+        replica, problem = self._replica, ""
+        if self._tried != self._compiled_with():
+            problem = step_probe.find_difference(self._model, engine, data, form)
+        if problem := str(replica.retry(lambda: replica.broadcast_from_chief(problem))):
+            raise UnsupportedError(problem)
+        self._tried = self._compiled_with()

@@ -1,0 +1,193 @@
+"""All that a step of a program can change, so that a step can be tried and undone."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx.engines.random_state import random_state, set_random_state
+from phalanx.keras_compat import model_state
+from phalanx.keras_compat.keras_internals import global_seed_generator, in_stateless_scope
+from phalanx.keras_compat.patching import PatchedFunction, defining_class
+from phalanx.training.state_sync import seed_generators, variables_of
+
+Array = np.ndarray[Any, Any]
+
+OTHER_SEED = 0x5EED_0DD
+"""That no program is likely to have chosen."""
+_PARTS = (keras.layers.Layer, keras.Variable, keras.optimizers.Optimizer, keras.metrics.Metric)
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class ProgramState:
+    """The state of a model, its optimizers and metrics, and of what the program keeps with them.
+
+    That is: the variables, also those that are created or first assigned since then; attributes that are numbers,
+    texts, arrays or collections; and the states of random number generators. Files, and what else a step does outside
+    of its model, are not undone.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._variables: dict[int, tuple[Any, Array]] = {}
+        self.keep([*variables_of(model), *model.metrics_variables])
+        parts = [*model._flatten_layers(), *model_state.optimizers(model), *model.metrics]
+        self._attributes = [_Attributes(part) for part in {id(part): part for part in parts}.values()]
+        self._random = random.getstate(), np.random.get_state(), random_state(), _tensorflow_random()
+
+    def keep(self, variables: Iterable[Any]) -> None:
+        """Note the values of variables that are not known yet."""
+        for variable in variables:
+            if id(variable) not in self._variables:
+                self._variables[id(variable)] = variable, _value(variable)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A context after which the state is as it was."""
+
+        def create(variable: Any, *args: Any, **kwargs: Any) -> None:
+            creating.original(variable, *args, **kwargs)
+            if getattr(variable, "_value", None) is not None and not in_stateless_scope():
+                self.keep([variable])
+
+        def assign(variable: Any, value: Any) -> Any:
+            if not in_stateless_scope():
+                self.keep([variable])
+            return assigning.original(variable, value)
+
+        creating = PatchedFunction(defining_class(keras.Variable, "__init__"), "__init__", create)
+        assigning = PatchedFunction(defining_class(keras.Variable, "assign"), "assign", assign)
+        with creating, assigning:
+            try:
+                yield
+            finally:
+                self.restore()
+
+    def restore(self) -> None:
+        """Undo what has happened since."""
+        for variable, value in self._variables.values():
+            if not np.array_equal(_value(variable), value):
+                variable.assign(value)
+        for each in self._attributes:
+            each.restore()
+        self._model._clear_losses()
+        of_python, of_numpy, of_torch, of_tensorflow = self._random
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        set_random_state([of_torch], 0)
+        if of_tensorflow is not None:
+            of_tensorflow[0].setstate(of_tensorflow[1])
+
+    def _seed_generators(self) -> list[Any]:
+        everywhere = global_seed_generator()
+        return [*seed_generators(self._model), *([] if everywhere is None else [everywhere])]
+
+    def change_seeds(self) -> None:
+        """Let all that draws random numbers draw others, until `restore`."""
+        for generator in self._seed_generators():
+            generator.state.assign(_value(generator.state) + 1)
+        random.seed(OTHER_SEED)
+        np.random.seed(OTHER_SEED)
+        if (generator := _tensorflow_random()) is not None:
+            generator[0].seed(OTHER_SEED)
+        if keras.backend.backend() == "torch":
+            import torch
+
+            torch.manual_seed(OTHER_SEED)
+
+
+class _Attributes:
+    """The attributes of an object that a step may count or collect in."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        self._names = set(vars(owner))
+        self._kept: list[tuple[str, Any, Callable[[], None]]] = []
+        for name, value in vars(owner).items():
+            is_counter = isinstance(value, int | float) and not isinstance(value, bool)
+            restore = _content(value)
+            if restore is not None and name != "built" and (is_counter or not name.startswith("_")):
+                self._kept.append((name, value, restore))
+
+    def restore(self) -> None:
+        now = vars(self._owner)
+        for name in [name for name in now if name not in self._names and not name.startswith("_")]:
+            if not isinstance(now[name], _PARTS):
+                del now[name]
+        for name, value, restore in self._kept:
+            now[name] = value
+            restore()
+
+
+def _content(value: Any) -> Callable[[], None] | None:
+    """What gives a value its present content again; None if that is not known."""
+    if isinstance(value, _PLAIN) or type(value).__module__.startswith("jax"):
+        return _nothing
+    if isinstance(value, np.random.Generator):
+        numbers, state = value.bit_generator, copy.deepcopy(value.bit_generator.state)
+        return lambda: setattr(numbers, "state", state)
+    if isinstance(value, np.random.RandomState):
+        of_numpy = value.get_state()
+        return lambda: value.set_state(of_numpy)
+    if isinstance(value, random.Random):
+        of_python = value.getstate()
+        return lambda: value.setstate(of_python)
+    if isinstance(value, np.ndarray):
+        array = value.copy()
+        return lambda: np.copyto(value, array)
+    if isinstance(value, list | deque | dict | set):
+        return _content_of_collection(value)
+    return _content_of_tensor(value)
+
+
+def _content_of_collection(value: Any) -> Callable[[], None]:
+    items = copy.copy(list(value.items()) if isinstance(value, dict) else list(value))
+    inside = [_content(each[1] if isinstance(value, dict) else each) or _nothing for each in items]
+    kind = next(each for each in (list, deque, dict, set) if isinstance(value, each))
+    extend = kind.extend if kind in (list, deque) else kind.update  # type: ignore[union-attr]
+
+    def restore() -> None:  # past Keras's tracking of what is in it
+        kind.clear(value)
+        extend(value, items)  # type: ignore[operator]
+        for each in inside:
+            each()
+
+    return restore
+
+
+def _content_of_tensor(value: Any) -> Callable[[], None] | None:
+    module = type(value).__module__
+    if module.startswith("torch") and hasattr(value, "detach"):
+        tensor = value.detach().clone()
+        return lambda: _nothing(value.data.copy_(tensor))
+    if module.startswith("tensorflow"):
+        if not hasattr(value, "assign"):
+            return _nothing if hasattr(value, "numpy") else None
+        array = value.numpy()
+        return lambda: _nothing(value.assign(array))
+    return None
+
+
+def _value(variable: Any) -> Array:
+    return np.array(keras.ops.convert_to_numpy(variable.value))
+
+
+def _tensorflow_random() -> tuple[random.Random, Any] | None:
+    """TensorFlow's generator of seeds, if there is one, and its state."""
+    if keras.backend.backend() != "tensorflow":
+        return None
+    from tensorflow.python.eager import context
+
+    generator = getattr(context.context(), "_rng", None)
+    return None if generator is None else (generator, generator.getstate())
+
+
+def _nothing(_: Any = None) -> None:
+    pass

@@ -1,0 +1,346 @@
+"""Tries the first step of a program's own code, as one process would take it and as replicas would.
+
+What a `train_step` or a layer of the program's own computes, no one knows. So one process takes the step of a few
+samples, and those of two replicas that have a part of them each (`engines.local_ranks`), under conditions in which
+they compare (`keras_compat.trial_conditions`), and undoes them (`program_state`). Gradients, weights, layer state,
+metrics and logs must come out alike. What does not is an error that names it, before the first step.
+
+A step that cannot be taken of so few samples is not judged. What other random numbers of other libraries change is not
+compared.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from phalanx.arrays.tree import leaves, map_leaves
+from phalanx.data.dataset_elements import ElementStructure
+from phalanx.engines import make_engine
+from phalanx.engines.engine import Engine
+from phalanx.engines.local_ranks import LocalRanks, StepsDifferError, Unanswered
+from phalanx.engines.step_layout import MergeWeight
+from phalanx.keras_compat import model_state
+from phalanx.keras_compat.trial_conditions import LARGEST_CHANGE, TrialConditions
+from phalanx.training.program_state import ProgramState
+from phalanx.training.state_sync import seed_generators, variables_of
+
+Array = np.ndarray[Any, Any]
+
+PART = 5
+"""Samples of each of two replicas: few, and as many, so that JAX compiles two steps and not three."""
+MOST_COLLECTIVES = 64
+"""In a step that is tried. Each costs one more attempt."""
+ATTEMPTS = 3
+"""With other samples, where those of a part alone give no number (there is nothing that a ratio divides by)."""
+SAMPLED = 4096
+"""So many values of each variable are compared."""
+TOLERANCE, TOLERANCE_OF_WEIGHTS = 2e-5, 5e-3
+"""Of the largest value, and of a weight's largest change: gradients are sums, and tensor cores round to ten bits."""
+TOLERANCE_OF_HALF = 5e-2
+"""Of both, where the model computes in half precision."""
+ROUNDING = 1e-6
+"""Of a weight itself, and of the largest change of all, for gradients that are nothing but rounding."""
+
+logger = logging.getLogger(__name__)
+
+
+class _Results(NamedTuple):
+    """What a step has done, by name: gradients as they were applied, and what is left behind."""
+
+    gradients: dict[str, Array]
+    weights: dict[str, Array]
+    state: dict[str, Array]
+    metrics: dict[str, Array]
+    logs: dict[str, Array]
+
+
+def is_needed(model: Any) -> bool:
+    """Whether there is anything to find out; the same on all ranks."""
+    return model_state.has_own_code(model)
+
+
+def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructure) -> str:
+    """What replicas would compute otherwise than one process, and what to write instead; "" if nothing is known of.
+
+    Args:
+        model: built, with its state in its variables.
+        engine: its engine, whose rules of metrics are decided.
+        data: a local batch, `(x, y, sample_weight)`.
+        form: its structure.
+    """
+    if not _can_be_tried(model, data):
+        return ""
+    state = ProgramState(model)
+    try:
+        with state.kept(), TrialConditions(model, state.keep) as conditions:
+            return _Trial(model, engine, state, conditions, form).difference(data)
+    except StepsDifferError:
+        reason: Any = "its parts call other collectives than the batch"
+    except Exception as error:
+        # The step may need a batch of its own size, or compilation. Whatever else is wrong shows when it is taken.
+        reason = repr(error)
+    logger.info("The step of %r cannot be tried with %d samples: %s", model.name, 2 * PART, reason)
+    return ""
+
+
+class _Trial:
+    """The trial of one step."""
+
+    def __init__(
+        self, model: Any, engine: Engine, state: ProgramState, conditions: TrialConditions, form: ElementStructure
+    ) -> None:
+        self._model = model
+        self._state = state
+        self._conditions = conditions
+        self._ranks = LocalRanks()
+        self._engine = make_engine(model, self._ranks)
+        self._engine.expect(form)
+        self._rules = engine.metric_rules.rules
+
+    def difference(self, data: Any) -> str:
+        """See `find_difference`."""
+        for attempt in range(ATTEMPTS):
+            samples = _few_samples(data, attempt)
+            if not attempt:
+                self._engine.build(samples)
+                self._engine.metric_rules.decide(self._rules)
+            before = self._results({})
+            whole, other = self._whole(samples), self._whole(samples, other_seeds=True)
+            ranks = self._of_ranks([_rows(samples, 0, PART), _rows(samples, PART, 2 * PART)])
+            found = _Comparison(self._model, before, whole, other, ranks)
+            if (verdict := found.verdict()) or found.is_finite():
+                break
+        return verdict
+
+    def _whole(self, samples: Any, *, other_seeds: bool = False) -> _Results:
+        self._state.restore()
+        if other_seeds:
+            self._state.change_seeds()
+        self._ranks.be_whole()
+        return self._step(samples, 1.0)
+
+    def _of_ranks(self, parts: Sequence[Any]) -> list[_Results]:
+        self._ranks.forget()
+        for _ in range(MOST_COLLECTIVES):
+            finished = []
+            for rank, part in enumerate(parts):
+                self._state.restore()
+                self._ranks.be_rank(rank)
+                try:
+                    finished.append(self._step(part, 1.0 / len(parts)))
+                except Unanswered:
+                    continue
+            if len(finished) == len(parts):
+                return finished
+            self._ranks.answer(len(parts))
+        raise StepsDifferError
+
+    def _step(self, part: Any, share: float) -> _Results:
+        engine = self._engine
+        self._conditions.begin()
+        engine.begin()
+        try:
+            engine.train(part, share)
+            logs = {name: _array(value) for name, value in model_state.flat_logs(engine.logs()).items()}
+        finally:
+            engine.end()
+        return self._results(logs)
+
+    def _results(self, logs: dict[str, Array]) -> _Results:
+        model = self._model
+        weights: dict[str, Array] = {}
+        state: dict[str, Array] = {}
+        metrics: dict[str, Array] = {}
+        apart = {id(generator.state) for generator in seed_generators(model)}
+        apart |= {id(variable) for optimizer in model_state.optimizers(model) for variable in optimizer.variables}
+        trained = {id(variable) for variable in model.trainable_variables}
+        for variable in variables_of(model):
+            if id(variable) not in apart:
+                _add(weights if id(variable) in trained else state, variable.path, variable)
+        for metric in model.metrics:
+            for variable in metric.variables:
+                _add(metrics, f"{metric.name}/{variable.name}", variable)
+        return _Results(self._gradients(), weights, state, metrics, logs)
+
+    def _gradients(self) -> dict[str, Array]:
+        found: dict[str, Array] = {}
+        for update, (layout, arrays) in enumerate(self._ranks.merged):
+            for number, (weight, array) in enumerate(zip(layout.weights, arrays, strict=True)):
+                if weight is MergeWeight.GRADIENT:
+                    found[f"{update}.{number}"] = _array(array)
+        return found
+
+
+class _Comparison(NamedTuple):
+    """Results of a step: before it, of the batch, of the batch with other seeds, and of the replicas."""
+
+    model: Any
+    before: _Results
+    whole: _Results
+    other: _Results
+    ranks: list[_Results]
+
+    def verdict(self) -> str:
+        """The first difference, in the order in which one causes another; "" if there is none."""
+        name = type(self.model).__name__
+        if apart := self._apart():
+            return (
+                f"The train_step of {name} updates weights with gradients that are not merged: after one step the "
+                f"replicas' weights differ ({apart}). Update them with a Keras optimizer (`apply`, "
+                f"`apply_gradients`), whose gradients are merged; or train in a custom loop with "
+                f"strategy.reduce('MEAN', gradients)."
+            )
+        start = f"Replicas that each see a part of a batch would not compute what one process does with {name}: "
+        if self._different("gradients", self._allowed_gradient):
+            return f"{start}the gradients of a few samples are others. {self._advice()}"
+        if weight := self._different("weights", self._allowed_change):
+            return f"{start}after one step of a few samples the weight {weight!r} differs. {self._advice()}"
+        if variable := self._different("state", self._allowed):
+            return (
+                f"{start}a step leaves another value in {variable!r}. Layer state is averaged over the replicas, so a "
+                f"layer may keep means over the samples of a batch, and count calls. Keep a mean instead of a sum or "
+                f"a maximum, or count in a metric of the layer."
+            )
+        if variable := self._different("metrics", self._allowed):
+            return (
+                f"{start}the metric's variable {variable!r} differs after a step. What a train_step updates metrics "
+                f"with must be one value for each sample, or a mean over samples; and what a metric keeps must be a "
+                f"sum. Compute everything else in its result()."
+            )
+        if log := self._different("logs", self._allowed):
+            return (
+                f"{start}its step logs {log!r}, which for a batch does not follow from the values for the batch's "
+                f"parts (a norm, a root, a ratio). Log means over the samples and results of metrics, and compute "
+                f"everything else in the result() of a metric or, from results, in compute_metrics()."
+            )
+        return ""
+
+    def _apart(self) -> str:
+        """A weight that is not the same on the replicas."""
+        first, second = (rank.weights for rank in self.ranks)
+        for name, value in first.items():
+            size = np.abs(value - self.before.weights[name]).max(initial=0) + ROUNDING * np.abs(value).max(initial=0)
+            if np.abs(value - second[name]).max(initial=0) > 0.05 * size:
+                return repr(name)
+        return ""
+
+    def is_finite(self) -> bool:
+        """Whether the replicas have found numbers where one process has."""
+        return all(
+            np.isfinite(value).all() or not np.isfinite(getattr(self.whole, kind).get(name, np.nan)).all()
+            for rank in self.ranks
+            for kind in _Results._fields
+            for name, value in getattr(rank, kind).items()
+        )
+
+    def _different(self, kind: str, allowed: Callable[[str, str], float]) -> str:
+        whole, other = getattr(self.whole, kind), getattr(self.other, kind)
+        for name, value in whole.items():
+            if not np.isfinite(value).all() or name not in other:
+                continue
+            limit = allowed(kind, name)
+            if np.abs(other[name] - value).max(initial=0) > limit:
+                continue  # it is random
+            for rank in self.ranks:
+                own = getattr(rank, kind).get(name)
+                if own is None or own.shape != value.shape or not np.isfinite(own).all():
+                    continue
+                if np.abs(own - value).max(initial=0) > limit:
+                    return str(name)
+        return ""
+
+    def _allowed(self, kind: str, name: str) -> float:
+        known = [getattr(each, kind).get(name, np.zeros(())) for each in (self.whole, self.before)]
+        tolerance = TOLERANCE_OF_HALF if self._is_half() else TOLERANCE
+        return tolerance * float(max(np.abs(each).max(initial=0) for each in known)) + ROUNDING
+
+    def _allowed_gradient(self, kind: str, name: str) -> float:
+        update = name.partition(".")[0]
+        of_update = [v for other, v in self.whole.gradients.items() if other.partition(".")[0] == update]
+        own, all_sizes = (
+            np.abs(self.whole.gradients[name]).max(initial=0),
+            [np.abs(v).max(initial=0) for v in of_update],
+        )
+        tolerance, rounding = self._tolerances()
+        return float(tolerance * own + rounding * max(all_sizes))
+
+    def _tolerances(self) -> tuple[float, float]:
+        """Relative to a gradient or a change, and to the largest of all."""
+        return (TOLERANCE_OF_HALF, TOLERANCE_OF_HALF) if self._is_half() else (TOLERANCE_OF_WEIGHTS, 10 * ROUNDING)
+
+    def _allowed_change(self, kind: str, name: str) -> float:
+        whole, before = self.whole.weights[name], self.before.weights[name]
+        tolerance, rounding = self._tolerances()
+        own = tolerance * np.abs(whole - before).max(initial=0)
+        return float(own + rounding * LARGEST_CHANGE + ROUNDING * np.abs(before).max(initial=0))
+
+    def _is_half(self) -> bool:
+        return any(
+            str(getattr(layer, "compute_dtype", "")) in ("float16", "bfloat16")
+            for layer in self.model._flatten_layers()
+        )
+
+    def _advice(self) -> str:
+        if not model_state.overrides(self.model, "train_step"):
+            names = ", ".join(dict.fromkeys(repr(layer.name) for layer in model_state.own_layers(self.model)))
+            what = f"a layer of the program ({names})" if names else "an operation between the layers"
+            return (
+                f"So {what} computes something of all samples of a batch, such as their mean, and uses it. Compute it "
+                f"of each sample, or with keras.layers.BatchNormalization(synchronized=True); or compute it in a loss "
+                f"in phalanx.losses.OverGlobalBatch(loss)."
+            )
+        return (
+            "Gradients are merged where the optimizer is applied, so what its train_step does with them before "
+            "(clipping, a first step of SAM) is done with those of a part: let the optimizer clip (global_clipnorm=, "
+            "...), or train in a custom loop with strategy.reduce('MEAN', gradients). And its loss must be a mean over "
+            "the samples: compute one that relates samples, or is a ratio of two sums, with "
+            "phalanx.losses.OverGlobalBatch(loss), and divide a sum by the number of samples."
+        )
+
+
+def _can_be_tried(model: Any, data: Any) -> bool:
+    """Whether a step leaves nothing behind that cannot be undone, nothing in it is local on purpose, and all arrays of
+    the batch have a row for each sample."""
+    if not all(layer.built for layer in model._flatten_layers(include_self=False)):
+        return False  # it would be built under other conditions
+    if any(hasattr(value, "__next__") for value in vars(model).values()):
+        return False  # what it reads would be lost
+    wrapped = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.TorchModuleWrapper)]
+    if any("BatchNorm" in type(part).__name__ for layer in wrapped for part in layer.module.modules()):
+        return False
+    sizes = {len(leaf) if np.ndim(leaf) else 0 for leaf in leaves(data) if leaf is not None}
+    return len(sizes) == 1 and 0 not in sizes
+
+
+def _few_samples(data: Any, attempt: int) -> Any:
+    """Samples of a batch; the same ones again, changed a little, where there are too few."""
+    size = next(len(leaf) for leaf in leaves(data) if leaf is not None)
+    order = np.random.default_rng(attempt).permutation(size) if attempt else np.arange(size)
+    chosen = np.resize(order, 2 * PART)
+
+    def few(array: Array) -> Array:
+        found = np.asarray(array)[chosen]
+        if size < 2 * PART and found.dtype.kind == "f":  # the same again says nothing of what relates samples
+            factors = 1.0 - 0.1 * (np.arange(2 * PART) // size)
+            found = found * factors.reshape(-1, *[1] * (found.ndim - 1)).astype(found.dtype)
+        return found
+
+    return map_leaves(few, data)
+
+
+def _rows(data: Any, start: int, stop: int) -> Any:
+    return map_leaves(lambda array: array[start:stop], data)
+
+
+def _add(found: dict[str, Array], name: str, variable: Any) -> None:
+    found[name if name not in found else f"{name} ({len(found)})"] = _array(variable.value)
+
+
+def _array(value: Any) -> Array:
+    flat = np.asarray(keras.ops.convert_to_numpy(value)).reshape(-1)
+    return flat[:: max(1, flat.size // SAMPLED)].astype(np.float64)

@@ -1,0 +1,192 @@
+"""Layers and training steps of a program's own: what replicas would compute otherwise is an error before the first
+step, and what only looks like it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import layers, ops
+
+from tests.training.scenarios.common import FEATURES, compiled, features, fitted, numbers
+from tests.training.scenarios.registry import BACKENDS, Setting, scenario
+
+
+def _refused(text: str) -> dict[str, tuple[str, str]]:
+    return dict.fromkeys(BACKENDS, ("UnsupportedError", text))
+
+
+class Tracking(layers.Layer):
+    """Counts its calls, averages, and perhaps sums, what it sees."""
+
+    def __init__(self, *, sums: bool = False) -> None:
+        super().__init__(name="tracking")
+        self.calls = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False, name="calls")
+        self.average = self.add_weight(shape=(FEATURES,), initializer="zeros", trainable=False, name="average")
+        self.total = self.add_weight(shape=(), initializer="zeros", trainable=False, name="total")
+        self.sums = sums
+
+    def call(self, inputs: Any) -> Any:
+        self.calls.assign(self.calls + 1)
+        self.average.assign(0.9 * self.average + 0.1 * ops.mean(inputs, axis=0))
+        if self.sums:
+            self.total.assign(self.total + ops.sum(inputs))
+        return inputs
+
+
+class Centering(layers.Layer):
+    def call(self, inputs: Any) -> Any:
+        return inputs - ops.mean(inputs, axis=0, keepdims=True)
+
+
+def _with(*inside: Any) -> Callable[[], Any]:
+    return lambda: keras.Sequential([keras.Input((FEATURES,)), *[make() for make in inside], layers.Dense(1)])
+
+
+def _trained(setting: Setting, build: Callable[[], Any], **arguments: Any) -> dict[str, Any]:
+    return fitted(compiled(setting, build, loss="mse", **arguments), y=numbers())
+
+
+@scenario(quick=BACKENDS)
+def layer_that_averages(setting: Setting) -> dict[str, Any]:
+    return _trained(setting, _with(Tracking))
+
+
+@scenario(quick=("torch",), error=_refused("tracking/total'"))
+def layer_that_sums(setting: Setting) -> dict[str, Any]:
+    return _trained(setting, _with(lambda: Tracking(sums=True)))
+
+
+@scenario(quick=BACKENDS, error=_refused("'centering') computes something of all samples"))
+def layer_that_uses_the_mean_of_the_batch(setting: Setting) -> dict[str, Any]:
+    return _trained(setting, _with(lambda: layers.Dense(4), Centering))
+
+
+@scenario(error=_refused("an operation between the layers computes something of all samples"))
+def operation_on_the_mean_of_the_batch(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        hidden = layers.Dense(4)(inputs)
+        return keras.Model(inputs, layers.Dense(1)(hidden - ops.mean(hidden, axis=0, keepdims=True)))
+
+    return _trained(setting, build)
+
+
+def _stepping(change: Any = None, log: Any = None) -> type:
+    """A model with a `train_step` that changes gradients before they are applied, and logs what it computes of them."""
+
+    class Jax(keras.Model):
+        def train_step(self, state: Any, data: Any) -> Any:
+            import jax
+
+            trainable, others, optimizer, metrics = state
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+
+            def loss_of(trainable: Any) -> Any:
+                prediction, changed = self.stateless_call(trainable, others, x, training=True)
+                return ops.mean(ops.square(prediction - y)), changed
+
+            (loss, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable)
+            gradients = change(gradients) if change else gradients
+            trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+            return {"error": loss, **(log(gradients) if log else {})}, (trainable, others, optimizer, metrics)
+
+    class Other(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            loss, gradients = _gradients(
+                lambda: ops.mean(ops.square(self(x, training=True) - y)), self.trainable_variables
+            )
+            gradients = change(gradients) if change else gradients
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"error": loss, **(log(gradients) if log else {})}
+
+    return Jax if keras.backend.backend() == "jax" else Other
+
+
+def _gradients(loss_of: Callable[[], Any], variables: Any) -> tuple[Any, Any]:
+    values = [variable.value for variable in variables]
+    if keras.backend.backend() == "torch":
+        import torch
+
+        loss = loss_of()
+        return loss.detach(), list(torch.autograd.grad(loss, values))
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        loss = loss_of()
+    return loss, tape.gradient(loss, values)
+
+
+def _norm(gradients: Any) -> Any:
+    return ops.sqrt(sum(ops.sum(ops.square(gradient)) for gradient in gradients))
+
+
+def _clipped(gradients: Any) -> Any:
+    factor = ops.minimum(1.0, 0.1 / _norm(gradients))
+    return [gradient * factor for gradient in gradients]
+
+
+def _dense(kind: type, *inside: Any) -> Callable[[], Any]:
+    def build() -> Any:
+        inputs = hidden = keras.Input((FEATURES,))
+        for make in (*inside, lambda: layers.Dense(1)):
+            hidden = make()(hidden)
+        return kind(inputs, hidden)
+
+    return build
+
+
+@scenario(quick=BACKENDS, error=_refused("what its train_step does with them before"))
+def own_train_step_that_clips_by_hand(setting: Setting) -> dict[str, Any]:
+    return _trained(setting, _dense(_stepping(_clipped)))
+
+
+@scenario(error=_refused("its step logs 'norm'"))
+def own_train_step_that_logs_a_norm(setting: Setting) -> dict[str, Any]:
+    return _trained(setting, _dense(_stepping(log=lambda gradients: {"norm": _norm(gradients)})))
+
+
+@scenario(plain=False, quick=("torch",))
+def own_train_step_that_draws_numbers(setting: Setting) -> dict[str, Any]:
+    """Replicas draw others, which is no difference of the program."""
+    noise = (lambda: layers.Dense(4), lambda: layers.Dropout(0.5), layers.BatchNormalization, _Noise)
+    return {"weights": _trained(setting, _dense(_stepping(), *noise))["weights"][0]}
+
+
+class _Noise(layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(1)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return inputs + keras.random.normal(ops.shape(inputs), seed=self.seeds) if training else inputs
+
+
+@scenario(backends=("tensorflow", "torch"), quick=("torch",))
+def own_train_step_that_counts_in_attributes(setting: Setting) -> dict[str, Any]:
+    """Applies every second time, the sum of two gradients: a step that is tried must leave no count behind."""
+    steps = _stepping()
+
+    class Accumulating(steps):  # type: ignore[valid-type, misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.steps = 0
+            self.held: Any = None
+
+        def train_step(self, data: Any) -> Any:
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            loss, gradients = _gradients(lambda: ops.mean(ops.square(self(x) - y)), self.trainable_variables)
+            self.steps += 1
+            if self.steps % 2:
+                self.held = list(gradients)
+            else:
+                self.optimizer.apply(
+                    [a + b for a, b in zip(self.held, gradients, strict=True)], self.trainable_variables
+                )
+            return {"error": loss}
+
+    model = compiled(setting, _dense(Accumulating), loss=None, run_eagerly=True)
+    found = fitted(model, features()[:32], numbers()[:32], batch_size=8)
+    return {**found, "steps": model.steps}
