@@ -1,8 +1,7 @@
 """Ranks of a step that one process computes in turn, without communication.
 
 A rank that needs what others have not computed yet is interrupted, and takes its step again when they have: the first
-time up to the first collective, then up to the second, and so on. So whoever drives them restores all state before each
-attempt.
+time up to the first collective, then up to the second, and so on. So all state is restored before each attempt.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 * Steps run eagerly on TensorFlow and PyTorch, which do not compile them for a single call.
 
 Patches functions of `keras.src.backend.*.random` and `BatchNormalization.call`; overrides `_backend_update_step` of
-optimizers. Tested with Keras 3.12 and 3.15.
+optimizers. Tested with Keras 3.15.
 """
 
 from __future__ import annotations

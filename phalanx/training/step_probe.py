@@ -24,6 +24,7 @@ from phalanx.engines import make_engine
 from phalanx.engines.engine import Engine
 from phalanx.engines.local_ranks import LocalRanks, StepsDifferError, Unanswered
 from phalanx.engines.step_layout import MergeWeight
+from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.trial_conditions import LARGEST_CHANGE, TrialConditions
 from phalanx.training.program_state import ProgramState
@@ -79,6 +80,8 @@ def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructur
     try:
         with state.kept(), TrialConditions(model, state.keep) as conditions:
             return _Trial(model, engine, state, conditions, form).difference(data)
+    except UnsupportedError as error:
+        return str(error)
     except StepsDifferError:
         reason: Any = "its parts call other collectives than the batch"
     except Exception as error:

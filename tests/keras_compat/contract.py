@@ -383,6 +383,68 @@ def models_show_their_parts() -> None:
 
 
 @check()
+def trials_depend_on_samples_alone() -> None:
+    from phalanx.keras_compat.trial_conditions import TrialConditions
+
+    model = small_model(normalizes=True)
+    model._symbolic_build(data_batch=(X, Y, None))
+    moving = keras.ops.convert_to_numpy(model.layers[0].variables[-1])
+    weight, *_ = model.trainable_variables
+    before = keras.ops.convert_to_numpy(weight)
+    with TrialConditions(model, lambda variables: None) as conditions:
+        found = []
+        for rows in (4, 2):
+            conditions.begin()
+            drawn = [keras.random.normal((rows, 3)), keras.random.uniform((rows, 3), 2.0, 3.0, seed=7)]
+            drawn += [keras.layers.Dropout(0.5)(keras.ops.ones((rows, 9)), training=True)]
+            found.append([keras.ops.convert_to_numpy(each) for each in drawn])
+        model(X, training=True)
+        model.optimizer.apply([keras.ops.full(v.shape, 2.0) for v in model.trainable_variables])
+    for larger, smaller in zip(*found, strict=True):
+        assert (larger == smaller[:1]).all()
+    assert 2.0 <= found[0][1].min() <= found[0][1].max() < 3.0
+    assert set(found[0][2].reshape(-1)) == {0.0, 2.0}
+    assert (keras.ops.convert_to_numpy(model.layers[0].variables[-1]) == moving).all()
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(weight), before - 0.01, atol=1e-6)
+    assert len(np.unique(keras.ops.convert_to_numpy(keras.random.normal((4, 1))))) == 4
+
+
+@check()
+def state_of_a_program_is_restored() -> None:
+    import random
+
+    from phalanx.training.program_state import ProgramState
+
+    model = small_model()
+    model._symbolic_build(data_batch=(X, Y, None))
+    layer, weight = model.layers[0], model.trainable_variables[0]
+    layer.counted, layer.seen, layer.sums = 3, [1, 2], np.zeros(2)
+    stray = keras.optimizers.Adam()
+    elsewhere = keras.Variable(1.0)
+    before = keras.ops.convert_to_numpy(weight)
+    seen = layer.seen
+    with ProgramState(model).kept():
+        weight.assign(before + 1)
+        elsewhere.assign(2.0)
+        stray.build(model.trainable_variables)
+        stray.iterations.assign(5)
+        layer.counted += 1
+        layer.seen.append(3)
+        layer.sums += 1
+        layer.later = 7
+        drawn = random.random(), np.random.random()
+    assert (keras.ops.convert_to_numpy(weight) == before).all()
+    assert float(elsewhere) == 1.0
+    assert int(stray.iterations) == 0
+    assert layer.counted == 3
+    assert layer.seen is seen
+    assert list(seen) == [1, 2]
+    assert layer.sums.tolist() == [0, 0]
+    assert not hasattr(layer, "later")
+    assert (random.random(), np.random.random()) == drawn
+
+
+@check()
 def models_have_what_a_step_is_made_of() -> None:
     model = small_model()
     assert model._call_has_training_arg is True

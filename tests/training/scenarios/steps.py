@@ -535,7 +535,7 @@ def own_train_step_that_updates_by_itself_on_jax(setting: Setting) -> dict[str, 
             logs, (trainable, *others) = super().train_step(state, data)
             return logs, ([0.9 * value for value in trainable], *others)
 
-    model = compiled(setting, lambda: ByHand("model"), optimizer="sgd", loss=None)
+    model = compiled(setting, lambda: ByHand("model"), loss=None)
     return fitted(model)
 
 
