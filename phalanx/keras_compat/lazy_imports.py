@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import LazyLoader
@@ -37,6 +37,8 @@ DEFERRED = frozenset(
         "jax.experimental.sparse.linalg",
     }
 )
+LARGE = frozenset({"jax", "keras", "tensorflow", "torch"})
+"""Libraries whose import takes seconds."""
 ASKS_FOR_PANDAS = "keras.src.trainers.data_adapters.array_slicing"
 """It imports pandas, and only tests whether objects are instances of its classes."""
 
@@ -73,10 +75,21 @@ class _WithoutPandas(Loader):
 
 
 class _Finder:
-    """See `importlib.abc.MetaPathFinder`."""
+    """See `importlib.abc.MetaPathFinder`.
 
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    Args:
+        on_import: see `install`.
+    """
+
+    def __init__(self, on_import: Callable[[str | None], object] | None):
+        self._on_import = on_import
+        self._is_importing = False
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name in LARGE and self._on_import is not None and not self._is_importing:
+            return self._announced(PathFinder.find_spec(name, path, target))
         if name not in DEFERRED and name != ASKS_FOR_PANDAS:
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -84,7 +97,32 @@ class _Finder:
             spec.loader = LazyLoader(spec.loader) if name in DEFERRED else _WithoutPandas(spec.loader)
         return spec
 
+    def _announced(self, spec: ModuleSpec | None) -> ModuleSpec | None:
+        """The same module, whose import is reported; those that it imports in turn are a part of it."""
+        if spec is None or spec.loader is None:
+            return spec
+        # The loader itself stays: programs and libraries read sources and data files through it.
+        loader, execute, on_import = spec.loader, spec.loader.exec_module, self._on_import
+        assert on_import is not None
 
-def install() -> None:
-    """Defer the imports from now on, in this process."""
-    sys.meta_path.insert(0, _Finder)
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # type: ignore[method-assign]
+            self._is_importing = True
+            on_import(spec.name)
+            try:
+                execute(module)
+            finally:
+                self._is_importing = False
+                on_import(None)
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def install(on_import: Callable[[str | None], object] | None = None) -> None:
+    """Defer the imports from now on, in this process.
+
+    Args:
+        on_import: called with the name of a large library when its import begins, and with None when it has ended.
+    """
+    sys.meta_path.insert(0, _Finder(on_import))

@@ -12,6 +12,7 @@ from phalanx.launcher.host_messages import WorkerReport
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.root_cause import WorkerExit
+from phalanx.launcher.start_phases import StartPhases
 from phalanx.launcher.task_table import EVALUATORS, TRAINING
 from phalanx.monitoring.console import Console
 from phalanx.runtime.exit_codes import describe_exit
@@ -44,6 +45,8 @@ class JobReporter(JobObserver):
         self._timeout_s = timeout_s
         self._stragglers: StragglerWatch | None = None
         self._members: Sequence[str] | None = None
+        self._slow: Sequence[str] = []
+        self._phases = StartPhases()
 
     def report(self, text: str) -> None:
         """Show a line of the launcher itself."""
@@ -67,6 +70,8 @@ class JobReporter(JobObserver):
             self.report(f"{end.task} (rank {end.rank}) ended with exit code {end.code}")
 
     def reported(self, task: str, report: WorkerReport) -> None:
+        if (text := self._phases.add(report.phase)) is not None:
+            self.report(text)
         if self._on_stragglers is None or not task.startswith(TRAINING):
             return
         if self._stragglers is None:
@@ -76,11 +81,11 @@ class JobReporter(JobObserver):
             self._stragglers = StragglerWatch(timeout_s=self._timeout_s)
             if self._members is not None:
                 self._stragglers.use_members(self._members)
-        lines = self._stragglers.add(report, task, time.monotonic())
-        for text in lines:
+        for text in self._stragglers.add(report, task, time.monotonic()):
             self.report(text)
-        if lines:
-            self._on_stragglers(self._stragglers.slow)
+        if (slow := self._stragglers.slow) != self._slow:
+            self._slow = slow
+            self._on_stragglers(slow)
 
     def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
         if self._members is not None:

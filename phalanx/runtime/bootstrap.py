@@ -100,8 +100,8 @@ def main() -> None:
     hook = _install_hook(reporter, None if start.prints_errors else _leave_to_launcher)
     # A job in the background of a script inherits SIGINT ignored, but here it comes from the launcher alone.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    lazy_imports.install()
-    progress.report("start of the program")  # shows the launcher that STACKS_SIGNAL is handled from now on
+    lazy_imports.install(_report_import)
+    _report_import(None)  # shows the launcher that STACKS_SIGNAL is handled from now on
     arguments = sys.argv[1:]
     if arguments[0] == FUNCTION:
         _run_function(start, reporter)
@@ -119,6 +119,11 @@ def main() -> None:
         if sys.excepthook is not hook:  # the program's own, which may not call ours
             _install_hook(reporter, sys.excepthook)
         raise
+
+
+def _report_import(library: str | None) -> None:
+    """Report that the program imports a large library, or (for None) runs on."""
+    progress.report(f"{progress.IMPORT_OF}{library}" if library else "start of the program")
 
 
 def _run_function(start: WorkerBootstrap, reporter: _CrashReporter) -> NoReturn:

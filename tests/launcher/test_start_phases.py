@@ -1,0 +1,39 @@
+"""What is shown of a job before its first step."""
+
+from __future__ import annotations
+
+from phalanx.launcher.start_phases import StartPhases
+from tests.launcher.conftest import Launcher
+
+
+def test_each_phase_is_shown_once_and_none_after_the_first_step() -> None:
+    phases = StartPhases()
+    reports = ["start of the program", "import of keras", "import of keras", "import of torch", "initial values"]
+    assert [line for phase in reports if (line := phases.add(phase))] == ["importing keras", "importing torch"]
+    assert phases.add("gradients") == "first step (JAX and TensorFlow compile the model)"
+    assert phases.add("gradients") is None
+    assert phases.add("import of jax") is None
+
+
+def test_the_import_of_a_large_library_is_a_phase_of_its_own(launcher: Launcher) -> None:
+    (launcher.folder / "keras").mkdir()
+    (launcher.folder / "keras" / "__init__.py").write_text("import torch\nimport sys\nsys.wait_for('go')\n")
+    (launcher.folder / "keras" / "data.txt").write_text("data")
+    (launcher.folder / "torch.py").write_text("")
+    script = launcher.script(
+        """
+        import importlib.resources
+        from phalanx.runtime import progress
+        sys.wait_for = wait_for
+        import keras
+        assert progress.latest().phase == "start of the program"
+        assert importlib.resources.files("keras").joinpath("data.txt").read_text() == "data"
+        assert "exec_module" not in vars(keras.__spec__.loader)
+        """
+    )
+    process = launcher.start_run("-n", "1", script, bufsize=1)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "phalanx: starting 1 worker\n"
+    assert process.stderr.readline() == "phalanx: importing keras\n"
+    (launcher.folder / "go").touch()
+    assert process.wait(30) == 0, process.stderr.read()
