@@ -89,7 +89,11 @@ class CoordinatorClient:
         return self.next_order()
 
     def next_order(self) -> Order:
-        """Wait for the next order; see `request`."""
+        """Wait for the next order; see `request`.
+
+        The wait ends with the link at the latest. A launcher that was suspended (Ctrl-Z) continues, so silence alone
+        is no reason to give up; a host that died is noticed within 25 s.
+        """
         order = self._orders.get()
         if order is None:
             self._orders.put(None)  # for the next call
@@ -130,6 +134,15 @@ class CoordinatorClient:
                 time.sleep(retry_delay_s(waited_s))
 
     def _receive(self) -> None:
+        try:
+            self._receive_orders()
+        finally:  # whatever ended it: a call that waits for an order must learn of it
+            self._orders.put(None)
+            if not self._closed.is_set():
+                self.is_lost = True
+                self._on_generation_ended(self._generation)
+
+    def _receive_orders(self) -> None:
         for order in messages.receive(self.link, _decoder):
             if isinstance(order, messages.RegroupRequest):
                 self.regroup_requested = order.generation
@@ -139,10 +152,6 @@ class CoordinatorClient:
                 if isinstance(order, messages.FormGeneration):
                     self._generation = order.generation
                 self._orders.put(order)
-        self._orders.put(None)
-        if not self._closed.is_set():
-            self.is_lost = True
-            self._on_generation_ended(self._generation)
 
     def _send_signs_of_life(self) -> None:
         while not self._closed.wait(SIGN_OF_LIFE_S):

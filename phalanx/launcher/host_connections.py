@@ -61,7 +61,7 @@ class HostConnection:
             if isinstance(self.host, SSHHost):
                 self.host.grow(more)
             else:
-                self.ports += self.host.prepare(more, address=None)
+                self.ports += self.host.prepare(more, address=self.name)
 
     def close(self) -> None:
         if self.waiter is not None and isinstance(self.host, SSHHost):
@@ -150,7 +150,7 @@ class HostConnections:
             local = LocalHost(self._selector, streams=self._streams)
             local.name = share.name
             connection = self._connections[share.name] = HostConnection(share, local, name, slots)
-            self._answered(connection, local.prepare(slots, address=LOOPBACK if loopback else None))
+            self._answered(connection, local.prepare(slots, address=LOOPBACK if loopback else name))
             return
         remote = SSHHost(self._selector, share, say=lambda text: self._post(lambda: self._relay(text)))
         remote.share = replace(share, workers=slots)

@@ -122,10 +122,12 @@ class KeepAlive(msgspec.Struct, frozen=True, tag="keep_alive"):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Open ports for this many more workers on all addresses, and start them in `directory` later."""
+    """Open ports for this many more workers at `address` (see `local_host.listen`), and start them in `directory`
+    later."""
 
     workers: int
     directory: str
+    address: str | None = None
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):

@@ -160,7 +160,7 @@ def place(
                 ports = host.ports(deadline)
             else:
                 host.name = share.name
-                ports = host.prepare(share.workers, address=LOOPBACK if share.is_loopback else None)
+                ports = host.prepare(share.workers, address=name)
             addresses += [f"{name}:{port}" for port in ports]
             owners += [host] * share.workers
     except BaseException:

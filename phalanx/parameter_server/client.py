@@ -237,6 +237,8 @@ class ParameterServerClient:
 
     def disconnect(self) -> None:
         """Close all links without a goodbye: the servers will count this worker as lost. Safe to call twice."""
+        if self.reconnection.grants is not None:
+            self.reconnection.grants.close()
         for connection in self._connections:
             connection.close()
         self._connections.clear()

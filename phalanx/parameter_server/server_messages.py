@@ -593,3 +593,13 @@ class AppliedUpdate(_Message, frozen=True):
 
 class JobOver(_Message, frozen=True):
     """The workers of the group have finished."""
+
+
+class LeaseRequest(msgspec.Struct, frozen=True):
+    """A leader requests its lease from the chief, which answers `Acknowledged`.
+
+    Attributes:
+        is_replica_lost: it may have answered updates that its replica lacks, or may do so from now on.
+    """
+
+    is_replica_lost: bool

@@ -13,12 +13,17 @@ PURPOSE = "parameter-server"
 """A worker dials this, with a slash and the number of the shard group."""
 LEAD = "parameter-server-lead"
 """The chief dials this after it has lost the group's leader."""
+LEASE = "parameter-server-lease"
+"""The chief dials this to grant the leader's lease."""
 REPLICATE = "parameter-server-copy"
 """A leader dials this to keep a replica on the other server."""
 
 NOT_LEADING = "not leading"
 LEADING = "leading"
 
+LEASE_S = 2.0
+"""How long a leader may answer without a word of the chief, where there is a replica. So long an interruption of the
+chief goes unnoticed; and so long workers wait after a leader was lost."""
 NOTICE_AFTER_S = 5.0
 """Seconds until a wait for missing tasks is logged: importing a backend alone takes that long."""
 

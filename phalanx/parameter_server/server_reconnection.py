@@ -18,6 +18,7 @@ from phalanx.cluster.spec import PS, Task
 from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import LinkClosedError, LinkTimeoutError, PeerLostError, PhalanxError, RendezvousError
+from phalanx.parameter_server.lease_grants import LeaseGrants
 from phalanx.parameter_server.server_connection import RequestArrays, ServerConnection
 from phalanx.parameter_server.server_dialing import connect_first
 from phalanx.parameter_server.server_messages import Refusal
@@ -47,6 +48,7 @@ class ServerReconnection:
 
     Attributes:
         connections: to the leader of each group, by number of the group.
+        grants: on the chief, the leases of the leaders, if there are replicas; else None.
         tasks: the servers.
         rejoin_requests: the requests that tell a returning server, given its number, where this worker is in the
             middle of a `fit`; None outside of one.
@@ -67,6 +69,7 @@ class ServerReconnection:
         self._send = send
         self._receive = receive
         self.connections: list[ServerConnection] = []
+        self.grants = LeaseGrants(me) if is_replicated and me.rank == CHIEF else None
         self.tasks = tuple(task for task in me.spec.tasks if task.type == PS)
         self.rejoin_requests: RejoinRequests | None = None
         self._probe_s = me.config.timeout_s / 4
@@ -79,6 +82,8 @@ class ServerReconnection:
         for group in range(len(self.tasks)):
             link, leader, host = self._connect(group, deadline)
             self.connections.append(ServerConnection(group, link, leader, host))
+            if self.grants is not None:
+                self.grants.begin(group, self.tasks[leader])
 
     def _connect(self, group: int, deadline: float) -> tuple[Link, int, str]:
         """A link to the server that leads a group, its number and its host."""
@@ -102,9 +107,11 @@ class ServerReconnection:
         if not self._is_known(group):
             return [(leader, PURPOSE), (other, PURPOSE)]
         # Only the chief may decide who leads. The others dial the replica until it has.
-        is_unreplicated = self.connections[group].is_unreplicated
-        may_call = self._me.rank == CHIEF and not is_unreplicated
-        to_other = (other, LEAD if may_call else PURPOSE)
+        if self.grants is None:
+            is_unreplicated = self.connections[group].is_unreplicated
+        else:
+            is_unreplicated = not self.grants.has_replica(group)
+        to_other = (other, PURPOSE if self.grants is None or is_unreplicated else LEAD)
         return [to_other] if waited_s < PREFER_REPLICA_S and not is_unreplicated else [to_other, (leader, PURPOSE)]
 
     # Lost servers.
@@ -203,10 +210,14 @@ class ServerReconnection:
     def _rejoin(self, connection: ServerConnection, until: float) -> Sequence[RequestArrays]:
         """Replace the link and report this worker's position; returns the other requests to repeat."""
         connection.close_channel()  # the next `fit` offers new memory
+        if self.grants is not None:  # a second leader begins after the first one has ended
+            self.grants.wait_until_over(connection.group)
         # The new link is there first, so that a server that lives does not take this worker for lost meanwhile.
         former = connection.link
         connection.link, connection.leader, connection.host = self._connect(connection.group, until)
         former.close()
+        if self.grants is not None:
+            self.grants.begin(connection.group, self.leader_of(connection.group))
         requests = self.rejoin_requests(connection.group) if self.rejoin_requests else ()
         self._request_all(connection, requests[:1])
         return requests[1:]

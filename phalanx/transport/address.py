@@ -25,6 +25,15 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
+    def is_ip(self) -> bool:
+        """Whether the host is an IP address and not a name."""
+        try:
+            ipaddress.ip_address(self.host.split("%")[0])
+        except ValueError:
+            return False
+        return True
+
+    @property
     def is_loopback(self) -> bool:
         """Whether only processes on the same host can reach it."""
         try:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import socket
 import ssl
+import threading
 import time
+from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 
@@ -93,9 +98,32 @@ def dial(
     return link, welcome
 
 
+def _resolve(address: Address, deadline: float) -> list[Any]:
+    """What `getaddrinfo` says of an address. That has no bound of its own, so a name is looked up in a thread.
+
+    Raises: OSError, UnicodeError as `getaddrinfo`; TimeoutError.
+    """
+    look_up = functools.partial(socket.getaddrinfo, address.host, address.port, type=socket.SOCK_STREAM)
+    if address.is_ip:
+        return look_up(flags=socket.AI_NUMERICHOST)
+    found: Future[list[Any]] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(look_up())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name=f"phalanx-resolve-{address.host}", daemon=True).start()
+    try:
+        return found.result(max(0.0, deadline - time.monotonic()))
+    except TimeoutError as error:
+        raise TimeoutError(errno.ETIMEDOUT, "no name server answers") from error
+
+
 def _connect(address: Address, peer: str, tls: TLS | None, deadline: float) -> socket.socket:
     try:
-        candidates = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        candidates = _resolve(address, deadline)
     except (OSError, UnicodeError) as error:  # UnicodeError: a label that is empty or too long
         reason = getattr(error, "strerror", None) or error
         raise UnreachableError(

@@ -42,7 +42,8 @@ OTHER_TASK = "other task"
 
 
 class Service(Protocol):
-    """Serves one purpose. Both methods run in the listener's thread and must not block."""
+    """Serves one purpose. Both methods run in the listener's thread and must not block, unless it was registered as one
+    that may."""
 
     def admit(self, hello: Hello) -> Welcome:
         """The answer to a Hello of a peer that knows the secret."""
@@ -76,7 +77,7 @@ class Listener:
         self._sockets = sockets
         self._job = job
         self._lock = threading.Lock()  # protects _services and _is_stopping
-        self._services: dict[str, Service] = {}
+        self._services: dict[str, tuple[Service, bool]] = {}  # and whether it may block
         self._is_stopping = False
         # The rest belongs to the thread.
         self._refusals = RefusalLog(task, self.port)
@@ -102,10 +103,14 @@ class Listener:
         _listeners.add(self)
         self._thread.start()
 
-    def register(self, purpose: str, service: Service) -> None:
-        """Serve a purpose from now on, instead of the service it had before."""
+    def register(self, purpose: str, service: Service, *, blocks: bool = False) -> None:
+        """Serve a purpose from now on, instead of the service it had before.
+
+        Args:
+            blocks: whether the service may block; it then runs in a thread for each peer.
+        """
         with self._lock:
-            self._services[purpose] = service
+            self._services[purpose] = service, blocks
 
     def unregister(self, purpose: str) -> None:
         """Stop serving a purpose."""
@@ -191,7 +196,14 @@ class Listener:
     def _answer(self, link: Link, hello: Hello) -> None:
         """Answer a Hello, and hand the link to its service or close it."""
         with self._lock:
-            service = self._services.get(hello.purpose)
+            service, blocks = self._services.get(hello.purpose, (None, False))
+        if blocks:
+            name = f"phalanx-answer-{hello.purpose}"
+            threading.Thread(target=self._answer_with, args=(service, link, hello), name=name, daemon=True).start()
+        else:
+            self._answer_with(service, link, hello)
+
+    def _answer_with(self, service: Service | None, link: Link, hello: Hello) -> None:
         try:
             if hello.job != self._job:
                 reason = f"this port is that of {self.task} of job {self._job!r}, not of job {hello.job!r}"

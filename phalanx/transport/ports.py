@@ -36,8 +36,9 @@ def open_listening_sockets(
 ) -> list[socket.socket]:
     """Open listening sockets on the port of a task's address.
 
-    A task whose address is loopback listens there only. Any other task listens on all interfaces, since its
-    address may be translated on the way (containers, NAT); without a secret that logs a warning.
+    A task whose address is loopback or another IP address of this host listens there only. Otherwise it listens on all
+    interfaces: an address may be translated on the way (containers, NAT), and a name may mean another address of this
+    host to other hosts. Without a secret, an address that is not loopback logs a warning.
 
     Args:
         address: where the cluster says that this task listens.
@@ -53,7 +54,9 @@ def open_listening_sockets(
     if listen_fd is not None:
         return [_take_over(listen_fd, address.port)]
     try:
-        return _listen_on_loopback(address) if address.is_loopback else [_listen_on_all(address.port)]
+        if address.is_loopback:
+            return _listen_on_loopback(address)
+        return [_listen_on_ip(address) if address.is_ip else _listen_on_all(address.port)]
     except OSError as error:
         raise _describe_failure(address, error) from error
 
@@ -130,6 +133,21 @@ def _listen_on_loopback(address: Address) -> list[socket.socket]:
     if not sockets:
         raise failure
     return sockets
+
+
+def _listen_on_ip(address: Address) -> socket.socket:
+    [(family, _, _, _, endpoint), *_] = socket.getaddrinfo(
+        address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+    )
+    try:
+        return listen(family, endpoint)
+    except OSError as error:
+        if error.errno not in NO_SUCH_ADDRESS:
+            raise
+        logger.info(
+            "%s is no address of this host, as behind NAT or in a container: listening on all addresses.", address.host
+        )
+        return _listen_on_all(address.port)
 
 
 def _listen_on_all(port: int) -> socket.socket:

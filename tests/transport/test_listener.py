@@ -9,6 +9,7 @@ import os
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -22,7 +23,7 @@ from phalanx.transport import listener as listener_module
 from phalanx.transport.address import Address
 from phalanx.transport.arrivals import RefusalLog
 from phalanx.transport.credentials import Credentials
-from phalanx.transport.dial import RefusedError, dial, retry_delay_s
+from phalanx.transport.dial import RefusedError, UnreachableError, dial, retry_delay_s
 from phalanx.transport.handshake import MAGIC, OPENING_BYTES, Handshake, Hello, Role, Welcome, WrongSecretError
 from phalanx.transport.link import Link
 from phalanx.transport.ports import PortTakenError, open_listening_sockets
@@ -396,7 +397,68 @@ def test_a_port_is_free_for_the_next_job_at_once() -> None:
             sock.close()
 
 
-def test_a_task_on_loopback_listens_there_only_and_any_other_everywhere(
+def own_address() -> str:
+    """An address of this host that is not loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this host has no network")
+        return str(sock.getsockname()[0])
+
+
+def test_a_task_listens_at_its_ip_address_only() -> None:
+    own = own_address()
+    with socket.create_server((own, 0)) as sock:
+        free = sock.getsockname()[1]
+    (sock,) = open_listening_sockets(Address(own, free), secret=SECRET)
+    with sock:
+        assert sock.getsockname()[0] == own
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", free), timeout=5)
+    (sock,) = open_listening_sockets(Address(socket.gethostname(), free), secret=SECRET)
+    with sock:  # to other hosts the name may mean another address of this one
+        assert sock.getsockname()[0] in ("::", "0.0.0.0")
+
+
+def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: over.wait(60) and [])
+    try:
+        with pytest.raises(
+            UnreachableError, match=r"cannot be resolved here \(no name server answers\)"
+        ):
+            dial(
+                Address("far.example", 1),
+                Hello(purpose="", task="", peer="worker/1"),
+                credentials=Credentials(SECRET),
+                deadline=time.monotonic() + 0.1,
+            )
+    finally:
+        over.set()
+
+
+def test_a_service_that_blocks_holds_up_its_own_peer_only(port: Port) -> None:
+    over = threading.Event()
+
+    class Slow(Echo):
+        def admit(self, hello: Hello) -> Welcome:
+            over.wait(60)
+            return super().admit(hello)
+
+    port.listener.register("slow", Slow(), blocks=True)
+    port.listener.register("echo", Echo())
+    links: list[Link] = []
+    waiting = threading.Thread(target=lambda: links.append(dial_port(port, purpose="slow")[0]))
+    waiting.start()
+    dial_port(port, purpose="echo")[0].close()
+    assert waiting.is_alive()
+    over.set()
+    waiting.join(60)
+    links[0].close()
+
+
+def test_a_task_on_loopback_listens_there_only_and_one_behind_nat_everywhere(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ports, "_has_warned_no_secret", False)

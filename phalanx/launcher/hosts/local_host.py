@@ -21,6 +21,8 @@ from phalanx.launcher.hosts.worker_process import WorkerLaunch, WorkerProcess, i
 from phalanx.launcher.orphan_reaper import reap_orphans
 from phalanx.launcher.worker_environment import worker_environment
 from phalanx.runtime.core_affinity import CoreShare, available_cores, host_shares
+from phalanx.transport.address import Address
+from phalanx.transport.ports import NO_SUCH_ADDRESS
 
 LISTEN_BACKLOG = 128
 # How often the workers' reports are collected and orphans are reaped.
@@ -67,7 +69,7 @@ class LocalHost:
         which is never closed and bound again. Returns the ports.
 
         Args:
-            address: to listen on; None for all addresses of this host.
+            address: see `listen`.
         """
         opened = [listen(address) for _ in range(workers)]
         self._listeners += opened
@@ -194,10 +196,19 @@ class LocalHost:
 
 
 def listen(address: str | None) -> socket.socket:
-    """A listening socket on a port that the system chooses; on all addresses of this host for None."""
-    if address is not None:
+    """A listening socket on a port that the system chooses.
+
+    Args:
+        address: an IP address, to listen there only. On all addresses of this host for a name, which may mean another
+            one to other hosts, for None, and for an address that this host does not have, as behind NAT.
+    """
+    if address is not None and Address(address, 0).is_ip:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, 0), family=family, backlog=LISTEN_BACKLOG)
+        try:
+            return socket.create_server((address, 0), family=family, backlog=LISTEN_BACKLOG)
+        except OSError as error:
+            if error.errno not in NO_SUCH_ADDRESS:
+                raise
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=LISTEN_BACKLOG)
     return socket.create_server(("", 0), backlog=LISTEN_BACKLOG)

@@ -77,13 +77,13 @@ class RemoteAgent:
 
     def _execute(self, command: Command) -> None:
         match command:
-            case Prepare(workers, directory):
+            case Prepare(workers, directory, address):
                 try:
                     os.chdir(directory)
                 except OSError as error:
                     self._send(Refused(f"cannot work in {directory}: {error.strerror}. It must exist there too"))
                     return
-                self._send(Prepared(self._host.prepare(workers, address=None)))
+                self._send(Prepared(self._host.prepare(workers, address=address)))
             case KeepAlive():
                 pass
             case Start(specs):

@@ -82,7 +82,7 @@ class SSHHost:
         self._directory = os.getcwd()
         with _signals_deferred():  # otherwise one could end this process while ssh runs and no one knows of it
             self._connection = SSHConnection(self.name, self.share.login, self._environ, self._say)
-        self._send(Prepare(self.share.workers, self._directory))
+        self._send(Prepare(self.share.workers, self._directory, self.name))
 
     def ports(self, deadline: float) -> list[int]:
         """The ports that the host holds open for its workers.
@@ -182,7 +182,7 @@ class SSHHost:
 
     def grow(self, workers: int) -> None:
         """Request ports for so many more workers, which come with later `events`."""
-        self._send(Prepare(workers, self._directory))
+        self._send(Prepare(workers, self._directory, self.name))
 
     def abandon(self) -> None:
         """Have `ports`, which waits in another thread, end with an error."""

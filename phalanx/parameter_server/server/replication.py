@@ -5,8 +5,8 @@ to the replica, which applies it as the leader does, and answers the workers whe
 then costs no update that was answered: the chief, and only the chief, calls upon the replica to lead.
 
 If two servers both think that they lead, one is wrong: it was stopped or cut off while the chief called upon the other,
-whose lead has the greater term. They exchange their terms, and the wrong one steps back. Until then it answers no
-update: a leader does so only while the chief is connected to it, and the chief is connected to one leader.
+whose lead has the greater term. They exchange their terms, and the wrong one steps back. Until then it answers nothing:
+its lease has ended (`leader_lease`).
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ class ReplicaStream:
     Args:
         group: number of the shard group.
         lock: the store's lock.
+
+    Attributes:
+        losses: how often a replica was lost.
     """
 
     def __init__(self, group: int, lock: threading.Condition):
@@ -53,6 +56,7 @@ class ReplicaStream:
         self._lock = lock
         self._link: Link | None = None
         self._unacknowledged = 0
+        self.losses = 0
 
     @property
     def is_attached(self) -> bool:
@@ -117,6 +121,7 @@ class ReplicaStream:
         assert self._link is not None
         logger.warning("The copy of the shards of group %d is lost; training continues without one.", self._group)
         self._link.close()
+        self.losses += 1  # before it counts as lost
         self._link = None
 
 

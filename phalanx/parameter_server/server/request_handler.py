@@ -53,6 +53,8 @@ BEFORE_REBUILD = frozenset(
     }
 )
 """Requests that are answered while a new head still waits for the workers' positions; all others wait."""
+WITHOUT_LEASE = BEFORE_REBUILD | {messages.JoinFit, messages.ChiefAlive}
+"""Requests that change no variable on their own account, and may come before the chief does."""
 
 _REQUESTS = msgspec.msgpack.Decoder(Request)
 _encode = msgspec.msgpack.Encoder().encode
@@ -97,15 +99,22 @@ class RequestHandler:
         members: the workers.
         rebuild: rebuilds the schedule when this process has become the head in the middle of a `fit`.
         table: the handler of each kind of request.
+        wait_for_lease: returns once this server may answer; see `leader_lease`.
     """
 
     def __init__(
-        self, me: TaskIdentity, members: WorkerMembership, rebuild: ScheduleRebuild, table: dict[type, Handler]
+        self,
+        me: TaskIdentity,
+        members: WorkerMembership,
+        rebuild: ScheduleRebuild,
+        table: dict[type, Handler],
+        wait_for_lease: Callable[[], None],
     ):
         self._me = me
         self._members = members
         self._rebuild = rebuild
         self._table = table
+        self._wait_for_lease = wait_for_lease
 
     def serve(
         self,
@@ -175,9 +184,13 @@ class RequestHandler:
                     f"again to take part."
                 )
             kind = type(request)
+            if kind not in WITHOUT_LEASE:
+                self._wait_for_lease()
             if kind not in BEFORE_REBUILD:
                 self._rebuild.wait(sender.worker, self._me.config.timeout_s)
             return self._table[kind](sender, request) or _ACKNOWLEDGED
+        except LinkClosedError:
+            raise  # to `serve`: another server answers this worker
         except PeerLostError as error:
             return Refusal(type(error).__name__, str(error), error.task, error.rank), ()
         except PhalanxError as error:

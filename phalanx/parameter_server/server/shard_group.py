@@ -17,12 +17,13 @@ from collections.abc import Callable, Sequence
 from phalanx.cluster.admission import admit_worker
 from phalanx.cluster.spec import Task
 from phalanx.cluster.task_identity import TaskIdentity
-from phalanx.errors import PeerLostError, PhalanxError, RendezvousError
+from phalanx.errors import LinkClosedError, PeerLostError, RendezvousError
 from phalanx.monitoring.worker_figures import ServerFigures
 from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncements
 from phalanx.parameter_server.server.connected_workers import ConnectedWorkers
 from phalanx.parameter_server.server.group_leadership import GroupLeadership, GroupRole
 from phalanx.parameter_server.server.group_recovery import GroupRecovery
+from phalanx.parameter_server.server.leader_lease import LeaderLease
 from phalanx.parameter_server.server.request_handler import RequestHandler, handlers
 from phalanx.parameter_server.server.schedule_rebuild import ScheduleRebuild
 from phalanx.parameter_server.server.schedule_requests import ScheduleRequests
@@ -32,7 +33,7 @@ from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.value_requests import ValueRequests
 from phalanx.parameter_server.server.variable_store import VariableStore
 from phalanx.parameter_server.server.worker_links import WorkerLinks
-from phalanx.parameter_server.server.worker_membership import WorkerMembership
+from phalanx.parameter_server.server.worker_membership import POLL_S, WorkerMembership
 from phalanx.parameter_server.server_messages import LeaveJob
 from phalanx.parameter_server.server_protocol import CHIEF, NOT_LEADING, NOTICE_AFTER_S, Worker
 from phalanx.transport.handshake import Hello, Welcome
@@ -82,13 +83,9 @@ class ShardGroup:
         is_own = [task for task in me.spec.tasks if task.type == me.task.type][number] == me.task
         self._has_noticed = not (is_own and number == 0)  # only the head logs which workers are missing
         names = tuple(str(task) for task in me.tasks)
-        workers = ConnectedWorkers(
-            names,
-            # Without the chief no leader knows whether it still leads.
-            relink_s=RELINK_S if other is not None else 0.0,
-            chief_relink_s=self._return_s if other is not None else 0.0,
-            clock=clock,
-        )
+        # Without the chief no leader knows whether it still leads.
+        relink_s, chief_relink_s = (0.0, 0.0) if other is None else (RELINK_S, self._return_s)
+        workers = ConnectedWorkers(names, relink_s=relink_s, chief_relink_s=chief_relink_s, clock=clock)
         self._members = members = WorkerMembership(names, me.config.rendezvous_timeout_s, workers, clock)
         schedule, is_head = StepSchedule(members), number == 0
         rebuild = ScheduleRebuild(schedule)
@@ -100,16 +97,20 @@ class ShardGroup:
         self.leadership = GroupLeadership(
             me, number, parts, self._changed, self._threads, is_own=is_own, other=other, on_follow=self._forget_workers
         )
+        self.lease = LeaderLease(
+            names[CHIEF], self._store.replica, self._changed, self._threads, lambda: self.leadership.is_leading
+        )
         values = ValueRequests(
             me.config,
             *parts,
             is_head=is_head,
             is_replicated=other is not None,
-            wait_for_chief=self._wait_for_chief,
+            confirm_update=lambda: self._wait_for_lease(lambda: self.lease.covers_updates),
         )
-        announcements = ChiefAnnouncements(members)
-        steps = ScheduleRequests(me.config.timeout_s, schedule, announcements, self._store, self._recovery)
-        self._handler = RequestHandler(me, members, rebuild, handlers(values, steps))
+        steps = ScheduleRequests(
+            me.config.timeout_s, schedule, ChiefAnnouncements(members), self._store, self._recovery
+        )
+        self._handler = RequestHandler(me, members, rebuild, handlers(values, steps), self._wait_for_lease)
 
     @property
     def _return_s(self) -> float:
@@ -211,7 +212,8 @@ class ShardGroup:
 
     def admit(self, hello: Hello) -> Welcome:
         """Whether a worker may connect: this server must lead the group."""
-        if not self.leadership.is_leading:
+        may_answer = not self.lease.has_lapsed or hello.task == self._members.names[CHIEF]
+        if not (self.leadership.is_leading and may_answer):
             return Welcome(
                 refusal=NOT_LEADING, reason=f"{self._me.task} does not lead group {self.number}, or not yet."
             )
@@ -269,22 +271,29 @@ class ShardGroup:
         self._links.forget_absent()
         return [*self._links.links()]
 
-    def _wait_for_chief(self) -> None:
-        """If there is a replica, it may lead by now: the server that the chief is connected to is right.
+    def _wait_for_lease(self, condition: Callable[[], bool] = lambda: True) -> None:
+        """Wait until this server may answer, if there is a replica, which may lead by now.
+
+        Args:
+            condition: what else must hold then.
 
         Raises:
-            PhalanxError: this server no longer leads.
-            PeerLostError: the chief was lost and did not come back.
+            LinkClosedError: this server no longer leads, so that the worker looks for the one that does.
+            PeerLostError: the chief is lost or hangs, and did not come back.
         """
-        if self._other is None:
+        leadership, lease, links = self.leadership, self.lease, self._links
+        if self._other is None or (leadership.is_leading and lease.is_valid and condition()):
             return
-        leadership, links = self.leadership, self._links
+        config, started_at = self._me.config, time.monotonic()
+        limit_s = max(self._return_s, config.timeout_s)
         with self._changed:
-            is_certain = self._changed.wait_for(
-                lambda: not leadership.is_leading or CHIEF in links.by_worker or links.has_left(CHIEF), self._return_s
-            )
+            while leadership.is_leading and not (lease.is_valid and condition()) and not links.has_left(CHIEF):
+                is_away = CHIEF not in links.by_worker
+                if time.monotonic() - started_at > (self._return_s if is_away else limit_s):
+                    raise self._chief_lost()
+                if self._threads.closing.is_set():
+                    raise LinkClosedError(f"{self._me.task} is closing.")
+                self._changed.wait(POLL_S)
             is_leading = leadership.is_leading
         if not is_leading:
-            raise PhalanxError(f"{self._me.task} no longer leads the shards of group {self.number}.")
-        if not is_certain:
-            raise self._chief_lost()
+            raise LinkClosedError(f"{self._me.task} no longer leads the shards of group {self.number}.")

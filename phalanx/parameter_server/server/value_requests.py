@@ -48,8 +48,7 @@ class ValueRequests:
         recovery: what is kept for a process that replaces this one.
         is_head: whether this is the head.
         is_replicated: whether there should be a replica of the shards on another server.
-        wait_for_chief: called before an update and, if the replica is missing, after it; returns once it is certain
-            that this server leads the group.
+        confirm_update: called after an update that the replica lacks; returns once the chief knows that it does.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class ValueRequests:
         *,
         is_head: bool,
         is_replicated: bool,
-        wait_for_chief: Callable[[], None],
+        confirm_update: Callable[[], None],
     ):
         self._config = config
         self._store = store
@@ -69,7 +68,7 @@ class ValueRequests:
         self._recovery = recovery
         self._is_head = is_head
         self._is_replicated = is_replicated
-        self._wait_for_chief = wait_for_chief
+        self._confirm_update = confirm_update
 
     def declare(self, sender: Sender, request: messages.DeclareModel) -> None:
         self._recovery.declare(request, sender.buffers)
@@ -88,12 +87,11 @@ class ValueRequests:
         self._recovery.rejoin(sender.worker, request, sender.buffers)
 
     def push(self, sender: Sender, request: messages.PushGradients) -> Reply:
-        self._wait_for_chief()
         version, values, rows, extras, note = self._store.push(request, sender.buffers, sender.copy)
         # Not checked where there is no replica: the other workers' updates hold the store's lock.
         is_unreplicated = self._is_replicated and not self._store.replica.is_attached
         if is_unreplicated:
-            self._wait_for_chief()  # the replica may lead by now, and have been lost for that reason
+            self._confirm_update()  # the replica may lead by now, and have been lost for that reason
         ticket = None
         if self._is_head and request.gradients:
             now = request.ticket

@@ -1,0 +1,111 @@
+"""The chief's side of the leaders' leases; the server's side is `server/leader_lease`, which says how they work."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from phalanx.cluster.spec import Task
+from phalanx.cluster.task_identity import TaskIdentity
+from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError, PhalanxError
+from phalanx.parameter_server.server_messages import Acknowledged, LeaseRequest
+from phalanx.parameter_server.server_protocol import LEASE, LEASE_S
+from phalanx.transport.link import Link
+
+ENDED_S = LEASE_S * 1.1 + 0.1
+"""Seconds from a grant until the lease has certainly ended: two clocks may run at different rates."""
+ATTEMPT_S = 1.0
+AGAIN_S = 0.1
+
+_REQUESTS = msgspec.msgpack.Decoder(LeaseRequest)
+_GRANT = msgspec.msgpack.encode(Acknowledged())
+
+
+@dataclass(eq=False)
+class _Grant:
+    """To one leader of one group.
+
+    Attributes:
+        granted_at: by the monotonic clock. A chief before this one may have granted until this one was there.
+        is_replica_lost: what the leader said last.
+        is_over: whether no more is granted.
+    """
+
+    granted_at: float = field(default_factory=time.monotonic)
+    is_replica_lost: bool = True
+    is_over: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    link: Link | None = None
+
+
+class LeaseGrants:
+    """Grants leases to the servers that lead, each in a thread.
+
+    Args:
+        me: this task, the chief.
+    """
+
+    def __init__(self, me: TaskIdentity):
+        self._me = me
+        self._grants: dict[int, _Grant] = {}
+
+    def begin(self, group: int, leader: Task) -> None:
+        """This server leads a group from now on."""
+        self.end(group)
+        self._grants[group] = grant = _Grant()
+        name = f"phalanx-lease-{group}"
+        threading.Thread(target=self._serve, args=(group, leader, grant), name=name, daemon=True).start()
+
+    def has_replica(self, group: int) -> bool:
+        """Whether the group's replica has all updates that were answered."""
+        grant = self._grants.get(group)
+        return grant is not None and not grant.is_replica_lost
+
+    def end(self, group: int) -> None:
+        """Grant the leader of a group nothing more."""
+        if (grant := self._grants.get(group)) is not None:
+            with grant.lock:
+                grant.is_over.set()
+                if grant.link is not None:
+                    grant.link.close()
+
+    def wait_until_over(self, group: int) -> None:
+        """`end`, and wait until the leader may certainly not answer any more."""
+        self.end(group)
+        if (grant := self._grants.get(group)) is not None:
+            time.sleep(max(0.0, grant.granted_at + ENDED_S - time.monotonic()))
+
+    def close(self) -> None:
+        """End all. Safe to call twice."""
+        for group in self._grants:
+            self.end(group)
+
+    def _serve(self, group: int, leader: Task, grant: _Grant) -> None:
+        while not grant.is_over.is_set():
+            try:
+                link, _ = self._me.dial(leader, f"{LEASE}/{group}", deadline=time.monotonic() + ATTEMPT_S)
+            except PhalanxError:
+                grant.is_over.wait(AGAIN_S)
+                continue
+            with grant.lock:
+                grant.link = link
+            try:
+                self._answer(link, grant)
+            except (LinkClosedError, LinkTimeoutError, FrameError, msgspec.MsgspecError):
+                continue  # connect again
+            finally:
+                link.close()
+
+    @staticmethod
+    def _answer(link: Link, grant: _Grant) -> None:
+        while True:
+            request = _REQUESTS.decode(link.receive(deadline=time.monotonic() + 2 * LEASE_S)[0])
+            with grant.lock:
+                if grant.is_over.is_set():
+                    return
+                # Before it is sent: a grant counts, whether or not it arrives.
+                grant.granted_at, grant.is_replica_lost = time.monotonic(), request.is_replica_lost
+            link.send(_GRANT, deadline=time.monotonic() + LEASE_S)

@@ -1,0 +1,101 @@
+"""A leader's lease: it answers the workers of its group only as long as the chief says so.
+
+The chief decides which of a group's two servers leads. A leader that is cut off from the chief cannot learn that the
+chief has called upon the other one, so its right to answer ends by itself (Gray and Cheriton 1989, "Leases"). The
+leader requests the lease, and counts it from before the request; the chief counts it from its grant, which is later. So
+the leader's clock always ends it first, however long a message takes.
+
+With each request the leader says whether its replica is lost, and an update that the replica lacks is answered only
+after the chief has granted such a request: from then on the chief does not call upon that replica.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
+from phalanx.parameter_server.server.replication import ReplicaStream
+from phalanx.parameter_server.server.service_threads import ServiceThreads
+from phalanx.parameter_server.server_messages import LeaseRequest
+from phalanx.parameter_server.server_protocol import LEASE_S, NOT_LEADING
+from phalanx.transport.handshake import Hello, Welcome
+from phalanx.transport.link import Link
+
+RENEW_S = LEASE_S / 5
+"""Seconds between two requests."""
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class LeaderLease:
+    """The lease of one group, and the listener's service for the chief, which grants it.
+
+    Args:
+        chief: the chief's task.
+        replica: the group's replica.
+        changed: the group's lock, which protects the lease; notified when it is granted.
+        threads: the group's threads.
+        is_leading: whether this server leads, as far as it knows.
+    """
+
+    def __init__(
+        self,
+        chief: str,
+        replica: ReplicaStream,
+        changed: threading.Condition,
+        threads: ServiceThreads,
+        is_leading: Callable[[], bool],
+    ):
+        self._chief = chief
+        self._replica = replica
+        self._changed = changed
+        self._threads = threads
+        self._is_leading = is_leading
+        self._until = 0.0  # by the monotonic clock; 0: there was none yet
+        self._known_losses = -1  # losses of the replica that the chief knows of
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether this server may answer now."""
+        return time.monotonic() < self._until
+
+    @property
+    def has_lapsed(self) -> bool:
+        """Whether there was a lease, and it has ended."""
+        return 0.0 < self._until <= time.monotonic()
+
+    @property
+    def covers_updates(self) -> bool:
+        """Whether an update that was applied here survives the loss of this server, or the chief knows that none
+        does."""
+        return self._replica.has_link or self._known_losses == self._replica.losses
+
+    def admit(self, hello: Hello) -> Welcome:
+        if hello.task != self._chief or not self._is_leading():
+            return Welcome(refusal=NOT_LEADING, reason="The chief grants leases, to servers that lead.")
+        return Welcome()
+
+    def adopt(self, hello: Hello, link: Link) -> None:
+        self._threads.start("lease", self._renew, link)
+
+    def _renew(self, link: Link) -> None:
+        """Request the lease again and again, until the chief or this server ends it. The body of a thread."""
+        try:
+            while not self._threads.closing.is_set() and self._is_leading():
+                requested_at = time.monotonic()
+                losses, is_lost = self._replica.losses, not self._replica.has_link
+                link.send(_encode(LeaseRequest(is_lost)), deadline=requested_at + LEASE_S)
+                link.receive(deadline=requested_at + LEASE_S)
+                with self._changed:
+                    self._until = max(self._until, requested_at + LEASE_S)
+                    self._known_losses = losses if is_lost else self._known_losses
+                    self._changed.notify_all()
+                self._threads.closing.wait(RENEW_S)
+        except (LinkClosedError, LinkTimeoutError, FrameError):
+            pass  # the lease ends by itself, and the chief connects again if it still wants this server
+        finally:
+            link.close()

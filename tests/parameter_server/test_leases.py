@@ -1,0 +1,133 @@
+"""With copies, a leader that the chief does not reach is silent, and the chief knows which copies lack updates."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from phalanx.errors import LinkClosedError
+from phalanx.parameter_server.server import leader_lease
+from phalanx.parameter_server.server.leader_lease import LeaderLease
+from phalanx.parameter_server.server.service_threads import ServiceThreads
+from phalanx.parameter_server.server_messages import LeaseRequest, QueryJobOver, Response
+from phalanx.parameter_server.server_protocol import LEASE_S
+from tests.launcher.conftest import wait_until
+from tests.parameter_server.test_client import BOUND_S, started
+
+
+def test_a_leader_that_the_chief_does_not_reach_is_silent_before_the_copy_leads(monkeypatch: Any) -> None:
+    """{leader, worker} | {chief, copy}: the leader and its worker notice nothing of the cut."""
+    with started(copied=True) as (servers, (chief, other)):
+        leader, copy = servers[0]._groups[0], servers[1]._groups[1]
+        wait_until(lambda: copy.leadership.following is not None and leader.lease.is_valid)
+        grants = chief.reconnection.grants
+        assert grants is not None
+        wait_until(lambda: grants.has_replica(0))
+        both_lead: list[bool] = []
+        lead = copy.leadership.lead
+
+        def called() -> None:
+            both_lead.append(leader.lease.is_valid)
+            lead()
+
+        monkeypatch.setattr(copy.leadership, "lead", called)
+        grants.end(0)  # its links stay open, as in a partition
+        wait_until(lambda: leader.lease.has_lapsed)
+        assert leader.leadership.is_leading
+        answers: list[Response] = []
+        asking = threading.Thread(target=lambda: answers.append(other.request(0, QueryJobOver())[0]), daemon=True)
+        monkeypatch.setattr(leader.leadership, "_follow_other", lambda: None)  # it does not learn of the new leader
+        asking.start()
+        grants.begin(0, servers[0]._me.task)
+        wait_until(lambda: leader.lease.is_valid)
+        asking.join(BOUND_S)
+        assert len(answers) == 1, "answered as soon as the chief is there again"
+
+        grants.wait_until_over(0)
+        asking = threading.Thread(target=lambda: answers.append(other.request(0, QueryJobOver())[0]), daemon=True)
+        asking.start()
+        chief.reconnection.reconnect(0, LinkClosedError("the network is cut"))
+        assert copy.leadership.is_leading
+        assert both_lead == [False]
+        assert leader.leadership.is_leading, "and still silent"
+        assert len(answers) == 1
+        monkeypatch.undo()  # the cut is mended
+        asking.join(BOUND_S)
+        assert len(answers) == 2, "by the new leader"
+        assert not leader.leadership.is_leading
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Chief:
+    """The chief's end of a lease link, without a network.
+
+    Args:
+        takes_s: seconds until each grant arrives; the link ends after them.
+    """
+
+    def __init__(self, clock: Clock, *takes_s: float):
+        self._clock = clock
+        self._takes_s = list(takes_s)
+        self.requests: list[LeaseRequest] = []
+
+    def send(self, header: bytes, *, deadline: float) -> None:
+        self.requests.append(msgspec.msgpack.decode(header, type=LeaseRequest))
+
+    def receive(self, *, deadline: float) -> None:
+        if not self._takes_s:
+            raise LinkClosedError("cut")
+        self._clock.now += self._takes_s.pop(0)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(leader_lease, "time", clock)
+    monkeypatch.setattr(leader_lease, "RENEW_S", 0.0)
+    return clock
+
+
+def lease_of(replica: Any) -> LeaderLease:
+    return LeaderLease("worker/0", replica, threading.Condition(), ServiceThreads(), lambda: True)
+
+
+def test_a_lease_is_counted_from_its_request(clock: Clock) -> None:
+    lease = lease_of(SimpleNamespace(has_link=True, losses=0))
+    assert not lease.is_valid
+    assert not lease.has_lapsed
+    lease._renew(Chief(clock, LEASE_S - 0.5))  # type: ignore[arg-type]
+    assert lease.is_valid
+    clock.now += 0.5
+    assert lease.has_lapsed
+    lease._renew(Chief(clock, LEASE_S + 0.1))  # type: ignore[arg-type]
+    assert not lease.is_valid
+
+
+def test_an_update_without_a_copy_is_answered_when_the_chief_knows(clock: Clock) -> None:
+    replica = SimpleNamespace(has_link=True, losses=0)
+    lease, chief = lease_of(replica), Chief(clock, 0.1)
+    lease._renew(chief)  # type: ignore[arg-type]
+    assert lease.covers_updates
+    replica.has_link, replica.losses = False, 1
+    assert not lease.covers_updates
+    lease._renew(chief)  # type: ignore[arg-type]  # the request arrives nowhere
+    assert not lease.covers_updates
+    again = Chief(clock, 0.1)
+    lease._renew(again)  # type: ignore[arg-type]
+    assert [request.is_replica_lost for request in again.requests] == [True, True]
+    assert lease.covers_updates
+    replica.losses = 2  # meanwhile there was another copy, of which the chief may know
+    assert not lease.covers_updates
