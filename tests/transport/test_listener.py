@@ -425,9 +425,7 @@ def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytes
     over = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: over.wait(60) and [])
     try:
-        with pytest.raises(
-            UnreachableError, match=r"cannot be resolved here \(no name server answers\)"
-        ):
+        with pytest.raises(UnreachableError, match=r"cannot be resolved here \(no name server answers\)"):
             dial(
                 Address("far.example", 1),
                 Hello(purpose="", task="", peer="worker/1"),
