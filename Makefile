@@ -16,10 +16,13 @@ PACKAGE_torch := torch==2.13.0
 # What only the tests of a backend use. Optax asks for JAX, so the `test` extra, which is for every backend, leaves it out.
 TESTED_WITH_jax := optax
 
-.PHONY: demo test test-slow chaos differential lint bench bench-servers bench-recovery bench-peers clean
+.PHONY: demo test test-slow test-lowest chaos differential lint dist bench bench-servers bench-recovery bench-peers clean
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
+
+# Since 25.1 pip knows dependency groups; Python 3.11 brings an older one.
+GROUPS_PIP := "pip>=25.1"
 
 $(VENV)/.demo: pyproject.toml | $(PY)
 	$(PIP) $(PACKAGE_jax)
@@ -27,7 +30,8 @@ $(VENV)/.demo: pyproject.toml | $(PY)
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(PY)
-	$(PIP) -e ".[test]"
+	$(PIP) $(GROUPS_PIP)
+	$(PIP) -e ".[dashboard]" --group test
 	@touch $@
 
 # A backend is installed before phalanx asks for anything, so that the pinned build is the one found.
@@ -38,7 +42,8 @@ $(VENV)/.backend-%: | $(PY)
 # An environment of its own, without a backend: mypy's verdict would depend on which ones are installed.
 .venv-lint/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-lint
-	.venv-lint/bin/python -m pip install --quiet --disable-pip-version-check -e ".[lint]"
+	.venv-lint/bin/python -m pip install --quiet --disable-pip-version-check $(GROUPS_PIP)
+	.venv-lint/bin/python -m pip install --quiet --disable-pip-version-check -e . --group lint
 	@touch $@
 
 demo: $(VENV)/.demo
@@ -85,5 +90,28 @@ bench-servers: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.demo
 bench-recovery: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
 	$(PY) -m benchmarks.recovery --torchrun .venv-peers/bin/torchrun $(ARGS)
 
+.venv-dist/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check $(GROUPS_PIP)
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check --group dist
+	@touch $@
+
+dist: .venv-dist/.installed
+	rm -rf dist
+	.venv-dist/bin/python -m build --quiet
+	.venv-dist/bin/python -m twine check --strict dist/*
+	@# Nothing but the package: a file that does not belong there would show.
+	test -z "$$(find dist -size +1200k -print | tee /dev/stderr)"
+
+# The oldest versions that pyproject.toml allows, on one backend: make test-lowest LOWEST="torch==2.8.0"
+LOWEST ?= jax==0.7.0
+test-lowest:
+	rm -rf .venv-lowest
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check uv
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct $(LOWEST) .
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest "pytest<9.2" pytest-timeout hypothesis psutil
+	BACKENDS=$(firstword $(subst =, ,$(LOWEST))) .venv-lowest/bin/python -m pytest -m "not slow" $(or $(ARGS),tests/launcher tests/transport tests/collectives)
+
 clean:
-	rm -rf $(VENV) .venv-lint .venv-peers build dist
+	rm -rf $(VENV) .venv-lint .venv-peers .venv-dist .venv-lowest build dist
