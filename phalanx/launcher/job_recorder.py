@@ -111,6 +111,7 @@ class JobRecorder(JobObserver):
         self.record(events.TaskStarted(self._clock(), placement.task, placement.spec.rank, placement.host.name, pid))
 
     def exited(self, end: WorkerExit) -> None:
+        self._in_file_at = 0.0  # the last figures belong in the file
         self._flush()
         if (error := end.diagnostics.error) is not None:  # the worker has not printed it
             self.output(end.rank, True, error.traceback.encode())

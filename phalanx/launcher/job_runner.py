@@ -101,7 +101,7 @@ def run_job(job: JobRequest) -> int:
             console.close()
         _report_failure(outcome, job, console, colour=sys.stderr.isatty() and allows_colour())
         watched.end(outcome.verdict, _page(outcome, log_dir))
-    if log_dir is not None:
+    if log_dir is not None and outcome.verdict.code != SIGNAL_BASE + signal.SIGINT:  # Ctrl-C is one line
         console.message(f"phalanx: `phalanx report {shlex.quote(str(log_dir))}` makes a page of this job")
     return outcome.verdict.code
 

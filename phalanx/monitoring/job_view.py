@@ -391,13 +391,13 @@ def _job_ended(state: JobView, event: events.JobEnded) -> JobView:
 
 
 def _measured(state: JobView, event: events.Measured) -> JobView:
-    members, steps, samples, sent = dict(state.members), 0, 0, 0
+    members, steps, updates, samples, sent = dict(state.members), 0, 0, 0, 0
     for task, report in event.reports.items():
         if (former := members.get(task)) is None or not former.is_running:
             continue
         member = members[task] = _reported(former, report, event.at)
         gained = _gained(former, member)
-        steps = max(steps, gained.steps if gained.server is None else gained.server.version)
+        steps, updates = max(steps, gained.steps), max(updates, gained.server.version if gained.server else 0)
         samples, sent = samples + gained.samples, sent + max(0, gained.bytes_sent)
     running = [member for member in members.values() if member.is_running]
     servers = [member.updates_per_s for member in running if member.server is not None]
@@ -408,7 +408,7 @@ def _measured(state: JobView, event: events.Measured) -> JobView:
         members=members,
         epoch=state.epoch if first is None or first.epoch is None else first.epoch,
         step=state.step if first is None else first.step,
-        steps=state.steps + steps,
+        steps=state.steps + (updates if any(member.server for member in members.values()) else steps),
         samples=state.samples + samples,
         bytes_sent=state.bytes_sent + sent,
         steps_per_s=max(servers or [member.steps_per_s for member in running], default=0.0),

@@ -6,6 +6,7 @@ second a thread writes it all into the page of memory that the launcher reads (`
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import threading
@@ -87,7 +88,7 @@ class Telemetry:
         self._read_traffic = read
 
     def measure(self) -> WorkerFigures:
-        """The figures now. Called regularly, from one thread."""
+        """The figures now. Called regularly, by one thread at a time."""
         now, traffic = time.monotonic(), self._read_traffic() if self._read_traffic is not None else None
         passed_s, self._last_at = now - self._last_at, now
         before_s = 0.0 if self._last_traffic is None else self._last_traffic.waited_s
@@ -114,6 +115,7 @@ class Telemetry:
 
 current = Telemetry()
 _announcing_pid: int | None = None
+_writing = threading.Lock()  # protects what `measure` remembers, and the order of what is written
 
 
 def announce(read_traffic: Callable[[], Traffic] | None = None) -> None:
@@ -126,6 +128,7 @@ def announce(read_traffic: Callable[[], Traffic] | None = None) -> None:
     current.watch_traffic(read_traffic)
     if progress.has_launcher() and _announcing_pid != os.getpid():  # a thread does not survive a fork
         _announcing_pid = os.getpid()
+        atexit.register(_write)  # what the last beat has missed
         threading.Thread(target=_beat, name="phalanx-telemetry", daemon=True).start()
 
 
@@ -154,9 +157,14 @@ def _beat() -> None:
     requests = progress.save_requests()
     while True:
         time.sleep(BEAT_S)
-        progress.write_figures(msgspec.msgpack.encode(current.measure()))
+        _write()
         if requests != (requests := progress.save_requests()):
             current.is_save_requested = True
+
+
+def _write() -> None:
+    with _writing:
+        progress.write_figures(msgspec.msgpack.encode(current.measure()))
 
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, float | None]:

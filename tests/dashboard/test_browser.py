@@ -102,7 +102,7 @@ def test_a_job_in_a_browser(chromium: Any, link: str, job: tuple[JobRecorder, Jo
     recorder.record(measured(112.0, 60))
     shows(page.locator('.member[data-task="worker/1"]')).to_have_attribute("data-state", "running", timeout=BOUND_MS)
     shows(page.locator("#feed")).to_contain_text("worker/1 joined")
-    shows(page.locator('.tile[data-name="Steps"]')).to_contain_text("210")
+    shows(page.locator('.tile[data-name="Steps"]')).to_contain_text("180")
     width = page.evaluate("document.documentElement.scrollWidth")
     assert width == 390, "the page is as wide as the phone"
 

@@ -17,6 +17,7 @@ from phalanx.launcher.job_connection import ControlRequest, send_request, short_
 from phalanx.launcher.job_control import JobControl
 from phalanx.launcher.job_follower import JobFollower, read_events, read_view
 from phalanx.launcher.job_recorder import MAX_RECENT, JobRecorder
+from phalanx.launcher.root_cause import WorkerExit
 from phalanx.monitoring import job_events as events
 from phalanx.monitoring.job_view import replay
 from phalanx.monitoring.worker_figures import FinishedEpoch, SavedCheckpoint, WorkerFigures
@@ -144,13 +145,15 @@ def test_the_file_has_what_is_needed_for_the_same_state_and_few_figures(tmp_path
             now[0] = 2.0 + second
             for rank, task in enumerate(TASKS):
                 recorder.reported(task, report(rank, second, samples=10 * second))
+        recorder.reported("worker/0", report(0, 2000, samples=20_000))
+        recorder.exited(WorkerExit(0, "worker/0", "host", 10, 0, 0))
         recorder.record(events.JobEnded(now[0] + 1, 0, "over"))
         file.write(b'{"type": "notic')  # the launcher was killed here
     kept = list(read_events(tmp_path))
     assert sum(isinstance(event, events.Measured) for event in kept) < 1200
     view = read_view(tmp_path)
     assert (view.status, view.ended_at) == ("succeeded", recorder.view.ended_at)
-    assert view.steps > 1900
+    assert view.steps == 2000, "the last figures are there"
     assert replay(kept) == view
 
 

@@ -47,24 +47,41 @@ function drawFailure(head) {
 
 function drawTiles(head) {
   const main = "loss" in head.logs ? "loss" : Object.keys(head.logs)[0];
-  const range = head.minimum === head.maximum ? `of ${head.maximum}` : `of ${head.minimum} to ${head.maximum}`;
   const where = head.epoch == null ? "" : `epoch ${head.epoch}, step ${head.step}`;
-  const memory = head.members.reduce((sum, member) => sum + (member.state === "exited" ? 0 : member.memory), 0);
   const lastEpoch = job.epochs[job.epochs.length - 1];
   const tiles = [
     ["Time", show.duration((head.ended || head.now) - head.began), head.ended ? "ended" : "since the start"],
     ["Steps", head.steps.toLocaleString("en"), where],
     [main || "Loss", main ? show.number(head.logs[main]) : "–", lastEpoch && `val_${main}` in lastEpoch[3] ? `validation ${show.number(lastEpoch[3][`val_${main}`])}` : ""],
-    ["Samples/s", head.samples_per_s ? show.number(head.samples_per_s) : "–", `${show.number(head.steps_per_s)} steps/s`],
-    ["Workers", String(head.workers), `${range}${head.generation ? `, generation ${head.generation}` : ""}`],
-    ["Sent", `${show.bytes(head.bytes_per_s)}/s`, `${show.bytes(head.network_bytes_per_s)}/s over the network`],
-    ["Memory", memory ? show.bytes(memory) : "–", "of all members"],
+    ...(head.ended ? pastTiles(head) : presentTiles(head)),
   ];
   fill(find("tiles"), 
     ...tiles.map(([name, value, note]) =>
       element("div", { class: "tile", "data-name": name }, element("div", { class: "name" }, name), element("div", { class: "value", title: value }, value), element("div", { class: "note", title: note }, note)),
     ),
   );
+}
+
+function presentTiles(head) {
+  const range = head.minimum === head.maximum ? `of ${head.maximum}` : `of ${head.minimum} to ${head.maximum}`;
+  const memory = head.members.reduce((sum, member) => sum + (member.is_running ? member.memory : 0), 0);
+  return [
+    ["Samples/s", head.samples_per_s ? show.number(head.samples_per_s) : "–", `${show.number(head.steps_per_s)} steps/s`],
+    ["Workers", String(head.workers), `${range}${head.generation ? `, generation ${head.generation}` : ""}`],
+    ["Sent", `${show.bytes(head.bytes_per_s)}/s`, `${show.bytes(head.network_bytes_per_s)}/s over the network`],
+    ["Memory", memory ? show.bytes(memory) : "–", "of all members"],
+  ];
+}
+
+// Of a job that is over: sums and means.
+function pastTiles(head) {
+  const trained = job.points.length > 1 ? job.points[job.points.length - 1][0] - job.points[0][0] : 0;
+  const processes = head.members.reduce((sum, member) => sum + member.starts, 0);
+  return [
+    ["Samples/s", trained ? show.number(head.samples / trained) : "–", `${head.samples.toLocaleString("en")} samples`],
+    ["Members", String(head.members.length), `${processes} processes${head.generation ? `, ${head.generation} generations` : ""}`],
+    ["Sent", show.bytes(head.bytes_sent), "in total"],
+  ];
 }
 
 function drawCharts(head) {
@@ -110,15 +127,16 @@ function key(colour, text) {
 }
 
 function memberRow(member) {
-  const waits = Math.round(100 * member.wait_fraction);
+  const spent = member.computed_s + member.waited_s;
+  const waits = Math.round(100 * (member.is_running || !spent ? member.wait_fraction : member.waited_s / spent));
   const known = member.compute_s != null;
   const isServer = member.version != null;
   const bar = element("div", { class: "split" });
-  if (member.is_running && member.reported) {
+  if (member.is_running ? member.reported : spent) {
     bar.append(element("i", { class: "computes", style: { width: isServer ? "0%" : `${100 - waits}%` } }), element("i", { class: "waits", style: { width: isServer ? "0%" : `${waits}%` } }));
   }
   const steps = isServer ? `version ${member.version.toLocaleString("en")}` : known ? `${show.ms(member.compute_s)} + ${show.ms(member.wait_s)} per step` : "";
-  const speed = isServer ? `${show.number(member.updates_per_s)} updates/s` : member.steps_per_s ? `${show.number(member.samples_per_s)} samples/s` : "";
+  const speed = !member.is_running ? "" : isServer ? `${show.number(member.updates_per_s)} updates/s` : member.steps_per_s ? `${show.number(member.samples_per_s)} samples/s` : "";
   const gpu = member.gpu ? `GPU ${Math.round(100 * member.gpu.utilization)}%, ${show.bytes(member.gpu.memory)}` : "";
   return element(
     "div",

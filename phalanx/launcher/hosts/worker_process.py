@@ -171,6 +171,8 @@ class WorkerProcess:
         # The dead leader is not reaped yet, so its group's id cannot belong to another process: end what it left.
         _signal_group(self.pid, signal.SIGKILL)
         yield from self._read(reads=LAST_READS)
+        if (report := self.files.new_report(self.rank)) is not None:
+            yield report
         returncode = _exit_code(self._process)
         self.has_exited = True
         diagnostics = self.files.diagnostics(self._state, code_is_unknown=returncode is None)
