@@ -129,7 +129,7 @@ class LineChart {
       ...this.series.map((each, index) => {
         const last = each.points[each.points.length - 1][1];
         const mark = element("i", { style: { background: `var(${COLOURS[index % COLOURS.length]})` } });
-        return element("span", {}, mark, `${each.name} `, element("b", { style: { color: "var(--text)" } }, this.format(last)));
+        return element("span", {}, mark, this.series.length > 1 ? `${each.name} ` : "", element("b", { style: { color: "var(--text)" } }, this.format(last)));
       }),
     );
     this.draw();
@@ -185,7 +185,7 @@ class LineChart {
     this.svg.append(shape("path", { d: path, fill: "none", "stroke-width": 1.8, "stroke-linejoin": "round", style: { stroke: `var(${colour})` } }));
     if (series.dots || series.points.length === 1) {
       for (const [x, y] of series.points) {
-        if (y != null) this.svg.append(shape("circle", { cx: this.x(x), cy: this.y(y), r: 3, style: { fill: `var(${colour})` } }));
+        if (y != null) this.svg.append(shape("circle", { cx: this.x(x), cy: this.y(y), r: 2.2, style: { fill: `var(${colour})` } }));
       }
     }
   }

@@ -100,8 +100,8 @@ function drawCharts(head) {
     ],
   ]);
   if (!names.length) wantedCharts.push(["log:loss", "loss", show.number, []]);
-  wantedCharts.push(["speed", "Samples per second", show.number, [{ name: "samples/s", points: job.points.map((point) => [at(point), point[2]]) }]]);
-  wantedCharts.push(["bytes", "Bytes sent per second", show.bytes, [{ name: "bytes/s", points: job.points.map((point) => [at(point), point[4]]) }]]);
+  wantedCharts.push(["speed", "Samples/s", show.number, [{ name: "samples/s", points: job.points.map((point) => [at(point), point[2]]) }]]);
+  wantedCharts.push(["bytes", "Bytes sent/s", show.bytes, [{ name: "bytes/s", points: job.points.map((point) => [at(point), point[4]]) }]]);
   for (const [id, title, format, series] of wantedCharts) {
     if (!charts.has(id)) charts.set(id, new LineChart(title, format));
     charts.get(id).update(series, settings);
