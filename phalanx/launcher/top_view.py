@@ -59,7 +59,7 @@ def _head(view: JobView, now: float) -> Text:
         "" if view.epoch is None else f"epoch {view.epoch}",
         f"step {view.steps:,}",
         f"{view.steps_per_s:.4g} steps/s",
-        f"{view.samples_per_s:,.0f} samples/s",
+        f"{view.samples_per_s:,.0f} samples/s" if view.samples_per_s else "",
         f"{_bytes(view.bytes_per_s)}/s sent",
         f"generation {view.generation}" if view.generation else "",
     ]
