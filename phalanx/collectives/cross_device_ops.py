@@ -29,13 +29,18 @@ class CrossDeviceOps(Protocol):
         ...
 
 
+_NAMES = ("HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice")
+
+
 def cross_device_ops_of(value: object) -> CrossDeviceOps | None:
     """The value of `cross_device_ops=` as an object of this module. Those of `tf.distribute` are recognised by their
-    names.
+    names. A class stands for the object that it makes without arguments: programs often leave out the parentheses.
 
     Raises: ConfigurationError for anything else.
     """
-    if value is None or callable(getattr(value, "all_reduce", None)):
+    if isinstance(value, type) and value.__name__ in _NAMES:
+        value = value()
+    if value is None or (not isinstance(value, type) and callable(getattr(value, "all_reduce", None))):
         return value  # type: ignore[return-value]
     name = type(value).__name__
     if name == "NcclAllReduce":

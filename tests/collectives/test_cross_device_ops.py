@@ -18,6 +18,7 @@ from phalanx.collectives import (
     ReduceOp,
     ReductionToOneDevice,
 )
+from phalanx.collectives.cross_device_ops import cross_device_ops_of
 from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.collectives.options import DEFAULT_TIMEOUT_S
 from phalanx.errors import CollectiveMismatchError, ConfigurationError
@@ -97,6 +98,15 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
         HierarchicalCopyAllReduce(num_packs=-1)
     with pytest.raises(ConfigurationError, match="needs GPUs"):
         NcclAllReduce()
+
+
+def test_a_class_stands_for_its_object() -> None:
+    assert isinstance(cross_device_ops_of(HierarchicalCopyAllReduce), HierarchicalCopyAllReduce)
+    assert isinstance(cross_device_ops_of(ReductionToOneDevice), ReductionToOneDevice)
+    with pytest.raises(ConfigurationError, match="needs GPUs"):
+        cross_device_ops_of(NcclAllReduce)
+    with pytest.raises(ConfigurationError, match="it must be"):
+        cross_device_ops_of(dict)
 
 
 @kinds

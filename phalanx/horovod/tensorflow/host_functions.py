@@ -11,10 +11,21 @@ import numpy as np
 import tensorflow as tf
 
 from phalanx.engines.replica.tensorflow.host_calls import call_in_graph
+from phalanx.errors import CollectiveMismatchError
+from phalanx.horovod.exceptions import HorovodInternalError
 from phalanx.horovod.operations import refuse_second_gradient
 
 Array = np.ndarray[Any, Any]
 HostFunction = Callable[[list[Array]], Sequence[Any]]
+
+
+class MismatchError(HorovodInternalError, tf.errors.FailedPreconditionError):  # type: ignore[misc]
+    """The ranks' arguments of a collective differ: also the error that Horovod's callers in TensorFlow catch."""
+
+    def __init__(self, error: HorovodInternalError):
+        tf.errors.FailedPreconditionError.__init__(self, None, None, str(error))
+        self.exit_code = error.exit_code
+
 
 _counters: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
 
@@ -31,10 +42,13 @@ def call_host(function: HostFunction, tensors: Sequence[Any], like: Sequence[tup
     """
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     if tf.executing_eagerly():
-        return [
-            tf.convert_to_tensor(array, dtype)
-            for array, (dtype, _) in zip(function([t.numpy() for t in tensors]), like, strict=True)
-        ]
+        try:
+            results = function([tensor.numpy() for tensor in tensors])
+        except HorovodInternalError as error:
+            if isinstance(error.__cause__, CollectiveMismatchError):
+                raise MismatchError(error) from error.__cause__
+            raise
+        return [tf.convert_to_tensor(array, dtype) for array, (dtype, _) in zip(results, like, strict=True)]
     if not like:
         call_in_graph(lambda *arrays: function(list(arrays)) and None, tensors, [])
         return []

@@ -7,6 +7,7 @@ the slices of all ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from phalanx.engines.replica.tensorflow.host_calls import linear
-from phalanx.errors import ConfigurationError
+from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.horovod import basics, operations
 from phalanx.horovod.compression import compressed
 from phalanx.horovod.framework_bindings import make_function
@@ -172,10 +173,12 @@ def broadcast_(
 
 
 def _sparse_allreduce(slices: Any, arguments: Arguments) -> Any:
-    if arguments.op not in (Average, Sum):
-        raise ConfigurationError(
-            f"tf.IndexedSlices can be merged by Average or Sum, not by {arguments.op}. Pass sparse_as_dense=True, or "
-            f"make them dense with tf.convert_to_tensor."
+    factors = arguments.prescale_factor, arguments.postscale_factor
+    if arguments.op not in (Average, Sum) or math.prod(factors) != 1:
+        raise UnsupportedError(
+            f"tf.IndexedSlices can be merged by Average or Sum, and not scaled; they were to be merged by "
+            f"{arguments.op}, with the factors {factors}. Pass sparse_as_dense=True, or make them dense with "
+            f"tf.convert_to_tensor."
         )
     gather = Arguments(arguments.name, arguments.process_set)
     values, indices = run_collective(OperationKind.ALLGATHER, [slices.values, slices.indices], gather)

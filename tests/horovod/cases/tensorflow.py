@@ -150,7 +150,7 @@ def check_differences_raise_on_every_rank() -> None:
     last = hvd.rank() == hvd.size() - 1
     with pytest.raises(hvd.HorovodInternalError, match="Mismatched shapes"):
         hvd.allreduce(tf.ones([3 if last else 2]), name="differs")
-    with pytest.raises(hvd.HorovodInternalError, match="Mismatched data types"):
+    with pytest.raises(tf.errors.FailedPreconditionError, match="Mismatched data types"):
         hvd.allreduce(tf.ones([2], tf.float64 if last else tf.float32), name="differs")
     with pytest.raises(tf.errors.OpError, match="Mismatched shapes"):
         tf.function(lambda x: hvd.allreduce(x, name="differs"))(tf.ones([3 if last else 2]))
@@ -176,8 +176,15 @@ def check_slices_are_gathered_or_made_dense() -> None:
         expected[: hvd.size()] += 1 / hvd.size()
         expected[3] += 1
         np.testing.assert_allclose(tf.convert_to_tensor(gradient).numpy(), expected)
-    with pytest.raises(ValueError, match="sparse_as_dense"):
-        hvd.allreduce(tf.IndexedSlices(tf.ones([1, 2]), [0]), op=hvd.Min)
+    slices = tf.IndexedSlices(tf.ones([1, 2]), [0])
+    for arguments in ({"op": hvd.Min}, {"op": hvd.Sum, "prescale_factor": 0.5}, {"postscale_factor": 2.0}):
+        with pytest.raises(NotImplementedError, match="sparse_as_dense"):
+            hvd.allreduce(slices, **arguments)
+
+
+def check_a_graph_of_tensorflow_1_is_refused() -> None:
+    with tf.Graph().as_default(), pytest.raises(NotImplementedError, match="that a session runs"):
+        hvd.allreduce(tf.ones(2))
 
 
 def check_the_tape_trains_as_one_process() -> None:

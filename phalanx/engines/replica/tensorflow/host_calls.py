@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from phalanx.errors import UnsupportedError
+
 Array = np.ndarray[Any, Any]
 
 
@@ -21,7 +23,15 @@ def call_in_graph(
     TensorFlow keeps the order of operations that use the same variable, however deep in functions and branches they
     are. A bare host call uses no variable, so its order is kept in its own graph only. So every call here uses one
     variable: ranks that merge in different orders would merge different things.
+
+    Raises: UnsupportedError in a graph of TensorFlow 1, which knows no such order: calls that wait for other ranks
+        would fill the few threads of its session, in another order on each rank, until nothing can go on.
     """
+    if not hasattr(tf.compat.v1.get_default_graph(), "outer_graph"):
+        raise UnsupportedError(
+            "Values cannot be merged in a tf.Graph that a session runs (TensorFlow 1). Merge them in eager code or "
+            "inside a tf.function."
+        )
     turn = _turn()
     with tf.control_dependencies([turn.assign_add(1)]):
         results = tf.numpy_function(function, tensors, dtypes)

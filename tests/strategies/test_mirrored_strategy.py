@@ -1,0 +1,84 @@
+"""`MirroredStrategy` as a program uses it that was started by `python`. Its processes: `test_local_replicas`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import phalanx
+from phalanx.errors import ConfigurationError
+from tests.support import fork_server
+from tests.support.backends import BACKENDS
+from tests.support.commands import finish
+from tests.training.jobs import environment
+
+BOUND_S = 240.0
+PROGRAM = Path(__file__).parent / "mirrored_program.py"
+ONE_OF_EACH_FORM = [
+    ("2", "None", "replicas 2"),
+    ('["cpu:0", "cpu:1"]', "phalanx.HierarchicalCopyAllReduce", "replicas 2"),
+    ('["/cpu:0", "/cpu:1", "/cpu:2"]', "phalanx.ReductionToOneDevice(reduce_to_device='cpu:1')", "replicas 3"),
+    ("null", "phalanx.HierarchicalCopyAllReduce(num_packs=2)", "replicas 1"),
+]
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def run(folder: Path, backend: str, kind: str, **variables: str) -> tuple[str, dict[str, Any]]:
+    """What the program printed and found."""
+    out = folder / f"{kind}.json"
+    code, output = finish(
+        [sys.executable, str(PROGRAM), kind, str(out)],
+        environment(backend, folder.parent / "compiled") | variables,
+        bound_s=BOUND_S,
+        start=lambda *arguments, **options: fork_server.popen(*arguments, starts_others=True, **options),
+    )
+    assert code == 0, output
+    return output, json.loads(out.read_text())
+
+
+def check(folder: Path, backend: str, devices: str, ops: str, words: str) -> None:
+    _, plain = run(folder, backend, "plain")
+    output, found = run(folder, backend, "mirrored", DEVICES=devices, OPS=ops)
+    assert output.splitlines()[-1] == words  # and the other replicas print nothing
+    assert [*found["history"]] == [*plain["history"]]
+    for name in plain:
+        if name == "history":
+            continue
+        for mine, expected in zip(found[name], plain[name], strict=True):
+            np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5, err_msg=name)
+    for name, values in plain["history"].items():
+        np.testing.assert_allclose(found["history"][name], values, rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_program_started_by_python_trains_as_one_process(backend: str, tmp_path: Path) -> None:
+    check(tmp_path, backend, *ONE_OF_EACH_FORM[0])
+
+
+@pytest.mark.parametrize(("devices", "ops", "words"), ONE_OF_EACH_FORM[1:])
+@pytest.mark.parametrize(
+    "backend", [name if name == "torch" else pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS]
+)
+def test_each_form_of_the_arguments(backend: str, devices: str, ops: str, words: str, tmp_path: Path) -> None:
+    check(tmp_path, backend, devices, ops, words)
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ([], "must be a number"),
+        ("cpu:0", "must be a number"),
+        (0, "at least one"),
+        (True, "at least one"),
+        (["x"], "'x'"),
+    ],
+)
+def test_devices_that_make_no_sense_are_an_error_before_anything_is_started(devices: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        phalanx.MirroredStrategy(devices)
