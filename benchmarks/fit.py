@@ -36,6 +36,8 @@ def _strategy(args: argparse.Namespace) -> Any:
     import phalanx
 
     options: dict[str, Any] = {"synchronous": True} if args.synchronous else {}
+    if args.deterministic:
+        options["communication_options"] = phalanx.CommunicationOptions(deterministic=True)
     if args.shards is not None:
         options["variable_partitioner"] = phalanx.FixedShardsPartitioner(args.shards)
     return getattr(phalanx, args.strategy)(**options)
@@ -46,6 +48,7 @@ def main() -> None:
         names = ("MultiWorkerMirroredStrategy", "OneDeviceStrategy", "ParameterServerStrategy")
         parser.add_argument("--strategy", choices=names)
         parser.add_argument("--synchronous", action="store_true", help="parameter servers: merge gradients")
+        parser.add_argument("--deterministic", action="store_true", help="the same bits for any number of workers")
         parser.add_argument("--shards", type=int, help="parameter servers: pieces of each variable")
         parser.add_argument("--apart", action="store_true", help="a model of its own in each task of the job")
         parser.add_argument("--local-batch", action="store_true", help="the work's batch is that of one replica")

@@ -94,6 +94,17 @@ def _phalanx(backend: str) -> Tool:
     )
 
 
+def _deterministic(backend: str) -> Tool:
+    """What the same bits for any number of workers cost."""
+    return replace(
+        _phalanx(backend),
+        name=f"deterministic-{backend}",
+        title=f"Phalanx deterministic, Keras fit on {TITLES[backend]}",
+        arguments=("--strategy", "MultiWorkerMirroredStrategy", "--deterministic"),
+        works=("mlp64", "mlp512"),
+    )
+
+
 def _horovod(backend: str) -> Tool:
     return Tool(
         f"hvd-keras-{backend}",
@@ -177,6 +188,7 @@ TOOLS = {
     tool.name: tool
     for tool in (
         *(_phalanx(backend) for backend in TITLES),
+        *(_deterministic(backend) for backend in TITLES),
         *(_horovod(backend) for backend in TITLES),
         Tool("hvd-torch", "Phalanx's Horovod, plain PyTorch", Kind.PHALANX, Share.OWN, "benchmarks.horovod_torch"),
         Tool("ddp", "PyTorch DDP, gloo", Kind.PEER, Share.OWN, "benchmarks.peers.ddp"),

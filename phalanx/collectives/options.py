@@ -14,6 +14,10 @@ DEFAULT_TIMEOUT_S = 600.0
 a checkpoint or evaluating. A *dead* rank is noticed at once, whatever the timeout."""
 
 
+MICRO_BATCHES = 24
+"""A multiple of 1, 2, 3, 4, 6 and 8: so many workers have equally many micro-batches each."""
+
+
 class CommunicationImplementation(enum.Enum):
     """Which implementation merges values (`tf.distribute.experimental.CommunicationImplementation`).
 
@@ -40,6 +44,11 @@ class CommunicationOptions:
         timeout_seconds: how long one collective waits for a rank that is connected but does not come;
             then it raises `CollectiveTimeoutError`. None: PHALANX_TIMEOUT, 600 if that is not set.
         implementation: see `CommunicationImplementation`; the name as a string works as well.
+        deterministic: whether training gives the same bits with any number of workers, on CPUs: weights, optimizer,
+            history, metrics and predictions. Each global batch is cut into the same micro-batches, whichever worker
+            computes them; what these contribute is summed in one fixed order. It costs speed (docs/numbers.md).
+        micro_batches: into how many a global batch is cut then. Fewer are faster; workers beyond that number have
+            nothing to compute.
 
     Example: `CommunicationOptions(bytes_per_pack=1 << 20, timeout_seconds=120.0)`.
     """
@@ -47,6 +56,8 @@ class CommunicationOptions:
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
+    deterministic: bool = False
+    micro_batches: int = MICRO_BATCHES
 
     def __post_init__(self) -> None:
         for name, number in (("bytes_per_pack", self.bytes_per_pack), ("timeout_seconds", self.timeout_seconds)):
@@ -59,6 +70,12 @@ class CommunicationOptions:
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             raise ConfigurationError(
                 f"timeout_seconds is {self.timeout_seconds}; it must be greater than 0, or None for PHALANX_TIMEOUT."
+            )
+        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
+            raise ConfigurationError(f"micro_batches is {self.micro_batches!r}; it must be a number, at least 1.")
+        if self.micro_batches != MICRO_BATCHES and not self.deterministic:
+            raise ConfigurationError(
+                f"micro_batches={self.micro_batches} has no effect without deterministic=True: set both, or neither."
             )
         named = CommunicationImplementation.__members__.get(str(self.implementation).upper())
         if named is not None:

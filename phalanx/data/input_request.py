@@ -22,6 +22,7 @@ class InputRequest:
     class_weight: dict[int, float] | None = None
     rank: int = 0
     world_size: int = 1
+    is_read_by_all: bool = False
     seed: int = 0
     shuffling: Shuffling | None = None
     policy: AutoShardPolicy | None = None

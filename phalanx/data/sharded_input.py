@@ -37,6 +37,7 @@ def shard_input(
     class_weight: dict[int, float] | None = None,
     rank: int,
     world_size: int,
+    is_read_by_all: bool = False,
     seed: int,
     shuffling: Shuffling | None = None,
     policy: AutoShardPolicy | None = None,
@@ -50,6 +51,7 @@ def shard_input(
         shuffle: for arrays and PyDatasets, as in Keras. Ignored for datasets that shuffle themselves.
         rank: this rank.
         world_size: the number of ranks.
+        is_read_by_all: whether other processes read as this rank, too, and must get the same.
         seed: equal on all ranks.
         shuffling: for arrays, PyDatasets and map-style DataLoaders: how the ranks agree on the orders of the passes.
             None: these depend on `seed` and the epoch alone, and so are the same on all ranks.
@@ -75,17 +77,14 @@ def shard_input(
             class_weight=class_weight,
             rank=rank,
             world_size=world_size,
+            is_read_by_all=is_read_by_all,
             seed=seed,
             shuffling=shuffling,
             policy=None if policy is None else AutoShardPolicy.of(policy),
             repeated=data_adapters.NUM_BATCHES_FOR_SHAPES,
         )
     )
-    if source.traits.is_endless and steps_per_epoch is None:
-        raise ConfigurationError(
-            f"The {source.traits.kind} never ends. When passing an infinitely repeating dataset, you must specify "
-            "the `steps_per_epoch` argument (`steps` in evaluate and predict)."
-        )
+    _check_length(source, steps_per_epoch)
     return ShardedInput(
         source,
         rank=rank,
@@ -94,6 +93,14 @@ def shard_input(
         steps_per_execution=steps_per_execution,
         as_keras=shuffling is not None,
     )
+
+
+def _check_length(source: Source, steps_per_epoch: int | None) -> None:
+    if source.traits.is_endless and steps_per_epoch is None:
+        raise ConfigurationError(
+            f"The {source.traits.kind} never ends. When passing an infinitely repeating dataset, you must specify "
+            "the `steps_per_epoch` argument (`steps` in evaluate and predict)."
+        )
 
 
 class ShardedInput:

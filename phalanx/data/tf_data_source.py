@@ -144,7 +144,8 @@ def _divide(
         reason = "the dataset's options or the caller say DATA"
     else:
         reason = "so its batches are those of one process"
-    return _same_everywhere(dataset, world_size, request.seed), AutoShardPolicy.DATA, reason
+    is_shared = world_size > 1 or request.is_read_by_all
+    return _same_everywhere(dataset, request.seed, is_shared), AutoShardPolicy.DATA, reason
 
 
 def _by_files(dataset: Any, files: list[str] | None, rank: int, world_size: int) -> Any:
@@ -190,9 +191,9 @@ def _auto_sharded(dataset: Any, policy: AutoShardPolicy, rank: int, world_size: 
     return distribute._AutoShardDataset(rebatched, world_size, rank, world_size).prefetch(_READ_AHEAD)
 
 
-def _same_everywhere(dataset: Any, world_size: int, seed: int) -> Any:
+def _same_everywhere(dataset: Any, seed: int, is_shared: bool) -> Any:
     """The dataset with its elements in the same order on every rank, as far as possible."""
-    if world_size > 1:
+    if is_shared:
         if _has_unseeded_shuffle(dataset) and _bytes_in_memory(dataset) <= RESEED_LIMIT_BYTES:
             dataset = _reseeded(dataset, seed)
         options = tf.data.Options()

@@ -22,7 +22,7 @@ def set_on_demand_allocation(backend: str, environ: MutableMapping[str, str], *,
 
     Raises: ConfigurationError if the backend has initialised its devices already.
     """
-    if _has_begun(backend):
+    if has_begun(backend):
         settings = " and ".join(f"{name}={value}" for name, value in ON_DEMAND_ALLOCATION.items())
         raise ConfigurationError(
             f"set_memory_growth() came too late: {backend} has reserved its memory already. Call it at the start of "
@@ -34,7 +34,8 @@ def set_on_demand_allocation(backend: str, environ: MutableMapping[str, str], *,
     )
 
 
-def _has_begun(backend: str) -> bool:
+def has_begun(backend: str) -> bool:
+    """Whether a backend has initialised its devices."""
     if backend == "jax":
         bridge = sys.modules.get("jax._src.xla_bridge")
         return bridge is not None and bool(getattr(bridge, "_backends", None))

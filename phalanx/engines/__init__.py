@@ -14,7 +14,7 @@ import keras
 
 from phalanx.arrays import allocation
 from phalanx.config.environment import process_environment
-from phalanx.devices import memory_growth
+from phalanx.devices import memory_growth, single_thread
 from phalanx.engines.accelerations.vectorized_updater import make_vector_updater
 from phalanx.engines.engine import Engine, MergeProtocol
 from phalanx.engines.tensors import Tensors
@@ -22,13 +22,20 @@ from phalanx.engines.updater import Updater, UpdaterPiece
 from phalanx.errors import UnsupportedError
 
 
-def prepare() -> None:
+def prepare(*, deterministic: bool = False) -> None:
     """Prepare a process that takes part in a job; call once, before anything is computed.
 
-    Raises: UnsupportedError if Keras runs on a backend that Phalanx does not know.
+    Args:
+        deterministic: whether the bits of a result must not depend on the number of cores.
+
+    Raises:
+        UnsupportedError: Keras runs on a backend that Phalanx does not know.
+        ConfigurationError: `deterministic`, and the backend has computed something or uses GPUs.
     """
     name, _ = _backend()
     allocation.keep_freed_memory()
+    if deterministic:
+        single_thread.compute_in_one_thread(name, process_environment())
     if name == "jax":
         from phalanx.engines.replica.jax import compilation_cache, inline_dispatch
 

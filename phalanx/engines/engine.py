@@ -37,6 +37,10 @@ class GradientRows(NamedTuple):
     of_any_batch: bool = False
 
 
+class MicroBatchKept(Exception):
+    """A merge has what it needs of this micro-batch: the engine leaves everything as before, and gets the next one."""
+
+
 Gather = Callable[[Sequence[GradientRows], float], list[GradientRows]]
 """See `MergeProtocol.gather`."""
 
@@ -91,10 +95,17 @@ class MergeProtocol(Protocol):
         0 has none."""
         ...
 
+    @property
+    def in_micro_batches(self) -> bool:
+        """Whether a step may have several calls, one for each micro-batch; the same for all steps of a model."""
+        ...
+
     def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:
         """The flat buffers of `layout`, merged over all ranks.
 
         They belong to the merge and are overwritten by the call after the next one with the same layout.
+
+        Raises: MicroBatchKept where another micro-batch of the same step follows.
         """
         ...
 
@@ -104,7 +115,7 @@ class Engine(Protocol):
 
     `share` is this rank's fraction of the global batch. After each training step weights, optimizer state, floating
     non-trainable state and metrics are the same on every rank. If a step raises (a peer is lost), they are as before
-    it, apart from random seeds.
+    it, apart from random seeds. So it is with `MicroBatchKept`.
     """
 
     @property

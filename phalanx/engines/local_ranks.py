@@ -39,7 +39,7 @@ class LocalRanks:
         merged: what was merged so far, in turn, of the step that runs: the arrays of each layout.
     """
 
-    updates = once_per_step = repeats = separate = synchronizes_batch_norm = False
+    updates = once_per_step = repeats = separate = in_micro_batches = synchronizes_batch_norm = False
     gather = None
 
     def __init__(self) -> None:

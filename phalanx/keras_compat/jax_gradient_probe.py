@@ -28,8 +28,8 @@ class UpdateNeeded(UnsupportedError):
 _ONE_UPDATE = (
     "`train_step` does more with weights and optimizer variables than to return those of one "
     "`optimizer.stateless_apply` (several updates, a moving average of the weights, a log of them). With parameter "
-    "servers and with Horovod's DistributedOptimizer, the one update is made after the step. Use "
-    "MultiWorkerMirroredStrategy."
+    "servers, with Horovod's DistributedOptimizer, and with CommunicationOptions(deterministic=True), the one update "
+    "is made after the step. Use MultiWorkerMirroredStrategy without that option."
 )
 
 

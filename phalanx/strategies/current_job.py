@@ -47,7 +47,7 @@ class CurrentJob:
         self._node = node
         self.resolver = resolver
         self.options = options
-        self.replica = Replica(communicator)
+        self.replica = Replica(communicator, micro_batches=options.micro_batches if options.deterministic else None)
         self._before_leaving: list[Callable[[], None]] = []
 
     @property
@@ -122,7 +122,7 @@ def leave_job() -> None:
 
 def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJob:
     process_exit.install()
-    prepare()
+    prepare(deterministic=options.deterministic)
     config = JobConfig.from_environment()
     timeout_s = options.timeout_seconds or config.collectives.stall_shutdown_s or config.timeout_s
     with_timeout = replace(options, timeout_seconds=timeout_s)
@@ -130,7 +130,10 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJo
         keras=keras.__version__,
         backend=keras.backend.backend(),
         seed=config.seed,
-        others={"floatx": keras.config.floatx()},
+        others={
+            "floatx": keras.config.floatx(),
+            "micro-batches": str(options.micro_batches) if options.deterministic else "",
+        },
     )
     node = join_node(resolver, facts, config)
     try:

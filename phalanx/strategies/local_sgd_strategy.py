@@ -46,6 +46,7 @@ class LocalSGDStrategy(MultiWorkerMirroredStrategy):
         overlap: bool = False,
     ):
         _check_steps(sync_every, type(self).__name__)
+        _check_options(communication_options, type(self).__name__)
         super().__init__(cluster_resolver, communication_options, compression=compression)
         self._policy = TrainingPolicy(
             self._policy.compression, SyncPeriod(sync_every, AverageOuterOptimizer(), overlap)
@@ -75,6 +76,7 @@ class DiLoCoStrategy(MultiWorkerMirroredStrategy):
         overlap: bool = False,
     ):
         _check_steps(sync_every, type(self).__name__)
+        _check_options(communication_options, type(self).__name__)
         outer = _outer(outer_optimizer)
         super().__init__(cluster_resolver, communication_options, compression=compression)
         self._policy = TrainingPolicy(self._policy.compression, SyncPeriod(sync_every, outer, overlap))
@@ -83,6 +85,14 @@ class DiLoCoStrategy(MultiWorkerMirroredStrategy):
 def _check_steps(sync_every: Any, strategy: str) -> None:
     if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
         raise ConfigurationError(f"{strategy} got sync_every={sync_every!r}; it must be a number of steps, at least 1.")
+
+
+def _check_options(options: CommunicationOptions | None, strategy: str) -> None:
+    if CommunicationOptions.of(options).deterministic:
+        raise ConfigurationError(
+            f"CommunicationOptions(deterministic=True) needs replicas that take every step together, and those of "
+            f"{strategy} take steps of their own. Use MultiWorkerMirroredStrategy."
+        )
 
 
 def _outer(optimizer: Any) -> OuterOptimizer:

@@ -50,5 +50,10 @@ class MultiWorkerMirroredStrategy(Strategy):
             communication_options = CommunicationOptions(implementation=communication)
         resolver = as_resolver(cluster_resolver)
         policy = TrainingPolicy(resolve_compression(compression), synchronized_batch_norm=synchronized_batch_norm)
+        if compression is not None and CommunicationOptions.of(communication_options).deterministic:
+            raise ConfigurationError(
+                "CommunicationOptions(deterministic=True) sums micro-batches with all their bits; compression="
+                f"{compression!r} would round what each worker sends. Leave out one of the two."
+            )
         self._job = join_job(resolver, communication_options)
         super().__init__(self._job.replica, resolver, policy)

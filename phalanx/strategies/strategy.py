@@ -148,6 +148,11 @@ class Strategy:
                 f"strategy.run(fn, args=...) takes a tuple or a list of arguments; got a {type(args).__name__}. For a "
                 f"single argument write args=(batch,), with the comma."
             )
+        if self._replica.micro_batches:
+            raise UnsupportedError(
+                "CommunicationOptions(deterministic=True): strategy.run computes each replica's part of a batch at "
+                "once, and the bits of that depend on the number of replicas. Train with fit or train_on_batch."
+            )
         install_hook()
         with replica_context.running(self):
             try:

@@ -24,7 +24,7 @@ from phalanx.runtime import progress
 from phalanx.training import callback_list, saver_claims, state_sync
 from phalanx.training.fit_position import FitPosition, FitRecorder
 from phalanx.training.fit_state import ReplicaFitState
-from phalanx.training.joint_batches import JointBatch
+from phalanx.training.joint_batches import JointBatch, read_part
 from phalanx.training.replica_model import ReplicaModel
 from phalanx.transport.serialization import decode, encode
 
@@ -139,13 +139,13 @@ class ElasticRecovery:
 
     def _regroup_inputs(self) -> None:
         """Cut what is read from here on for the present members."""
-        rank, world_size = self._replica.rank, self._replica.world_size
+        part = read_part(self._replica)
         if self._state.batches is not None:
             self._state.batches.regroup()
         else:
-            self._state.source.regroup(rank, world_size)
+            self._state.source.regroup(*part)
         if self._state.validation is not None:
-            self._state.validation.regroup(rank, world_size)
+            self._state.validation.regroup(*part)
 
     def _become_chief(self) -> None:
         """Begin what only a chief does: progress, files."""
@@ -220,7 +220,7 @@ class ElasticRecovery:
     def _warm_up(self) -> None:
         """Compile what a step needs, before others wait for it. The state that comes of it is overwritten."""
         elastic, replica, engine = self._elastic, self._replica, self._model.engine
-        if not elastic.is_late:
+        if not elastic.is_late or replica.micro_batches:
             return
         batch = self._state.source.peek()
         world_size = replica.former_members + 1
@@ -236,7 +236,7 @@ class ElasticRecovery:
         """Compile steps for the parts that this rank would have if a member were lost, so that the others do not wait
         then. In a thread, and once for each size."""
         world_size = self._replica.world_size - 1
-        if world_size == 0 or batch.global_size in self._compiled.get(world_size, ()):
+        if world_size == 0 or batch.micro_batches or batch.global_size in self._compiled.get(world_size, ()):
             return
         self._compiled.setdefault(world_size, set()).add(batch.global_size)
         ranges = [local_range(batch.global_size, rank, world_size) for rank in range(world_size)]

@@ -52,20 +52,24 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
     source.position.reset()  # every evaluation begins with the first batch, also with `validation_steps`
     engine.begin()
     start = engine.metric_rules.values()
-    every_batch = engine.metric_rules.merge_every_batch
+    deterministic = replica_model.deterministic
+    every_batch = engine.metric_rules.merge_every_batch or deterministic is not None
     try:
         for first, last, batches in batch_groups(JointBatches(source, 0, replica), model.steps_per_execution):
             callbacks.on_test_batch_begin(first)
             for batch in batches:
                 timeline.current.enter("forward")
                 engine.expect(source.structure)
-                engine.test(batch.data, batch.share)
+                if deterministic is not None:
+                    logs = deterministic.test(batch, start)
+                else:
+                    engine.test(batch.data, batch.share)
+                    if every_batch:
+                        logs = engine.merged_metrics(batch.share, start, final=True)
                 timeline.current.leave()
                 own_samples += batch.size
                 all_samples += batch.global_size
-                if every_batch:
-                    logs = engine.merged_metrics(batch.share, start, final=True)
-                    start = engine.metric_rules.values()
+                start = engine.metric_rules.values() if every_batch else start
                 if bar is not None:
                     bar.count(batch.global_size)
             if watched and not every_batch:

@@ -127,7 +127,7 @@ class FitResumption:
             return None
         snapshot = FitSnapshot(**content)
         state_sync.synchronise(self._model, self._replica, metrics=True)
-        set_random_state(snapshot.random_states, self._replica.rank)
+        set_random_state(snapshot.random_states, 0 if self._replica.micro_batches else self._replica.rank)
         return snapshot
 
     def check(self, snapshot: FitSnapshot, samples: int | None, batches: int | None) -> None:

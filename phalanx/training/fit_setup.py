@@ -20,7 +20,7 @@ from phalanx.training.fit_position import FitRecorder
 from phalanx.training.fit_resumption import FitResumption
 from phalanx.training.fit_state import ReplicaFitState
 from phalanx.training.model_checks import check_clipping
-from phalanx.training.replica import seed_from_program
+from phalanx.training.replica import divides_batches, seed_from_program
 from phalanx.training.replica_model import ReplicaModel
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
     except BaseException:  # a lost peer, Ctrl-C: the callbacks are the program's own again
         release_fit_callbacks(state.callbacks)
         raise
-    if overrides(model, "train_step") and state.stepper.merges_every_step and not replica.is_alone:
+    if overrides(model, "train_step") and state.stepper.merges_every_step and divides_batches(replica):
         check_clipping(model)
     return fit
 

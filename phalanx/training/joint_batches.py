@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.arrays.tree import leaves
 from phalanx.data import AutoShardPolicy, ShardedInput, local_range
+from phalanx.data.batch_split import checksum
+from phalanx.data.micro_batches import MicroBatch, cut_micro_batches, sizes_of_ranks
 from phalanx.errors import DisagreementError, UnsupportedError
 from phalanx.monitoring import timeline
 from phalanx.training.replica import Replica, alone
@@ -26,12 +29,15 @@ class JointBatch:
         sizes: the number of samples of every rank's part, in rank order.
         rank: this rank.
         step: index of the global batch in its epoch.
+        micro_batches: those that this rank computes, where global batches are cut into these; `data` is the whole
+            batch then.
     """
 
     data: tuple[Any, Any, Any]
     sizes: tuple[int, ...]
     rank: int
     step: int
+    micro_batches: tuple[MicroBatch, ...] = ()
 
     @property
     def size(self) -> int:
@@ -80,7 +86,10 @@ class JointBatches:
             peeked, self._peeked = self._peeked, None
             return peeked
         timeline.current.enter("data")
-        self._current = self._next_uniform() if self._source.is_uniform else self._next_of_streams()
+        if self._replica.micro_batches:
+            self._current = self._next_whole(self._replica.micro_batches)
+        else:
+            self._current = self._next_uniform() if self._source.is_uniform else self._next_of_streams()
         timeline.current.leave()
         return self._current
 
@@ -113,7 +122,7 @@ class JointBatches:
         """The membership has changed: the batch that was read but not used comes again, cut for the present members."""
         again = self._read > self.done
         self._batches.close()
-        self._source.regroup(self._replica.rank, self._replica.world_size, repeat=again)
+        self._source.regroup(*read_part(self._replica), repeat=again)
         self._batches = self._source.epoch(self._epoch, self.done)
         self._read = self.done
         self._current = self._peeked = None
@@ -140,6 +149,25 @@ class JointBatches:
             sizes = self._cuts[batch.global_size] = tuple(stop - start for start, stop in ranges)
         return JointBatch(batch.data, sizes, self._replica.rank, step)
 
+    def _next_whole(self, count: int) -> JointBatch | None:
+        """Each rank reads the global batch, and computes some of its micro-batches."""
+        source, replica = self._source, self._replica
+        batch = next(self._batches, None)
+        step = self._read
+        if not source.is_uniform or step < COMPARED_BATCHES:
+            checksums = map(checksum, leaves(batch.data)) if batch and step < COMPARED_BATCHES else ()
+            note = repr([batch.size if batch else 0, *checksums]).encode()
+            if len(set(replica.communicator.all_gather_bytes(note))) > 1:
+                raise DisagreementError(f"Batch {step} of epoch {self._epoch}: {source.description.disagreement}")
+        if batch is None:
+            return None
+        self._read += 1
+        rank, world_size, size = replica.rank, replica.world_size, batch.size
+        sizes = self._cuts.get(size)
+        if sizes is None:
+            sizes = self._cuts[size] = sizes_of_ranks(size, count, world_size)
+        return JointBatch(batch.data, sizes, rank, step, cut_micro_batches(batch.data, size, count, rank, world_size))
+
     def _next_of_streams(self) -> JointBatch | None:
         source = self._source
         batch = next(self._batches, None)
@@ -161,6 +189,12 @@ class JointBatches:
             )
         data = (batch or source.stand_in()).data
         return JointBatch(data, tuple(int(size) for size in notes[:, 1]), self._replica.rank, step)
+
+
+def read_part(replica: Replica) -> tuple[int, int]:
+    """The part of each global batch that this process reads, and of how many: all of it where it is cut into
+    micro-batches."""
+    return (0, 1) if replica.micro_batches else (replica.rank, replica.world_size)
 
 
 def batch_groups(batches: JointBatches, size: int) -> Iterator[tuple[int, int, Iterator[JointBatch]]]:

@@ -24,7 +24,7 @@ from phalanx.training.fit_resumption import has_checkpoint
 from phalanx.training.nested_calls import in_method
 from phalanx.training.parameter_server_trainer import ParameterServerTrainer
 from phalanx.training.parameter_server_worker import ParameterServerWorker
-from phalanx.training.replica import Replica, alone
+from phalanx.training.replica import Replica, alone, divides_batches
 from phalanx.training.replica_trainer import ReplicaTrainer
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
 
@@ -157,7 +157,7 @@ def _refuse_own_functions(model: Any, member: Member, method: str, *, validates:
 
 def _trains_alone(model: Any, replica: Replica) -> bool:
     """Whether Keras itself trains the model: no other replica, and nothing to do that Keras does not do."""
-    return replica.is_alone and vars(model)[_POLICY].period is None
+    return not divides_batches(replica) and vars(model)[_POLICY].period is None
 
 
 def _trainer_of(model: Any, member: Member) -> ReplicaTrainer | ParameterServerTrainer | CentralStorageTrainer:

@@ -9,6 +9,7 @@ import numpy as np
 from keras import tree
 
 from phalanx.data import ShardedInput
+from phalanx.data.dataset_elements import ElementStructure
 from phalanx.errors import UnsupportedError
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
@@ -51,7 +52,7 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
                 callbacks.on_predict_batch_begin(first)
             for batch in group:
                 timeline.current.enter("forward")
-                outputs.add(engine.predict(batch.data, source.structure), batch)
+                outputs.add(local_outputs(replica_model, batch, source.structure), batch)
                 timeline.current.leave()
                 if bar is not None:
                     bar.count(batch.global_size)
@@ -70,6 +71,15 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
     if len(gathered) == 1:
         return gathered[0]
     return tree.map_structure_up_to(gathered[0], lambda *parts: np.concatenate(parts), *gathered)
+
+
+def local_outputs(
+    replica_model: ReplicaModel, batch: JointBatch, form: ElementStructure = ElementStructure.PARTS
+) -> Any:
+    """The outputs for this rank's part of a batch; see `Engine.predict`."""
+    if replica_model.deterministic is None:
+        return replica_model.engine.predict(batch.data, form)
+    return replica_model.deterministic.predict(batch, form)
 
 
 class LocalOutputs:

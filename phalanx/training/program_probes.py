@@ -15,7 +15,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import loss_probe
 from phalanx.training import step_probe
 from phalanx.training.metric_probe import checked, find_rules, rules_of
-from phalanx.training.replica import Replica
+from phalanx.training.replica import Replica, divides_batches
 
 
 class ProgramProbes:
@@ -67,7 +67,8 @@ class ProgramProbes:
     def _find_out_losses(self, data: Any, form: ElementStructure) -> None:
         """The ranks meet whether or not the chief knows already: one of them may have joined since."""
         model, replica = self._model, self._replica
-        if replica.is_alone or form is ElementStructure.WHOLE or not loss_probe.has_open_questions(model):
+        is_open = divides_batches(replica) and loss_probe.has_open_questions(model)
+        if form is ElementStructure.WHOLE or not is_open:
             return
         findings: Any = None
         if replica.is_chief:
@@ -86,7 +87,7 @@ class ProgramProbes:
 
     def _tries_step(self) -> bool:
         """Whether the next training step is to be tried; the same on all ranks."""
-        if self._replica.is_alone or not step_probe.is_needed(self._model):
+        if not divides_batches(self._replica) or not step_probe.is_needed(self._model):
             return False
         return self._replica.elastic is not None or self._tried != self._compiled_with()
 

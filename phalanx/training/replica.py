@@ -72,6 +72,8 @@ class Replica:
         notice: travels with the merge of each step, while a `fit` runs that saves itself when the job is preempted.
         process: the id of the process that takes part.
         calling_thread: the thread in which a method of a model runs now.
+        micro_batches: into how many micro-batches each global batch is cut, so that the number of ranks shows in no bit
+            (`CommunicationOptions.deterministic`); None: each rank computes its part at once.
     """
 
     communicator: Communicator
@@ -79,6 +81,7 @@ class Replica:
     notice: PreemptionNotice | None = field(default=None, repr=False)
     process: int = field(default_factory=os.getpid, repr=False)
     calling_thread: int | None = field(default=None, repr=False)
+    micro_batches: int | None = None
     _entries: int = 0  # number of entries so far: the same script gives the same numbers on every process
     _entry: Entry | None = field(default=None, repr=False)
     _seeds: int = 0
@@ -253,6 +256,11 @@ class Replica:
     def former_members(self) -> int:
         """Number of ranks when the present entry began, as far as this process knows; else 0."""
         return 0 if self._entry is None else self._entry.members
+
+
+def divides_batches(replica: Replica) -> bool:
+    """Whether steps are computed in parts: on several replicas, now or later, or in micro-batches."""
+    return not replica.is_alone or replica.micro_batches is not None
 
 
 def alone() -> Replica:

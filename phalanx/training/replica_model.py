@@ -20,10 +20,11 @@ from phalanx.keras_compat.model_state import is_unbuilt
 from phalanx.training import callback_list, state_sync
 from phalanx.training.consistency import compare_inputs, compare_samples
 from phalanx.training.fit_arguments import capped
-from phalanx.training.joint_batches import JointBatches
+from phalanx.training.joint_batches import JointBatches, read_part
 from phalanx.training.model_checks import check_batch_size, check_normalization, stateful_layer
 from phalanx.training.program_probes import ProgramProbes
 from phalanx.training.replica import Replica, seed_from_program
+from phalanx.training.steps.deterministic import DeterministicStepper, check_deterministic
 from phalanx.training.steps.gradient_merge import StepMerge
 from phalanx.training.steps.local_sgd import LocalSGDStepper
 from phalanx.training.steps.optimizer_properties import accumulation_steps, constant_loss_scale, inner_optimizer
@@ -54,9 +55,10 @@ class ReplicaModel:
         # The same for all steps, because functions are traced for it. Local SGD holds no gradients.
         self.merge.accumulates = policy.period is None and accumulation_steps(model) > 1
         self.merge.unit = constant_loss_scale(model)
-        self.merge.synchronizes_batch_norm = policy.synchronized_batch_norm
+        self.merge.synchronizes_batch_norm = policy.synchronized_batch_norm or replica.micro_batches is not None
         self._engine: Engine | None = None
         self._local_sgd: LocalSGDStepper | None = None
+        self._deterministic: DeterministicStepper | None = None
         self._is_synchronised = False
         self._peeked = False
         self._announced: set[Any] = set()
@@ -83,15 +85,17 @@ class ReplicaModel:
             options: passed to `shard_input`.
         """
         replica = self.replica
+        rank, world_size = read_part(replica)
         return shard_input(
             x,
             y,
             sample_weight,
             steps_per_epoch=capped(steps, keras.config.max_steps_per_epoch(), "steps_per_epoch"),
             steps_per_execution=self.model.steps_per_execution,
-            rank=replica.rank,
+            rank=rank,
             # A candidate's input is cut again when it is admitted; until then it is one of several.
-            world_size=2 if replica.is_candidate else replica.world_size,
+            world_size=2 if replica.is_candidate and not replica.micro_batches else world_size,
+            is_read_by_all=replica.micro_batches is not None,
             shuffling=None if replica.elastic or seed is not None else self._shuffling(),
             seed=self._new_seed() if seed is None else seed,
             **options,
@@ -135,7 +139,7 @@ class ReplicaModel:
         replica = self.replica
 
         def regroup() -> None:
-            source.regroup(replica.rank, replica.world_size)
+            source.regroup(*read_part(replica))
 
         if replica.elastic is None:
             return action()
@@ -184,7 +188,7 @@ class ReplicaModel:
         Args:
             data: like the batches to come.
         """
-        if self.replica.world_size == 1:
+        if self.replica.world_size == 1 and not self.replica.micro_batches:
             return True
         known = str(map_leaves(lambda array: (array.shape[1:], array.dtype.str), data[0]))
         if known not in self._predicts_rows:
@@ -193,6 +197,8 @@ class ReplicaModel:
 
     def _make_engine(self, source: ShardedInput, method: str) -> None:
         """Make the engine if there is none. Raises on every rank if the ranks were given different data."""
+        if self.replica.micro_batches:
+            check_deterministic(self.model, trains=method in ("fit", "train_on_batch"))
         if self._engine is None:
             self._engine = make_engine(self.model, self.merge)
         self.replica.retry(lambda: compare_inputs(source, self.replica, method))
@@ -230,6 +236,8 @@ class ReplicaModel:
         """
         model, replica, period = self.model, self.replica, self._policy.period
         repeats = repeats or replica.elastic is not None
+        if (deterministic := self.deterministic) is not None:
+            return deterministic
         if period is None:
             # Gradients that a rank holds are in no checkpoint, and would be lost with it.
             return SynchronousStepper(model, self.engine, self.merge, replica, accumulates=not repeats)
@@ -239,6 +247,13 @@ class ReplicaModel:
         # What is in flight between two exchanges is in no checkpoint, and would be lost with a replica.
         self._local_sgd.overlaps = period.overlap and not repeats
         return self._local_sgd
+
+    @property
+    def deterministic(self) -> DeterministicStepper | None:
+        """Takes the steps of a model whose batches are cut into micro-batches; else None."""
+        if self.replica.micro_batches and self._deterministic is None:
+            self._deterministic = DeterministicStepper(self.model, self.engine, self.merge, self.replica)
+        return self._deterministic
 
     # Callbacks and output.
 

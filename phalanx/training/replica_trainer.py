@@ -27,7 +27,7 @@ from phalanx.training.fit_loop import FitLoop
 from phalanx.training.fit_resumption import FitResumption, resumable
 from phalanx.training.fit_setup import prepare_fit
 from phalanx.training.joint_batches import JointBatch, JointBatches
-from phalanx.training.prediction import LocalOutputs, predict_on_replicas
+from phalanx.training.prediction import LocalOutputs, local_outputs, predict_on_replicas
 from phalanx.training.replica import EntryOverError, Replica
 from phalanx.training.replica_coordination import ReplicaCoordination
 from phalanx.training.replica_model import ReplicaModel
@@ -149,7 +149,7 @@ class ReplicaTrainer:
         self._reset_metrics_of_a_single_batch()
         with self._running_engine() as engine:
             # Nothing is held back: the program may save the model after it.
-            stepper = SynchronousStepper(
+            stepper = self._replica_model.deterministic or SynchronousStepper(
                 self._model, engine, self._replica_model.merge, self._replica, accumulates=False
             )
             stepper.begin(watched=True)
@@ -165,8 +165,11 @@ class ReplicaTrainer:
         with self._running_engine() as engine:
             timeline.current.enter("forward")
             start = engine.metric_rules.values()
-            engine.test(batch.data, batch.share)
-            logs = engine.merged_metrics(batch.share, start, final=True)
+            if (deterministic := self._replica_model.deterministic) is not None:
+                logs = deterministic.test(batch, start)
+            else:
+                engine.test(batch.data, batch.share)
+                logs = engine.merged_metrics(batch.share, start, final=True)
         return self._single_batch_result(logs, return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:
@@ -174,8 +177,8 @@ class ReplicaTrainer:
         batches = self._batches_of_one("predict_on_batch", x)
         outputs = LocalOutputs.of(batches, self._replica_model)
         batch = _only(batches)
-        with self._running_engine() as engine:
-            outputs.add(engine.predict(batch.data), batch)
+        with self._running_engine():
+            outputs.add(local_outputs(self._replica_model, batch), batch)
         return outputs.gather()
 
     # Their parts.

@@ -13,7 +13,7 @@ import numpy as np
 
 from phalanx.cluster.task_comparison import describe_difference
 from phalanx.engines import buffers
-from phalanx.engines.random_state import draw_own_numbers, random_state
+from phalanx.engines.random_state import draw_own_numbers, random_state, set_random_state
 from phalanx.errors import DisagreementError
 from phalanx.keras_compat.model_state import optimizers
 from phalanx.training.replica import Replica
@@ -45,21 +45,29 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
     values, chiefs = received[: len(arrays)], received[len(arrays) :]
     if not take:
         return
+    # Micro-batches have random numbers of their own, which follow from the chief's.
+    stream = 0 if replica.micro_batches else replica.rank
     seeds = {id(generator.state) for generator in seed_generators(model)}
     for variable, old, new in zip(variables, arrays, values, strict=True):
         if id(variable) in seeds:
-            new = shifted_seed(new, replica.rank)
+            new = shifted_seed(new, stream)
         if not np.array_equal(old, new):
             variable.assign(new)
-    draw_own_numbers(chiefs, replica.rank)
+    if stream:
+        draw_own_numbers(chiefs, stream)
+    elif replica.micro_batches:
+        set_random_state([chiefs], 0)
 
 
 @contextmanager
 def unchanged(model: Any) -> Iterator[None]:
-    """Restore weights, layer state, optimizer state and metrics on exit, whatever was done to them inside."""
+    """Restore weights, layer state, optimizer state, metrics and the backend's random state on exit, whatever was done
+    to them inside."""
     variables = [*variables_of(model), *model.metrics_variables]
     before = [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+    random = random_state()
     yield
+    set_random_state([random], 0)
     for variable, value in zip(variables, before, strict=True):
         if not np.array_equal(keras.ops.convert_to_numpy(variable.value), value):
             variable.assign(value)

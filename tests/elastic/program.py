@@ -140,14 +140,14 @@ class Beginning(keras.callbacks.Callback):
         assert (self.task,) == self._own
 
 
-def model(convolutional: bool) -> Any:
+def model(convolutional: bool, dropout: float) -> Any:
     layers = keras.layers
     first = (
         [layers.Conv2D(8, 3, activation="relu"), layers.MaxPooling2D(), layers.Flatten()]
         if convolutional
         else [layers.Flatten(), layers.Dense(64, activation="relu")]
     )
-    made = keras.Sequential([keras.Input((8, 8, 1)), *first, layers.Dense(10)])
+    made = keras.Sequential([keras.Input((8, 8, 1)), *first, layers.Dropout(dropout), layers.Dense(10)])
     made.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     return made
 
@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--gate", type=int)
     parser.add_argument("--pace", type=float, default=0.0)
     parser.add_argument("--period", type=int, help="DiLoCo, with so many steps between two exchanges")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--cnn", action="store_true")
     parser.add_argument("--batches", action="store_true", help="the data come as a PyDataset, without validation")
     parser.add_argument("--loader", action="store_true", help="... as a DataLoader with a generator of its own")
@@ -181,12 +182,16 @@ def main() -> None:
     log.note("started", pid=os.getpid())
     kills = {(t, int(n)): s for t, n, s in (kill.rsplit(":", 2) for kill in options.kill)}
     set_random_seed(3)
-    strategy = phalanx.DiLoCoStrategy(options.period) if options.period else phalanx.MultiWorkerMirroredStrategy()
+    if options.period:
+        strategy: phalanx.Strategy = phalanx.DiLoCoStrategy(options.period)
+    else:
+        communication = phalanx.CommunicationOptions(deterministic=options.deterministic)
+        strategy = phalanx.MultiWorkerMirroredStrategy(communication_options=communication)
     log.note("joined" if not strategy._replica.is_candidate else "candidate")
     images, labels = load_digits(return_X_y=True)
     x, y = (images / 16).reshape(-1, 8, 8, 1).astype("float32")[: options.samples], labels[: options.samples]
     with strategy.scope():
-        net = model(options.cnn)
+        net = model(options.cnn, dropout=0.2 if options.deterministic else 0.0)
     gate = Gate(options.folder / "go", options.gate) if options.gate else None
     watch = Watch(log, strategy, len(cluster["cluster"]["worker"]), kills.get((task, life)), options.hold, gate)
     paces = (

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.backends import FIRST
+from tests.support.backends import BACKENDS, FIRST
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -154,6 +154,23 @@ def test_replicas_that_meet_rarely(tmp_path):
     assert losses[-1] < losses[0] / 2
     later = [event for event in run.of_kind("step") if event["life"] == "worker-0.2"]
     assert {event["rank"] for event in later} == {2}
+
+
+@pytest.mark.parametrize(
+    "backend", [name if name == FIRST else pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS]
+)
+def test_losses_change_no_bit_of_deterministic_training(tmp_path, backend):
+    """Not of its dropout either; in which step a member is lost or comes back is up to the machine."""
+    plain = Run(tmp_path / "plain", backend, "1:2", "--deterministic", epochs=2)
+    kills = ("--kill", "worker/0:1:10th", "--kill", "worker/2:1:14th")
+    run = Run(tmp_path / "run", backend, "1:3", "--deterministic", *kills, "--hold", "0.25", epochs=2)
+    assert (plain.code, run.code) == (0, 0), run.output
+    assert len(run.of_kind("killed")) == 2
+    assert len({event["members"] for event in run.of_kind("step")}) > 1
+    assert run.weights.tobytes() == plain.weights.tobytes()
+    assert run.result["history"] == plain.result["history"]
+    assert run.result["loss"] == plain.result["loss"]
+    assert run.result["ledger"] == plain.result["ledger"]
 
 
 def test_all_are_killed(tmp_path):

@@ -23,7 +23,7 @@ arrived = []
 
 
 class Merge:
-    updates = separate = repeats = once_per_step = synchronizes_batch_norm = False
+    updates = separate = repeats = in_micro_batches = once_per_step = synchronizes_batch_norm = False
     gather = None
 
     def __call__(self, layout, arrays, share):

@@ -29,7 +29,7 @@ class Counted(keras.Model):
 
 
 class Alone:
-    updates = separate = repeats = once_per_step = synchronizes_batch_norm = False
+    updates = separate = repeats = in_micro_batches = once_per_step = synchronizes_batch_norm = False
     gather = None
 
     def total(self, own, share):

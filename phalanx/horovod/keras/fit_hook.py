@@ -185,7 +185,7 @@ class _GradientMerge:
         has_overflowed: whether some gradients of the last step were not finite.
     """
 
-    updates = repeats = synchronizes_batch_norm = False
+    updates = repeats = in_micro_batches = synchronizes_batch_norm = False
     once_per_step = True
     gather = None
 

@@ -19,10 +19,13 @@ from phalanx.compression import CompressedReducer, Compression
 from phalanx.compression.base_compression import State, below
 from phalanx.engines.engine import Gather, GradientRows
 from phalanx.engines.step_layout import EXTREMES, MergeWeight, StepLayout, absent
+from phalanx.errors import UnsupportedError
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training.replica import Replica
 from phalanx.training.steps.accumulation import GradientAccumulator
+from phalanx.training.steps.gradient_rows import join_rows
+from phalanx.training.steps.micro_batch_merge import MicroBatchMerge
 
 Array = np.ndarray[Any, Any]
 
@@ -77,17 +80,19 @@ class StepMerge:
         compression: compresses gradients; None to send them as they are.
 
     Attributes:
-        repeats: see `Merge.repeats`.
+        repeats, in_micro_batches, once_per_step: see `Merge`.
         unit: the present scale of the loss, by which gradients are multiplied.
         accumulates: whether some steps accumulate gradients; the same for all steps of a model.
         synchronizes_batch_norm: see `MergeProtocol`; set it before an engine is made.
+        micro_batches: sums what the micro-batches of a step contribute, where steps are taken that way.
     """
 
-    updates = once_per_step = False
+    updates = False
 
     def __init__(self, replica: Replica, compression: Compression | None = None) -> None:
         self._replica = replica
         self.repeats = replica.elastic is not None
+        self.in_micro_batches = self.once_per_step = replica.micro_batches is not None
         self._reducer = None if compression is None else CompressedReducer(compression)
         self._gradients = GradientAccumulator()
         self._counts = GradientAccumulator()
@@ -98,6 +103,7 @@ class StepMerge:
         self.unit = 1.0
         self.accumulates = False
         self.synchronizes_batch_norm = False
+        self.micro_batches: MicroBatchMerge | None = None
 
     @property
     def separate(self) -> bool:
@@ -107,8 +113,10 @@ class StepMerge:
     @property
     def gather(self) -> Gather | None:
         """See `Merge.gather`. None where gradients are accumulated (Keras sums their rows, too), or a step may have to
-        be repeated."""
-        return None if self.accumulates or self.repeats else partial(_gather_rows, self)
+        be repeated, unless it is made of micro-batches."""
+        if self.accumulates or (self.repeats and not self.in_micro_batches):
+            return None
+        return partial(_gather_rows, self)
 
     @contextmanager
     def in_mode(self, mode: MergeMode) -> Iterator[None]:
@@ -120,6 +128,11 @@ class StepMerge:
             self._mode = former
 
     def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:
+        if self.micro_batches is not None and self._mode is not MergeMode.LOCAL:
+            merged = self.micro_batches.merge(layout, arrays)
+            if self._replica.notice is not None:
+                self.merge_notice()
+            return merged
         flats, views = self._buffers.next(layout)
         scales = self._scale(layout, share)
         if self._mode is MergeMode.LOCAL:
@@ -168,12 +181,20 @@ class StepMerge:
 
     def total(self, own: Array, share: float) -> Array:
         """See `Merge.total`."""
+        if self.micro_batches is not None:
+            return self.micro_batches.total(own)
         if self._mode is MergeMode.LOCAL:
             return own / np.float32(share)  # as if all other ranks had as much for each of their samples
         return self._replica.all_reduce([own], scale=1.0 if share else 0.0)[0]
 
     def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
         """See `Merge.all_gather`."""
+        if self.in_micro_batches:
+            raise UnsupportedError(
+                "CommunicationOptions(deterministic=True): a loss over the global batch (OverGlobalBatch, Dice, ...) "
+                "needs the predictions of all micro-batches at once, and they are computed one after the other. Use a "
+                "loss with one value for each sample, or leave out deterministic=True."
+            )
         if self._mode is MergeMode.LOCAL:
             return own, 0
         progress.enter("all_gather")
@@ -305,6 +326,8 @@ def _gather_rows(merge: StepMerge, rows: Sequence[GradientRows], share: float) -
     """See `Merge.gather`."""
     if merge._mode is MergeMode.LOCAL:
         return list(rows)
+    if merge.micro_batches is not None:
+        return merge.micro_batches.gather(rows)
     progress.enter("all_reduce")
     timeline.current.enter("merge")
     all_gather = merge._replica.communicator.all_gather
@@ -313,8 +336,7 @@ def _gather_rows(merge: StepMerge, rows: Sequence[GradientRows], share: float) -
         own = len(numbers) if share else 0  # a placeholder batch counts nowhere
         weighted = gradients[:own] * gradients.dtype.type(share)
         numbers_of, weighted_of = all_gather(numbers[:own]), all_gather(weighted)
-        summed = sum_rows(numbers_of, weighted_of) if of_any_batch else None
-        found.append(summed or GradientRows(np.concatenate(numbers_of), np.concatenate(weighted_of)))
+        found.append(join_rows(numbers_of, weighted_of, of_any_batch=of_any_batch))
     return found
 
 
@@ -331,18 +353,6 @@ class GradientMerge:
             return self._replica.all_reduce(gradients)
         layout = StepLayout.of(gradients, [MergeWeight.GRADIENT] * len(gradients))
         return [np.array(array) for array in layout.cut(self._merge(layout, gradients, 1.0))]
-
-
-def sum_rows(numbers_of: Sequence[Array], gradients_of: Sequence[Array]) -> GradientRows | None:
-    """The sum over the ranks of rows that every batch looks up, as many as its longest sample needs; None if the ranks
-    have looked up others."""
-    longest = max(range(len(numbers_of)), key=lambda rank: len(numbers_of[rank]))
-    if any(not np.array_equal(numbers, numbers_of[longest][: len(numbers)]) for numbers in numbers_of):
-        return None
-    total = np.zeros_like(gradients_of[longest])
-    for gradients in gradients_of:
-        total[: len(gradients)] += gradients
-    return GradientRows(numbers_of[longest], total)
 
 
 def _chosen(indices: Iterable[int], values: Sequence[Any]) -> list[Any]:

@@ -65,7 +65,7 @@ class ParameterServerMerge:
     """
 
     updates = separate = once_per_step = True
-    repeats = synchronizes_batch_norm = False
+    repeats = in_micro_batches = synchronizes_batch_norm = False
     gather = None
     all_gather = staticmethod(_refuse_to_gather)
 

@@ -64,12 +64,15 @@ class ModelArguments:
         )
 
     def keep(self, trainable: Values, non_trainable: Values, optimizer: Any, metrics: Values) -> None:
-        """Keep what a step returned; `optimizer` is None where the step had none of its values."""
+        """Keep what a step returned; `optimizer` is None where the step had none of its values: it has not changed
+        them."""
         state = {
             "trainable_variables": trainable,
             "non_trainable_variables": non_trainable,
             "metrics_variables": metrics,
         }
+        if optimizer is None and not self._model._jax_state_synced:
+            optimizer = (getattr(self._model, "_jax_state", None) or {}).get("optimizer_variables")
         if optimizer is not None:
             state["optimizer_variables"] = optimizer
         set_untracked(self._model, _jax_state=state, _jax_state_synced=False)
@@ -91,23 +94,29 @@ class ModelArguments:
 
     def read(self, variables: Sequence[Any]) -> list[Array]:
         """See `Engine.read`."""
-        lists = self.get(with_optimizer=True)
+        lists = self.get(with_optimizer=self._optimizer is not None)
         places = [self._place(variable) for variable in variables]
         return [np.array(lists[kind][index]) for kind, index in places]
 
     def write(self, values: Sequence[tuple[Any, Array]]) -> None:
         """See `Engine.write`."""
-        trainable, non_trainable, optimizer, metrics = self.get(with_optimizer=True)
-        lists = [list(trainable), non_trainable, list(optimizer)]
+        trainable, non_trainable, optimizer, metrics = self.get(with_optimizer=self._optimizer is not None)
+        lists = [list(trainable), non_trainable, list(optimizer or ())]
         for variable, value in values:
             kind, index = self._place(variable)
             lists[kind][index] = jnp.array(value)  # a copy: steps may donate it
-        self.keep(lists[0], lists[1], lists[2], metrics)
+        self.keep(lists[0], lists[1], lists[2] or None, metrics)
+
+    @property
+    def _optimizer(self) -> Any:
+        """None before `compile`."""
+        return getattr(self._model, "optimizer", None)
 
     def _place(self, variable: Any) -> tuple[int, int]:
         """Which of the lists of `get` a variable is in, and its index there."""
         if not self._places:
             model = self._model
-            kinds = (model.trainable_variables, model.non_trainable_variables, model.optimizer.variables)
+            of_optimizer = () if self._optimizer is None else self._optimizer.variables
+            kinds = (model.trainable_variables, model.non_trainable_variables, of_optimizer)
             self._places = {id(v): (kind, n) for kind, variables in enumerate(kinds) for n, v in enumerate(variables)}
         return self._places[id(variable)]

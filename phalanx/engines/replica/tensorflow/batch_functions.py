@@ -20,9 +20,13 @@ class BatchFunction:
         function: gets `(x, y, sample_weight)` in tensors.
         eager: whether the model runs eagerly.
         jit_compile: whether XLA compiles it.
+        for_each_size: whether batches of each size have a trace of their own. Otherwise it depends on the sizes that
+            came before which trace a batch gets, and so may the last bits of its results.
     """
 
-    def __init__(self, function: Callable[..., Any], *, eager: bool, jit_compile: bool = False) -> None:
+    def __init__(
+        self, function: Callable[..., Any], *, eager: bool, jit_compile: bool = False, for_each_size: bool = False
+    ) -> None:
         self._last: tuple[Any, ConcreteCall] | None = None
         self.traced = function
         if eager:
@@ -32,7 +36,9 @@ class BatchFunction:
             return function(tree.map_structure(_of_any_size, data))
 
         self.traced = tf.function(
-            tf.autograph.experimental.do_not_convert(of_any_size), jit_compile=jit_compile, reduce_retracing=True
+            tf.autograph.experimental.do_not_convert(of_any_size),
+            jit_compile=jit_compile,
+            reduce_retracing=not for_each_size,
         )
         # The warning counts calls that trace again; it does not see the others, which `__call__` makes directly.
         self.traced._omit_frequent_tracing_warning = True  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from phalanx.engines.engine import GradientRows, MergeProtocol
+from phalanx.engines.engine import GradientRows, MergeProtocol, MicroBatchKept
 from phalanx.engines.merge_collectives import MergeCollectives
 from phalanx.engines.replica.tensorflow.host_calls import call_in_graph
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
@@ -30,6 +30,8 @@ class GraphMerge:
         share: this rank's share of the global batch, of the step that runs.
         share_in_graph: the same as a variable, for what is computed in a graph.
         xla: whether XLA compiles the part of the step before the merge.
+        is_kept: in a step of micro-batches, whether others follow before the update; None in other steps.
+        is_kept_in_graph: the same as a tensor.
         failure: what a host function raised in this step: TensorFlow makes an error of its own of it.
     """
 
@@ -41,6 +43,8 @@ class GraphMerge:
         self.xla = False
         self.failure: BaseException | None = None
         self._of_any_batch: dict[int, bool] = {}  # of each gradient by rows, see `_is_of_any_batch`
+        self.is_kept: bool | None = None
+        self.is_kept_in_graph: Any = None
 
     def begin_step(self, share: float) -> None:
         """Set this rank's share of the global batch of the step that follows."""
@@ -48,6 +52,7 @@ class GraphMerge:
             self.share = self.collectives.share = share
             self.share_in_graph.assign(share)
         self.failure = None
+        self.is_kept = None
 
     def _call(self, function: HostFunction, tensors: Sequence[Any], **options: Any) -> list[Any]:
         """See `Tensors.call`: a host call that a loss or layer makes."""
@@ -130,8 +135,22 @@ class GraphMerge:
                 look(layout, flats)
             return flats
 
+        def merge_or_keep(arrays: Sequence[Array]) -> list[Any]:
+            try:
+                flats = merge(arrays)
+                self.is_kept = False
+            except MicroBatchKept:  # TensorFlow would report an error: the graph continues, and leaves out the update
+                assert layout is not None
+                flats = layout.allocate()
+                self.is_kept = True
+            return [*flats, np.array(self.is_kept)]
+
         dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
-        return _cut(tensors, self._on_host(merge, tensors, dtypes))
+        if not self._merge.in_micro_batches:
+            return _cut(tensors, self._on_host(merge, tensors, dtypes))
+        *flats, self.is_kept_in_graph = self._on_host(merge_or_keep, tensors, [*dtypes, tf.bool])
+        self.is_kept_in_graph.set_shape([])
+        return _cut(tensors, flats)
 
     def _on_host(
         self, function: Callable[[Sequence[Array]], Sequence[Any]], tensors: Sequence[Any], dtypes: Sequence[Any]

@@ -23,7 +23,7 @@ from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
 from phalanx.engines.accelerations import registry
 from phalanx.engines.accelerations.tensorflow_fused_adam import fused_adam
-from phalanx.engines.engine import Batch, MergeProtocol
+from phalanx.engines.engine import Batch, MergeProtocol, MicroBatchKept
 from phalanx.engines.replica.tensorflow.batch_functions import BatchFunction, to_tensors
 from phalanx.engines.replica.tensorflow.graph_merge import GraphMerge, HostCallNeeded, complete
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
@@ -78,7 +78,12 @@ class TensorFlowEngine(VariableEngine):
         self._test = self._function(self._test_step, jit_compile=xla)
 
     def _function(self, function: Callable[..., Any], *, jit_compile: bool = False) -> BatchFunction:
-        return BatchFunction(function, eager=self._model.run_eagerly, jit_compile=jit_compile)
+        return BatchFunction(
+            function,
+            eager=self._model.run_eagerly,
+            jit_compile=jit_compile,
+            for_each_size=self._merge.in_micro_batches,
+        )
 
     def retrace(self) -> None:
         self._make_functions(xla=self._graph.xla)
@@ -95,7 +100,7 @@ class TensorFlowEngine(VariableEngine):
         self._note_variables(model_state.layer_state(model))
 
     def train(self, data: Batch, share: float) -> None:
-        if not self._merge.repeats:
+        if not (self._merge.repeats or self._merge.in_micro_batches):
             self._averages, self._results, self._derived = self._run("_train", data, share)
             return
         changed = [*self._state, *self._metrics]
@@ -104,7 +109,10 @@ class TensorFlowEngine(VariableEngine):
         # References, not copies: TensorFlow writes a new value elsewhere as long as the old one is referred to.
         before = self._access.copies(changed)
         try:
-            self._averages, self._results, self._derived = self._run("_train", data, share)
+            logs = self._run("_train", data, share)
+            if self._graph.is_kept:
+                raise MicroBatchKept
+            self._averages, self._results, self._derived = logs
         except BaseException:
             self._access.assign(changed, before)
             raise
@@ -166,9 +174,20 @@ class TensorFlowEngine(VariableEngine):
         elif weights:
             # What does not depend on the gradients (the step count, weight decay) must not happen if the merge fails.
             others = [slices.values for slices in sparse.values()]
-            with tf.control_dependencies([*merged, *others]), self._fused(model.optimizer):
-                model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+            with tf.control_dependencies([*merged, *others]):
+                self._apply_unless_kept(gradients, weights)
         return averages, dict(model.get_metrics_result()), self.origins.results()
+
+    def _apply_unless_kept(self, gradients: list[Any], weights: list[Any]) -> None:
+        def apply() -> Any:
+            with self._fused(self._model.optimizer):
+                self._model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+            return tf.constant(True)
+
+        if self._merge.in_micro_batches:
+            tf.cond(self._graph.is_kept_in_graph, lambda: tf.constant(False), apply)
+        else:
+            apply()
 
     def _gradients(self, data: Batch) -> tuple[list[Any], dict[str, Any]]:
         # As TensorFlowTrainer.train_step, up to the optimizer; the metrics come first, to be merged with the gradients.

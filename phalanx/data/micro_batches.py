@@ -1,0 +1,85 @@
+"""Global batches in micro-batches, which are the same ones for any number of ranks.
+
+What a micro-batch contributes to a step depends on nothing but its samples. So if all contributions are summed in one
+fixed order, no bit of the sum depends on who computed which.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from phalanx.arrays import allocation
+from phalanx.arrays.tree import map_leaves
+
+Array = np.ndarray[Any, Any]
+
+
+class MicroBatch(NamedTuple):
+    """One micro-batch of a global batch.
+
+    Attributes:
+        number: its index in the global batch; -1 for a placeholder, which counts nowhere.
+        data: `(x, y, sample_weight)`.
+        share: its fraction of the global batch's samples; 0 for a placeholder.
+    """
+
+    number: int
+    data: tuple[Any, Any, Any]
+    share: float
+
+
+def numbers_of(size: int, count: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Which micro-batches of a global batch a rank computes: `start` to `stop`.
+
+    Args:
+        size: of the global batch; smaller ones than `count` have one micro-batch for each sample.
+        count: of micro-batches in other global batches.
+
+    >>> [numbers_of(100, 24, rank, 5) for rank in range(5)]
+    [(0, 4), (4, 9), (9, 14), (14, 19), (19, 24)]
+    """
+    existing = min(count, size)
+    return rank * existing // world_size, (rank + 1) * existing // world_size
+
+
+def sizes_of_ranks(size: int, count: int, world_size: int) -> tuple[int, ...]:
+    """The number of samples of the micro-batches of each rank."""
+    ranges = (numbers_of(size, count, rank, world_size) for rank in range(world_size))
+    return tuple(_first(size, count, stop) - _first(size, count, start) for start, stop in ranges)
+
+
+def cut_micro_batches(
+    data: tuple[Any, Any, Any], size: int, count: int, rank: int, world_size: int
+) -> tuple[MicroBatch, ...]:
+    """The micro-batches of a global batch that a rank computes; a placeholder of one sample if there are none.
+
+    Args:
+        data: the global batch.
+        size, count, rank, world_size: see `numbers_of`.
+    """
+    found = []
+    for number in range(*numbers_of(size, count, rank, world_size)):
+        low, high = _first(size, count, number), _first(size, count, number + 1)
+        found.append(MicroBatch(number, _rows(data, low, high), (high - low) / size))
+    return tuple(found) or (MicroBatch(-1, _rows(data, 0, 1), 0.0),)
+
+
+def _first(size: int, count: int, number: int) -> int:
+    """The first row of a micro-batch. Their sizes differ by at most one, and the larger ones are spread evenly."""
+    return number * size // min(count, size)
+
+
+def _rows(data: tuple[Any, Any, Any], low: int, high: int) -> tuple[Any, Any, Any]:
+    rows: tuple[Any, Any, Any] = map_leaves(lambda array: _aligned(array[low:high]), data)
+    return rows
+
+
+def _aligned(rows: Array) -> Array:
+    """A copy at an address like any other's: some libraries round by where an array begins."""
+    if rows.dtype.kind not in "biufc":
+        return rows
+    block = allocation.empty_aligned(rows.shape, rows.dtype)
+    np.copyto(block, rows)
+    return block

@@ -1,0 +1,51 @@
+"""Each operation in one thread, so that its bits do not depend on the number of cores.
+
+A matrix product or a sum that is divided among threads is rounded where the parts meet, and how many parts there are
+follows from the cores of a process.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import MutableMapping
+from typing import Any
+
+from phalanx.config.environment_variables import VISIBLE_GPUS
+from phalanx.devices.gpu_count import count_gpus
+from phalanx.devices.memory_growth import has_begun
+from phalanx.errors import ConfigurationError
+
+_JAX_THREADS = "PJRT_NPROC"
+
+
+def compute_in_one_thread(backend: str, environ: MutableMapping[str, str]) -> None:
+    """Compute with one thread for each operation from here on.
+
+    Args:
+        backend: the Keras backend of this process.
+        environ: its variables.
+
+    Raises: ConfigurationError if the backend has created its threads already, or if there are GPUs.
+    """
+    if count_gpus(environ):
+        raise ConfigurationError(
+            f"CommunicationOptions(deterministic=True) gives the same bits on CPUs, and this process has GPUs. Set "
+            f"{VISIBLE_GPUS}=-1 to compute on CPUs, or leave out deterministic=True."
+        )
+    if backend == "torch":
+        importlib.import_module("torch").set_num_threads(1)
+        return
+    if backend == "jax":
+        came_too_late = has_begun(backend) and environ.get(_JAX_THREADS) != "1"
+        environ[_JAX_THREADS] = "1"
+    else:
+        threading: Any = importlib.import_module("tensorflow").config.threading
+        one = "1" in (str(threading.get_intra_op_parallelism_threads()), environ.get("TF_NUM_INTRAOP_THREADS"))
+        came_too_late = has_begun(backend) and not one
+        if not has_begun(backend):
+            threading.set_intra_op_parallelism_threads(1)
+    if came_too_late:
+        raise ConfigurationError(
+            f"CommunicationOptions(deterministic=True) came too late: {backend} has created its threads already, one "
+            f"for each core. Create the strategy at the start of the program, before a model or a tensor."
+        )

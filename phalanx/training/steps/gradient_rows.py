@@ -1,0 +1,30 @@
+"""Gradients that are single rows of a variable, of several parts of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from phalanx.engines.engine import GradientRows
+
+Array = np.ndarray[Any, Any]
+
+
+def join_rows(numbers_of: Sequence[Array], gradients_of: Sequence[Array], *, of_any_batch: bool) -> GradientRows:
+    """The rows of a whole batch from those of its parts; see `MergeProtocol.gather`."""
+    summed = _sum_rows(numbers_of, gradients_of) if of_any_batch else None
+    return summed or GradientRows(np.concatenate(numbers_of), np.concatenate(gradients_of))
+
+
+def _sum_rows(numbers_of: Sequence[Array], gradients_of: Sequence[Array]) -> GradientRows | None:
+    """The sum over the parts of rows that every batch looks up, as many as its longest sample needs; None if the parts
+    have looked up others."""
+    longest = max(range(len(numbers_of)), key=lambda part: len(numbers_of[part]))
+    if any(not np.array_equal(numbers, numbers_of[longest][: len(numbers)]) for numbers in numbers_of):
+        return None
+    total = np.zeros_like(gradients_of[longest])
+    for gradients in gradients_of:
+        total[: len(gradients)] += gradients
+    return GradientRows(numbers_of[longest], total)

@@ -1,0 +1,60 @@
+"""Random numbers of layers that follow from a micro-batch's number, not from the rank that computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from phalanx.engines.engine import Engine
+from phalanx.engines.random_state import draw_own_numbers, random_state, set_random_state
+from phalanx.training.state_sync import seed_generators, shifted_seed
+
+NEXT_STEP = 2**31
+"""No micro-batch has this number: what the next step starts from, where this one has drawn numbers."""
+
+
+class MicroBatchRandomness:
+    """Between two steps the random state is the same on all ranks; each micro-batch starts from it, shifted by its
+    number."""
+
+    def __init__(self, model: Any, engine: Engine) -> None:
+        self._engine = engine
+        self._seeds = [generator.state for generator in seed_generators(model)]
+        self._before: list[Any] = []
+        self._process_state: list[Any] = []  # of a backend's own generator, see `engines.random_state`
+        self._entered: list[Any] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one step; if it fails, the random state is as before."""
+        self._before, self._process_state = self._read(), random_state()
+        try:
+            yield
+            after = self._read()
+        except BaseException:
+            self._restore()
+            raise
+        for old, new in zip(self._before, after, strict=True):
+            old[1:] = new[1:]  # how often a micro-batch has drawn
+        if any((old != new).any() for old, new in zip(self._entered, random_state(), strict=True)):
+            draw_own_numbers(self._process_state, NEXT_STEP)
+            self._process_state = random_state()
+        self._restore()
+
+    def enter(self, number: int) -> None:
+        """Draw the random numbers of this micro-batch from here on."""
+        number = max(number, 0)
+        if self._seeds:
+            shifted = [shifted_seed(seed, number) for seed in self._before]
+            self._engine.write(list(zip(self._seeds, shifted, strict=True)))
+        draw_own_numbers(self._process_state, number + 1)
+        self._entered = random_state()
+
+    def _read(self) -> list[Any]:
+        return self._engine.read(self._seeds) if self._seeds else []
+
+    def _restore(self) -> None:
+        if self._seeds:
+            self._engine.write(list(zip(self._seeds, self._before, strict=True)))
+        set_random_state([self._process_state], 0)
