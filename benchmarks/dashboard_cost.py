@@ -1,9 +1,10 @@
 """What a dashboard that someone looks at costs a training step: `python -m benchmarks.dashboard_cost`.
 
 One job of two workers trains an MLP at global batch 64 on JAX. Windows of a few seconds alternate: with a dashboard and
-a reader of its stream, as an open page is one, and without. Each pair of neighbouring windows gives a ratio of mean step
-times; the answer is the median ratio. On a machine that does other things too, that ratio says little. The processor
-time of dashboard and launcher, which workers on all cores cannot have, is an upper bound that does not depend on them.
+a reader of its stream, as an open page is one, and without. Each pair of neighbouring windows gives a ratio of mean
+step times; the answer is the median ratio. On a machine that does other things too, that ratio says little. The
+processor time of dashboard and launcher, which workers on all cores cannot have, is a bound that does not depend on
+them.
 """
 
 from __future__ import annotations
@@ -154,9 +155,8 @@ def main() -> None:
     arguments = parser.parse_args()
     cost = measure(arguments.pairs, arguments.window)
     low, middle, high = np.percentile(cost.ratios, [25, 50, 75])
-    print(
-        f"a step takes {cost.step_s * 1000:.2f} ms; with an open page {middle:.4f} times as long ({low:.4f} to {high:.4f})"
-    )
+    print(f"a step takes {cost.step_s * 1000:.2f} ms, and with an open page {middle:.4f} times as long")
+    print(f"(half of the ratios lie between {low:.4f} and {high:.4f})")
     print(
         f"of one core, the dashboard takes {cost.dashboard:.2%}, the launcher {cost.launcher:.2%} (without a dashboard "
         f"{cost.launcher_alone:.2%}): of this machine's {os.cpu_count()} cores "

@@ -14,7 +14,7 @@ from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
 from phalanx.launcher import failure_report
 from phalanx.launcher.host_slots import MAX_WORKERS, HostShare
 from phalanx.launcher.hosts.output_streams import OutputStreams
-from phalanx.launcher.job_observer import JobObserver
+from phalanx.launcher.job_observer import JobObserver, ObserverGroup
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
 from phalanx.launcher.root_cause import WorkerExit
 from phalanx.launcher.worker_placement import WorkerRecipe, check_start_timeout, place, task_names
@@ -73,7 +73,8 @@ def launch(
         start_timeout_s=check_start_timeout(start_timeout_s),
         log_dir=Path(log_dir) if log_dir is not None else None,
     )
-    outcome = _run(WorkerRecipe([FUNCTION], task_names(workers), config, function=call))
+    name = f"phalanx.launch({getattr(function, '__qualname__', type(function).__name__)})"
+    outcome = _run(name, WorkerRecipe([FUNCTION], task_names(workers), config, function=call))
     if not outcome.verdict.success:
         raise _error(outcome, config.log_dir)
     for end in outcome.ends:
@@ -88,15 +89,25 @@ def launch(
     return [_value(end, outcome.results[end.rank]) for end in outcome.ends]
 
 
-def _run(recipe: WorkerRecipe) -> JobOutcome:
+def _run(name: str, recipe: WorkerRecipe) -> JobOutcome:
+    from phalanx.launcher.job_request import JobRequest
+    from phalanx.launcher.watched_job import WatchedJob
+
     tasks, config = recipe.tasks, recipe.config
+    shares = [HostShare("localhost", len(tasks))]
     with failure_report.open_logs(config.log_dir, tasks) as logs, selectors.DefaultSelector() as selector:
         console = Console(tasks, sys.stdout, sys.stdout, logs=logs)
-        shares = [HostShare("localhost", len(tasks))]
-        placements = place(shares, recipe, selector, OutputStreams(merged=True), console.message)
-        job = JobSupervisor(placements, selector, _OutputPrinter(console), config, merged=True)
-        job.start()
-        return job.run()
+        with WatchedJob(JobRequest([name], tasks, shares, config), console.message) as watched:
+            watched.begin()
+            placements = place(shares, recipe, selector, OutputStreams(merged=True), console.message)
+            observer = ObserverGroup(_OutputPrinter(console), watched.recorder)
+            job = JobSupervisor(placements, selector, observer, config, merged=True)
+            job.start()
+            with watched.controlled(job):
+                outcome = job.run()
+            success = outcome.verdict.success
+            watched.end(outcome.verdict, "" if success else failure_report.render(outcome.verdict, outcome.ends))
+        return outcome
 
 
 class _OutputPrinter(JobObserver):

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from phalanx.errors import CollectiveTimeoutError, ConfigurationError, PeerLostError
+from phalanx.launcher.job_follower import read_view
 from phalanx.launcher.launch_function import launch
 from phalanx.runtime import pickling
 from phalanx.runtime.worker_traceback import WorkerTraceback
@@ -227,6 +228,10 @@ def test_output_is_shown_with_its_task(capsys: pytest.CaptureFixture[str], tmp_p
     launch(lambda: print("hello"), log_dir=tmp_path / "logs")
     assert sorted(capsys.readouterr().out.splitlines()) == ["[worker/0] hello", "[worker/1] hello"]
     assert (tmp_path / "logs" / "worker-1.log").read_text() == "hello\n"
+    view = read_view(tmp_path / "logs")
+    assert view.started is not None
+    assert view.started.program == "phalanx.launch(test_output_is_shown_with_its_task.<locals>.<lambda>)"
+    assert view.status == "succeeded"
 
 
 def test_it_can_be_called_from_any_thread() -> None:

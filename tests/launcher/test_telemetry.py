@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 
-from phalanx.monitoring.worker_figures import FinishedEpoch, WorkerFigures
+from phalanx.devices import gpu_figures
+from phalanx.monitoring.worker_figures import FinishedEpoch, GpuFigures, WorkerFigures
 from phalanx.runtime import progress, telemetry
 from phalanx.runtime.telemetry import Telemetry, WorkerTraffic
 
@@ -76,6 +80,53 @@ def test_figures_are_read_as_they_were_written_and_a_checkpoint_can_be_requested
         progress.request_save(file.fileno())
         progress.request_save(file.fileno())
     assert progress._NUMBER.unpack_from(worker._record, progress._SAVE_REQUESTS_OFFSET) == (2,)
+
+
+class Nvml(ModuleType):
+    """NVIDIA's library on a host with two GPUs."""
+
+    NVMLError = RuntimeError
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index > 1:
+            raise RuntimeError("no such GPU")
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, identifier: bytes) -> int:
+        return {b"GPU-1": 1}[identifier]
+
+    def nvmlDeviceGetIndex(self, handle: int) -> int:
+        return handle
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(gpu=25 * (handle + 1))
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(used=3, total=8)
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return "H100"
+
+
+@pytest.mark.parametrize(
+    ("visible", "index"), [(None, 0), ("1", 1), ("1,0", 1), ("GPU-1", 1), ("", None), ("-1", None), ("7", None)]
+)
+def test_the_gpu_of_a_process_is_the_first_that_it_may_use(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, index: int | None
+) -> None:
+    library = Nvml("pynvml")
+    library.__spec__ = ModuleSpec("pynvml", None)
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    gpu_figures._open.cache_clear()
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    expected = None if index is None else GpuFigures(index, "H100", 0.25 * (index + 1), 3, 8)
+    assert gpu_figures.read() == expected
+    gpu_figures._open.cache_clear()
 
 
 def test_the_memory_of_this_process_is_known() -> None:
