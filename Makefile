@@ -110,7 +110,7 @@ test-lowest:
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check uv
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct $(LOWEST) .
-	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest "pytest<9.2" pytest-timeout hypothesis psutil
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest "pytest<9.2" pytest-timeout pytest-xdist hypothesis psutil
 	BACKENDS=$(firstword $(subst =, ,$(LOWEST))) .venv-lowest/bin/python -m pytest -m "not slow" $(or $(ARGS),tests/launcher tests/transport tests/collectives)
 
 clean:

@@ -127,8 +127,8 @@ def test_a_module_a_package_folder_and_code_run_too(launcher: Launcher) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--worker", "2", "x.py"], "No such option '--worker'. Did you mean '--workers'?"),
-        (["--workers", "2", "--bakend", "jax", "x.py"], "Did you mean '--backend'?"),
+        (["--worker", "2", "x.py"], r"No such option.* Did you mean '?--workers'?\?"),  # versions of click differ
+        (["--workers", "2", "--bakend", "jax", "x.py"], r"Did you mean '?--backend'?\?"),
         (["x.py", "--workers", "2"], "options of phalanx run stand before the script"),
         (["--workers", "2", "python3", "x.py"], "Leave out 'python3'"),
     ],
@@ -138,7 +138,7 @@ def test_a_command_line_that_is_not_understood_is_told_of(
 ) -> None:
     job = launcher.run(*arguments)
     assert job.code in (2, 64)
-    assert message in job.err
+    assert re.search(message, job.err)
 
 
 def test_without_stdout_it_runs_all_the_same(launcher: Launcher) -> None:
@@ -695,7 +695,8 @@ def test_told_to_end_the_whole_job_ends(number: signal.Signals, launcher: Launch
     # A scheduler's log keeps the page; who pressed Ctrl-C knows why the job ended.
     lines = err.splitlines()
     if number == signal.SIGINT:
-        assert lines[1:] == ["phalanx: interrupted; ending the job (Ctrl-C again kills it at once)"]
+        assert lines[1] == "phalanx: interrupted; ending the job (Ctrl-C again kills it at once)"
+        assert [line for line in lines[2:] if "phalanx report logs" not in line] == []
     else:
         assert any("it was stopped from outside" in line for line in lines)
 
