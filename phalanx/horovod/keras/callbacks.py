@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -25,12 +25,20 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     Args:
         root_rank: rank whose variables are sent.
         device: ignored.
+        local_variables: variables of the model that stay as they are on each rank.
         process_set: the ranks that train together.
     """
 
-    def __init__(self, root_rank: int, device: str = "", process_set: ProcessSet = global_process_set) -> None:
+    def __init__(
+        self,
+        root_rank: int,
+        device: str = "",
+        local_variables: Iterable[Any] = (),
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
         super().__init__()
         self.root_rank = root_rank
+        self._local = {id(variable) for variable in local_variables}
         self.process_set = process_set
         self.broadcast_done = False
         self._generation: int | None = None
@@ -54,7 +62,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if self.broadcast_done:
             return
         model = self.model
-        variables = [v for v in model.variables if "seed_generator_state" not in v.path]
+        variables = [v for v in model.variables if "seed_generator_state" not in v.path and id(v) not in self._local]
         if model.optimizer is not None:
             variables += model.optimizer.variables
         broadcast_variables(variables, self.root_rank, self.process_set)

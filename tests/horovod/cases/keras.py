@@ -263,6 +263,20 @@ def check_a_rank_outside_of_the_process_set_trains_by_itself() -> None:
     hvd.remove_process_set(members)
 
 
+def check_local_variables_are_not_broadcast() -> None:
+    model = _model(keras.optimizers.SGD(0.1), same=False)
+    kept = model.layers[0].variables
+    before = [keras.ops.convert_to_numpy(each) for each in model.variables]
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=kept)
+    callback.set_model(model)
+    callback.on_train_begin()
+    for variable, mine in zip(model.variables, before, strict=True):
+        value = keras.ops.convert_to_numpy(variable)
+        is_local = any(variable is each for each in kept)
+        expected = mine if is_local else hvd.broadcast_object(mine, 0)
+        np.testing.assert_array_equal(value, expected)
+
+
 def check_metrics_of_several_numbers_are_averaged() -> None:
     logs = {"f1": np.array([hvd.rank(), 1.0], "float32"), "loss": float(hvd.rank())}
     hvd.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
