@@ -4,8 +4,9 @@
     python benchmarks/all_reduce.py --json result.json   # and the figures
 
 Systems run one after the other, in processes of their own: `shared memory` and `ring` (over TCP loopback) are the
-communicators of Phalanx, `gloo` is torch.distributed, if torch is installed. Times are medians, in ms, of a
-whole call that merges float32 arrays in place (gloo) or into arrays that are reused (Phalanx).
+communicators of Phalanx, `ring, encrypted` is the latter as between hosts in a job with a secret, `gloo` is
+torch.distributed, if torch is installed. Times are medians, in ms, of a whole call that merges float32 arrays in place
+(gloo) or into arrays that are reused (Phalanx).
 """
 
 from __future__ import annotations
@@ -48,14 +49,21 @@ def time_calls(call: Call, barrier: Call, count: int) -> float:
     return 1e3 * statistics.median(samples)
 
 
-def phalanx_times(rank: int, implementation: str, link: socket.socket, pids: list[int]) -> dict[str, float]:
+def phalanx_times(
+    rank: int, implementation: str, encrypted: bool, link: socket.socket, pids: list[int]
+) -> dict[str, float]:
     """ms for each case."""
     from phalanx.cluster.membership import Member, Membership
     from phalanx.collectives import CommunicationImplementation, CommunicationOptions, connect
+    from phalanx.transport.encryption import KEY_BYTES, SessionKeys
     from phalanx.transport.link import Link
 
+    peer = Link(link, f"worker/{1 - rank}")
+    if encrypted:
+        keys = (b"0" * KEY_BYTES, b"1" * KEY_BYTES)
+        peer.encrypt(SessionKeys(keys[rank], keys[1 - rank]))
     members = tuple(Member(i, f"worker/{i}", "here", "127.0.0.1:0", pid) for i, pid in enumerate(pids))
-    membership = Membership(1, rank, members, {1 - rank: Link(link, f"worker/{1 - rank}")})
+    membership = Membership(1, rank, members, {1 - rank: peer})
     options = CommunicationOptions(implementation=CommunicationImplementation(implementation))
     times = {}
     with connect(membership, options) as communicator:
@@ -141,8 +149,9 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 def measure() -> dict[str, dict[str, float]]:
     """ms by system and case."""
     times = {
-        "shared memory": run_pair(phalanx_times, "AUTO", links=True),
-        "ring": run_pair(phalanx_times, "RING", links=True),
+        "shared memory": run_pair(phalanx_times, "AUTO", False, links=True),
+        "ring": run_pair(phalanx_times, "RING", False, links=True),
+        "ring, encrypted": run_pair(phalanx_times, "RING", True, links=True),
     }
     try:
         import importlib.util

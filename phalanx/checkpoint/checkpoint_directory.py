@@ -254,8 +254,11 @@ def read(path: Path) -> StoredCheckpoint:
         if found.digest() != digest or length > body_bytes:
             raise DamagedCheckpointError(f"{path} is damaged: its content is not what was written.")
         file.seek(body_bytes - length)
-        state = json.loads(file.read(length))
-    return StoredCheckpoint(path, int(state["step"]), state)
+        try:
+            state = json.loads(file.read(length))
+            return StoredCheckpoint(path, int(state["step"]), state)
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            raise DamagedCheckpointError(f"{path} is damaged: its state is no checkpoint's ({error!r}).") from error
 
 
 def is_sealed(path: Path) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from phalanx.collectives.communicator import Array, Communicator
 from phalanx.collectives.fusion_layout import byte_view
 from phalanx.compression.base_compression import DType, Merged, State
-from phalanx.errors import ConfigurationError
+from phalanx.errors import ConfigurationError, FrameError
 
 SMALL = 1024
 """Smaller arrays are not compressed: biases and scales are few and matter much."""
@@ -89,6 +89,17 @@ def _packed(codes: Sequence[Sequence[Array]]) -> Array:
 
 
 def _unpacked(packed: Array) -> list[list[Array]]:
+    """The parts in what `_packed` returned.
+
+    Raises: FrameError if the bytes are something else.
+    """
+    try:
+        return _unpack(packed)
+    except (msgspec.MsgspecError, UnicodeError, TypeError, ValueError, SyntaxError, ZeroDivisionError) as error:
+        raise FrameError(f"Compressed gradients cannot be read: {error}") from error
+
+
+def _unpack(packed: Array) -> list[list[Array]]:
     start = 4 + int.from_bytes(packed[:4].tobytes(), "big")
     header = msgspec.msgpack.decode(packed[4:start].tobytes(), type=list[list[tuple[str, tuple[int, ...]]]])
     found = []
@@ -96,6 +107,8 @@ def _unpacked(packed: Array) -> list[list[Array]]:
         parts = []
         for name, shape in described:
             dtype = np.dtype(name)
+            if dtype.hasobject or dtype.subdtype is not None or min(shape, default=0) < 0:
+                raise ValueError(f"{name!r} of shape {shape} is no array of numbers")
             stop = start + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
             # A copy, because a part may begin anywhere, and not every operation takes unaligned arrays.
             parts.append(packed[start:stop].copy().view(dtype).reshape(shape))

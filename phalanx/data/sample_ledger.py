@@ -11,7 +11,10 @@ import msgspec
 import numpy as np
 
 from phalanx.data.sharded_input import ShardedInput
-from phalanx.errors import ConfigurationError
+from phalanx.errors import ConfigurationError, FrameError
+
+MIN_LIMIT_BYTES, MAX_EPOCHS = 2**30, 10_000
+"""A ledger is at most as large as the first, or as large as one of so many epochs."""
 
 Array = np.ndarray[Any, Any]
 
@@ -78,8 +81,16 @@ class SampleLedger:
         return zlib.compress(msgspec.msgpack.encode(_Encoded(epochs, self._running.tobytes())), 1)
 
     def load(self, content: bytes) -> None:
-        """Take over another rank's ledger (`encoded`)."""
-        other = msgspec.msgpack.decode(zlib.decompress(content), type=_Encoded)
+        """Take over another rank's ledger (`encoded`).
+
+        Raises: FrameError if the bytes are something else.
+        """
+        try:
+            # Bounded, since a few bytes may expand to any size.
+            expanded = zlib.decompressobj().decompress(content, max(MIN_LIMIT_BYTES, self.samples * MAX_EPOCHS))
+            other = msgspec.msgpack.decode(expanded, type=_Encoded)
+        except (zlib.error, msgspec.MsgspecError) as error:
+            raise FrameError(f"A sample ledger cannot be read: {error}") from error
         self.epochs = {epoch: np.frombuffer(counts, np.uint8).copy() for epoch, counts in other.epochs.items()}
         self._running = np.frombuffer(other.running, np.uint8).copy()
 

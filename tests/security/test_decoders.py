@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import tracemalloc
 from typing import Any
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import FrameError
 from phalanx.transport.serialization import decode, encode
+from tests.security import fuzz
 
 ARRAY, TUPLE = "\0array", "\0tuple"
 
@@ -83,3 +86,11 @@ def test_any_bytes_are_a_value_or_an_error(content: bytes) -> None:
 def test_what_is_encoded_is_decoded(dtype: str, shape: list[int]) -> None:
     array = np.zeros(shape, dtype)
     np.testing.assert_array_equal(decode(encode(array)), array, strict=True)
+
+
+def test_every_decoder_withstands_mutations_of_what_it_reads() -> None:
+    """For longer: `python -m tests.security.fuzz`."""
+    for name, target in fuzz.targets().items():
+        check = fuzz.Checked(name, target)
+        for content in itertools.islice(fuzz.mutations(target.seeds, random.Random(name)), 100):
+            check(content)
