@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -267,7 +268,6 @@ def fuzz_by_coverage(check: Checked, seeds: Seeds, seconds: float) -> None:
     """As `fuzz_by_mutation`; ends the process, as libFuzzer does."""
     import atheris
 
-    atheris.instrument_all()
     with tempfile.TemporaryDirectory() as folder:
         for number, seed in enumerate(seeds):
             Path(folder, str(number)).write_bytes(seed)
@@ -282,7 +282,13 @@ def main() -> int:
     parser.add_argument("--decoder", action="append", help="only this one; may be repeated")
     parser.add_argument("--coverage", action="store_true", help="let atheris choose the inputs; one --decoder only")
     arguments = parser.parse_args()
-    known = targets()
+    instrumented: AbstractContextManager[Any] = nullcontext()
+    if arguments.coverage:
+        import atheris
+
+        instrumented = atheris.instrument_imports(include=["phalanx"])
+    with instrumented:
+        known = targets()
     names = arguments.decoder or list(known)
     seconds = arguments.minutes * 60 / len(names)
     if arguments.coverage and len(names) > 1:  # libFuzzer ends its process
