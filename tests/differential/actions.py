@@ -40,7 +40,7 @@ class Actions:
         w = self.w
         source = draw_source(w, self.architecture, self.data)
         keywords = source.keywords
-        keywords["epochs"] = str(w.number(1, 3))
+        keywords["epochs"] = "1" if source.is_once else str(w.number(1, 3))
         if source.is_endless:
             keywords["steps_per_epoch"] = str(w.number(1, 3))
         elif w.chance(6):
@@ -70,7 +70,7 @@ class Actions:
         w = self.w
         data = draw_data(w, self.architecture, "_val", weighted=self.data.weighted and w.chance())
         source = draw_source(w, self.architecture, data)
-        if source.is_dataset and not source.is_endless:
+        if source.is_dataset and not source.is_endless and not source.is_once:
             keywords["validation_data"] = source.arguments[0]
         else:
             keywords["validation_data"] = f"({', '.join(data.names)})"
@@ -147,6 +147,14 @@ class Actions:
             with w.in_scope():
                 w.write(f"model.layers[-1].trainable = {change == 'unfreeze'}")
                 w.write(draw_compile(w, self.architecture))
+        elif change == "lora":
+            with w.in_scope():
+                w.write("""
+                    for layer in model._flatten_layers():
+                        if type(layer) is layers.Dense and layer.built and not layer.lora_enabled:
+                            layer.enable_lora(2)
+                    """)
+                w.write(draw_compile(w, self.architecture))
         elif change == "load":
             w.write("model.save(folder / 'model.keras')")
             with w.in_scope():
@@ -175,6 +183,7 @@ CHANGES = (
     "unfreeze",
     "load",
     "load weights",
+    "lora",
 )
 
 KEEP = """

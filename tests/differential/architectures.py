@@ -50,7 +50,7 @@ def draw_architecture(w: Writer) -> Architecture:
     forms = ["functional"]
     if len(inputs) == len(outputs) == 1:
         forms = ["sequential", "unbuilt", *forms]
-    form = w.one_of([*forms, "subclass"])
+    form = w.one_of([*forms, "subclass", "stepping"])
     architecture = Architecture(inputs, outputs, form != "unbuilt", form)
     if form in ("sequential", "unbuilt"):
         _write_sequential(w, architecture)
@@ -134,8 +134,69 @@ def _write_functional(w: Writer, architecture: Architecture) -> None:
             """,
         )
         made = f"Wrapped({made})"
+    if architecture.form == "stepping":
+        w.imports.add("import tensorflow as tf" if w.backend == "tensorflow" else f"import {w.backend}")
+        w.define("Stepping", STEPPING[w.backend])
+        made = f"Stepping({starts}, {ends})"
     w.write(f"model = {made}")
     architecture.form += " with dicts" if has_dicts else ""
+
+
+STEPPING = {
+    "jax": """
+        @keras.saving.register_keras_serializable("program")
+        class Stepping(keras.Model):
+            def train_step(self, state, data):
+                trainable, others, optimizer, metric_values = state
+                x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+
+                def loss_of(trainable):
+                    prediction, changed, losses = self.stateless_call(
+                        trainable, others, x, training=True, return_losses=True
+                    )
+                    loss, _ = self.stateless_compute_loss(
+                        trainable, others, metric_values, x=x, y=y, y_pred=prediction, sample_weight=sample_weight
+                    )
+                    return loss + sum(losses), (prediction, changed)
+
+                (loss, (prediction, others)), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable)
+                trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+                values = zip(self.metrics_variables, metric_values, strict=True)
+                with keras.StatelessScope(state_mapping=list(values)) as scope:
+                    self._loss_tracker.update_state(loss)
+                    logs = self.compute_metrics(x, y, prediction, sample_weight)
+                    metric_values = [scope.get_current_value(v) for v in self.metrics_variables]
+                return {**logs, "own": 2.0 * loss}, (trainable, others, optimizer, metric_values)
+        """,
+    "tensorflow": """
+        @keras.saving.register_keras_serializable("program")
+        class Stepping(keras.Model):
+            def train_step(self, data):
+                x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+                with tf.GradientTape() as tape:
+                    prediction = self(x, training=True)
+                    loss = self.compute_loss(x, y, prediction, sample_weight)
+                gradients = tape.gradient(loss, self.trainable_weights)
+                self.optimizer.apply_gradients(zip(gradients, self.trainable_weights))
+                self._loss_tracker.update_state(loss)
+                return {**self.compute_metrics(x, y, prediction, sample_weight), "own": 2.0 * loss}
+        """,
+    "torch": """
+        @keras.saving.register_keras_serializable("program")
+        class Stepping(keras.Model):
+            def train_step(self, data):
+                x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+                self.zero_grad()
+                prediction = self(x, training=True)
+                loss = self.compute_loss(x, y, prediction, sample_weight)
+                loss.backward()
+                weights = [w for w in self.trainable_weights if w.value.grad is not None]
+                with torch.no_grad():
+                    self.optimizer.apply([w.value.grad for w in weights], weights)
+                self._loss_tracker.update_state(loss.detach())
+                return {**self.compute_metrics(x, y, prediction, sample_weight), "own": 2.0 * loss.detach()}
+        """,
+}
 
 
 def _dtype(given: Input) -> str:
@@ -246,9 +307,10 @@ _DEFINED = {
                 self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)
 
             def call(self, inputs, training=None):
+                before = ops.stop_gradient(self.mean + 0.0)
                 if training:
                     mean = ops.cast(ops.mean(inputs, axis=0), self.mean.dtype)
                     self.mean.assign(0.9 * self.mean + 0.1 * mean)
-                return inputs - ops.cast(ops.stop_gradient(self.mean), inputs.dtype)
+                return inputs - ops.cast(before, inputs.dtype)
         """,
 }

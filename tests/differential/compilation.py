@@ -58,6 +58,7 @@ METRICS = {
         "metrics.MeanAbsolutePercentageError()",
         "scaled_error",
         "Total()",
+        "Largest()",
     ),
     "binary": (
         "'accuracy'",
@@ -65,6 +66,7 @@ METRICS = {
         "metrics.BinaryCrossentropy()",
         "metrics.MeanSquaredError()",
         "Total()",
+        "Largest()",
     ),
     "classes": (
         "'accuracy'",
@@ -176,6 +178,29 @@ def _metrics(w: Writer, output: Output) -> str:
             @keras.saving.register_keras_serializable("program")
             def scaled_error(y, prediction):
                 return 3.0 * ops.mean(ops.abs(y - prediction), axis=-1)
+            """,
+        )
+    if "Largest()" in found:
+        w.define(
+            "Largest",
+            """
+            @keras.saving.register_keras_serializable("program")
+            class Largest(metrics.Metric):
+                def __init__(self, name="largest", **kwargs):
+                    super().__init__(name=name, **kwargs)
+                    self.value = self.add_weight(name="value", initializer="zeros")
+                    self.calls = self.add_weight(name="calls", initializer="ones")
+
+                def update_state(self, y, prediction, sample_weight=None):
+                    self.value.assign(ops.maximum(self.value, ops.max(ops.cast(prediction, self.dtype))))
+                    self.calls.assign_add(1.0)
+
+                def reset_state(self):
+                    self.value.assign(0.0)
+                    self.calls.assign(1.0)
+
+                def result(self):
+                    return self.value * self.calls
             """,
         )
     if "Total()" in found:

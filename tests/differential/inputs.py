@@ -11,6 +11,7 @@ WEIGHTS = (
     "rng.uniform(0.1, 2.0, {n}).astype('float32')",
     "np.linspace(3.0, 0.0, {n}, dtype='float32')",
     "(np.arange({n}) % 2).astype('float32')",
+    "np.linspace(2.0, -0.5, {n}, dtype='float32')",
 )
 
 
@@ -101,12 +102,14 @@ class Source:
         keywords: arguments by name.
         is_dataset: whether the only argument yields batches.
         is_endless: whether it yields them without an end.
+        is_once: whether it yields them only once.
     """
 
     arguments: list[str]
     keywords: dict[str, str] = field(default_factory=dict)
     is_dataset: bool = True
     is_endless: bool = False
+    is_once: bool = False
 
     def call(self, method: str, **more: str) -> str:
         named = (f"{name}={value}" for name, value in {**self.keywords, **more, "verbose": "0"}.items())
@@ -117,18 +120,22 @@ def draw_source(w: Writer, architecture: Architecture, data: Data, *, only_x: bo
     names = [data.x] if only_x else data.names
     size = str(w.one_of([4, 8, 3, 1, 32]))
     nested = any(_is_nested(architecture, name) for name in names)
-    kinds = ["arrays", "arrays", "generator", "pydataset", "tensors"]
-    if w.backend == "tensorflow":
+    kinds = ["arrays", "arrays", "generator", "pydataset", "tensors", "once"]
+    if w.backend == "tensorflow" or w.chance(4):
         kinds.append("tf")
-    if w.backend == "torch" and not nested:
+    if not nested and (w.backend == "torch" or w.chance(4)):
         kinds.append("loader")
     if architecture.inputs[0].kind == "vector" and not nested:
         kinds.append("pandas")
     kind = w.one_of(kinds)
     given = ", ".join(names)
-    if kind == "generator":
+    if kind in ("generator", "once"):
         w.define("rows", ROWS)
         w.define("batches", GENERATOR)
+        if kind == "once":
+            one_pass = -(-data.samples // int(size))
+            batches = f"batches({given}, size={size}, samples={data.samples})"
+            return Source([f"(batch for _, batch in zip(range({one_pass}), {batches}))"], is_once=True)
         return Source([f"batches({given}, size={size}, samples={data.samples})"], is_endless=True)
     if kind == "pydataset":
         return Source([f"{_py_dataset(w)}({given}, size={size})"])

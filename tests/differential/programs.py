@@ -15,8 +15,9 @@ from tests.differential.compilation import draw_compile
 from tests.differential.inputs import draw_data
 from tests.differential.writer import Writer
 
-TOLERANCES = {"float32": 2e-5, "float64": 1e-9, "mixed_bfloat16": 2e-2, "mixed_float16": 5e-3, "bfloat16": 5e-2}
-"""Of the largest value of an array. Float32 rounds at 1e-7, and a few dozen operations add up."""
+TOLERANCES = {"float32": 2e-5, "float64": 1e-6, "mixed_bfloat16": 2e-2, "mixed_float16": 5e-3, "bfloat16": 5e-2}
+"""Of the largest value of an array. Float32 rounds at 1e-7, and a few dozen operations add up. What programs in float64
+compute of data alone (targets, weights) is in float32."""
 
 SNAPSHOT = '''
 def snapshot(model):
@@ -81,7 +82,8 @@ def programs(draw: st.DrawFn, backend: str) -> Program:
     """Programs that plain Keras runs, nearly all of them."""
     w = Writer(draw, backend)
     world_size = w.one_of([2, 2, 2, 2, 3, 3, 3, 1])
-    precision = w.one_of(["float32"] * 8 + ["mixed_bfloat16", "float64"]) if backend != "jax" else "float32"
+    others = ["mixed_bfloat16", *(["float64"] if backend != "jax" else [])]
+    precision = w.one_of(["float32"] * 8 + others)
     w.write("keras.backend.clear_session()")
     w.write(f"keras.utils.set_random_seed({w.number(0, 3)})")
     if precision == "float64":
