@@ -186,9 +186,10 @@ def test_an_error_is_one_short_page_with_the_programs_own_line_at_its_top(launch
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_error_in_a_training_is_short_on_every_backend(backend: str, launcher: Launcher) -> None:
     script = str(Path(__file__).with_name("failing_training.py"))
+    del launcher.environment["PHALANX_GRACE"]  # so short that a busy machine does not exit within it
     terminal = Terminal(launcher, "--workers", "2", "--backend", backend, script)
     assert terminal.end() == 1
-    lines = ESCAPE.sub("", terminal.text).splitlines()
+    lines = ESCAPE.sub("", terminal.text).rstrip().split("\r\n")  # a bar that is redrawn is one line
     assert len(lines) <= 40, terminal.text
     assert any('in check: raise ValueError("the data of batch 5 is bad")' in line for line in lines[:10]), terminal.text
     assert any(re.fullmatch(r"  \.\.\. \d+ frames of phalanx and keras", line) for line in lines), terminal.text
