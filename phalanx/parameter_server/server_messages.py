@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from phalanx.collectives.host.shared_segment import SegmentOffer
+from phalanx.errors import FrameError
 from phalanx.parameter_server.shard_placement import PlacedVariable, Shard
 
 Array = np.ndarray[Any, Any]
@@ -33,8 +34,14 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def arrays_of(buffers: Sequence[memoryview], dtypes: Sequence[str]) -> list[Array]:
-    """The arrays that came with a message, flat; they share the buffers' memory."""
-    return [np.frombuffer(buffer, dtype) for buffer, dtype in zip(buffers, dtypes, strict=True)]
+    """The arrays that came with a message, flat; they share the buffers' memory.
+
+    Raises: FrameError if the buffers are no arrays of these dtypes.
+    """
+    try:
+        return [np.frombuffer(buffer, dtype) for buffer, dtype in zip(buffers, dtypes, strict=True)]
+    except (TypeError, ValueError, SyntaxError) as error:  # SyntaxError: NumPy parses dtypes with commas
+        raise FrameError(f"The arrays of a message cannot be read: {error}") from error
 
 
 class ModelDescription(msgspec.Struct, frozen=True):

@@ -194,7 +194,7 @@ def targets() -> dict[str, Target]:
         "server records": plain(replication._RECORDS.decode),
         "server states": plain(group_recovery._STATES.decode),
         "leader offers": of_type(group_leadership.LeaderOffer),
-        "server arrays": Target(arrays, (ValueError, TypeError), [b"float32|12345678", b"O|12345678"]),
+        "server arrays": Target(arrays, (FrameError,), [b"float32|12345678", b"O|12345678"]),
         "collectives": of_type(CollectiveDescription),
         "abort notices": of_type(AbortNotice),
         "compressed gradients": Target(lambda c: codec._unpacked(np.frombuffer(c, np.uint8)), (FrameError,), [packed]),
