@@ -43,7 +43,7 @@ def decode(content: bytes) -> Any:
     """
     try:
         return _unpack(msgspec.msgpack.decode(content))
-    except (msgspec.MsgspecError, UnicodeError, RecursionError, TypeError, ValueError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, TypeError, ValueError, SyntaxError) as error:
         raise FrameError(f"These bytes are not an encoded value: {error}") from error
 
 

@@ -41,6 +41,7 @@ def forged(*array: Any) -> bytes:
         pytest.param(forged("f4"), id="nothing but a type"),
         pytest.param(forged("i4," * 100_000, [1], b"1234"), id="a long type"),
         pytest.param(forged(5, [1], b"1234"), id="a number as type"),
+        pytest.param(forged(",,", [1], b"1234"), id="a type that NumPy cannot parse"),
         pytest.param(forged("O", [3], [1, 2]), id="too few objects"),
         pytest.param(msgspec.msgpack.encode({ARRAY: 1}), id="no array"),
         pytest.param(msgspec.msgpack.encode({TUPLE: 1}), id="no tuple"),
