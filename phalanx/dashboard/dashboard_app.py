@@ -156,6 +156,8 @@ class Dashboard:
         except ConfigurationError as error:
             return JSONResponse({"refusal": str(error)}, 409)
         except LinkClosedError as error:
+            if text:  # the page has not heard of the end yet, and keeps what it shows
+                return Response(status_code=204)
             return JSONResponse({"refusal": str(error)}, 410)
         return PlainTextResponse(answer.text) if text else JSONResponse({"text": answer.text})
 

@@ -83,9 +83,7 @@ def _read_outputs(script: subprocess.Popen[bytes], deadline: float) -> tuple[byt
 
 def main() -> None:
     every_s, timeout_s, command = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
-    # The threads of a launcher end one by one: PR_SET_PDEATHSIG could arrive before its end of the pipe closes, and
-    # would kill only this process, and with it the guard that ends the script.
-    end_with_launcher(0, os.getppid(), die_with_parent=False)
+    end_with_launcher(0)
     adopt_orphans()
     while True:
         began = time.monotonic()

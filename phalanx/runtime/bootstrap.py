@@ -56,8 +56,6 @@ class WorkerBootstrap:
 
     Attributes:
         cores: to bind the process to.
-        parent: process id of the launcher.
-        die_with_parent: see `end_with_launcher`.
         guard: ends the process when the launcher is gone.
         stacks: where stacks are written, at STACKS_SIGNAL and when native code crashes.
         error: where an uncaught error is written, as JSON.
@@ -66,8 +64,6 @@ class WorkerBootstrap:
     """
 
     cores: tuple[int, ...]
-    parent: int
-    die_with_parent: bool
     guard: int
     stacks: int
     error: int
@@ -77,18 +73,18 @@ class WorkerBootstrap:
 
     def encode(self) -> str:
         # Not JSON: its import would take longer than all else that happens here.
-        fields = (self.parent, int(self.die_with_parent), self.guard, self.stacks, self.error, int(self.prints_errors))
+        fields = (self.guard, self.stacks, self.error, int(self.prints_errors))
         return " ".join(map(str, (*fields, self.function, self.result, *self.cores)))
 
     @classmethod
     def decode(cls, text: str) -> WorkerBootstrap:
-        parent, die_with_parent, guard, stacks, error, prints, function, result, *share = map(int, text.split())
-        return cls(tuple(share), parent, bool(die_with_parent), guard, stacks, error, bool(prints), function, result)
+        guard, stacks, error, prints, function, result, *share = map(int, text.split())
+        return cls(tuple(share), guard, stacks, error, bool(prints), function, result)
 
 
 def main() -> None:
     start = WorkerBootstrap.decode(process_environment().pop(WORKER_BOOTSTRAP))
-    orphan_guard.end_with_launcher(start.guard, start.parent, die_with_parent=start.die_with_parent)
+    orphan_guard.end_with_launcher(start.guard)
     core_affinity.bind(start.cores)  # before anything can start threads
     for fd in (start.stacks, start.error):
         os.set_inheritable(fd, False)

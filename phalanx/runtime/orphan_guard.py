@@ -5,14 +5,14 @@ even by SIGKILL, the kernel closes its end. On Linux the reading end is set up s
 SIGKILL to the worker's whole process group (`fcntl(2)`: O_ASYNC, F_SETOWN, F_SETSIG): no thread waits, the interpreter
 lock is not needed, and processes that the worker has started die with it.
 
-PR_SET_PDEATHSIG (`prctl(2)`) is set as well, for the case that a copy of the writing end leaked into another process.
-It is not enough by itself: it reaches no grandchildren, and fires when the *thread* that started the worker ends, so it
-is only used for workers started by a main thread. Where F_SETSIG is unknown (macOS), a thread waits.
+PR_SET_PDEATHSIG (`prctl(2)`) would do harm beside it. It fires when the *thread* that started the worker ends, and the
+threads of a killed launcher end one by one before its pipes close: the worker would be gone, and with it the reading
+end, before the kernel looks for the process group, and what the worker has started would live on. Where F_SETSIG is
+unknown (macOS), a thread waits.
 """
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import select
@@ -20,8 +20,6 @@ import signal
 import sys
 import threading
 import weakref
-
-_PR_SET_PDEATHSIG = 1
 
 
 class OrphanGuard:
@@ -57,32 +55,21 @@ def _close_guards() -> None:
 os.register_at_fork(after_in_child=_close_guards)
 
 
-def end_with_launcher(fd: int, parent: int, *, die_with_parent: bool) -> None:
+def end_with_launcher(fd: int) -> None:
     """Called first in the worker, whose process group must be its own: from now on it ends with its launcher.
 
     Args:
         fd: the reading end of the launcher's pipe; it stays open for the life of the process.
-        parent: process id of the launcher.
-        die_with_parent: whether the thread that started this process lives as long as the launcher.
     """
     if sys.platform == "linux":
         os.set_inheritable(fd, False)
         fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(fd, fcntl.F_SETSIG, int(signal.SIGKILL))
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-        if die_with_parent:
-            prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-            if os.getppid() != parent:  # it died before the line above: that signal will never come
-                os.killpg(0, signal.SIGKILL)
     else:
         threading.Thread(target=_wait_for_end, args=(fd,), name="phalanx-orphan-guard", daemon=True).start()
     if select.select([fd], [], [], 0)[0]:  # closed before O_ASYNC was set
         os.killpg(0, signal.SIGKILL)
-
-
-def prctl(option: int, value: int) -> None:
-    """Call prctl(2). A kernel or sandbox that refuses is no reason to fail: the pipe is the main safeguard."""
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _wait_for_end(fd: int) -> None:

@@ -104,7 +104,8 @@ def _no_file(job: Job) -> list[str]:
     found = []
     if left := sorted(path.name for path in job.temporary.iterdir()):
         found.append(f"temporary files are left: {left}")
-    if left := sorted(p.name for p in job.checkpoints.glob(".*") if p.name != FILLER):
+    of_the_claim = (".owner", ".lock")
+    if left := sorted(p.name for p in job.checkpoints.glob(".*") if p.name != FILLER and p.suffix not in of_the_claim):
         found.append(f"half-written checkpoints are left: {left}")
     entries = list(job.registry.glob("*.json"))
     if len(entries) > job.launchers - 1:  # a launcher that is killed leaves its own; `phalanx status` removes it

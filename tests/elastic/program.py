@@ -140,7 +140,7 @@ class Beginning(keras.callbacks.Callback):
         assert (self.task,) == self._own
 
 
-def model(convolutional: bool, dropout: float) -> Any:
+def model(convolutional: bool, dropout: float = 0.0) -> Any:
     layers = keras.layers
     first = (
         [layers.Conv2D(8, 3, activation="relu"), layers.MaxPooling2D(), layers.Flatten()]

@@ -253,7 +253,7 @@ async function loadOutput() {
   let text = job.outputs[task];
   if (!embedded) {
     const answer = await fetch(`output?job=${encodeURIComponent(shown || "")}&task=${encodeURIComponent(task)}`).catch(() => null);
-    text = answer && answer.ok ? await answer.text() : null;
+    text = answer && answer.status === 200 ? await answer.text() : null;
   }
   if (task !== outputTask || text == null) return;
   const atEnd = pre.scrollTop + pre.clientHeight > pre.scrollHeight - 20;

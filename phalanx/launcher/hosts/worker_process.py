@@ -86,8 +86,6 @@ class WorkerProcess:
         function, result = files.call_descriptors
         start = bootstrap.WorkerBootstrap(
             cores=launch.cores,
-            parent=os.getpid(),
-            die_with_parent=is_main_thread(),
             guard=self._guard.worker_end,
             stacks=files.stacks.fileno(),
             error=files.error.fileno(),
