@@ -114,6 +114,7 @@ class ShardedInput:
         position: the running epoch and the next one in the data.
         description: the input in words.
         structure: what the dataset's elements are, as far as they have been read.
+        may_be_empty: whether data without a single batch is no error, as Keras's `fit` has it for validation data.
 
     Args:
         source: see above.
@@ -142,6 +143,7 @@ class ShardedInput:
         self._steps = steps_per_epoch
         self.description = InputDescription(source, steps_per_epoch, world_size)
         self.structure = ElementStructure.PARTS
+        self.may_be_empty = False
         self._rank = rank
         self._world_size = world_size
         self._last: LocalShare | None = None
@@ -275,7 +277,7 @@ class ShardedInput:
         if self.source.traits.policy is not AutoShardPolicy.DATA:  # Per-rank data may end anywhere.
             return
         steps = self._steps
-        if seen == 0 and self._last is None:
+        if seen == 0 and self._last is None and not self.may_be_empty:
             raise self.description.empty_error(self._rank)
         if steps is None and seen:
             self.position.counted = seen

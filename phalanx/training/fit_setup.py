@@ -138,4 +138,6 @@ def _shard_validation_data(replica_model: ReplicaModel, arguments: FitArguments)
     batch_size = arguments.validation_batch_size
     if batch_size is None and accepts_batch_size(x):
         batch_size = arguments.batch_size
-    return replica_model.shard(x, y, weight, batch_size=batch_size, steps=arguments.validation_steps)
+    validation = replica_model.shard(x, y, weight, batch_size=batch_size, steps=arguments.validation_steps)
+    validation.may_be_empty = True
+    return validation

@@ -46,6 +46,15 @@ def tf_dataset(setting: Setting) -> dict[str, Any]:
     }
 
 
+@scenario(needs=("tensorflow",), quick=ONE_BACKEND)
+def validation_data_without_a_batch(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    few = tf.data.Dataset.from_tensor_slices((features()[:2], labels()[:2])).batch(4, drop_remainder=True)
+    model = compiled(setting, metrics=["accuracy"])
+    return fitted_on(model, features(), y=labels(), batch_size=BATCH, validation_data=few)
+
+
 @scenario(needs=("tensorflow",))
 def tf_dataset_repeated_with_steps(setting: Setting) -> dict[str, Any]:
     import tensorflow as tf
