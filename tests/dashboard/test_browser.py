@@ -82,14 +82,15 @@ def test_a_job_in_a_browser(chromium: Any, link: str, job: tuple[JobRecorder, Jo
     """Loss, members and events are shown, changes too; buttons act; nothing without the token; no error anywhere."""
     recorder, controlled = job
     context = chromium.new_context(color_scheme="dark", viewport={"width": 390, "height": 800})
+    stranger = context.new_page()  # a page of its own: the browser reports the refusal some time later
+    answer = stranger.goto(link.partition("?")[0])
+    assert answer.status == 403
+    assert "train.py" not in stranger.content()
     page = context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("dialog", lambda dialog: dialog.accept())
-    answer = page.goto(link.partition("?")[0])
-    assert answer.status == 403
-    assert "train.py" not in page.content()
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("dialog", lambda dialog: dialog.accept())
 
     page.goto(link)
     shows = sync_api.expect
