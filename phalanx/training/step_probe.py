@@ -107,12 +107,11 @@ class _Trial:
 
     def difference(self, data: Any) -> str:
         """See `find_difference`."""
+        self._engine.build(_few_samples(data, 0))
+        self._engine.metric_rules.decide(self._rules)
+        before = self._results({})
         for attempt in range(ATTEMPTS):
             samples = _few_samples(data, attempt)
-            if not attempt:
-                self._engine.build(samples)
-                self._engine.metric_rules.decide(self._rules)
-            before = self._results({})
             whole, other = self._whole(samples), self._whole(samples, other_seeds=True)
             ranks = self._of_ranks([_rows(samples, 0, PART), _rows(samples, PART, 2 * PART)])
             found = _Comparison(self._model, before, whole, other, ranks)
@@ -265,12 +264,10 @@ class _Comparison(NamedTuple):
     def _allowed_gradient(self, kind: str, name: str) -> float:
         update = name.partition(".")[0]
         of_update = [v for other, v in self.whole.gradients.items() if other.partition(".")[0] == update]
-        own, all_sizes = (
-            np.abs(self.whole.gradients[name]).max(initial=0),
-            [np.abs(v).max(initial=0) for v in of_update],
-        )
+        own = np.abs(self.whole.gradients[name]).max(initial=0)
+        largest = max(np.abs(v).max(initial=0) for v in of_update)
         tolerance, rounding = self._tolerances()
-        return float(tolerance * own + rounding * max(all_sizes))
+        return float(tolerance * own + rounding * largest)
 
     def _tolerances(self) -> tuple[float, float]:
         """Relative to a gradient or a change, and to the largest of all."""
