@@ -6,12 +6,10 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from phalanx.monitoring.job_view import RUNNING, SILENT_S, JobView, MemberView, doing, why_not
+from phalanx.monitoring.job_view import ACTIONS, NO_RATES, RUNNING, SILENT_S, JobView, MemberView, doing, why_not
 
-ACTIONS = ("stop", "checkpoint", "scale", "drain")
 FEED_ITEMS = 200
 _COUNTS = ("epoch", "step", "steps", "samples", "bytes_sent", "generation", "restarts")
-_RATES = ("steps_per_s", "samples_per_s", "bytes_per_s", "network_bytes_per_s")
 
 
 def message(
@@ -63,7 +61,7 @@ def head(view: JobView, *, live: bool = True, control: bool = False) -> dict[str
         "began": view.began_at,
         "ended": view.ended_at,
         "now": now,
-        **{name: getattr(view, name) for name in (*_COUNTS, *_RATES)},
+        **{name: getattr(view, name) for name in (*_COUNTS, *NO_RATES)},
         "logs": view.logs,
         "workers": len([member for member in view.workers if member.is_member]),
         "members": [_member(view, member, now) for member in view.members.values()],

@@ -28,7 +28,7 @@ from phalanx.dashboard import access, browser_view, page, prometheus_metrics
 from phalanx.dashboard.job_hub import FollowedJob, JobHub, ask
 from phalanx.errors import ConfigurationError, LinkClosedError
 from phalanx.launcher.job_connection import ControlRequest
-from phalanx.monitoring.job_view import RUNNING, JobView
+from phalanx.monitoring.job_view import ACTIONS, RUNNING, JobView
 
 WATCHED_S = 0.5
 """How often the job is asked for news while someone looks."""
@@ -143,7 +143,7 @@ class Dashboard:
             asked = msgspec.json.decode(body[: MAX_BODY_BYTES + 1], type=_Act)
         except msgspec.MsgspecError as error:
             return JSONResponse({"refusal": f"This is no request: {error}."}, 400)
-        if asked.action not in browser_view.ACTIONS:
+        if asked.action not in ACTIONS:
             return JSONResponse({"refusal": f"There is no action {asked.action!r}."}, 400)
         job = self.hub.find(asked.job or "")
         if job is None:

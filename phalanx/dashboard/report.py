@@ -7,6 +7,7 @@ from pathlib import Path
 
 from phalanx.dashboard import browser_view, page
 from phalanx.errors import ConfigurationError
+from phalanx.launcher.failure_report import log_name
 from phalanx.launcher.job_follower import read_view
 from phalanx.monitoring.console import plain_text
 
@@ -40,7 +41,7 @@ def render(log_dir: Path) -> str:
     """The report of a job as an HTML document. Raises: see `write`."""
     view = read_view(log_dir)
     data = browser_view.message(view, live=False)
-    data["outputs"] = {task: _end_of(log_dir / f"{task.replace('/', '-')}.log") for task in view.members}
+    data["outputs"] = {task: _end_of(log_dir / log_name(task)) for task in view.members}
     return page.render(data)
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from phalanx.cluster.software_versions import keras_backend
-from phalanx.launcher.machine import Machine, as_gib
+from phalanx.launcher.machine import Machine, as_gib, describe_quota
 from phalanx.launcher.worker_environment import FORWARDED_PREFIXES
 
 _OTHERS = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "NO_COLOR", "PYTHONPATH")
@@ -17,11 +17,10 @@ HIDDEN = "(set, hidden)"
 def render(machine: Machine, environment: Mapping[str, str]) -> str:
     """The report: versions, the machine, and the variables that are set. Values of secrets are hidden."""
     packages = "\n".join(f"  {name} {version}" for name, version in machine.packages.items())
-    quota = "" if machine.quota is None else f", of which the container grants {machine.quota:g}"
     lines = [
         f"Python {machine.python}",
         f"System: {machine.system}",
-        f"Cores: {machine.cores}{quota}",
+        f"Cores: {machine.cores}{describe_quota(machine)}",
         f"Memory: {as_gib(machine.memory)}, {as_gib(machine.free_memory)} free; /dev/shm: {_shared(machine)}",
         f"GPUs: {', '.join(machine.gpus) or 'none'}",
         f"Keras backend: {keras_backend(environment)}",

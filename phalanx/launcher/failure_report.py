@@ -183,6 +183,11 @@ def open_no_link(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
+def log_name(task: str) -> str:
+    """The file in the log directory that has the output of a task."""
+    return f"{task.replace('/', '-')}.log"
+
+
 @contextlib.contextmanager
 def open_logs(folder: Path | None, tasks: Sequence[str]) -> Iterator[list[BinaryIO]]:
     """One open file for the output of each task, in a directory that is created if needed; none without a directory.
@@ -194,7 +199,7 @@ def open_logs(folder: Path | None, tasks: Sequence[str]) -> Iterator[list[Binary
         try:
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-                names = [f"{task.replace('/', '-')}.log" for task in tasks]
+                names = [log_name(task) for task in tasks]
                 logs_before = {path.name for path in folder.iterdir() if _LOG.fullmatch(path.name)}
                 # Files of an earlier job would be taken for this one's.
                 for old in (PAGE_FILE, JSON_FILE, *(logs_before - set(names))):

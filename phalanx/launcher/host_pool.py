@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from phalanx.config.environment_variables import DEFAULT_RENDEZVOUS_TIMEOUT_S
+from phalanx.config.task_names import trains
 from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.launcher.host_blacklist import COOLDOWN_S, HostBlacklist
 from phalanx.launcher.host_connections import HostConnection, HostConnections
@@ -24,7 +25,7 @@ from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.job_supervisor import JobSupervisor
 from phalanx.launcher.slot_assignment import HostSlot, SlotAssignment
-from phalanx.launcher.worker_placement import LOOPBACK, NO_REPLICA, START_TIMEOUT_S, WorkerRecipe
+from phalanx.launcher.worker_placement import LOOPBACK, START_TIMEOUT_S, WorkerRecipe
 from phalanx.monitoring.job_events import HostStatus
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class ElasticPlacements:
 
     def __init__(self, tasks: Sequence[str], slots: SlotAssignment, connections: HostConnections):
         self._tasks, self._slots, self._connections = tasks, slots, connections
-        self.extra_slots = sum(task.startswith(NO_REPLICA) for task in tasks)
+        self.extra_slots = sum(not trains(task) for task in tasks)
         self._evaluator_address: str | None = None
         self.recipe: WorkerRecipe | None = None
 
@@ -102,7 +103,7 @@ class ElasticPlacements:
         slot = self._slots.slot(rank)
         if slot is not None and (connection := self._connections.ready(slot.host)):
             return connection.address(slot.number)
-        is_evaluator = self._tasks[rank].startswith(NO_REPLICA)
+        is_evaluator = not trains(self._tasks[rank])
         return (is_evaluator and self._evaluator_address) or NO_ADDRESS.format(rank)
 
 
@@ -148,7 +149,7 @@ class HostPool:
             relay=relay,
             post=self._post,
         )
-        trained = [rank for rank, task in enumerate(tasks) if not task.startswith(NO_REPLICA)]
+        trained = [rank for rank, task in enumerate(tasks) if trains(task)]
         self._slots = SlotAssignment(trained, len(trained))
         self._placements = ElasticPlacements(tasks, self._slots, self._connections)
         self._shares: dict[str, HostShare] = {}

@@ -16,11 +16,10 @@ import msgspec
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.job_connection import MAX_REQUEST_BYTES, ControlAnswer, ControlRequest, short_name
 from phalanx.launcher.job_recorder import JobRecorder
-from phalanx.monitoring.job_view import why_not
+from phalanx.monitoring.job_view import ACTIONS, why_not
 
 REQUEST_S = 2.0
 """A client that does not send its request or read its answer in this time does not delay the next one for longer."""
-ACTIONS = ("stop", "checkpoint", "scale", "drain")
 
 
 class ControlledJob(Protocol):

@@ -82,6 +82,11 @@ def gpu_models(driver: Path = Path("/proc/driver/nvidia/gpus")) -> tuple[str, ..
     return tuple(models)
 
 
+def describe_quota(machine: Machine) -> str:
+    """What follows the number of cores in a sentence; empty without a limit."""
+    return "" if machine.quota is None else f", of which the container grants {machine.quota:g}"
+
+
 def as_gib(size: int | None) -> str:
     return "unknown" if size is None else f"{size / 2**30:.3g} GiB"
 

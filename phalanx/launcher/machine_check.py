@@ -28,7 +28,7 @@ from phalanx.errors import PhalanxError, RendezvousError
 from phalanx.launcher.host_slots import HostShare
 from phalanx.launcher.hosts.local_host import listen
 from phalanx.launcher.hosts.ssh_host import SSHHost
-from phalanx.launcher.machine import Machine, as_gib, describe_machine
+from phalanx.launcher.machine import Machine, as_gib, describe_machine, describe_quota
 from phalanx.launcher.worker_placement import LOOPBACK, START_TIMEOUT_S
 from phalanx.monitoring.startup_noise import QUIET
 
@@ -102,8 +102,7 @@ def run(hosts: Sequence[HostShare] = ()) -> int:
 def judge(machine: Machine, backends: Sequence[BackendProbe]) -> Iterator[Finding]:
     """What the facts about a machine mean for training on it."""
     yield Finding(Verdict.OK, f"{machine.system}, Python {machine.python}")
-    quota = "" if machine.quota is None else f", of which the container grants {machine.quota:g}"
-    yield Finding(Verdict.OK, f"{machine.cores} cores{quota}; {', '.join(machine.gpus) or 'no GPU'}")
+    yield Finding(Verdict.OK, f"{machine.cores} cores{describe_quota(machine)}; {', '.join(machine.gpus) or 'no GPU'}")
     yield _judge_memory(machine)
     yield _judge_shared_memory(machine)
     yield _judge_descriptors(machine)

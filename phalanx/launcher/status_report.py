@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from phalanx.errors import ConfigurationError, LinkClosedError
-from phalanx.launcher.job_connection import ControlAnswer, ControlRequest, send_request
+from phalanx.launcher.job_connection import ControlRequest, send_request
 from phalanx.launcher.job_registry import RegisteredJob, running
 from phalanx.monitoring.console import write_whole
 from phalanx.monitoring.job_view import JobView, MemberView, doing
@@ -90,12 +90,8 @@ def scale(job: str | None, workers: int) -> int:
 
     Raises: ConfigurationError if it is not clear which job is meant, or the number is out of its bounds.
     """
-    return _act(job, ControlRequest("scale", workers=workers))
-
-
-def _act(job: str | None, request: ControlRequest) -> int:
     entry = choose_job(job)
-    answer: ControlAnswer = send_request(entry.socket_path, request)
+    answer = send_request(entry.socket_path, ControlRequest("scale", workers=workers))
     _print(f"{entry.job}: {answer.text}.")
     return 0
 

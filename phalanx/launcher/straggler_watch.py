@@ -52,15 +52,9 @@ class StragglerWatch:
             self._names[task] = f"{task} (rank {report.rank})"
         first_at = self._first_at.setdefault(task, now)
         if former is not None and (former.steps >= COMPILED_STEPS or now - first_at >= UNCOUNTED_S):
-            timing = StepTiming(
-                report.phase,
-                report.epoch,
-                report.step,
-                report.age_s,
-                figures.computed_s - former.computed_s,
-                figures.waited_s - former.waited_s,
-                figures.steps - former.steps,
-            )
+            gained = figures.since(former)
+            position = report.phase, report.epoch, report.step, report.age_s
+            timing = StepTiming(*position, gained.computed_s, gained.waited_s, gained.steps)
             self._detector.add(task, timing, now)
         slow_before = set(self.slow)
         lines = self._detector.detect(self._names, self._changes, now)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO
 
+from phalanx.config.task_names import trains
 from phalanx.errors import ConfigurationError, PhalanxError
 from phalanx.launcher.dashboard_process import DashboardProcess
 from phalanx.launcher.failure_report import open_no_link
@@ -79,7 +80,7 @@ class WatchedJob:
         """The job is about to start, or to start again."""
         request, elastic = self._request, self._request.elastic
         has_servers = any(task.startswith("ps/") for task in request.tasks)
-        workers = sum(task.startswith(("chief/", "worker/")) for task in request.tasks)
+        workers = sum(map(trains, request.tasks))
         self.recorder.record(
             events.JobStarted(
                 time.time(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from phalanx.config.environment_variables import (
@@ -28,6 +29,7 @@ from phalanx.config.environment_variables import (
     TLS_FILES,
 )
 from phalanx.config.launch_config import LaunchConfig
+from phalanx.config.task_names import trains
 
 _OF_A_TASK = (HOST_GPUS, ELASTIC_COORDINATOR, SNAPSHOTS, RUN)
 """Set by another job for its own task, which starts this job."""
@@ -53,13 +55,17 @@ def horovod_settings(addresses: Sequence[str], rank: int) -> dict[str, str]:
     Source: Horovod's Gloo launcher, whose names and meaning these are.
     """
     hosts = [address.rpartition(":")[0] for address in addresses]
-    local_ranks = [hosts[:each].count(host) for each, host in enumerate(hosts)]
+    sizes: Counter[str] = Counter()
+    local_ranks = []
+    for host in hosts:
+        local_ranks.append(sizes[host])
+        sizes[host] += 1
     peers = [each for each, local_rank in enumerate(local_ranks) if local_rank == local_ranks[rank]]
     numbers = {
         HOROVOD_RANK: rank,
         HOROVOD_SIZE: len(hosts),
         HOROVOD_LOCAL_RANK: local_ranks[rank],
-        HOROVOD_LOCAL_SIZE: hosts.count(hosts[rank]),
+        HOROVOD_LOCAL_SIZE: sizes[hosts[rank]],
         HOROVOD_CROSS_RANK: peers.index(rank),
         HOROVOD_CROSS_SIZE: len(peers),
     }
@@ -118,7 +124,7 @@ def job_settings(
         PREEMPTION_SIGNAL: config.preemption_signal,
     }
     # Ranks of elastic jobs change, and servers have none.
-    if coordinator is None and all(task.startswith(("chief/", "worker/")) for task in tasks):
+    if coordinator is None and all(map(trains, tasks)):
         settings.update(horovod_settings(addresses, rank))
     return {name: value for name, value in settings.items() if value is not None}
 

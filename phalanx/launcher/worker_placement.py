@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.config.launch_config import LaunchConfig
+from phalanx.config.task_names import trains
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.host_messages import WorkerSpec
 from phalanx.launcher.host_slots import HostShare
@@ -28,8 +29,6 @@ LONGEST_START_S = 1e6
 # For a restarted task to answer again; a busy host takes long to import a backend.
 RETURN_TIMEOUT_S = 120.0
 LOOPBACK = "127.0.0.1"
-# Tasks of these types compute little, or at any time: the cores are divided among the others.
-NO_REPLICA = ("ps/", "evaluator/")
 
 
 def new_identity() -> tuple[str, str]:
@@ -106,7 +105,7 @@ class WorkerRecipe:
             arguments=tuple(self.arguments),
             interpreter=tuple(self.interpreter),
             function=self.function,
-            trains=not task.startswith(NO_REPLICA),
+            trains=trains(task),
             restartable=self.restartable,
             has_snapshots=self.restartable and task.startswith("ps/"),
             slot=slot,

@@ -12,6 +12,7 @@ from functools import reduce
 import msgspec
 from msgspec.structs import replace
 
+from phalanx.config.task_names import trains
 from phalanx.monitoring import job_events as events
 from phalanx.monitoring.job_events import HostStatus, JobEvent, TaskReport
 from phalanx.monitoring.worker_figures import GpuFigures, ServerFigures, WorkerFigures
@@ -29,6 +30,10 @@ SILENT_S = 5.0
 
 INFO, GOOD, WARNING, BAD = "info", "good", "warning", "bad"
 RUNNING, SUCCEEDED, FAILED = "running", "succeeded", "failed"
+ACTIONS = ("stop", "checkpoint", "scale", "drain")
+"""What users can do with a job."""
+NO_RATES = {"steps_per_s": 0.0, "samples_per_s": 0.0, "bytes_per_s": 0.0, "network_bytes_per_s": 0.0}
+"""The rates of a job, and of a task, that does not run."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -97,7 +102,7 @@ class MemberView(msgspec.Struct, frozen=True):
 
     @property
     def trains(self) -> bool:
-        return not self.task.startswith(("ps/", "evaluator/"))
+        return trains(self.task)
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -245,7 +250,7 @@ def why_not(state: JobView, action: str) -> str:
     """Why something cannot be done with the job now; empty if it can.
 
     Args:
-        action: `stop`, `checkpoint`, `scale` or `drain`.
+        action: one of `ACTIONS`.
     """
     if state.status != RUNNING:
         return "The job has ended."
@@ -333,10 +338,7 @@ def _task_exited(state: JobView, event: events.TaskExited) -> JobView:
         is_slow=False,
         saves_checkpoint=False,
         recent=(),
-        steps_per_s=0.0,
-        samples_per_s=0.0,
-        bytes_per_s=0.0,
-        network_bytes_per_s=0.0,
+        **NO_RATES,
     )
     state = replace(_with_member(state, gone), spans=tuple(spans))
     return _tell(state, level, f"{event.task} {event.how}")
@@ -382,10 +384,7 @@ def _job_ended(state: JobView, event: events.JobEnded) -> JobView:
         status=FAILED if event.code else SUCCEEDED,
         ended_at=event.at,
         end=event,
-        steps_per_s=0.0,
-        samples_per_s=0.0,
-        bytes_per_s=0.0,
-        network_bytes_per_s=0.0,
+        **NO_RATES,
     )
     return _tell(state, BAD if event.code else GOOD, f"the job ended with exit code {event.code}: {event.reason}")
 
@@ -437,21 +436,21 @@ def _reported(member: MemberView, report: TaskReport, at: float) -> MemberView:
     if len(recent) == 1 and member.recent:
         recent = (member.recent[-1], *recent)
     passed_s, first = at - recent[0].at, recent[0].figures
-    computed_s, waited_s = figures.computed_s - first.computed_s, figures.waited_s - first.waited_s
-    steps = figures.steps - first.steps
+    gained = figures.since(first)
+    known_s = gained.computed_s + gained.waited_s
     per_s = 1 / passed_s if passed_s > 0 else 0.0
     version = 0 if figures.server is None or first.server is None else figures.server.version - first.server.version
     return replace(
         member,
         reported_at=at,
-        steps_per_s=steps * per_s,
-        samples_per_s=(figures.samples - first.samples) * per_s,
-        bytes_per_s=max(0, figures.bytes_sent - first.bytes_sent) * per_s,
-        network_bytes_per_s=max(0, figures.bytes_on_links - first.bytes_on_links) * per_s,
+        steps_per_s=gained.steps * per_s,
+        samples_per_s=gained.samples * per_s,
+        bytes_per_s=max(0, gained.bytes_sent) * per_s,
+        network_bytes_per_s=max(0, gained.bytes_on_links) * per_s,
         updates_per_s=max(0, version) * per_s,
-        compute_s=computed_s / steps if steps else None,
-        wait_s=waited_s / steps if steps else None,
-        wait_fraction=waited_s / (computed_s + waited_s) if computed_s + waited_s > 0 else 0.0,
+        compute_s=gained.computed_s / gained.steps if gained.steps else None,
+        wait_s=gained.waited_s / gained.steps if gained.steps else None,
+        wait_fraction=gained.waited_s / known_s if known_s > 0 else 0.0,
         computed_s=member.computed_s + figures.computed_s - last.computed_s,
         waited_s=member.waited_s + figures.waited_s - last.waited_s,
         memory=figures.memory,
@@ -469,12 +468,7 @@ def _gained(former: MemberView, member: MemberView) -> WorkerFigures:
     if new.server is not None:
         version = new.server.version - (old.server.version if old.server is not None else 0)
         server = replace(new.server, version=max(0, version))
-    return WorkerFigures(
-        steps=new.steps - old.steps,
-        samples=new.samples - old.samples,
-        bytes_sent=new.bytes_sent - old.bytes_sent,
-        server=server,
-    )
+    return replace(new.since(old), server=server)
 
 
 def _with_point(state: JobView, at: float) -> JobView:

@@ -87,3 +87,14 @@ class WorkerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
     finished_epoch: FinishedEpoch | None = None
     checkpoint: SavedCheckpoint | None = None
     server: ServerFigures | None = None
+
+    def since(self, former: WorkerFigures) -> WorkerFigures:
+        """What the process has done since it had the former figures; without what is true of one moment."""
+        return WorkerFigures(
+            computed_s=self.computed_s - former.computed_s,
+            waited_s=self.waited_s - former.waited_s,
+            steps=self.steps - former.steps,
+            samples=self.samples - former.samples,
+            bytes_sent=self.bytes_sent - former.bytes_sent,
+            bytes_on_links=self.bytes_on_links - former.bytes_on_links,
+        )

@@ -1,0 +1,11 @@
+"""Names of tasks as the launcher has them: `worker/1`, `ps/0`."""
+
+from __future__ import annotations
+
+WITHOUT_REPLICA = ("ps/", "evaluator/")
+
+
+def trains(task: str) -> bool:
+    """Whether a task has a replica of the model that it trains. Servers and evaluators compute little, or at any time:
+    they have no rank, and the cores are divided among the others."""
+    return not task.startswith(WITHOUT_REPLICA)
