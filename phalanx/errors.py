@@ -1,7 +1,7 @@
 """The errors that users of Phalanx may see, one class for each remedy.
 
 Every class has an `exit_code`, with which a process exits because of the error, so that scripts can distinguish the
-causes. `docs/failures.md` lists them.
+causes. `docs/reference/exit-codes.md` lists them.
 """
 
 from __future__ import annotations

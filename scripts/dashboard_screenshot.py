@@ -1,4 +1,4 @@
-"""Draws the picture of docs/dashboard.md, from a job that ran with --log-dir DIR:
+"""Draws the picture of docs/how-to/dashboard.md, from a job that ran with --log-dir DIR:
 
     python scripts/dashboard_screenshot.py DIR docs/images/dashboard.png [--dark]
 

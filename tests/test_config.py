@@ -111,10 +111,10 @@ INTERNAL = {LISTEN_FD, ELASTIC_COORDINATOR, SNAPSHOTS, WORKER_BOOTSTRAP, PROGRES
 
 
 def test_the_docs_describe_every_variable_as_the_table_does() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "cluster.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "environment-variables.md").read_text()
     rows = [
         f"| `{variable.name}` | {variable.default} | {variable.meaning} |"
         for variable in VARIABLES.values()
         if variable.name.startswith("PHALANX_") and variable.name not in INTERNAL
     ]
-    assert "\n".join(rows) in page, "update the table in docs/cluster.md:\n" + "\n".join(rows)
+    assert "\n".join(rows) in page, "update the table in docs/reference/environment-variables.md:\n" + "\n".join(rows)

@@ -255,7 +255,7 @@ def run(**options: Any) -> None:
 
     Each worker gets its TF_CONFIG, its share of the cores and a secret of the job. Ctrl-C or a failing worker
     ends all of them; in a job with parameter servers, one that was killed is restarted. The exit code is
-    that of the worker that was the cause; docs/failures.md lists them.
+    that of the worker that was the cause; docs/reference/exit-codes.md lists them.
 
     \b
         phalanx run --workers 2 train.py --epochs 5

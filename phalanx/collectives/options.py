@@ -46,7 +46,8 @@ class CommunicationOptions:
         implementation: see `CommunicationImplementation`; the name as a string works as well.
         deterministic: whether training gives the same bits with any number of workers, on CPUs: weights, optimizer,
             history, metrics and predictions. Each global batch is cut into the same micro-batches, whichever worker
-            computes them; what these contribute is summed in one fixed order. It costs speed (docs/numbers.md).
+            computes them; what these contribute is summed in one fixed order. It costs speed:
+            see docs/concepts/numbers.md.
         micro_batches: into how many a global batch is cut then. Fewer are faster; workers beyond that number have
             nothing to compute.
 

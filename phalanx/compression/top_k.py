@@ -14,7 +14,10 @@ from phalanx.compression.quantized import Int8
 from phalanx.errors import ConfigurationError
 
 RATIO = 0.5
-"""The share of the values that are sent, which takes a sixth of the bytes. docs/compression.md says what it costs."""
+"""The share of the values that are sent, which takes a sixth of the bytes.
+
+`docs/how-to/gradient-compression.md` says what it costs.
+"""
 POSITION_BITS = 32
 
 

@@ -95,7 +95,7 @@ PREEMPTION_SIGNAL = _variable(
 ACCELERATIONS = _variable(
     "PHALANX_ACCELERATIONS",
     "which faster implementations of parts of a step are used: `all`, `none`, their names, or names with a minus to "
-    "disable them (performance.md)",
+    "disable them",
     "all",
 )
 SIMULATED_MBITS = _variable(

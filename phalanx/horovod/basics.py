@@ -64,7 +64,7 @@ def is_initialized() -> bool:
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Record what this process does from now on, as HOROVOD_TIMELINE does from the start (docs/timeline.md).
+    """Record what this process does from now on, as HOROVOD_TIMELINE does from the start.
 
     All ranks to be recorded must call. Ranks on other hosts than rank 0 are recorded only if rank 0 is.
 

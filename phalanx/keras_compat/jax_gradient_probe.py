@@ -142,7 +142,7 @@ def check_updates(before: Sequence[Any], after: Sequence[Any], applied: Sequence
             "`train_step` changes weights or optimizer variables other than by `stateless_apply` of a Keras optimizer, "
             "where the replicas' gradients are merged. Let an optimizer change them (variables that are averages of "
             "others: make them non-trainable), or write a custom training loop with `strategy.run` and "
-            "`strategy.reduce` (docs/custom_loops.md)."
+            "`strategy.reduce` (docs/how-to/custom-training-loops.md)."
         )
 
 

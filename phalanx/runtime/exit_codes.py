@@ -1,4 +1,7 @@
-"""Which error ends a process with which exit code, and what each code means. `docs/failures.md` has the same table."""
+"""Which error ends a process with which exit code, and what each code means.
+
+`docs/reference/exit-codes.md` has the same table.
+"""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class ParameterServerStrategy(Strategy):
         snapshot_seconds: seconds between two snapshots; updates since the last one are lost with the server.
         embedding_rows: whether only the rows of an `Embedding` that a batch uses are sent. "auto": for tables of at
             least 1 MiB with 16 times as many rows as a batch looks up; True: for all tables that allow it; False: for
-            none. The optimizer then does not update the state of other rows: see docs/parameter_servers.md.
+            none. The optimizer then does not update the state of other rows: see docs/how-to/parameter-servers.md.
 
     Raises:
         ConfigurationError: the description of the cluster is invalid, or has no `ps`.

@@ -25,7 +25,7 @@ def test_each_error_has_a_code_with_a_meaning_of_its_own(kind: type[errors.Phala
 
 
 def test_the_documentation_lists_every_code_and_error() -> None:
-    text = (ROOT / "docs" / "failures.md").read_text()
+    text = (ROOT / "docs" / "reference" / "exit-codes.md").read_text()
     for code, meaning in exit_codes.MEANINGS.items():
         assert f"| {code} |" in text, (code, meaning)
     for kind in ERRORS:
