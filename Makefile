@@ -1,4 +1,4 @@
-# Two commands for a new reader: `make demo` and `make test`.
+# For a new reader: `make demo`, `make test` and `make docs`.
 PYTHON ?= python3.11
 BACKENDS ?= jax tensorflow torch
 # Tests at a time; those of a module on one backend come one after another, as some share their jobs.
@@ -16,7 +16,7 @@ PACKAGE_torch := torch==2.13.0
 # What only the tests of a backend use. Optax asks for JAX, so the `test` extra, which is for every backend, leaves it out.
 TESTED_WITH_jax := optax
 
-.PHONY: demo test test-slow test-lowest chaos differential lint dist bench bench-servers bench-recovery bench-peers clean
+.PHONY: demo test test-slow test-lowest chaos differential lint docs dist bench bench-servers bench-recovery bench-peers clean
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -69,6 +69,17 @@ lint: .venv-lint/.installed
 	.venv-lint/bin/mypy
 	$(PYTHON) scripts/check_house.py
 
+# An environment of its own: the site needs no backend, and the tests do not need MkDocs.
+.venv-docs/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $(GROUPS_PIP)
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -e . --group docs
+	@touch $@
+
+# Into site/. A broken link or anchor, or a public name without documentation, is an error.
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+
 # MPICH is left out where there is no wheel of it: only the all-reduce's comparison with it goes missing.
 # tf_keras itself asks for `tensorflow`, the same code as `tensorflow-cpu` with CUDA.
 .venv-peers/.installed: pyproject.toml
@@ -114,4 +125,4 @@ test-lowest:
 	BACKENDS=$(firstword $(subst =, ,$(LOWEST))) .venv-lowest/bin/python -m pytest -m "not slow" $(or $(ARGS),tests/launcher tests/transport tests/collectives)
 
 clean:
-	rm -rf $(VENV) .venv-lint .venv-peers .venv-dist .venv-lowest build dist
+	rm -rf $(VENV) .venv-lint .venv-docs .venv-peers .venv-dist .venv-lowest build dist site

@@ -9,13 +9,16 @@ The blocks of a page that begin with ```python make one program, in order. A com
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.commands import ROOT
 
 _BLOCK = re.compile(
-    r"(?:<!-- (?P<word>backend|not run): (?P<value>[^>]+?) -->\n)?```python\n(?P<code>.*?)^```", re.S | re.M
+    r"(?:<!-- (?P<word>backend|not run): (?P<value>[^>]+?) -->\n)?"
+    r"^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```",
+    re.S | re.M,
 )
 
 
@@ -40,10 +43,11 @@ def programs(page: Path) -> list[Program]:
     common = ""
     found = []
     for match in _BLOCK.finditer(page.read_text()):
+        code = textwrap.dedent(match["code"])
         if match["word"] == "backend":
-            found.append(Program(f"{page.stem}-{match['value']}", match["value"], match["code"]))
+            found.append(Program(f"{page.stem}-{match['value']}", match["value"], code))
         elif match["word"] is None:
-            common += match["code"] + "\n"
+            common += code + "\n"
     if common:
         found.append(Program(page.stem, None, common))
     return found

@@ -1,0 +1,100 @@
+"""What MkDocs does for the documentation site besides rendering docs/.
+
+Pages link to files of the repository as on GitHub (`../../examples/digits.py`). Each linked file becomes a page of the
+site, and so do the files that it links to in turn.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+DOCS = PurePosixPath("docs")
+LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)(?P<path>[^)#\s]+)")
+LANGUAGES = {".py": "python", ".json": "json", ".yml": "yaml", ".toml": "toml"}
+
+repository_files: dict[str, PurePosixPath] = {}
+"""The files of the repository that are not in docs/, by their place in the site."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    repository_files.clear()
+    pages = [DOCS / file.src_uri for file in files.documentation_pages()]
+    in_docs = {file.src_uri for file in files}
+    pages += [add_file(files, config, PurePosixPath(uri)) for uri in uris_of(config.nav) if uri not in in_docs]
+    while pages:
+        page = pages.pop()
+        for target in links_of(page):
+            if target.parts[0] != "docs" and site_uri(target) not in repository_files and (ROOT / target).is_file():
+                pages.append(add_file(files, config, target))
+    return files
+
+
+def uris_of(nav: object) -> Iterator[str]:
+    """The pages that the navigation names."""
+    if isinstance(nav, str):
+        yield nav
+    elif isinstance(nav, list | dict):
+        for item in nav if isinstance(nav, list) else nav.values():
+            yield from uris_of(item)
+
+
+def add_file(files: Files, config: MkDocsConfig, path: PurePosixPath) -> PurePosixPath:
+    uri = site_uri(path)
+    repository_files[uri] = path
+    if uri.endswith(".md"):
+        file = File.generated(config, uri, content=page_of(path), inclusion=InclusionLevel.NOT_IN_NAV)
+    else:
+        file = File.generated(config, uri, abs_src_path=str(ROOT / path))
+    files.append(file)
+    return path
+
+
+def links_of(page: PurePosixPath) -> Iterator[PurePosixPath]:
+    """The files that a page links to, relative to the repository."""
+    if page.suffix == ".md":
+        for match in LINK.finditer((ROOT / page).read_text()):
+            yield normal(page.parent / match["path"])
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links of repository files lead to their places in the site."""
+    uri = page.file.src_uri
+    path = repository_files.get(uri, DOCS / uri)
+    if path.suffix != ".md":
+        return markdown
+
+    def moved(match: re.Match[str]) -> str:
+        target = normal(path.parent / match["path"])
+        if not (ROOT / target).is_file():
+            return match.group()  # MkDocs will say that it is broken
+        return os.path.relpath(site_uri(target), PurePosixPath(uri).parent)
+
+    return LINK.sub(moved, markdown)
+
+
+def site_uri(path: PurePosixPath) -> str:
+    """Where a file of the repository is in the site's sources."""
+    if path.parts[0] == "docs":
+        return str(path.relative_to(DOCS))
+    if path.suffix in (".md", ".png", ".svg"):
+        return str(path)
+    return f"{path}.md"
+
+
+def page_of(path: PurePosixPath) -> str:
+    text = (ROOT / path).read_text()
+    if path.suffix == ".md":
+        return text
+    return f"# {path.name}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{text}````\n"
+
+
+def normal(path: PurePosixPath) -> PurePosixPath:
+    return PurePosixPath(os.path.normpath(path))
