@@ -1,8 +1,9 @@
 """Callbacks for `fit`, in addition to Keras's."""
 
 from phalanx.checkpoint.checkpoint_callback import Checkpoint
+from phalanx.keras_compat.callback_bases import OnChief
 from phalanx.strategies.strategy import install_hook
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "OnChief"]
 
 install_hook()  # `Checkpoint` also works in programs without a strategy

@@ -11,7 +11,14 @@ from typing import Any
 import keras
 from keras.callbacks import CallbackList, ProgbarLogger
 
-from phalanx.keras_compat.callback_bases import BatchListener, ChiefCallback, flatten_callbacks
+from phalanx.keras_compat.callback_bases import (
+    BatchListener,
+    ChiefCallback,
+    create_on_chief,
+    flatten_callbacks,
+    is_wrapped,
+    logger_class,
+)
 from phalanx.keras_compat.patching import override_methods, restore_methods
 from phalanx.keras_compat.saver_methods import SAVERS
 
@@ -25,6 +32,12 @@ CHIEF_ONLY = (
     keras.callbacks.TerminateOnNaN,  # it prints; the other ranks have the same loss, and stop with the chief
     ChiefCallback,
 )
+
+
+def runs_on_chief(callback: Any) -> bool:
+    """Whether the chief alone runs this callback."""
+    return isinstance(callback, CHIEF_ONLY) or logger_class(callback) is not None or is_wrapped(callback)
+
 
 _BATCH_HOOKS = {
     "train": ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"),
@@ -81,7 +94,9 @@ def build_callback_list(
     if isinstance(callbacks, CallbackList):  # evaluation inside `fit` uses the list of `fit`
         return callbacks
     verbose = 1 if verbose == "auto" else verbose
-    own = [each for each in flatten_callbacks(callbacks) if is_chief or not isinstance(each, CHIEF_ONLY)]
+    if is_chief:
+        create_on_chief(callbacks)
+    own = [each for each in flatten_callbacks(callbacks) if is_chief or not runs_on_chief(each)]
     if not is_chief:
         for callback in own:
             if getattr(callback, "verbose", 0):
@@ -119,11 +134,11 @@ def on_this_rank_only() -> Iterator[None]:
 
 
 def isolate_chief_hooks(callbacks: CallbackList) -> None:
-    """Run the hooks of user callbacks that derive from `CHIEF_ONLY` ones inside `on_this_rank_only`: they may evaluate
-    or predict, and the other ranks do not call these methods then."""
+    """Run the hooks of user callbacks that run on the chief alone inside `on_this_rank_only`: they may evaluate or
+    predict, and the other ranks do not call these methods then."""
     for callback in callbacks.callbacks:
         kind = type(callback)
-        if not isinstance(callback, CHIEF_ONLY) or kind in CHIEF_ONLY or issubclass(kind, ChiefCallback):
+        if not runs_on_chief(callback) or kind in CHIEF_ONLY or issubclass(kind, ChiefCallback):
             continue
         for name in vars(keras.callbacks.Callback):
             if name.startswith("on_") and name not in vars(callback) and _overrides(callback, name):
@@ -163,7 +178,7 @@ def has_batch_hooks(callbacks: Any, phase: str) -> bool:
 
 def chief_may_add_logs(callbacks: Any) -> bool:
     """Whether user callbacks run on the chief alone at the ends of epochs, where they may add to the logs."""
-    passed = [c for c in _each(callbacks) if isinstance(c, CHIEF_ONLY) and not isinstance(c, ChiefCallback)]
+    passed = [c for c in _each(callbacks) if runs_on_chief(c) and not isinstance(c, ChiefCallback)]
     return any(_overrides(callback, "on_epoch_end", _base_of(callback)) for callback in passed)
 
 
@@ -230,8 +245,9 @@ def _overrides(callback: Any, hook: str, base: type = keras.callbacks.Callback) 
 
 
 def _base_of(callback: Any) -> type:
-    """The class whose hooks the other ranks need not know of: one of Keras's for the chief alone, or none."""
-    return next((kind for kind in type(callback).__mro__ if kind in CHIEF_ONLY), keras.callbacks.Callback)
+    """The class whose hooks the other ranks need not know of: a logger's, one of Keras's for the chief, or none."""
+    keras_class = next((kind for kind in type(callback).__mro__ if kind in CHIEF_ONLY), keras.callbacks.Callback)
+    return logger_class(callback) or keras_class
 
 
 def _each(callbacks: Any) -> list[Any]:
@@ -244,7 +260,7 @@ def _each(callbacks: Any) -> list[Any]:
 
 def chief_only_callbacks(callbacks: Any) -> list[Any]:
     """Of the callbacks that were passed to `fit`, those that only the chief runs."""
-    return [callback for callback in flatten_callbacks(callbacks) if isinstance(callback, CHIEF_ONLY)]
+    return [callback for callback in flatten_callbacks(callbacks) if runs_on_chief(callback)]
 
 
 def transfer_list_state(old: CallbackList, new: CallbackList) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import trainer_hook
+from phalanx.keras_compat.callback_bases import create_on_chief
 from phalanx.keras_compat.keras_internals import keras_trainer
 from phalanx.keras_compat.model_state import sync_jax_state
 from phalanx.keras_compat.patching import set_untracked
@@ -80,6 +81,8 @@ class ModelDispatcher:
         if is_alone and not has_checkpoint(arguments.get("callbacks")):
             return method(model, *args, **kwargs)
         member = member or alone()
+        if member.is_chief:
+            create_on_chief(arguments.get("callbacks"))
         _refuse_own_functions(model, member, method.name, validates=arguments.get("validation_data") is not None)
         with in_method(member, method.name) if isinstance(member, Replica) else nullcontext():
             return getattr(_trainer_of(model, member), method.name)(**arguments)
@@ -127,9 +130,10 @@ def update_variables(model: Any) -> None:
 def _refuse_training_in_chief_callback(method: KerasMethod) -> None:
     if method.name in ("fit", "train_on_batch"):
         raise UnsupportedError(
-            f"{method.name}() was called in a callback that only the chief runs, as it derives from one of Keras's "
-            f"that write files (derive it from keras.callbacks.Callback, which runs on every rank), or where a worker "
-            f"that joins a running fit() begins its callbacks."
+            f"{method.name}() was called in a callback that only the chief runs, or where a worker that joins a "
+            f"running fit() begins its callbacks. The chief alone runs loggers, Keras's callbacks that write files, "
+            f"what derives from these, and what OnChief wraps. A callback that trains must run on every rank: derive "
+            f"it from keras.callbacks.Callback."
         )
 
 

@@ -10,8 +10,10 @@ import keras
 import numpy as np
 from keras import callbacks
 
+from phalanx.callbacks import OnChief
+from phalanx.training.callback_list import has_batch_hooks
 from tests.support.seeds import set_random_seed
-from tests.training.scenarios.common import compiled, features, fitted, labels, regressor
+from tests.training.scenarios.common import CLASSES, SAMPLES, compiled, features, fitted, labels, regressor
 from tests.training.scenarios.registry import ONE_BACKEND, Setting, scenario
 
 
@@ -254,6 +256,57 @@ def callbacks_derived_from_the_chiefs(setting: Setting) -> dict[str, Any]:
             super().on_epoch_end(epoch, logs)
 
     return fitted(compiled(setting), callbacks=[Log(setting.shared / f"{setting.world_size}.csv")], epochs=3)
+
+
+class Predicting(Record):
+    """Judges what it sees by predictions, and ends the training within an epoch."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+        assert self.model.predict(features(), verbose=0).shape == (SAMPLES, CLASSES)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_end(batch, logs)
+        self.model.stop_training = self.epoch == 1 and batch == 1
+
+
+@scenario()
+def callbacks_wrapped_in_on_chief(setting: Setting) -> dict[str, Any]:
+    """The chief alone runs them, and alone calls the function that creates one; what they decide holds for all."""
+    wrapped, created = Record(), []
+
+    def create() -> Any:
+        created.append(Predicting())
+        return created[-1]
+
+    on_chief = [OnChief(wrapped), OnChief(create)]
+    found = fitted(compiled(setting), callbacks=on_chief, epochs=3)
+    fitted(compiled(setting), callbacks=on_chief[1:], epochs=1)
+    chief = setting.rank == 0
+    assert len(created) == chief, "it is created once, on the chief"
+    assert bool(wrapped.seen) == chief
+    return found | {"own_seen": [wrapped.seen, [each.seen for each in created]]}
+
+
+@scenario(plain=False, quick=ONE_BACKEND)
+def known_loggers_run_on_the_chief(setting: Setting) -> dict[str, Any]:
+    """They are told by the package of their class. The ranks agree on nothing after each batch because of them."""
+
+    class Logger(Record):
+        __module__ = "wandb.integration.keras.callbacks.metrics_logger"
+
+    class Derived(Logger):
+        __module__ = __name__
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.predict(features(), verbose=0)
+            super().on_epoch_end(epoch, logs)
+
+    loggers = [Logger(), Derived()]
+    assert not has_batch_hooks(loggers, "train")
+    fitted(compiled(setting), callbacks=loggers)
+    assert [bool(logger.seen) for logger in loggers] == [setting.rank == 0] * 2
+    return {}
 
 
 @scenario()
