@@ -86,7 +86,7 @@ def connect(
         DisagreementError: the ranks' options differ.
         PeerLostError, CollectiveTimeoutError: as in any collective.
 
-    Example:
+    Examples:
         with connect(membership) as communicator:
             (total,) = communicator.all_reduce([np.ones(3)])
     """

@@ -103,6 +103,7 @@ class CommunicationOptions:
 
     @property
     def timeout_s(self) -> float:
+        """`timeout_seconds`, or the default."""
         return DEFAULT_TIMEOUT_S if self.timeout_seconds is None else float(self.timeout_seconds)
 
 

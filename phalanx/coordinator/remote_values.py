@@ -57,15 +57,19 @@ class RemoteValue:
 
     @property
     def is_finished(self) -> bool:
+        """Whether `fetch` and `get` would return, or raise, at once."""
         return self._pickle is not None or self._error is not None
 
     def succeed(self, pickle: memoryview) -> None:
+        """Take the pickled result of the function."""
         self._pickle = pickle
 
     def fail(self, error: BaseException) -> None:
+        """Let `fetch` and `get` raise an error."""
         self._error = error
 
     def cancel(self) -> None:
+        """Let `fetch` and `get` say that another function failed."""
         self._error = CancelledError("The function was cancelled, because another one failed. Schedule it again.")
 
     def __repr__(self) -> str:

@@ -46,9 +46,13 @@ def shard_input(
     """What one rank reads of an input of `fit`, `evaluate` or `predict`; arguments mean what they do there.
 
     Args:
-        x, y, sample_weight, steps_per_epoch, class_weight: as for `Model.fit`.
+        x: as for `Model.fit`.
+        y: as for `Model.fit`.
+        sample_weight: as for `Model.fit`.
         batch_size: the global batch size, over all ranks together, as is a dataset's own batch size.
+        steps_per_epoch: as for `Model.fit`.
         shuffle: for arrays and PyDatasets, as in Keras. Ignored for datasets that shuffle themselves.
+        class_weight: as for `Model.fit`.
         rank: this rank.
         world_size: the number of ranks.
         is_read_by_all: whether other processes read as this rank, too, and must get the same.

@@ -128,6 +128,7 @@ class SidecarEvaluator:
 
     @property
     def best(self) -> float | None:
+        """The best value of `monitor` so far; None without it, and before the first evaluation."""
         return None if self._best is None else self._best.value
 
     def start(self) -> None:

@@ -150,8 +150,14 @@ def nccl_built() -> int:
     return 0
 
 
-mpi_enabled = mpi_built = gloo_enabled = gloo_built = _is_not_used
-ddl_built = ccl_built = cuda_built = rocm_built = _is_not_used
+mpi_enabled = _is_not_used
+mpi_built = _is_not_used
+gloo_enabled = _is_not_used
+gloo_built = _is_not_used
+ddl_built = _is_not_used
+ccl_built = _is_not_used
+cuda_built = _is_not_used
+rocm_built = _is_not_used
 
 __all__ = [
     "ccl_built",

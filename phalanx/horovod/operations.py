@@ -31,14 +31,19 @@ from phalanx.horovod.execution import FusedPart
 from phalanx.horovod.operation_request import VARYING, Array, HorovodOp, OperationKind, Request, name_of
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
 
-Average, Sum, Adasum, Min, Max, Product = (
-    HorovodOp.AVERAGE,
-    HorovodOp.SUM,
-    HorovodOp.ADASUM,
-    HorovodOp.MIN,
-    HorovodOp.MAX,
-    HorovodOp.PRODUCT,
-)
+Average = HorovodOp.AVERAGE
+"""The mean over the ranks; means of integers are truncated."""
+Sum = HorovodOp.SUM
+"""The sum over the ranks."""
+Adasum = HorovodOp.ADASUM
+"""The adaptive sum over the ranks, for allreduces. Source: Maleki et al. 2020, "Scaling Distributed Training with
+Adaptive Summation"."""
+Min = HorovodOp.MIN
+"""The smallest value of any rank."""
+Max = HorovodOp.MAX
+"""The largest value of any rank."""
+Product = HorovodOp.PRODUCT
+"""The product over the ranks."""
 
 AUTOMATIC_NAMES = 64
 """Operations without a name are named by their number modulo this, so that their names repeat and are cached."""

@@ -44,17 +44,22 @@ def launch(
     function, or each worker imports what the function refers to before it knows its backend.
 
     Args:
+        function: what each worker calls.
         workers: processes to start, 1 or more.
+        args: positional arguments of `function`.
+        kwargs: keyword arguments of `function`.
         backend: sets KERAS_BACKEND for the workers.
         log_dir: directory for one log file per task, and for the failure report if the job fails.
         start_timeout_s: seconds that the workers wait for each other at the start; more than 0.
 
-    Raises:
-        the error of the worker that was the cause of the failure, with that worker's traceback as its
-        `__cause__`; PeerLostError if a worker died without one. All workers have ended by then, as they have
-        when KeyboardInterrupt leaves this function.
+    Whatever leaves this function, KeyboardInterrupt included, all workers have ended by then.
 
-    Example:
+    Raises:
+        Exception: the error of the worker that was the cause of the failure, with that worker's traceback as its
+            `__cause__`.
+        PeerLostError: a worker died without an error.
+
+    Examples:
         >>> def add(x, y):
         ...     return x + y
         >>> phalanx.launch(add, workers=2, args=(1, 2))

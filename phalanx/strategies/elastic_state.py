@@ -49,7 +49,7 @@ class State:
 
     Raises: ConfigurationError if a value is not plain.
 
-    Example:
+    Examples:
         >>> state = State(step=0)
         >>> state.step += 1
         >>> state.commit()

@@ -29,9 +29,10 @@ class LocalSGDStrategy(MultiWorkerMirroredStrategy):
 
     Args:
         sync_every: steps between two exchanges.
+        cluster_resolver: as for `MultiWorkerMirroredStrategy`.
+        communication_options: as for `MultiWorkerMirroredStrategy`.
         compression: of what is exchanged, as for gradients.
         overlap: continue with the next steps during an exchange, which then takes effect at the next one.
-        cluster_resolver, communication_options: as for `MultiWorkerMirroredStrategy`.
 
     Raises: ConfigurationError, RendezvousError, DisagreementError, as `MultiWorkerMirroredStrategy`.
     """
@@ -62,7 +63,10 @@ class DiLoCoStrategy(MultiWorkerMirroredStrategy):
         outer_optimizer: `phalanx.OuterSGD`, a `keras.optimizers.SGD` (its learning rate and momentum are taken), or an
             object with `step` (see `phalanx.training.steps.outer_optimizer.OuterOptimizer`). None: DiLoCo's SGD with
             learning rate 0.7 and Nesterov momentum 0.9.
-        compression, overlap, cluster_resolver, communication_options: as for `LocalSGDStrategy`.
+        cluster_resolver: as for `LocalSGDStrategy`.
+        communication_options: as for `LocalSGDStrategy`.
+        compression: as for `LocalSGDStrategy`.
+        overlap: as for `LocalSGDStrategy`.
     """
 
     def __init__(

@@ -33,10 +33,12 @@ class ReplicaContext:
 
     @property
     def strategy(self) -> Strategy:
+        """The strategy that runs this replica."""
         return self._strategy
 
     @property
     def num_replicas_in_sync(self) -> int:
+        """The number of replicas whose gradients are merged."""
         return self._strategy.num_replicas_in_sync
 
     @property
@@ -46,6 +48,7 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[str, ...]:
+        """The devices that this replica computes on."""
         return self._strategy.local_devices
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:

@@ -133,6 +133,7 @@ class Supervisor:
 
     @property
     def save_model_secs(self) -> float:
+        """Seconds between two checkpoints; 0 if none is written automatically."""
         return self._save_model_secs
 
     @property

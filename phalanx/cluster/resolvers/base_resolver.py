@@ -18,7 +18,8 @@ class ClusterResolver(abc.ABC):
     A resolver reads the environment when it is queried, not when it is created, and opens nothing.
 
     Args:
-        task_type, task_id: this process's task, where the resolver should not find it out itself.
+        task_type: the type of this process's task, where the resolver should not find it out itself.
+        task_id: its index.
         rpc_layer: the answer of `rpc_layer`; nothing else depends on it.
         environ: the variables to read; the process's environment if not given.
     """

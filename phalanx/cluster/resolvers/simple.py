@@ -17,9 +17,11 @@ class SimpleClusterResolver(ClusterResolver):
     Args:
         cluster_spec: the cluster, or what `ClusterSpec` accepts.
         master: result of `master()` without a task.
-        task_type, task_id: this process's task.
-        environment, rpc_layer: results of the properties of the same name.
+        task_type: the type of this process's task.
+        task_id: its index.
+        environment: result of the property.
         num_accelerators: result of `num_accelerators()`, {} if not given.
+        rpc_layer: result of the property.
     """
 
     def __init__(

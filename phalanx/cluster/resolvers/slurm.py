@@ -26,9 +26,11 @@ class SlurmClusterResolver(ClusterResolver):
         jobs: how many tasks of each type, in the order of their process numbers, for example
             {"chief": 1, "worker": 3, "evaluator": 1}. All are workers if not given.
         port_base: the first port on each host.
+        gpus_per_node: ignored, for compatibility with TensorFlow. Slurm binds GPUs to processes itself
+            (`--gpus-per-task`).
+        gpus_per_task: ignored.
         tasks_per_node: processes on each host, one number or a mapping by host name; from the environment if not given.
-        gpus_per_node, gpus_per_task, auto_set_gpu: ignored, for compatibility with TensorFlow. Slurm binds GPUs to
-            processes itself (`--gpus-per-task`).
+        auto_set_gpu: ignored.
         rpc_layer: the result of `rpc_layer`.
         environ: the variables to read; the process's environment if not given.
     """

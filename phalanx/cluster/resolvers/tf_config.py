@@ -21,7 +21,8 @@ class TFConfigClusterResolver(ClusterResolver):
     process trains alone.
 
     Args:
-        task_type, task_id: replace `task` of TF_CONFIG, which may then be missing.
+        task_type: replaces the type in `task` of TF_CONFIG, which may then be missing.
+        task_id: replaces its index.
         rpc_layer: replaces `rpc_layer` of TF_CONFIG.
         environment: the result of `environment`.
         environ: the variables to read; the process's environment if not given.

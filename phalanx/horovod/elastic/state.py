@@ -99,7 +99,7 @@ class ObjectState(State):
         get_rank: returns this process's rank.
         kwargs: the objects, by name.
 
-    Example:
+    Examples:
         >>> state = ObjectState(step=0)
         >>> state.step += 1
         >>> state.save()

@@ -16,6 +16,7 @@ from phalanx.horovod.tensorflow.mpi_ops import *  # noqa: F403
 from phalanx.horovod.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 init = visible_gpus.init_for("tensorflow")
+"""As `basics.init`, and this process computes on the GPU of its local rank."""
 
 
 def DistributedOptimizer(
