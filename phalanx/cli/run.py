@@ -108,6 +108,14 @@ _OPTIONS = (
         help="Number of workers. Default: one for each GPU, or 2 without GPUs. With MIN:MAX the job continues when it "
         "loses workers, as long as MIN are left.",
     ),
+    _option(
+        _HOSTS,
+        "--devices-per-worker",
+        type=_COUNT,
+        metavar="N",
+        help="On JAX: devices of each worker, for one program over all of them: GPUs, or without any parts of the CPU. "
+        "Default: one.",
+    ),
     _option(_HOSTS, "-H", "--hosts", metavar="A:2,B:2", help="Hosts and their workers, started through ssh."),
     _option(
         _HOSTS,
@@ -238,6 +246,13 @@ _OPTIONS = (
 )
 
 
+_OF_LAUNCH = (
+    *("backend", "log_dir", "devices_per_worker", "start_timeout_s", "restarts", "max_restarts", "preemption_signal"),
+    "verbose",
+)
+"""The options that `LaunchConfig` takes as they are."""
+
+
 def _add_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(_OPTIONS):
         command = option(command)
@@ -270,8 +285,7 @@ def run(**options: Any) -> None:
     from phalanx.launcher.job_runner import run_job
     from phalanx.launcher.worker_placement import check_start_timeout
 
-    of_launch = ("backend", "log_dir", "start_timeout_s", "restarts", "max_restarts", "preemption_signal", "verbose")
-    launch_options = {name: options.pop(name) for name in of_launch}
+    launch_options = {name: options.pop(name) for name in _OF_LAUNCH}
     chosen = RunOptions(**{name: options.pop(name) for name in RunOptions.__dataclass_fields__})
     launch_options["start_timeout_s"] = check_start_timeout(launch_options["start_timeout_s"])
     job = make_request(chosen, LaunchConfig.from_environment(**launch_options))

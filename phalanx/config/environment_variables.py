@@ -191,3 +191,5 @@ CACHE_CAPACITY = _variable(
 # Of Keras, CUDA and the backends.
 KERAS_BACKEND = _variable("KERAS_BACKEND", "the backend of Keras", "keras.json, else tensorflow")
 VISIBLE_GPUS = _variable("CUDA_VISIBLE_DEVICES", "the GPUs that this process may use", "all")
+CPU_DEVICES = _variable("JAX_NUM_CPU_DEVICES", "into how many devices JAX divides the CPU of this process", 1)
+JAX_THREADS = _variable("PJRT_NPROC", "how many threads JAX computes with on a CPU", "one for each core")

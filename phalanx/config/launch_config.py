@@ -25,6 +25,7 @@ class LaunchConfig:
         backend: value of KERAS_BACKEND for the workers; None leaves it as it is.
         log_dir: directory for the log of each task and the failure report; None writes no files.
         start_timeout_s: seconds until all workers must have started; None uses the default.
+        devices_per_worker: how many GPUs, or CPU devices of JAX where there are none, each worker has; None: one GPU.
         restarts: how often each killed task is restarted.
         max_restarts: how often the whole job is restarted after it has failed.
         preemption_signal: name of a signal that, like SIGTERM, means to save a checkpoint and exit.
@@ -39,6 +40,7 @@ class LaunchConfig:
     backend: str | None = None
     log_dir: Path | None = None
     start_timeout_s: float | None = None
+    devices_per_worker: int | None = None
     restarts: int = 0
     max_restarts: int = 0
     preemption_signal: str | None = None

@@ -10,12 +10,10 @@ import importlib
 from collections.abc import MutableMapping
 from typing import Any
 
-from phalanx.config.environment_variables import VISIBLE_GPUS
+from phalanx.config.environment_variables import JAX_THREADS, VISIBLE_GPUS
 from phalanx.devices.gpu_count import count_gpus
 from phalanx.devices.memory_growth import has_begun
 from phalanx.errors import ConfigurationError
-
-_JAX_THREADS = "PJRT_NPROC"
 
 
 def compute_in_one_thread(backend: str, environ: MutableMapping[str, str]) -> None:
@@ -36,8 +34,8 @@ def compute_in_one_thread(backend: str, environ: MutableMapping[str, str]) -> No
         importlib.import_module("torch").set_num_threads(1)
         return
     if backend == "jax":
-        came_too_late = has_begun(backend) and environ.get(_JAX_THREADS) != "1"
-        environ[_JAX_THREADS] = "1"
+        came_too_late = has_begun(backend) and environ.get(JAX_THREADS) != "1"
+        environ[JAX_THREADS] = "1"
     else:
         threading: Any = importlib.import_module("tensorflow").config.threading
         one = "1" in (str(threading.get_intra_op_parallelism_threads()), environ.get("TF_NUM_INTRAOP_THREADS"))

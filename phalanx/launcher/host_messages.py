@@ -139,6 +139,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
         interpreter: options of the interpreter itself.
         function: pickled; run instead of a program.
         trains: whether it has a replica of the model, and so gets cores and GPUs of its own.
+        devices: how many GPUs, or CPU devices of JAX, each worker of the job has; None: one GPU.
         restartable: whether it may be restarted, at the same port.
         has_snapshots: whether it writes snapshots, into files that outlive it.
         slot: which of the host's ports and shares of cores it gets; None: that of its position in the list.
@@ -153,6 +154,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     interpreter: tuple[str, ...] = ()
     function: bytes = b""
     trains: bool = True
+    devices: int | None = None
     restartable: bool = False
     has_snapshots: bool = False
     slot: int | None = None

@@ -5,7 +5,8 @@ first. So the order of the exits is a weak sign, and the kind of each a strong o
 
     1. its own failure: an exception of the program, a signal that the launcher did not send, `sys.exit(3)`
     2. a collective that timed out: the peer that did not arrive is the cause, but may still hang
-    3. a lost peer: another task was the cause; the error names it
+    3. a lost peer: another task was the cause; the error names it. So was it if JAX has aborted the process because its
+       service was gone
     4. ended by the launcher: never a cause
 
 An exit without error in the middle of the job (`os._exit(0)`) is the cause if others lost exactly that task.
@@ -13,6 +14,7 @@ An exit without error in the middle of the job (`os._exit(0)`) is the cause if o
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +24,8 @@ from phalanx.launcher.host_messages import STOPPED, WorkerDiagnostics
 from phalanx.runtime import exit_codes
 
 _CONSEQUENCE = exit_codes.CONSEQUENCES
+# Of the native stack with which JAX aborts a process that has lost its service, which runs on rank 0.
+_JAX_ABORT = "CoordinationService"
 # Of a job that was ended by a false success: the code of its survivors.
 FALSE_SUCCESS_CODE = errors.PeerLostError.exit_code
 PREEMPTED_CODE = errors.PreemptedError.exit_code
@@ -67,6 +71,8 @@ class WorkerExit:
         if self.returncode is None:
             return 0
         by_code = _CONSEQUENCE.get(self.code, 0)
+        if self.returncode == -signal.SIGABRT and _JAX_ABORT in self.diagnostics.output:
+            return 1
         if self.diagnostics.error is None:
             return max(0, 2 * by_code - 1)
         return 2 * max(by_code, _CONSEQUENCE.get(self.diagnostics.error.code, 0))

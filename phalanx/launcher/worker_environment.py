@@ -17,6 +17,7 @@ from phalanx.config.environment_variables import (
     HOROVOD_SIZE,
     HOST_GPUS,
     HOST_ID,
+    JAX_THREADS,
     JOB_ID,
     KERAS_BACKEND,
     PREEMPTION_SIGNAL,
@@ -84,7 +85,7 @@ def thread_settings(threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": n,
         "MKL_NUM_THREADS": n,
         "OPENBLAS_NUM_THREADS": n,
-        "PJRT_NPROC": n,
+        JAX_THREADS: n,
         "TF_NUM_INTRAOP_THREADS": n,
         "TF_NUM_INTEROP_THREADS": str(max(2, threads)),
     }

@@ -106,6 +106,7 @@ class WorkerRecipe:
             interpreter=tuple(self.interpreter),
             function=self.function,
             trains=trains(task),
+            devices=self.config.devices_per_worker,
             restartable=self.restartable,
             has_snapshots=self.restartable and task.startswith("ps/"),
             slot=slot,

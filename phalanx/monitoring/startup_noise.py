@@ -11,7 +11,11 @@ import re
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}
 """Variables of a worker whose native code writes errors only."""
 # The header, and what absl writes at the level of information until it is initialized.
-_BEGINNINGS = ("WARNING: All log messages before absl::InitializeLog() is called", "I0000 00:00:")
+_BEGINNINGS = (
+    "WARNING: All log messages before absl::InitializeLog() is called",
+    "I0000 00:00:",
+    "[Gloo] Rank ",  # its collectives are connected, once for each device
+)
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 

@@ -32,7 +32,6 @@ import faulthandler
 import io
 import runpy
 import signal
-import threading
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import NoReturn
@@ -129,7 +128,7 @@ def _run_function(start: WorkerBootstrap, reporter: _CrashReporter) -> NoReturn:
     if code == 0:
         reporter.record_success()
     else:
-        _end_within(LaunchConfig.from_environment().grace_s, code)
+        process_exit.end_within(LaunchConfig.from_environment().grace_s, code)
     sys.exit(code)
 
 
@@ -242,7 +241,7 @@ class _ErrorRecorder:
             show(kind, error, traceback)
         finally:
             if isinstance(error, Exception) and not isinstance(error, PreemptedError):
-                _end_within(LaunchConfig.from_environment().grace_s, exit_codes.of_error(error))
+                process_exit.end_within(LaunchConfig.from_environment().grace_s, exit_codes.of_error(error))
 
 
 def _print_error(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -256,13 +255,6 @@ def _leave_to_launcher(kind: type[BaseException], error: BaseException, tracebac
     """The launcher shows the error of one worker; the same or its echo from all others would bury it."""
     if isinstance(error, PreemptedError):
         print(error, file=sys.stderr)
-
-
-def _end_within(seconds: float, code: int) -> None:
-    """End a failed process soon: its threads and exit handlers may keep it alive, and the job waits for its exit."""
-    timer = threading.Timer(seconds, process_exit.end_process, [code])
-    timer.daemon = True
-    timer.start()
 
 
 if __name__ == "__main__":

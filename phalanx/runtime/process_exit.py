@@ -8,6 +8,8 @@ import gc
 import io
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
@@ -21,6 +23,8 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 CauseFinder = Callable[[BaseException], BaseException | None]
 
 _has_failed = False
+_ends_at_once = False
+_ending_thread = 0  # identifier of the thread that ends the process while the main thread may still run
 _exit_callbacks: list[Callable[[], object]] = []
 _cause_finders: list[CauseFinder] = []
 
@@ -41,6 +45,40 @@ def end_process(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # closed, or without a reader
             stream.flush()
     os._exit(code)
+
+
+def end_because(error: Exception, *, within_s: float, at_once: bool = False) -> NoReturn:
+    """End this process from any thread, as `error` would if the main thread did not catch it.
+
+    Args:
+        error: the main thread may wait for ever for what it has made impossible.
+        within_s: how long the exit handlers may take.
+        at_once: whether to leave them out.
+    """
+    global _ends_at_once, _ending_thread
+    _ends_at_once = _ends_at_once or at_once
+    code = exit_codes.of_error(error)
+    if _has_failed:  # the main thread has noticed by itself, and ends the process
+        time.sleep(within_s)
+    else:
+        _ending_thread = threading.get_ident()
+        end_within(within_s, code)
+        sys.excepthook(type(error), error, error.__traceback__)
+    end_process(code)
+
+
+def end_within(seconds: float, code: int | None = None) -> None:
+    """End this process after so many seconds, if it has not by then: threads and exit handlers may keep it alive.
+
+    Args:
+        code: its exit code; None: that of the uncaught error that ends it.
+    """
+    if code is None:
+        error = getattr(sys, "last_value", None)
+        code = 1 if error is None else exit_codes.of_error(error)
+    timer = threading.Timer(seconds, end_process, [code])
+    timer.daemon = True
+    timer.start()
 
 
 def add_cause_finder(find: CauseFinder) -> None:
@@ -76,29 +114,34 @@ def failure() -> str:
 class _ExitCodeHook:
     """Has an uncaught error printed by another hook, then ends the process with its code."""
 
-    _is_running = False
+    _running_in = 0  # identifier of the thread
 
     def __init__(self, previous: Hook):
         self._previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if _ExitCodeHook._is_running:  # a hook of the program around this one calls it: the outer one ends the process
+        if _ExitCodeHook._running_in == threading.get_ident():
+            # A hook of the program around this one calls it: the outer one ends the process.
             self._print(kind, error, traceback)
             return
+        if _ending_thread not in (0, threading.get_ident()):
+            threading.Event().wait()  # that thread ends the process
         global _has_failed
+        _has_failed = not isinstance(error, PreemptedError)
         causes = [cause for find in _cause_finders if (cause := find(error)) is not None]
         if causes and error.__cause__ is None:
             error.__cause__ = causes[0]
-        _has_failed = not isinstance(error, PreemptedError)
-        _ExitCodeHook._is_running = True
+        _ExitCodeHook._running_in = threading.get_ident()
         try:
             self._print(kind, error, traceback)
         except Exception as problem:  # in a hook of the program; the exit code must not depend on it
             _print_both(problem, error, traceback)
         finally:
-            _ExitCodeHook._is_running = False
+            _ExitCodeHook._running_in = 0
         if isinstance(error, Exception) and not _is_interactive():
             if (code := exit_codes.of_error(error)) != 1:
+                if _ends_at_once:
+                    end_process(code)
                 _end(code)
             for callback in reversed(_exit_callbacks):
                 callback()

@@ -22,7 +22,7 @@ from phalanx.elastic.elastic_communicator import ElasticCommunicator
 from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.elastic.elastic_node import ElasticNode, join_node
 from phalanx.engines import prepare
-from phalanx.errors import ConfigurationError
+from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.runtime import process_exit, telemetry
 from phalanx.strategies.program_random_state import random_state, set_random_state
 from phalanx.training.replica import Replica
@@ -43,16 +43,37 @@ class CurrentJob:
         communicator: Communicator,
         resolver: ClusterResolver,
         options: CommunicationOptions,
+        config: JobConfig,
     ):
         self._node = node
         self.resolver = resolver
         self.options = options
         self.replica = Replica(communicator, micro_batches=options.micro_batches if options.deterministic else None)
+        self._timeout_s = config.rendezvous_timeout_s
         self._before_leaving: list[Callable[[], None]] = []
+        self._spans_devices = False
 
     @property
     def membership(self) -> Membership:
         return self._node.membership
+
+    def connect_devices(self) -> None:
+        """Make the devices of all processes those of one JAX program: `jax.devices()` lists all of them afterwards. All
+        ranks must call this at their start; calling it again changes nothing.
+
+        Raises: UnsupportedError in an elastic job; else see `connect_processes`.
+        """
+        if self.replica.elastic is not None:
+            raise UnsupportedError(
+                "One program over the devices of all processes cannot change its processes while it runs, as "
+                "--workers MIN:MAX asks for. Write --workers N, with --max-restarts M to start again after a failure."
+            )
+        from phalanx.engines.spmd.jax_processes import connect_processes  # imports JAX, which this job computes with
+
+        processes = connect_processes(self.replica.communicator, self._timeout_s)
+        if processes is not None:
+            self._spans_devices = True
+            self.before_leaving(processes.close)
 
     def before_leaving(self, function: Callable[[], None]) -> None:
         """Register a function that is called first when this process leaves the job."""
@@ -63,6 +84,10 @@ class CurrentJob:
         while self._before_leaving:
             self._before_leaving.pop()()
         timeline_relay.stop_recording()
+        if self._spans_devices and process_exit.has_failed():
+            # The others end as soon as they miss this process, which must be gone by then: if rank 0 ends first, JAX
+            # aborts it, and its own exit code is lost.
+            return
         self.replica.communicator.close()
         self._node.close(flush=not process_exit.has_failed())
 
@@ -143,7 +168,7 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJo
             if config.timeline is not None and node.task.type != EVALUATOR:
                 timeline_relay.start_recording(node, config.timeline.path)
             communicator = connect(node.membership, with_timeout, config=config.collectives)
-        job = CurrentJob(node, communicator, resolver, options)
+        job = CurrentJob(node, communicator, resolver, options, config)
         set_random_state(job.replica.run_recorded(lambda: communicator.broadcast_bytes(random_state())))
     except BaseException:
         timeline_relay.stop_recording()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from phalanx.config.environment_variables import HOST_GPUS
+from phalanx.devices.devices_per_worker import worker_device_variables
 from phalanx.devices.gpu_assignment import check_devices, device_variables, worker_gpu_variables
 from phalanx.errors import ConfigurationError, PhalanxError
 from tests.launcher.conftest import Launcher, wait_until
@@ -396,3 +397,17 @@ def test_workers_take_gpus_in_turn_where_there_are_fewer_and_their_memory_as_the
 
 def test_nothing_is_set_where_there_is_no_gpu() -> None:
     assert worker_gpu_variables(2, 0, {}) == [{}, {}]
+
+
+def test_workers_of_several_devices_get_different_gpus_or_parts_of_their_cores() -> None:
+    assert worker_device_variables([8, 8], 2, 5, {"CUDA_VISIBLE_DEVICES": "7,5,3,1,0"}) == [
+        {"CUDA_VISIBLE_DEVICES": "7,5", HOST_GPUS: "7,5,3,1,0"},
+        {"CUDA_VISIBLE_DEVICES": "3,1", HOST_GPUS: "7,5,3,1,0"},
+    ]
+    assert worker_device_variables([1, 16], 4, 0, {}) == [
+        {"JAX_NUM_CPU_DEVICES": "4", "PJRT_NPROC": "8"},
+        {"JAX_NUM_CPU_DEVICES": "4", "PJRT_NPROC": "16"},
+    ]
+    assert worker_device_variables([1], 4, 0, {"PJRT_NPROC": "3"})[0]["PJRT_NPROC"] == "3"
+    with pytest.raises(ConfigurationError, match="2 workers need 6 GPUs, and this host has 5"):
+        worker_device_variables([8, 8], 3, 5, {})

@@ -33,6 +33,14 @@ def test_codes_of_phalanx_that_the_program_chose_itself_are_ends_of_its_own() ->
     )
 
 
+def test_who_is_aborted_by_jax_because_rank_0_is_gone_is_no_cause() -> None:
+    aborted = WorkerDiagnostics(output="    @     0x7f4cdad040ee  xla::CoordinationServiceAgent::SetError()")
+    for code in (1, -signal.SIGKILL):
+        verdict = find_root_cause([end(0, code, 1), end(1, -signal.SIGABRT, 0, diagnostics=aborted)])
+        assert verdict.cause is not None
+        assert verdict.cause.rank == 0
+
+
 def test_who_catches_the_loss_of_another_is_no_cause() -> None:
     caught = WorkerDiagnostics(error=CrashReport("RuntimeError", "wrapped", "Traceback ...", "worker/1", code=LOST))
     verdict = find_root_cause([end(0, 1, 0, diagnostics=caught), end(1, 1, 1)])

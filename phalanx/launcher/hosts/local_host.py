@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from phalanx.config.environment import process_environment
 from phalanx.config.environment_variables import SNAPSHOTS
+from phalanx.devices.devices_per_worker import worker_device_variables
 from phalanx.devices.gpu_assignment import worker_gpu_variables
 from phalanx.devices.gpu_count import HIDE_GPUS, count_gpus
 from phalanx.launcher.host_messages import CheckpointBeforeExit, Event, Started, WorkerSpec
@@ -76,13 +77,16 @@ class LocalHost:
         return [listener.getsockname()[1] for listener in opened]
 
     def start(self, specs: Sequence[WorkerSpec]) -> list[Event]:
-        """Start workers, for which `prepare` has opened ports: all at once, or those whose specs name slots."""
+        """Start workers, for which `prepare` has opened ports: all at once, or those whose specs name slots.
+
+        Raises: ConfigurationError if this host has too few GPUs for them.
+        """
         if not specs:
             return []
         self._unignore_sigchld()
         specs = [replace(spec, slot=i) if spec.slot is None else spec for i, spec in enumerate(specs)]
         self._slots_without_replica |= {spec.slot for spec in specs if spec.slot is not None and not spec.trains}
-        shares, devices = self._divide()
+        shares, devices = self._divide(specs[0].devices)
         events: list[Event] = []
         for spec in specs:
             assert spec.slot is not None
@@ -107,12 +111,22 @@ class LocalHost:
         worker = self._workers[launch.spec.rank] = WorkerProcess(launch, self._streams, self._selector)
         return Started(worker.rank, worker.pid)
 
-    def _divide(self) -> tuple[Sequence[CoreShare], Sequence[Mapping[str, str]]]:
-        """Cores and GPUs of each slot. Tasks without a replica may use all cores, with one thread, and no GPU."""
+    def _divide(self, each: int | None) -> tuple[Sequence[CoreShare], Sequence[Mapping[str, str]]]:
+        """Cores and devices of each slot. Tasks without a replica may use all cores, with one thread, and no GPU.
+
+        Args:
+            each: see `WorkerSpec.devices`.
+        """
         replicas = len(self._listeners) - len(self._slots_without_replica)
         environment = process_environment()
-        shares = iter(host_shares(replicas) if self._shares is None else self._shares)
-        devices = iter(worker_gpu_variables(replicas, count_gpus(environment), environment))
+        of_replicas = host_shares(replicas) if self._shares is None else self._shares
+        gpus = count_gpus(environment)
+        if each is None:
+            devices = iter(worker_gpu_variables(replicas, gpus, environment))
+        else:
+            threads = [share.threads for share in of_replicas]
+            devices = iter(worker_device_variables(threads, each, gpus, environment))
+        shares = iter(of_replicas)
         other = CoreShare(tuple(available_cores()), 1)
         trains = [slot not in self._slots_without_replica for slot in range(len(self._listeners))]
         return (

@@ -12,11 +12,13 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import socket
 import sys
 import time
 
 import msgspec
 
+from phalanx.errors import ConfigurationError
 from phalanx.launcher.host_messages import (
     SILENCE_S,
     Answer,
@@ -113,7 +115,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, lambda number, frame: None)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     adopt_orphans()
-    RemoteAgent().run()
+    try:
+        RemoteAgent().run()
+    except ConfigurationError as error:
+        sys.exit(f"phalanx: {socket.gethostname()}: {error}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from phalanx.config.environment import process_environment
+from phalanx.config.environment_variables import JAX_THREADS
 
 
 def compute_inline_on_one_core() -> None:
@@ -24,6 +25,6 @@ def compute_inline_on_one_core() -> None:
 
 def _cores() -> int:
     """The number of cores with which JAX computes, found as JAX sizes its thread pool."""
-    if (threads := process_environment().get("PJRT_NPROC", "")).isdigit():
+    if (threads := process_environment().get(JAX_THREADS, "")).isdigit():
         return int(threads)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,38 @@
+"""Several devices for each worker, where one compiled program spans the devices of all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from phalanx.config.environment_variables import CPU_DEVICES, HOST_GPUS, JAX_THREADS, VISIBLE_GPUS
+from phalanx.errors import ConfigurationError
+
+
+def worker_device_variables(
+    threads: Sequence[int], each: int, gpus: int, environ: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """The variables that give each local worker its devices: different GPUs, or parts of the CPU where there are none.
+
+    Args:
+        threads: with how many threads each local worker computes.
+        each: devices of each worker.
+        gpus: the number of GPUs that this host's processes may use.
+        environ: present variables, of which CUDA_VISIBLE_DEVICES names the GPUs.
+
+    Raises: ConfigurationError if there are GPUs, but too few.
+    """
+    workers = len(threads)
+    if not gpus:
+        # The devices of a process wait for each other inside its thread pool, and starve if they fill it.
+        return [
+            {CPU_DEVICES: str(each), JAX_THREADS: environ.get(JAX_THREADS) or str(max(own, 2 * each))}
+            for own in threads
+        ]
+    if workers * each > gpus:
+        raise ConfigurationError(
+            f"--devices-per-worker {each}: {workers} workers need {workers * each} GPUs, and this host has {gpus}. "
+            f"Start fewer workers here, give each fewer devices, or set {VISIBLE_GPUS}=-1 to compute on CPUs."
+        )
+    names = (environ.get(VISIBLE_GPUS) or ",".join(map(str, range(gpus)))).split(",")
+    own = [names[worker * each : (worker + 1) * each] for worker in range(workers)]
+    return [{HOST_GPUS: ",".join(names[:gpus]), VISIBLE_GPUS: ",".join(chosen)} for chosen in own]

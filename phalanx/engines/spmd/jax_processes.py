@@ -1,0 +1,220 @@
+"""Several processes become one JAX program, which spans the devices of all of them.
+
+JAX's processes meet at a service in the process of rank 0, whose address Phalanx's own communicator passes on. JAX
+notices that a process has died late, hangs in the collective that misses it, or aborts (jax-ml/jax#38503). So a
+`PeerWatch` ends this process at once, with the error that names the lost member.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import socket
+from typing import Any
+
+import jax
+import msgspec
+from jax._src import distributed
+
+from phalanx.cluster.membership import Membership
+from phalanx.cluster.peer_watch import PeerWatch
+from phalanx.collectives.communicator import Communicator
+from phalanx.devices.memory_growth import has_begun
+from phalanx.errors import ConfigurationError, PeerLostError
+from phalanx.runtime import process_exit
+from phalanx.transport.address import Address
+from phalanx.transport.ports import NO_SUCH_ADDRESS
+
+FAILED_EXIT_S = 30.0
+"""How long a process that has failed by itself may take to end: what it has started on its devices may hang."""
+END_WITHIN_S = 2.0
+"""How long the exit handlers of a process may take that has lost a peer."""
+NOTICE_S = 1.0
+"""A failed collective of JAX and the end of the peer's link are noticed at about the same time."""
+LOOPBACK = "127.0.0.1"
+_ALL_ADDRESSES = "::"
+
+
+class LocalDevices(msgspec.Struct, frozen=True):
+    """What one process brings into the program: so many devices of a kind, on a platform such as `gpu`."""
+
+    count: int
+    platform: str
+    kind: str
+
+
+class JaxProcesses:
+    """This process's part in the program. Made by `connect_processes`.
+
+    Args:
+        membership: the processes, by rank.
+        timeout_s: for the start, and until JAX itself gives up a process that does not answer.
+    """
+
+    def __init__(self, membership: Membership, timeout_s: float):
+        self._membership = membership
+        self._timeout_s = round(timeout_s)
+        self._watch = PeerWatch(membership, "a computation of all processes", self._end)
+
+    def start(self, coordinator: str, served: str | None) -> None:
+        """Join the program.
+
+        Args:
+            coordinator: where the others find JAX's service.
+            served: on rank 0, where to start it.
+        """
+        config: Any = jax.config
+        if "jax_enable_preemption_service" in config.values:  # it would take SIGTERM, which tells `fit` to save
+            config.update("jax_enable_preemption_service", False)
+        if config.jax_cpu_collectives_implementation is None:
+            config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            coordinator,
+            self._membership.world_size,
+            self._membership.rank,
+            cluster_detection_method="deactivate",
+            initialization_timeout=self._timeout_s,
+            # The watch is faster. These only bound waits for a process that is connected and does not answer.
+            heartbeat_timeout_seconds=self._timeout_s,
+            shutdown_timeout_seconds=self._timeout_s,
+            coordinator_bind_address=served,
+        )
+        process_exit.add_cause_finder(self._loss_behind)
+        self._watch.start()
+
+    def close(self) -> None:
+        """Leave the program together with all others; at once if this process has failed."""
+        self._watch.close()
+        if process_exit.has_failed():
+            _abandon()
+            process_exit.end_within(FAILED_EXIT_S)
+        else:
+            jax.distributed.shutdown()
+
+    def _end(self, loss: PeerLostError) -> None:
+        # JAX aborts this process as soon as its service, on rank 0, is gone.
+        process_exit.end_because(loss, within_s=END_WITHIN_S, at_once=loss.rank == 0)
+
+    def _loss_behind(self, error: BaseException) -> PeerLostError | None:
+        """The loss that made a collective of JAX fail."""
+        is_jax = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+        return self._watch.wait_for_loss(NOTICE_S) if is_jax else None
+
+
+_processes: JaxProcesses | None = None
+
+
+def connect_processes(communicator: Communicator, timeout_s: float) -> JaxProcesses | None:
+    """Make one JAX program of all processes, so that `jax.devices()` are the devices of all. All ranks must call this
+    before JAX has used a device. Calling it again changes nothing.
+
+    Args:
+        communicator: between the processes; JAX numbers them by its ranks.
+        timeout_s: see `JaxProcesses`.
+
+    Returns: the program, which the caller closes before the communicator's links; None if there is one process only,
+        or it has been made before.
+    Raises: ConfigurationError on all ranks if JAX has begun somewhere, or if the devices of the processes differ.
+    """
+    global _processes
+    if communicator.world_size == 1 or _processes is not None:
+        return None
+    membership = communicator.membership
+    _refuse_late(communicator)
+    port = _ReservedPort(Address.parse(membership.me.address, where="rank 0").host) if communicator.rank == 0 else None
+    with contextlib.ExitStack() as stack:
+        if port is not None:
+            stack.callback(port.close)
+        coordinator = communicator.broadcast_bytes(port.address.encode() if port else b"").decode()
+        processes = JaxProcesses(membership, timeout_s)
+        processes.start(coordinator, port.served if port else None)
+    _processes = processes
+    try:
+        check_alike(membership, _all_devices(communicator))
+    except BaseException:
+        processes.close()
+        raise
+    return processes
+
+
+def check_alike(membership: Membership, devices: list[LocalDevices]) -> None:
+    """Raise ConfigurationError if a process brings other devices than the first."""
+    for member, own in zip(membership.members, devices, strict=True):
+        if own != devices[0]:
+            found = ", ".join(
+                f"{member.task} has {each.count} of {each.platform} ({each.kind})"
+                for member, each in zip(membership.members, devices, strict=True)
+            )
+            raise ConfigurationError(
+                f"One program spans the devices of all processes, and each must have equally many of one kind; "
+                f"{member.task} differs: {found}. Start all with the same `phalanx run --devices-per-worker`, or set "
+                f"CUDA_VISIBLE_DEVICES so that each sees as many."
+            )
+
+
+def _refuse_late(communicator: Communicator) -> None:
+    begun = [bool(each[0]) for each in communicator.all_gather_bytes(bytes([has_begun("jax")]))]
+    if any(begun):
+        tasks = [member.task for member, late in zip(communicator.membership.members, begun, strict=True) if late]
+        raise ConfigurationError(
+            f"JAX has used a device already on {', '.join(tasks)}, and cannot join the other processes any more. "
+            f"Create the strategy at the start of the program, before a model, a tensor or a call of jax.devices()."
+        )
+
+
+def _all_devices(communicator: Communicator) -> list[LocalDevices]:
+    local = jax.local_devices()
+    own = LocalDevices(len(local), local[0].platform, local[0].device_kind)
+    payloads = communicator.all_gather_bytes(msgspec.msgpack.encode(own))
+    return [msgspec.msgpack.decode(payload, type=LocalDevices) for payload in payloads]
+
+
+class _ReservedPort:
+    """A port that the system has chosen, kept for a server that this process is about to start.
+
+    Its socket has SO_REUSEPORT, and so has gRPC's: no other user can take the port meanwhile, and a socket that is only
+    bound gets no connections.
+
+    Args:
+        host: as the others reach this process. An IP address of this host is the only one to be served.
+
+    Attributes:
+        address: where the others find the server.
+        served: where the server listens.
+    """
+
+    def __init__(self, host: str):
+        host = LOOPBACK if Address(host, 0).is_loopback and host != "::1" else host
+        bound = host if Address(host, 0).is_ip else _ALL_ADDRESSES
+        try:
+            self._socket = _bound(bound)
+        except OSError as error:
+            if error.errno not in NO_SUCH_ADDRESS:  # behind a translation of addresses
+                raise
+            bound = _ALL_ADDRESSES if error.errno == errno.EADDRNOTAVAIL else "0.0.0.0"
+            self._socket = _bound(bound)
+        port = self._socket.getsockname()[1]
+        self.address, self.served = str(Address(host, port)), str(Address(bound, port))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _bound(host: str) -> socket.socket:
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind((host, 0))
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def _abandon() -> None:
+    """Leave JAX's service to the end of this process: to leave it in order waits for the others, and then aborts."""
+    state = distributed.global_state
+    for owned in (state.preemption_sync_manager, state.client, state.service):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))  # their destructors would do the same
+    state.preemption_sync_manager = state.client = state.service = None
