@@ -6,17 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config.environment_variables import (
-    ELASTIC_COORDINATOR,
-    HOST_GPUS,
-    LISTEN_FD,
-    LOCAL_REPLICAS,
-    PROGRESS_FILE,
-    RUN,
-    SNAPSHOTS,
-    VARIABLES,
-    WORKER_BOOTSTRAP,
-)
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError
 
@@ -104,17 +93,3 @@ def test_the_secret_is_not_printed() -> None:
 def test_a_bad_value_is_named(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         JobConfig.from_environment(environment)
-
-
-INTERNAL = {LISTEN_FD, ELASTIC_COORDINATOR, SNAPSHOTS, WORKER_BOOTSTRAP, PROGRESS_FILE, LOCAL_REPLICAS, HOST_GPUS, RUN}
-"""Set by the launcher for its workers, and of no use to others."""
-
-
-def test_the_docs_describe_every_variable_as_the_table_does() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "reference" / "environment-variables.md").read_text()
-    rows = [
-        f"| `{variable.name}` | {variable.default} | {variable.meaning} |"
-        for variable in VARIABLES.values()
-        if variable.name.startswith("PHALANX_") and variable.name not in INTERNAL
-    ]
-    assert "\n".join(rows) in page, "update the table in docs/reference/environment-variables.md:\n" + "\n".join(rows)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-import phalanx
 from tests.examples.conftest import EXAMPLES, JOB_BOUND_S, environment
 from tests.examples.pages import Program, pages, programs, shell_blocks
 from tests.support.backends import BACKENDS, FIRST
@@ -77,12 +76,6 @@ def test_links_lead_to_files(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
         if not link.startswith(("http:", "https:")):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
-
-
-def test_every_public_name_is_on_some_page() -> None:
-    text = "\n".join(page.read_text() for page in PAGES)
-    names = [name for name in phalanx.__all__ if not name.startswith("_")]
-    assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
 
 
 @pytest.mark.slow
