@@ -29,6 +29,7 @@ LAYERS = (
     ("cluster",),
     ("collectives",),
     ("compression",),
+    ("planning",),
     ("elastic",),
     ("data",),
     ("engines",),

@@ -16,6 +16,7 @@ import click
 from phalanx.cli.dashboard_commands import dashboard, report
 from phalanx.cli.job_commands import scale, status, top
 from phalanx.cli.machine_commands import doctor, env
+from phalanx.cli.plan import plan
 from phalanx.cli.run import run
 from phalanx.errors import ConfigurationError, PhalanxError
 from phalanx.monitoring.console import write_whole
@@ -46,7 +47,7 @@ def cli() -> None:
     """Distributed training for Keras 3 on any backend."""
 
 
-for command in (run, status, top, dashboard, report, scale, doctor, env):
+for command in (run, plan, status, top, dashboard, report, scale, doctor, env):
     cli.add_command(command)
 
 

@@ -12,6 +12,7 @@ from phalanx.cluster.spec import EVALUATOR, PS, WORKER, ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
+from phalanx.config.plan_request import PlanRequest
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.transport.listener import Listener
 
@@ -92,9 +93,15 @@ def join(
         RendezvousError: tasks did not arrive in time; the message names them and the reasons.
         DisagreementError: tasks differ in what must be equal; raised on all of them with the same message.
         HandshakeError: a task has another secret, or something else listens at its address.
-        UnsupportedError: this process is a parameter server.
+        UnsupportedError: this process is a parameter server, or `phalanx plan` examines the program.
     """
     config = config or JobConfig.from_environment()
+    if PlanRequest.from_environment() is not None:
+        raise UnsupportedError(
+            "`phalanx plan` examines the fit() of a model under MirroredStrategy, MultiWorkerMirroredStrategy or a "
+            "strategy of local SGD, and this program joins its job in another way (Horovod, parameter servers). See "
+            "docs/how-to/planning.md."
+        )
     spec = cluster if isinstance(cluster, ClusterSpec) else cluster.cluster_spec()
     if task is None and isinstance(cluster, ClusterResolver):
         task = cluster.task()

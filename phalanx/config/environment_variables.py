@@ -122,6 +122,7 @@ SNAPSHOTS = _variable("PHALANX_SNAPSHOTS", "two files for a parameter server's s
 WORKER_BOOTSTRAP = _variable("PHALANX_WORKER_BOOTSTRAP", "what a worker of this launcher needs before the program runs")
 PROGRESS_FILE = _variable("PHALANX_PROGRESS_FILE", "memory shared with the launcher for progress reports")
 LOCAL_REPLICAS = _variable("PHALANX_LOCAL_REPLICAS", "number of local replicas of MirroredStrategy")
+PLAN = _variable("PHALANX_PLAN", "what `phalanx plan` asks of the program that it runs")
 HOST_GPUS = _variable("PHALANX_HOST_GPUS", "CUDA_VISIBLE_DEVICES before the launcher restricted each worker to one GPU")
 
 # As `horovodrun` sets them, for programs that read them; in elastic jobs, whose ranks change, and beside servers unset.

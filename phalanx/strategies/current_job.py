@@ -17,12 +17,14 @@ from phalanx.collectives.communicator import Communicator
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
 from phalanx.collectives.options import CommunicationOptions
 from phalanx.config.job_config import JobConfig
+from phalanx.config.plan_request import PlanRequest
 from phalanx.devices import gpu_figures
 from phalanx.elastic.elastic_communicator import ElasticCommunicator
 from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.elastic.elastic_node import ElasticNode, join_node
 from phalanx.engines import prepare
 from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.planning.simulated_node import SimulatedNode, simulate_node
 from phalanx.runtime import process_exit, telemetry
 from phalanx.strategies.program_random_state import random_state, set_random_state
 from phalanx.training.replica import Replica
@@ -50,6 +52,8 @@ class CurrentJob:
         self.options = options
         self.replica = Replica(communicator, micro_batches=options.micro_batches if options.deterministic else None)
         self._timeout_s = config.rendezvous_timeout_s
+        if isinstance(node, SimulatedNode):
+            self.replica.recording = node.recording
         self._before_leaving: list[Callable[[], None]] = []
         self._spans_devices = False
 
@@ -160,10 +164,13 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJo
             "micro-batches": str(options.micro_batches) if options.deterministic else "",
         },
     )
-    node = join_node(resolver, facts, config)
+    plan = PlanRequest.from_environment()
+    node = join_node(resolver, facts, config) if plan is None else simulate_node(resolver, facts, config, plan.replicas)
     try:
-        if isinstance(node, ElasticNode):
-            communicator: Communicator = ElasticCommunicator(ElasticGroup(node, with_timeout))
+        if isinstance(node, SimulatedNode):
+            communicator: Communicator = node.connect()
+        elif isinstance(node, ElasticNode):
+            communicator = ElasticCommunicator(ElasticGroup(node, with_timeout))
         else:
             if config.timeline is not None and node.task.type != EVALUATOR:
                 timeline_relay.start_recording(node, config.timeline.path)

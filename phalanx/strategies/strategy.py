@@ -153,6 +153,11 @@ class Strategy:
                 "CommunicationOptions(deterministic=True): strategy.run computes each replica's part of a batch at "
                 "once, and the bits of that depend on the number of replicas. Train with fit or train_on_batch."
             )
+        if self._replica.recording is not None:
+            raise UnsupportedError(
+                "`phalanx plan` measures the fit() of a program, and this one trains in a loop with strategy.run(). "
+                "See docs/how-to/planning.md."
+            )
         install_hook()
         with replica_context.running(self):
             try:

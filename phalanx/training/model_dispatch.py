@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import trainer_hook
@@ -71,6 +71,8 @@ class ModelDispatcher:
     def run(self, model: Any, method: KerasMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `fit` and the like by the model's trainer, or by Keras if the model trains in this process alone."""
         member = member_of(model)
+        if isinstance(member, Replica) and member.recording is not None and method.name in ("fit", "train_on_batch"):
+            return _examine(model, member, method, args, kwargs)
         is_alone = member is None or (isinstance(member, Replica) and _trains_alone(model, member))
         if is_alone and method.name != "fit":
             return method(model, *args, **kwargs)
@@ -125,6 +127,19 @@ def update_variables(model: Any) -> None:
         trainer.pull_consistent()
     if isinstance(member, ParameterServerWorker) and member.is_chief and member.coordinator is not None:
         member.coordinator.refresh()
+
+
+def _examine(
+    model: Any, member: Replica, method: KerasMethod, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> NoReturn:
+    """`phalanx plan` runs this program, to learn what its `fit` computes and merges."""
+    if method.name != "fit":
+        raise UnsupportedError(
+            f"`phalanx plan` measures the first fit() of a program, and this one calls {method.name}() before it."
+        )
+    arguments = method.bind(model, args, kwargs)
+    _refuse_own_functions(model, member, method.name, validates=False)
+    ReplicaTrainer(model, member, vars(model).get(_POLICY, EVERY_STEP)).examine_fit(**arguments)
 
 
 def _refuse_training_in_chief_callback(method: KerasMethod) -> None:

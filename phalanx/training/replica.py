@@ -17,6 +17,7 @@ from phalanx.cluster.membership import Member, Membership
 from phalanx.collectives import connect
 from phalanx.collectives.communicator import Array, Communicator, ReduceOp
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
+from phalanx.collectives.host.recording_algorithm import RecordingAlgorithm
 from phalanx.elastic.elastic_communicator import ElasticCommunicator
 from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.elastic.entry_results import KEPT_BYTES
@@ -74,6 +75,7 @@ class Replica:
         calling_thread: the thread in which a method of a model runs now.
         micro_batches: into how many micro-batches each global batch is cut, so that the number of ranks shows in no bit
             (`CommunicationOptions.deterministic`); None: each rank computes its part at once.
+        recording: what is merged, where `phalanx plan` examines the program and no other rank exists; else None.
     """
 
     communicator: Communicator
@@ -82,6 +84,7 @@ class Replica:
     process: int = field(default_factory=os.getpid, repr=False)
     calling_thread: int | None = field(default=None, repr=False)
     micro_batches: int | None = None
+    recording: RecordingAlgorithm | None = field(default=None, repr=False)
     _entries: int = 0  # number of entries so far: the same script gives the same numbers on every process
     _entry: Entry | None = field(default=None, repr=False)
     _seeds: int = 0

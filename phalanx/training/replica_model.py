@@ -43,13 +43,14 @@ class ReplicaModel:
     Attributes:
         model: the Keras model.
         replica: this process among the others.
+        policy: how the model is to be trained.
         merge: merges the arrays of a step over the ranks.
     """
 
     def __init__(self, model: Any, replica: Replica, policy: TrainingPolicy = EVERY_STEP) -> None:
         self.model = model
         self.replica = replica
-        self._policy = policy
+        self.policy = policy
         # With local SGD the exchanged weights are compressed; gradients are those of single batches then.
         self.merge = StepMerge(replica, policy.compression if policy.period is None else None)
         # The same for all steps, because functions are traced for it. Local SGD holds no gradients.
@@ -162,7 +163,7 @@ class ReplicaModel:
         # As in Keras no batch is read that is not needed: a dataset may draw random numbers for each.
         data: Batch = (None, None, None)
         # Of local SGD no one expects the numbers of one process.
-        trains = method in ("fit", "train_on_batch") and self._policy.period is None
+        trains = method in ("fit", "train_on_batch") and self.policy.period is None
         if _needs_a_batch(self.model) or self._probes.need_a_batch(self.engine, trains=trains):
             first = source.peek(restart=self._peeked)
             self.engine.expect(source.structure)
@@ -170,7 +171,7 @@ class ReplicaModel:
             data = first.data
         self.engine.build(data)
         self._probes.run(self.engine, data, source.structure, trains=trains)
-        if method in ("fit", "train_on_batch") and self._policy.period is not None:
+        if method in ("fit", "train_on_batch") and self.policy.period is not None:
             check_normalization(self.model)
             refuse_overwritten(self.model.trainable_variables, "a replica that trains alone between two merges")
         return self.engine
@@ -234,7 +235,7 @@ class ReplicaModel:
         Args:
             repeats: whether another process may have to continue between any two steps.
         """
-        model, replica, period = self.model, self.replica, self._policy.period
+        model, replica, period = self.model, self.replica, self.policy.period
         repeats = repeats or replica.elastic is not None
         if (deterministic := self.deterministic) is not None:
             return deterministic
@@ -242,7 +243,7 @@ class ReplicaModel:
             # Gradients that a rank holds are in no checkpoint, and would be lost with it.
             return SynchronousStepper(model, self.engine, self.merge, replica, accumulates=not repeats)
         if self._local_sgd is None:
-            compression = self._policy.compression
+            compression = self.policy.compression
             self._local_sgd = LocalSGDStepper(model, self.engine, self.merge, replica, period, compression)
         # What is in flight between two exchanges is in no checkpoint, and would be lost with a replica.
         self._local_sgd.overlaps = period.overlap and not repeats

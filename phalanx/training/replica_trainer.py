@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import keras
 
@@ -31,6 +31,7 @@ from phalanx.training.prediction import LocalOutputs, local_outputs, predict_on_
 from phalanx.training.replica import EntryOverError, Replica
 from phalanx.training.replica_coordination import ReplicaCoordination
 from phalanx.training.replica_model import ReplicaModel
+from phalanx.training.step_examination import examine_fit
 from phalanx.training.steps.synchronous import SynchronousStepper
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
 from phalanx.transport.serialization import decode, encode
@@ -70,6 +71,11 @@ class ReplicaTrainer:
                     "in at another fit(), and it overwrites no file."
                 )
         return history
+
+    def examine_fit(self, **arguments: Any) -> NoReturn:
+        """See `step_examination.examine_fit`."""
+        self._model._assert_compile_called("fit")
+        examine_fit(self._replica_model, FitArguments(**arguments))
 
     def _fit(self, arguments: FitArguments, resumption: FitResumption | None) -> Any:
         fit = prepare_fit(self._replica_model, arguments, resumption)

@@ -1,0 +1,167 @@
+"""`phalanx plan`: what a job would take on machines that are not there."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from phalanx.cli.option_groups import GroupedCommand, GroupedOption
+from phalanx.cli.run import BACKENDS
+
+if TYPE_CHECKING:
+    from phalanx.planning.step_measurement import StepMeasurement
+
+PLOTTED_MACHINES = 4096
+DEFAULT_LATENCY_MS = 0.05
+"""One way between two machines of a data centre, as TCP sees it."""
+DEFAULT_TIMEOUT_S = 600.0
+_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_LINK = re.compile(r"\s*([\d.]+)\s*([kmg]bit)(?:/?s)?\s*", re.I)
+_REPLICAS, _PROGRAM = "Replicas on machines", "Program"
+
+
+class LinkType(click.ParamType):  # type: ignore[type-arg]
+    """`10Gbit`, as bits per second."""
+
+    name = "link"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = _LINK.fullmatch(str(value))
+        try:
+            rate = float(found[1]) * _BITS[found[2].lower()] if found else 0.0
+        except ValueError:
+            rate = 0.0
+        if not rate > 0:
+            self.fail(f"{value!r} is no rate of a link. Write a number with its unit: 100Mbit, 10Gbit.", param, ctx)
+        return rate
+
+
+def _option(group: str, *flags: str, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option(*flags, cls=GroupedOption, group=group, **settings)
+
+
+@click.command(
+    cls=GroupedCommand,
+    short_help="Predict a job on machines that are not there.",
+    context_settings={"allow_interspersed_args": True, "ignore_unknown_options": False, "max_content_width": 110},
+)
+@_option(_REPLICAS, "--machines", type=click.IntRange(1, 65_536), metavar="N", help="Predict 1 to N machines.")
+@_option(_REPLICAS, "--link", "bits_per_s", type=LinkType(), metavar="10Gbit", help="The network of each machine.")
+@_option(
+    _REPLICAS,
+    "--latency",
+    "latency_ms",
+    type=click.FloatRange(min=0),
+    default=DEFAULT_LATENCY_MS,
+    show_default=True,
+    metavar="MS",
+    help="Latency of the network, one way, in milliseconds.",
+)
+@_option(
+    _REPLICAS,
+    "--workers-per-machine",
+    "workers",
+    type=click.IntRange(1, 1024),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Replicas on each machine, with an equal share of its cores.",
+)
+@_option(
+    _REPLICAS,
+    "--plot",
+    "plot_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help=f"Write an SVG or PNG plot of 1 to {PLOTTED_MACHINES:,} machines.",
+)
+@_option(_PROGRAM, "--backend", type=click.Choice(BACKENDS), help="Sets KERAS_BACKEND for the program.")
+@_option(_PROGRAM, "-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with `python -m`.")
+@_option(
+    _PROGRAM,
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=DEFAULT_TIMEOUT_S,
+    show_default=True,
+    metavar="S",
+    help="Seconds until the program must have come to its fit() and taken a few steps.",
+)
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [-- ARGS]...")
+def plan(**options: Any) -> None:
+    """Predict a job without its machines.
+
+    Runs SCRIPT here until its first fit() under a strategy, takes a few steps, and ends it. No callback runs, and
+    nothing is saved. Options of SCRIPT stand behind `--`.
+
+    \b
+        phalanx plan train.py --machines 64 --link 10Gbit
+        phalanx plan train.py --machines 64 --link 10Gbit --plot scaling.svg -- --batch-size 4096
+    """
+    if options["machines"] is None or options["bits_per_s"] is None:
+        raise click.UsageError("Say what to plan for: --machines 64 --link 10Gbit.")
+    plan_replicas(**options)
+
+
+def plan_replicas(
+    *,
+    machines: int,
+    bits_per_s: float,
+    latency_ms: float,
+    workers: int,
+    plot_file: Path | None,
+    **program: Any,
+) -> None:
+    """Measure the program's step and the software's costs, and show what follows for 1 to `machines` machines."""
+    from phalanx.launcher.worker_program import check_script
+    from phalanx.planning.collective_costs import CollectiveCosts, Machines, NetworkLink
+    from phalanx.planning.collective_trial import measure_costs
+    from phalanx.planning.scaling import ScalingModel, machine_counts, measured_counts
+    from phalanx.planning.scaling_report import check_plot, describe_costs, describe_measurement, plot, render_table
+
+    if plot_file is not None:
+        check_plot(plot_file)
+    if not program["module"]:
+        check_script(program["program"][0])
+    link = NetworkLink.of_ethernet(bits_per_s, latency_ms / 1e3)
+    costs = CollectiveCosts(link, measure_costs(encrypted=machines > 1))
+    most = max(machines, PLOTTED_MACHINES) if plot_file is not None else machines
+    counts = [count * workers for count in sorted({*measured_counts(machines), most})]
+    measurements = [measure_step(count, workers, **program) for count in counts]
+    model = ScalingModel(measurements, costs)
+    click.echo(describe_measurement(measurements[-1]))
+    click.echo(describe_costs(costs))
+    click.echo()
+    click.echo(render_table([model.predict(Machines(count, workers)) for count in machine_counts(machines)]))
+    if plot_file is not None:
+        points = [model.predict(Machines(count, workers)) for count in machine_counts(most)]
+        plot(points, machines, plot_file, f"{program['program'][0]}, links of {bits_per_s / 1e9:g} Gbit/s")
+        click.echo(f"\nPlot: {plot_file}")
+
+
+def measure_step(
+    replicas: int, workers: int, *, program: Sequence[str], module: bool, backend: str | None, timeout_s: float
+) -> StepMeasurement:
+    """The step of the program as one of so many replicas, of which each machine has `workers`."""
+    from phalanx.config.environment import process_environment
+    from phalanx.config.environment_variables import KERAS_BACKEND
+    from phalanx.config.plan_request import PlanRequest
+    from phalanx.launcher.worker_environment import thread_settings
+    from phalanx.planning.examined_program import examine
+    from phalanx.planning.step_measurement import StepMeasurement
+    from phalanx.runtime.core_affinity import host_shares
+
+    share = host_shares(workers)[0]
+    environment = {**thread_settings(share.threads), **process_environment()}
+    if backend is not None:
+        environment[KERAS_BACKEND] = backend
+    click.echo(f"Measuring a step as one of {replicas:,} replicas ...", err=True)
+    with tempfile.TemporaryDirectory(prefix="phalanx-plan-") as folder:
+        request = PlanRequest(Path(folder) / "measurement.json", replicas)
+        command = ("-m", *program) if module else program
+        return examine(command, request, StepMeasurement, environment, timeout_s, cores=share.cores)

@@ -1,0 +1,74 @@
+"""The algorithm of a rank whose others do not exist: its own values stand for theirs, and each call is recorded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from phalanx.cluster.membership import Membership
+from phalanx.collectives.host.algorithm import Reduction, Views, copy_views, total_bytes
+from phalanx.collectives.host.single_process import SingleProcessAlgorithm
+from phalanx.collectives.operation import CollectiveCall
+
+
+class RecordedCall(msgspec.Struct, frozen=True):
+    """What one rank brought to a collective.
+
+    Attributes:
+        kind: the name of the algorithm's method.
+        nbytes: bytes of its contribution, as they travel.
+        packs: for an all-reduce, number of arrays and bytes of each dtype.
+    """
+
+    kind: str
+    nbytes: int
+    packs: tuple[tuple[int, int], ...] = ()
+
+
+class RecordingAlgorithm(SingleProcessAlgorithm):
+    """Rank 0 of a membership without links: every collective returns at once.
+
+    Sums have the right shapes and lack the others' parts, so what follows from them must not be kept.
+
+    Attributes:
+        calls: what was called since `reset`.
+        seconds: how long its copies have taken since then.
+    """
+
+    name = "recorded"
+
+    def __init__(self, membership: Membership):
+        super().__init__(membership.rank)
+        self.ranks = tuple(range(membership.world_size))
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was called."""
+        self.calls: list[RecordedCall] = []
+        self.seconds = 0.0
+
+    def all_reduce(self, call: CollectiveCall, reduction: Reduction) -> None:
+        started = time.perf_counter()
+        super().all_reduce(call, reduction)
+        self.seconds += time.perf_counter() - started
+        packs = tuple((len(layout.indices), layout.wire_bytes) for layout in reduction.layouts)
+        self.calls.append(RecordedCall("all_reduce", sum(nbytes for _, nbytes in packs), packs))
+
+    def broadcast(self, call: CollectiveCall, buffers: Views, root: int) -> None:
+        self.calls.append(RecordedCall("broadcast", total_bytes(buffers)))
+
+    def all_gather(self, call: CollectiveCall, payload: Views, incoming: Sequence[Views]) -> None:
+        for views in incoming:
+            if views:
+                copy_views(payload, views)
+        self.calls.append(RecordedCall("all_gather", total_bytes(payload)))
+
+    def all_to_all(
+        self, call: CollectiveCall, outgoing: Sequence[Views], incoming: Sequence[Views], sizes: Sequence[Sequence[int]]
+    ) -> None:
+        own = self.ranks.index(0)
+        for views in incoming:
+            copy_views(outgoing[own], views)
+        self.calls.append(RecordedCall("all_to_all", sum(map(total_bytes, outgoing))))

@@ -1,0 +1,47 @@
+"""What `phalanx plan` asks of the program that it runs: measured or compiled steps instead of training."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from phalanx.config.environment import process_environment
+from phalanx.config.environment_variables import PLAN
+from phalanx.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """One examination of a program.
+
+    Attributes:
+        result: file that the program writes before its first `fit` ends it.
+        replicas: how many replicas the program believes to be one of.
+        topology: the devices for which a step is compiled, such as `v5e:2x4`; empty to measure a replica's step.
+    """
+
+    result: Path
+    replicas: int = 1
+    topology: str = ""
+
+    def as_text(self) -> str:
+        """The value of PHALANX_PLAN."""
+        return json.dumps(asdict(self) | {"result": str(self.result)})
+
+    @classmethod
+    def from_environment(cls) -> PlanRequest | None:
+        """What is asked of this program; None if it is not examined."""
+        text = process_environment().get(PLAN)
+        return cls.from_text(text) if text else None
+
+    @classmethod
+    def from_text(cls, text: str) -> PlanRequest:
+        """Raises: ConfigurationError if `as_text` did not write this."""
+        try:
+            fields = json.loads(text)
+            return cls(Path(fields["result"]), int(fields["replicas"]), str(fields["topology"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"{PLAN}={text!r} is not what `phalanx plan` sets. Run `phalanx plan SCRIPT` instead of setting it."
+            ) from error

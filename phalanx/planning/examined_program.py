@@ -1,0 +1,131 @@
+"""Runs the user's program with a `PlanRequest`, until its first `fit` has written the result."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from phalanx.config.environment_variables import (
+    ELASTIC_COORDINATOR,
+    HOST_GPUS,
+    JOB_ID,
+    LISTEN_FD,
+    LOCAL_REPLICAS,
+    PLAN,
+    PROGRESS_FILE,
+    RUN,
+    SECRET,
+    TF_CONFIG,
+    TIMELINE,
+    WORKER_BOOTSTRAP,
+)
+from phalanx.config.plan_request import PlanRequest
+from phalanx.errors import PhalanxError
+from phalanx.runtime.core_affinity import bind
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+EXIT_S = 10.0
+"""A program that has written its result has so long to exit."""
+POLL_S = 0.05
+SHOWN_LINES = 15
+
+_OF_A_JOB = (
+    *(ELASTIC_COORDINATOR, HOST_GPUS, LISTEN_FD, LOCAL_REPLICAS, PROGRESS_FILE, RUN, SECRET, TIMELINE),
+    WORKER_BOOTSTRAP,
+)
+"""Set for the tasks of a job: an examined program belongs to none."""
+
+
+def examine(
+    program: Sequence[str],
+    request: PlanRequest,
+    kind: type[R],
+    environment: Mapping[str, str],
+    timeout_s: float,
+    *,
+    cores: Sequence[int] = (),
+) -> R:
+    """Run a program as the first of `request.replicas` workers, and read what its `fit` writes.
+
+    Args:
+        program: what follows `python` on a command line.
+        request: what it is asked; its `result` is a file that does not exist yet.
+        kind: of the result.
+        environment: of this process, or with changes.
+        timeout_s: how long the program may run.
+        cores: it runs on these alone; none: as this process.
+
+    Raises: PhalanxError if it ends, or the time is up, before it has written a result.
+    """
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [sys.executable, *program],
+            env=_environment(request, environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: bind(cores),
+            start_new_session=True,  # Ctrl-C is this process's, which then ends it
+        )
+        try:
+            _wait(process, request.result, timeout_s)
+        finally:
+            _end(process)
+        if request.result.exists():
+            return msgspec.json.decode(request.result.read_bytes(), type=kind)
+        output.seek(0)
+        raise PhalanxError(_failure(program, process.returncode, output.read().decode(errors="replace"), timeout_s))
+
+
+def _wait(process: subprocess.Popen[bytes], result: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while process.poll() is None and not result.exists() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    if result.exists():
+        try:
+            process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            return  # a program that goes on after SystemExit; what it was asked is answered
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the program and all that it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, 9)
+        process.wait()
+
+
+def _environment(request: PlanRequest, environment: Mapping[str, str]) -> dict[str, str]:
+    cluster = {"worker": [f"machine-{number}:8888" for number in range(request.replicas)]}
+    settings = {
+        TF_CONFIG: json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}),
+        JOB_ID: "plan",
+        PLAN: request.as_text(),
+    }
+    return {name: value for name, value in environment.items() if name not in _OF_A_JOB} | settings
+
+
+def _failure(program: Sequence[str], code: int, output: str, timeout_s: float) -> str:
+    lines = output.strip().splitlines()[-SHOWN_LINES:]
+    shown = "".join(f"\n    {line}" for line in lines) or " nothing"
+    name = " ".join(program[:2] if program[0].startswith("-") else program[:1])
+    if code == 0:
+        return (
+            f"{name} ended without a fit() of a model that was made or compiled under a strategy's scope(), which is "
+            f"what `phalanx plan` examines. Its last lines:{shown}"
+        )
+    if code == -9:
+        cause = f"did not come to a fit() and take a few steps within {timeout_s:g} s (--timeout)"
+    else:
+        cause = f"failed before its fit() was examined, with exit code {code}"
+    return f"{name} {cause}. Its last lines:{shown}"

@@ -1,0 +1,100 @@
+"""The time of a step on any number of machines, from steps that were measured for a few of them. All pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.planning.collective_costs import CollectiveCosts, Machines
+from phalanx.planning.step_measurement import StepMeasurement
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrediction:
+    """One training step of a job.
+
+    Attributes:
+        machines: where it runs.
+        global_batch, local_batch: samples of all replicas, and of the one with the most.
+        computed_s: what a replica computes.
+        merged_s: what the collectives add to it.
+    """
+
+    machines: Machines
+    global_batch: float
+    local_batch: int
+    computed_s: float
+    merged_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.computed_s + self.merged_s
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.global_batch / self.step_s
+
+
+class ScalingModel:
+    """Predicts steps.
+
+    Between two measured numbers of replicas, the global batch is interpolated: a program may pass the same `batch_size`
+    whatever their number, or one that grows with it. The time that a replica computes is interpolated by its local
+    batch.
+
+    Args:
+        measurements: at least one, of different numbers of replicas.
+        costs: of collectives.
+    """
+
+    def __init__(self, measurements: Sequence[StepMeasurement], costs: CollectiveCosts) -> None:
+        self._measurements = sorted(measurements, key=lambda measurement: measurement.replicas)
+        self._costs = costs
+        self._batches = [(float(each.replicas), float(each.global_batch)) for each in self._measurements]
+        by_size: dict[int, list[float]] = {}
+        for each in self._measurements:
+            by_size.setdefault(each.local_batch, []).append(each.computed_s)
+        self._times = sorted((float(size), sum(times) / len(times)) for size, times in by_size.items())
+
+    def predict(self, machines: Machines) -> StepPrediction:
+        """One step on these machines."""
+        global_batch = interpolate(self._batches, machines.replicas)
+        local_batch = max(1, math.ceil(global_batch / machines.replicas - 1e-9))
+        computed_s = max(interpolate(self._times, local_batch), 1e-9)
+        nearest = min(self._measurements, key=lambda each: abs(math.log(each.replicas / machines.replicas)))
+        merged_s = sum(self._costs.seconds(call, machines) for call in nearest.collectives) / nearest.cycle
+        if nearest.overlaps:  # the exchange takes place during the steps of a period
+            merged_s = max(0.0, merged_s - computed_s)
+        return StepPrediction(machines, global_batch, local_batch, computed_s, merged_s)
+
+
+def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The value at `x` on straight lines through points, whose first and last lines continue.
+
+    >>> interpolate([(0, 1), (2, 5)], 3)
+    7.0
+    """
+    if len(points) == 1:
+        return points[0][1]
+    index = next((i for i in range(1, len(points) - 1) if x <= points[i][0]), len(points) - 1)
+    (x0, y0), (x1, y1) = points[index - 1], points[index]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def machine_counts(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`, which is always there.
+
+    >>> machine_counts(6)
+    [1, 2, 4, 6]
+    """
+    return sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most})
+
+
+def measured_counts(most: int) -> list[int]:
+    """For how many replicas a program is run: alone, as the most, and between.
+
+    >>> measured_counts(64)
+    [1, 8, 64]
+    """
+    return sorted({1, round(math.sqrt(most)), most})

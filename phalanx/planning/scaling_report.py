@@ -1,0 +1,126 @@
+"""A prediction for the reader: a table, and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import ConfigurationError
+from phalanx.planning.collective_costs import CollectiveCosts
+from phalanx.planning.scaling import StepPrediction
+from phalanx.planning.step_measurement import StepMeasurement
+
+HEADINGS = ("machines", "batch", "per replica", "computes", "merges", "step", "samples/s", "speed-up", "efficiency")
+
+
+def render_table(predictions: Sequence[StepPrediction]) -> str:
+    """One line for each prediction. Speed-up and efficiency are in samples per second, against the first."""
+    first = predictions[0]
+    rows = [HEADINGS]
+    for each in predictions:
+        speedup = each.samples_per_s / first.samples_per_s
+        rows.append(
+            (
+                f"{each.machines.count:,}",
+                f"{round(each.global_batch):,}",
+                f"{each.local_batch:,}",
+                milliseconds(each.computed_s),
+                milliseconds(each.merged_s),
+                milliseconds(each.step_s),
+                f"{each.samples_per_s:,.0f}",
+                f"{speedup:.1f}",
+                f"{speedup * first.machines.count / each.machines.count:.0%}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def describe_measurement(measurement: StepMeasurement) -> str:
+    """What was measured, in a line."""
+    period = "" if measurement.cycle == 1 else f", as the mean of {measurement.cycle} steps"
+    return (
+        f"{measurement.weights:,} weights on {measurement.backend}; a replica merges "
+        f"{byte_count(measurement.merged_bytes)} in a step{period}"
+    )
+
+
+def describe_costs(costs: CollectiveCosts) -> str:
+    """What bounds the bytes, in a line."""
+    software = 1 / costs.software.link_byte_s
+    link = costs.link.bytes_per_s
+    slower = "the link" if link < software else "the core"
+    return (
+        f"a link carries {byte_count(link)}/s, {milliseconds(costs.link.latency_s)} under way, and a core encrypts and "
+        f"merges {byte_count(software)}/s: {slower} is the bound of large merges"
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    """`12.3 ms`, with three digits that count."""
+    value = 1e3 * seconds
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:,.{digits}f} ms"
+
+
+def byte_count(count: float) -> str:
+    """`1.5 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:,.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
+
+
+def check_plot(path: Path) -> None:
+    """Raises: ConfigurationError if a plot cannot be written to this file."""
+    if path.suffix.lower() not in (".svg", ".png"):
+        raise ConfigurationError(f"--plot {path}: write a file name that ends with .svg or .png.")
+    if not path.absolute().parent.is_dir():
+        raise ConfigurationError(f"--plot {path}: there is no directory {path.absolute().parent}.")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigurationError("--plot needs Matplotlib: pip install matplotlib") from error
+
+
+def plot(predictions: Sequence[StepPrediction], marked: int, path: Path, title: str) -> None:
+    """Write a plot of throughput and of a step's parts over the number of machines.
+
+    Args:
+        predictions: in ascending order.
+        marked: number of machines that the user asked for.
+        path: an SVG or PNG file.
+        title: shown above.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # draws to files, also where there is no screen
+    from matplotlib import pyplot
+
+    counts = [each.machines.count for each in predictions]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    left.plot(counts, [each.samples_per_s for each in predictions], marker="o", markersize=3, label="predicted")
+    one = predictions[0]
+    ideal = [one.samples_per_s * count / one.machines.count for count in counts]
+    left.plot(counts, ideal, linestyle="--", color="grey", label="linear")
+    left.set(ylabel="samples/s", yscale="log")
+    right.plot(counts, [1e3 * each.computed_s for each in predictions], label="a replica computes")
+    right.plot(counts, [1e3 * each.merged_s for each in predictions], label="the merge adds")
+    right.plot(counts, [1e3 * each.step_s for each in predictions], color="black", label="step")
+    right.set(ylabel="ms", yscale="symlog")
+    for axis in (left, right):
+        axis.axvline(marked, color="grey", linewidth=0.8)
+        axis.set(xlabel="machines")
+        _label_powers(axis, counts)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _label_powers(axis: Any, counts: Sequence[int]) -> None:
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(counts, [f"{count:,}" for count in counts], rotation=60, fontsize=7)

@@ -1,0 +1,43 @@
+"""A member of a job whose other members do not exist, for a program that `phalanx plan` examines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.cluster.membership import Member, Membership
+from phalanx.cluster.node import Node
+from phalanx.cluster.rendezvous import FIRST_GENERATION
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver
+from phalanx.cluster.spec import WORKER, Task
+from phalanx.cluster.task_comparison import JobFacts
+from phalanx.cluster.task_identity import TaskIdentity
+from phalanx.collectives.host.host_communicator import HostCommunicator
+from phalanx.collectives.host.mesh import Mesh
+from phalanx.collectives.host.recording_algorithm import RecordingAlgorithm
+from phalanx.config.job_config import JobConfig
+
+
+@dataclass(eq=False)
+class SimulatedNode(Node):
+    """Rank 0 of many.
+
+    Attributes:
+        recording: notes what this rank brings to each collective.
+    """
+
+    recording: RecordingAlgorithm
+
+    def connect(self) -> HostCommunicator:
+        """The communicator of all members, of which only this one computes."""
+        return HostCommunicator(Mesh(self.membership), self.recording, "simulated", self.config.timeout_s)
+
+
+def simulate_node(cluster: ClusterResolver, facts: JobFacts, config: JobConfig, replicas: int) -> SimulatedNode:
+    """This process as the first of so many members, each on another host."""
+    me = TaskIdentity(cluster.cluster_spec(), cluster.task() or Task(WORKER, 0), facts, config)
+    own = me.description
+    members = tuple(
+        Member(rank, f"{WORKER}/{rank}", f"{own.host}-{rank}", own.address, own.pid) for rank in range(replicas)
+    )
+    membership = Membership(FIRST_GENERATION, 0, members)
+    return SimulatedNode(me, membership, None, RecordingAlgorithm(membership))
