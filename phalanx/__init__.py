@@ -71,11 +71,13 @@ if TYPE_CHECKING:
         DiLoCoStrategy,
         LocalSGDStrategy,
         MirroredStrategy,
+        ModelParallelStrategy,
         MultiWorkerMirroredStrategy,
         OneDeviceStrategy,
         ParameterServerStrategy,
         ReplicaContext,
         Server,
+        ShardedStrategy,
         Strategy,
         ValueContext,
         get_replica_context,
@@ -107,9 +109,9 @@ _EXPORTS = {
     ),
     "phalanx.launcher.launch_function": "launch",
     "phalanx.strategies": (
-        "CentralStorageStrategy DiLoCoStrategy LocalSGDStrategy MirroredStrategy MultiWorkerMirroredStrategy "
-        "OneDeviceStrategy ParameterServerStrategy ReplicaContext Server Strategy ValueContext get_replica_context "
-        "get_strategy has_strategy in_cross_replica_context leave_job"
+        "CentralStorageStrategy DiLoCoStrategy LocalSGDStrategy MirroredStrategy ModelParallelStrategy "
+        "MultiWorkerMirroredStrategy OneDeviceStrategy ParameterServerStrategy ReplicaContext Server ShardedStrategy "
+        "Strategy ValueContext get_replica_context get_strategy has_strategy in_cross_replica_context leave_job"
     ),
     "phalanx.parameter_server.partitioners": "FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner",
     "phalanx.evaluator": "SidecarEvaluator",
@@ -157,6 +159,7 @@ __all__ = [
     "MembershipChangedError",
     "MinSizePartitioner",
     "MirroredStrategy",
+    "ModelParallelStrategy",
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
@@ -170,6 +173,7 @@ __all__ = [
     "ReplicaContext",
     "Saver",
     "Server",
+    "ShardedStrategy",
     "SidecarEvaluator",
     "SimpleClusterResolver",
     "SlurmClusterResolver",

@@ -1,13 +1,14 @@
 """Engines compute the steps of Keras models: one package for each backend, imported only when Keras runs on it.
 
-`replica/` has engines that compute one replica in this process and merge with other processes. There is room for
-`spmd/`, in which one compiled program spans many devices. `accelerations/` are optional.
+`replica/` has engines that compute one replica in this process and merge with other processes. `spmd/` has one that
+computes on many devices with one compiled program. `accelerations/` are optional.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
@@ -17,6 +18,7 @@ from phalanx.config.environment import process_environment
 from phalanx.devices import memory_growth, single_thread
 from phalanx.engines.accelerations.vectorized_updater import make_vector_updater
 from phalanx.engines.engine import Engine, MergeProtocol
+from phalanx.engines.spmd.placement import Placement
 from phalanx.engines.tensors import Tensors
 from phalanx.engines.updater import Updater, UpdaterPiece
 from phalanx.errors import UnsupportedError
@@ -57,6 +59,22 @@ def make_engine(model: Any, merge: MergeProtocol) -> Engine:
     """The engine for a compiled model on the backend that Keras runs on."""
     engine: Engine = _of_backend("Engine")(model, merge)
     return engine
+
+
+def make_spmd_engine(model: Any, placement: Placement) -> Engine:
+    """The engine for a compiled model that is divided over a mesh of devices; JAX alone has one."""
+    from phalanx.engines.spmd.spmd_engine import SpmdEngine
+
+    return SpmdEngine(model, placement)
+
+
+def making_placed(placement: Placement | None) -> AbstractContextManager[None]:
+    """A context in which variables are made where the placement says; None: on the default device."""
+    if placement is None:
+        return nullcontext()
+    from phalanx.engines.spmd import placed_model
+
+    return placed_model.making_placed(placement)
 
 
 def make_updater(optimizer: str, pieces: Sequence[UpdaterPiece], apart: Collection[int] = ()) -> Updater:

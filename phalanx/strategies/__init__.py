@@ -9,6 +9,7 @@ from phalanx.strategies.central_storage_strategy import CentralStorageStrategy
 from phalanx.strategies.current_job import leave_job
 from phalanx.strategies.local_sgd_strategy import DiLoCoStrategy, LocalSGDStrategy
 from phalanx.strategies.mirrored_strategy import MirroredStrategy
+from phalanx.strategies.model_parallel_strategy import ModelParallelStrategy
 from phalanx.strategies.multi_worker_strategy import MultiWorkerMirroredStrategy
 from phalanx.strategies.one_device_strategy import DefaultStrategy, OneDeviceStrategy
 from phalanx.strategies.parameter_server_strategy import ParameterServerStrategy, Server
@@ -18,6 +19,7 @@ from phalanx.strategies.replica_context import (
     has_strategy,
     in_cross_replica_context,
 )
+from phalanx.strategies.sharded_strategy import ShardedStrategy
 from phalanx.strategies.strategy import Strategy, ValueContext
 
 
@@ -44,11 +46,13 @@ __all__ = [
     "DiLoCoStrategy",
     "LocalSGDStrategy",
     "MirroredStrategy",
+    "ModelParallelStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "ParameterServerStrategy",
     "ReplicaContext",
     "Server",
+    "ShardedStrategy",
     "Strategy",
     "ValueContext",
     "get_replica_context",

@@ -66,4 +66,5 @@ def _replicas() -> int:
     if share_of_step() is not None:
         return 1
     strategy = replica_context.current_strategy()
-    return 1 if strategy is None else strategy.num_replicas_in_sync
+    # One program computes the losses of the whole batch.
+    return 1 if strategy is None or strategy.placement is not None else strategy.num_replicas_in_sync

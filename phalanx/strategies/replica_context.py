@@ -39,7 +39,7 @@ class ReplicaContext:
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas whose gradients are merged."""
-        return self._strategy.num_replicas_in_sync
+        return 1 if self._strategy.placement is not None else self._strategy.num_replicas_in_sync
 
     @property
     def replica_id_in_sync_group(self) -> int:

@@ -19,7 +19,8 @@ from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.collectives.communicator import Array, ReduceOp
 from phalanx.collectives.reduction import wire_dtype
 from phalanx.compression.compression_registry import describe
-from phalanx.engines import make_tensors
+from phalanx.engines import make_tensors, making_placed
+from phalanx.engines.spmd.placement import Placement
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.keras_compat import trainer_hook
@@ -80,8 +81,17 @@ class Strategy:
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas over which gradients are merged. In an elastic job it is always the number with which the
-        job began, so that what a program computes from it is the same on all members."""
-        return self._replica.replicas
+        job began, so that what a program computes from it is the same on all members.
+
+        Where one program spans many devices, the number of parts into which the mesh divides each global batch. For
+        what runs inside this program, losses for example, there is one replica (`get_replica_context`)."""
+        return self._replica.replicas if self.placement is None else self.placement.data_shards
+
+    @property
+    def placement(self) -> Placement | None:
+        """How one compiled program divides models over a mesh of devices; None where each replica has a program of its
+        own."""
+        return self._policy.placement
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
@@ -103,6 +113,8 @@ class Strategy:
     @property
     def local_devices(self) -> tuple[str, ...]:
         """The devices that this process computes on."""
+        if self.placement is not None:
+            return tuple(map(str, self.placement.mesh.devices.flatten()))
         return (f"/job:worker/task:{self.rank}/device:{keras.backend.backend().upper()}:0",)
 
     @property
@@ -122,6 +134,8 @@ class Strategy:
         )
 
     def __repr__(self) -> str:
+        if self.placement is not None:
+            return f"<{type(self).__name__}: {self.placement}>"
         return f"<{type(self).__name__}: replica {self.rank} of {self.num_replicas_in_sync}>"
 
     # Where models are made.
@@ -130,7 +144,7 @@ class Strategy:
     def scope(self) -> Iterator[Strategy]:
         """Models made or compiled inside belong to this strategy."""
         install_hook()
-        with replica_context.entered(self):
+        with replica_context.entered(self), making_placed(self.placement):
             yield self
 
     # Custom loops.

@@ -176,7 +176,8 @@ def _refuse_own_functions(model: Any, member: Member, method: str, *, validates:
 
 def _trains_alone(model: Any, replica: Replica) -> bool:
     """Whether Keras itself trains the model: no other replica, and nothing to do that Keras does not do."""
-    return not divides_batches(replica) and vars(model)[_POLICY].period is None
+    policy: TrainingPolicy = vars(model)[_POLICY]
+    return not divides_batches(replica) and policy.period is None and policy.placement is None
 
 
 def _trainer_of(model: Any, member: Member) -> ReplicaTrainer | ParameterServerTrainer | CentralStorageTrainer:

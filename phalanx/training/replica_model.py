@@ -12,7 +12,7 @@ from keras import tree
 from phalanx.arrays.tree import map_leaves
 from phalanx.data import ShardedInput, shard_input
 from phalanx.data.shuffling import Shuffling
-from phalanx.engines import make_engine
+from phalanx.engines import make_engine, make_spmd_engine
 from phalanx.engines.engine import Batch, Engine
 from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.keras_compat.keras_internals import compute_output_spec, print_msg
@@ -27,6 +27,7 @@ from phalanx.training.replica import Replica, seed_from_program
 from phalanx.training.steps.deterministic import DeterministicStepper, check_deterministic
 from phalanx.training.steps.gradient_merge import StepMerge
 from phalanx.training.steps.local_sgd import LocalSGDStepper
+from phalanx.training.steps.one_program import OneProgramStepper
 from phalanx.training.steps.optimizer_properties import accumulation_steps, constant_loss_scale, inner_optimizer
 from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
 from phalanx.training.steps.synchronous import SynchronousStepper
@@ -201,7 +202,10 @@ class ReplicaModel:
         if self.replica.micro_batches:
             check_deterministic(self.model, trains=method in ("fit", "train_on_batch"))
         if self._engine is None:
-            self._engine = make_engine(self.model, self.merge)
+            placement = self.policy.placement
+            self._engine = (
+                make_engine(self.model, self.merge) if placement is None else make_spmd_engine(self.model, placement)
+            )
         self.replica.retry(lambda: compare_inputs(source, self.replica, method))
         if method != "fit":  # which does so itself, once it knows whether it resumes somewhere
             self.replica.retry(lambda: compare_samples(source, self.replica))
@@ -239,6 +243,8 @@ class ReplicaModel:
         repeats = repeats or replica.elastic is not None
         if (deterministic := self.deterministic) is not None:
             return deterministic
+        if self.policy.placement is not None:
+            return OneProgramStepper(self.engine)
         if period is None:
             # Gradients that a rank holds are in no checkpoint, and would be lost with it.
             return SynchronousStepper(model, self.engine, self.merge, replica, accumulates=not repeats)
@@ -248,6 +254,14 @@ class ReplicaModel:
         # What is in flight between two exchanges is in no checkpoint, and would be lost with a replica.
         self._local_sgd.overlaps = period.overlap and not repeats
         return self._local_sgd
+
+    def stepper_of_single_batches(self) -> ReplicaStepper:
+        """What takes the steps of `train_on_batch`. It holds nothing back: the program may save the model after it."""
+        if self.policy.placement is not None:
+            return OneProgramStepper(self.engine)
+        return self.deterministic or SynchronousStepper(
+            self.model, self.engine, self.merge, self.replica, accumulates=False
+        )
 
     @property
     def deterministic(self) -> DeterministicStepper | None:

@@ -32,7 +32,6 @@ from phalanx.training.replica import EntryOverError, Replica
 from phalanx.training.replica_coordination import ReplicaCoordination
 from phalanx.training.replica_model import ReplicaModel
 from phalanx.training.step_examination import examine_fit
-from phalanx.training.steps.synchronous import SynchronousStepper
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
 from phalanx.transport.serialization import decode, encode
 
@@ -154,10 +153,7 @@ class ReplicaTrainer:
         batch = _only(self._batches_of_one("train_on_batch", x, y, sample_weight))
         self._reset_metrics_of_a_single_batch()
         with self._running_engine() as engine:
-            # Nothing is held back: the program may save the model after it.
-            stepper = self._replica_model.deterministic or SynchronousStepper(
-                self._model, engine, self._replica_model.merge, self._replica, accumulates=False
-            )
+            stepper = self._replica_model.stepper_of_single_batches()
             stepper.begin(watched=True)
             timeline.current.enter("forward/backward")
             stepper.train(batch, last=True)

@@ -37,6 +37,8 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
     Raises:
         DisagreementError: on every rank, if the models differ in structure; names the first difference.
     """
+    if replica.is_alone and not replica.micro_batches:
+        return
     variables = variables_of(model) + (list(model.metrics_variables) if metrics else [])
     _compare(_structure(variables), replica)
     arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]

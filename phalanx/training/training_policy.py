@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.compression import Compression
+from phalanx.engines.spmd.placement import Placement
 from phalanx.training.steps.outer_optimizer import OuterOptimizer
 
 
@@ -31,11 +32,14 @@ class TrainingPolicy:
         compression: of gradients, or of exchanged weights where there is a period; None: they are sent as they are.
         period: of local SGD; None: the gradients of every step are merged.
         synchronized_batch_norm: whether all batch normalization is over the global batch.
+        placement: how one compiled program divides the model over a mesh of devices; None: each replica computes a
+            program of its own.
     """
 
     compression: Compression | None = None
     period: SyncPeriod | None = None
     synchronized_batch_norm: bool = False
+    placement: Placement | None = None
 
 
 EVERY_STEP = TrainingPolicy()

@@ -7,7 +7,7 @@ they are in the variables. When a callback touches `self.model`, Keras puts them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,11 +19,27 @@ Array = np.ndarray[Any, Any]
 Values = list[Any]
 
 
-class ModelArguments:
-    """The values of a model's variables, as arguments for the next step."""
+def _copy_to_device(array: Any, value: Array) -> Any:
+    return jnp.array(value)  # a copy: steps may donate it
 
-    def __init__(self, model: Any) -> None:
+
+class ModelArguments:
+    """The values of a model's variables, as arguments for the next step.
+
+    Args:
+        fetch: copies an array into host memory.
+        put_like: copies a value to where the array is that it replaces.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        fetch: Callable[[Any], Array] = np.array,
+        put_like: Callable[[Any, Array], Any] = _copy_to_device,
+    ) -> None:
         self._model = model
+        self._fetch = fetch
+        self._put_like = put_like
         self._places: dict[int, tuple[int, int]] = {}
 
     @property
@@ -80,8 +96,8 @@ class ModelArguments:
     def read_metrics(self, variables: Sequence[Any]) -> list[Array]:
         """Copies of the newest values of the metrics' variables, which are these."""
         if self.in_variables:
-            return [np.array(variable.value) for variable in variables]
-        return [np.array(value) for value in self._model._jax_state["metrics_variables"]]
+            return [self._fetch(variable.value) for variable in variables]
+        return [self._fetch(value) for value in self._model._jax_state["metrics_variables"]]
 
     def write_metrics(self, variables: Sequence[Any], values: Sequence[Array]) -> None:
         """Give the metrics' variables, which are these, the values."""
@@ -89,14 +105,15 @@ class ModelArguments:
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
             return
-        kept = {**self._model._jax_state, "metrics_variables": [jnp.array(value) for value in values]}
-        set_untracked(self._model, _jax_state=kept)
+        kept = self._model._jax_state
+        written = [self._put_like(old, new) for old, new in zip(kept["metrics_variables"], values, strict=True)]
+        set_untracked(self._model, _jax_state={**kept, "metrics_variables": written})
 
     def read(self, variables: Sequence[Any]) -> list[Array]:
         """See `Engine.read`."""
         lists = self.get(with_optimizer=self._optimizer is not None)
         places = [self._place(variable) for variable in variables]
-        return [np.array(lists[kind][index]) for kind, index in places]
+        return [self._fetch(lists[kind][index]) for kind, index in places]
 
     def write(self, values: Sequence[tuple[Any, Array]]) -> None:
         """See `Engine.write`."""
@@ -104,7 +121,7 @@ class ModelArguments:
         lists = [list(trainable), non_trainable, list(optimizer or ())]
         for variable, value in values:
             kind, index = self._place(variable)
-            lists[kind][index] = jnp.array(value)  # a copy: steps may donate it
+            lists[kind][index] = self._put_like(lists[kind][index], value)
         self.keep(lists[0], lists[1], lists[2] or None, metrics)
 
     @property

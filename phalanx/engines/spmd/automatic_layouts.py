@@ -1,0 +1,47 @@
+"""Layouts for model parallelism from the paths and shapes of variables alone.
+
+A layer that widens divides its output, the one after it that narrows divides its input, so that they need one sum
+between them; attention is divided by heads, an embedding by its rows.
+Source: Shoeybi et al. 2019, Megatron-LM, section 3.
+"""
+
+from __future__ import annotations
+
+MIN_DIVIDED_SIZE = 1024
+"""Smaller variables stay whole."""
+
+
+def automatic_layout(path: str, shape: tuple[int, ...], axis_name: str, devices: int) -> tuple[str | None, ...]:
+    """The layout of a variable.
+
+    Args:
+        path: of the variable, such as "attention/query/kernel".
+        shape: of the variable.
+        axis_name: the axis of the mesh over which the model is divided.
+        devices: their number along this axis.
+    """
+    whole: tuple[str | None, ...] = (None,) * len(shape)
+    size = 1
+    for length in shape:
+        size *= length
+    if size < MIN_DIVIDED_SIZE:
+        return whole
+    for axis in _preferred(path.split("/"), shape):
+        if shape[axis] % devices == 0:
+            return (*whole[:axis], axis_name, *whole[axis + 1 :])
+    return whole
+
+
+def _preferred(path: list[str], shape: tuple[int, ...]) -> list[int]:
+    """The axes of a variable, the best to divide first."""
+    owner, name = (path[-2] if len(path) > 1 else ""), path[-1]
+    longest_first = sorted(range(len(shape)), key=lambda axis: (-shape[axis], -axis))
+    if name == "embeddings":
+        return [0, *longest_first]
+    if len(shape) == 3 and owner in ("query", "key", "value"):
+        return [1, *longest_first]  # (width, heads, width of a head)
+    if len(shape) == 3 and owner == "attention_output":
+        return [0, *longest_first]  # (heads, width of a head, width)
+    if len(shape) >= 3:
+        return [len(shape) - 1, *longest_first]  # filters of a convolution
+    return longest_first

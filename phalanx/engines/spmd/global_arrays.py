@@ -1,0 +1,38 @@
+"""Arrays that lie on all devices of a mesh, also on those of other processes: made from and read into host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def fetch(array: Any) -> Array:
+    """A copy of the whole array in host memory. If other processes hold parts of it, all must call."""
+    if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+        from jax.experimental import multihost_utils
+
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.array(array)
+
+
+def put_like(array: Any, value: Array) -> Any:
+    """The value where the array lies. All processes that hold parts of it must have the same value."""
+    value = np.array(value, array.dtype)  # a copy: steps may donate it
+    return jax.make_array_from_callback(value.shape, array.sharding, lambda index: value[index])
+
+
+def put_part(part: Array, rows: int, sharding: Any) -> Any:
+    """A global array from this process's part of its rows.
+
+    Args:
+        part: this process's rows; all of them, where the rows are not divided.
+        rows: of the global array.
+        sharding: where it lies.
+    """
+    if jax.process_count() == 1:
+        return jax.device_put(part, sharding)
+    return jax.make_array_from_process_local_data(sharding, part, (rows, *part.shape[1:]))

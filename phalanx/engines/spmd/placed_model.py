@@ -1,0 +1,101 @@
+"""A Keras model on a mesh: makes its variables where they belong, and moves those that were made elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from phalanx.engines.spmd.placement import Axes, Placement
+from phalanx.keras_compat.model_state import optimizers
+from phalanx.keras_compat.variable_layouts import PlacedDistribution, axes_of, lay_out, laying_out_slots
+
+
+class ModelShardings(NamedTuple):
+    """The shardings of the four lists of values that the steps of a model take and return, or of some of them."""
+
+    trainable: list[Any]
+    non_trainable: list[Any]
+    optimizer: list[Any]
+    metrics: list[Any]
+
+
+@contextmanager
+def making_placed(placement: Placement) -> Iterator[None]:
+    """A context in which variables are made where they belong, and layers lay out what they return as the program's
+    layout map says."""
+    activations = None if isinstance(placement.layout_map, str) else placement.layout_map
+    distribution = PlacedDistribution(placement.mesh, placement.data_axes[0], activations, placement.at_rest)
+    with distribution.scope(), laying_out_slots(placement.mesh, placement.of_slot):
+        yield
+
+
+class PlacedModel:
+    """The variables of one model on a mesh."""
+
+    def __init__(self, model: Any, placement: Placement) -> None:
+        self._model = model
+        self._placement = placement
+        self._placed: tuple[tuple[int, ...], ...] = ()
+
+    def place(self) -> bool:
+        """Move what lies elsewhere. Returns whether the model has other variables than at the last call.
+
+        Raises: ConfigurationError if the program's layouts do not fit the model's variables.
+        """
+        model, placement = self._model, self._placement
+        found = tuple(tuple(map(id, variables)) for variables in self._variables())
+        if found == self._placed:
+            return False
+        weights = [*model.trainable_variables, *model.non_trainable_variables]
+        placement.check_names(weights)
+        placement.check_divides(weights)
+        of_optimizers = {id(v): v for optimizer in optimizers(model) for v in optimizer.variables}
+        for weight in weights:
+            if id(weight) not in of_optimizers:
+                lay_out(weight, placement.at_rest(weight), placement.mesh)
+        for slot in of_optimizers.values():
+            # Those that were made in `making_placed` lie where they belong.
+            if axes_of(slot, placement.mesh) is None:
+                lay_out(slot, self._layout_of_slot(slot), placement.mesh)
+        for variable in model.metrics_variables:
+            lay_out(variable, (None,) * len(variable.shape), placement.mesh)
+        self._placed = found
+        return True
+
+    def shardings(self, mesh: Mesh | None = None) -> ModelShardings:
+        """Where the values of the placed variables lie between the steps.
+
+        Args:
+            mesh: of other devices than the variables'.
+        """
+        mesh = mesh or self._placement.mesh.backend_mesh
+        return ModelShardings(
+            *[
+                [NamedSharding(mesh, PartitionSpec(*(axes_of(v, self._placement.mesh) or ()))) for v in variables]
+                for variables in self._variables()
+            ]
+        )
+
+    def layouts_in_step(self) -> tuple[list[Axes], list[Axes]]:
+        """The layouts of trainable and non-trainable variables while the model computes."""
+        model, in_step = self._model, self._placement.in_step
+        return [in_step(v) for v in model.trainable_variables], [in_step(v) for v in model.non_trainable_variables]
+
+    def batch_sharding(self, shape: tuple[int, ...], mesh: Mesh | None = None) -> NamedSharding:
+        """Where an array of a global batch lies, by its shape."""
+        return NamedSharding(mesh or self._placement.mesh.backend_mesh, PartitionSpec(*self._placement.of_batch(shape)))
+
+    def _variables(self) -> tuple[Sequence[Any], ...]:
+        model = self._model
+        of_optimizer = () if getattr(model, "optimizer", None) is None else model.optimizer.variables
+        return model.trainable_variables, model.non_trainable_variables, of_optimizer, model.metrics_variables
+
+    def _layout_of_slot(self, slot: Any) -> Axes:
+        """The layout of an optimizer's variable that was made elsewhere: its name begins with the weight's path."""
+        for weight in self._model.trainable_variables:
+            if slot.name.startswith(weight.path.replace("/", "_")) and tuple(slot.shape) == tuple(weight.shape):
+                return self._placement.of_slot(weight)
+        return (None,) * len(slot.shape)

@@ -1,0 +1,211 @@
+"""Where the variables of a model and its batches lie on a mesh of devices.
+
+A *layout* names for each axis of an array the axis of the mesh over which it is divided, or None. A variable has two:
+
+    at rest      between the steps, and for gradients and optimizer state while they are updated
+    in a step    while the model computes
+
+They differ only at level 3, where weights lie in shards and a step gathers them. All axes are those of a
+`keras.distribution.DeviceMesh`; the layouts that a user writes are those of a `keras.distribution.LayoutMap`.
+Source of the levels: Rajbhandari et al. 2020, ZeRO; Zhao et al. 2023, PyTorch FSDP.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import keras
+
+from phalanx.engines.spmd.automatic_layouts import automatic_layout
+from phalanx.errors import ConfigurationError
+
+Axes = tuple[str | None, ...]
+Shape = tuple[int, ...]
+
+MIN_SHARDED_SIZE = 1024
+"""Variables with fewer values stay whole on every device: to gather them takes longer than what they save is worth."""
+
+AUTO = "auto"
+DATA, MODEL, REPLICA, SHARD = "data", "model", "replica", "shard"
+
+
+class LaidOut(Protocol):
+    """What has a place: a Keras variable."""
+
+    path: str
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a model is divided over a mesh.
+
+    Attributes:
+        mesh: the devices.
+        data_axes: the axes of the mesh over which each batch is divided.
+        shard_axis: the axis over which `level` divides.
+        level: what is divided over `shard_axis`: 1 the optimizer's state, 2 gradients too, 3 weights too; 0 nothing.
+        layout_map: the program's own layouts, by the variables' paths; "auto": see `automatic_layouts`; None: none.
+    """
+
+    mesh: keras.distribution.DeviceMesh
+    data_axes: tuple[str, ...]
+    shard_axis: str
+    level: int = 0
+    layout_map: keras.distribution.LayoutMap | str | None = None
+
+    def __str__(self) -> str:
+        axes = zip(self.mesh.axis_names, self.mesh.shape, strict=True)
+        return "(" + ", ".join(f"{name}={size}" for name, size in axes) + ")"
+
+    @property
+    def data_shards(self) -> int:
+        """Into how many parts a batch is divided."""
+        return math.prod(self.axis_size(axis) for axis in self.data_axes)
+
+    def axis_size(self, axis: str) -> int:
+        """The number of devices along an axis of the mesh."""
+        return int(self.mesh.shape[self.mesh.axis_names.index(axis)])
+
+    def at_rest(self, variable: LaidOut) -> Axes:
+        """The layout of a weight between the steps.
+
+        Raises: ConfigurationError if the program's layout does not fit the variable.
+        """
+        axes = self.in_step(variable)
+        return self._sharded(variable, axes) if self.level >= 3 else axes
+
+    def in_step(self, variable: LaidOut) -> Axes:
+        """The layout of a weight while the model computes; raises as `at_rest`."""
+        whole: Axes = (None,) * len(variable.shape)
+        if self.layout_map is None:
+            return whole
+        if isinstance(self.layout_map, str):
+            return automatic_layout(variable.path, tuple(variable.shape), MODEL, self.axis_size(MODEL))
+        layout = self.layout_map[variable.path]
+        if layout is None:
+            return whole
+        self._check(variable, layout.axes)
+        return tuple(layout.axes) + (None,) * (len(variable.shape) - len(layout.axes))
+
+    def of_slot(self, variable: LaidOut) -> Axes:
+        """The layout of a variable of an optimizer that belongs to this weight."""
+        axes = self.in_step(variable)
+        return self._sharded(variable, axes) if self.level >= 1 else axes
+
+    def of_gradient(self, variable: LaidOut) -> Axes:
+        """The layout in which the gradient of this weight is summed up."""
+        return self.of_slot(variable) if self.level >= 2 else self.in_step(variable)
+
+    def of_batch(self, shape: Shape) -> tuple[tuple[str, ...], ...]:
+        """Over which axes of the mesh the first axis of a part of a batch is divided: those of the data, or none if the
+        samples do not divide equally. Then every device computes the whole batch, which gives the same numbers."""
+        return (self.data_axes,) if shape and shape[0] and shape[0] % self.data_shards == 0 else ()
+
+    def on_devices(self, devices: Sequence[Any]) -> Placement:
+        """The same on a mesh of other devices, also of such that are not there (`jax.experimental.topologies`).
+
+        Raises: ConfigurationError if it is another number of devices.
+        """
+        size = math.prod(self.mesh.shape)
+        if len(devices) != size:
+            raise ConfigurationError(
+                f"The mesh {self} has {size} devices, and there are {len(devices)}. Give the strategy "
+                f"another mesh_shape."
+            )
+        mesh = keras.distribution.DeviceMesh(self.mesh.shape, self.mesh.axis_names, list(devices))
+        if self.layout_map is None or isinstance(self.layout_map, str):
+            return replace(self, mesh=mesh)
+        layout_map = keras.distribution.LayoutMap(mesh)
+        for key, layout in self.layout_map.items():
+            layout_map[key] = tuple(layout.axes)
+        return replace(self, mesh=mesh, layout_map=layout_map)
+
+    def check_names(self, variables: Iterable[LaidOut]) -> None:
+        """Check that each key of the layout map is the path of a variable, or matches one.
+
+        Raises: ConfigurationError naming the nearest paths.
+        """
+        if self.layout_map is None or isinstance(self.layout_map, str):
+            return
+        paths = [variable.path for variable in variables]
+        for key in self.layout_map:
+            # Keys of this form are of what a layer returns.
+            if key.endswith("/output") or any(path == key or re.fullmatch(key, path) for path in paths):
+                continue
+            plain = re.sub(r"[.*+?\\^$()\[\]|]", "", key)
+            near = difflib.get_close_matches(plain, paths, n=3, cutoff=0.3) or paths[:3]
+            raise ConfigurationError(
+                f"The layout map has the key {key!r}, which is the path of no variable of the model, and as a regular "
+                f"expression matches none in full. The nearest are {', '.join(map(repr, near))}. Write one of these, "
+                f"or an expression such as '.*{near[0].rpartition('/')[2]}'."
+            )
+
+    def check_divides(self, variables: Sequence[LaidOut]) -> None:
+        """Check that something is divided of a model whose weights or optimizer state are to be.
+
+        Args:
+            variables: its weights.
+
+        Raises: ConfigurationError if every device would hold all of it.
+        """
+        divided = [variable for variable in variables if any(self.of_slot(variable))]
+        if divided or not variables or (self.level == 0 and self.layout_map is None):
+            return
+        largest = max(variables, key=lambda variable: math.prod(variable.shape))
+        raise ConfigurationError(
+            f"No variable of the model can be divided over the mesh {self}, so that every device "
+            f"would hold all of it. The largest is {largest.path!r} of shape {tuple(largest.shape)}. A variable is "
+            f"divided if it has {MIN_SHARDED_SIZE} values or more and one of its axes is a multiple of the number of "
+            f"devices. Choose such widths, another mesh_shape, or MirroredStrategy(engine='spmd')."
+        )
+
+    def _sharded(self, variable: LaidOut, axes: Axes) -> Axes:
+        """The layout, with its longest free axis that is a multiple of the shard axis divided over that."""
+        size, shape = self.axis_size(self.shard_axis), tuple(variable.shape)
+        free = [axis for axis, taken in enumerate(axes) if taken is None and shape[axis] % size == 0 and shape[axis]]
+        if self.shard_axis in axes or not free or math.prod(shape) < MIN_SHARDED_SIZE:
+            return axes
+        chosen = max(free, key=lambda axis: shape[axis])
+        return (*axes[:chosen], self.shard_axis, *axes[chosen + 1 :])
+
+    def _check(self, variable: LaidOut, axes: Sequence[str | None]) -> None:
+        shape = tuple(variable.shape)
+        if len(axes) > len(shape):
+            raise ConfigurationError(
+                f"The layout map gives {variable.path!r} the layout {tuple(axes)} of {len(axes)} axes, but its shape "
+                f"is {shape}. Give it one entry for each axis of the variable."
+            )
+        for axis, name in enumerate(axes):
+            if name is not None and shape[axis] % self.axis_size(name):
+                raise ConfigurationError(
+                    f"The layout map divides axis {axis} of {variable.path!r}, shape {shape}, over the axis {name!r} "
+                    f"of the mesh {self}: {shape[axis]} is no multiple of {self.axis_size(name)}. Divide another axis "
+                    f"of it, change its width to a multiple, or choose another mesh_shape."
+                )
+
+
+def make_mesh(shape: Sequence[int], axis_names: Sequence[str], devices: Sequence[Any]) -> keras.distribution.DeviceMesh:
+    """A mesh of all these devices.
+
+    Raises: ConfigurationError if the shape does not fit them.
+    """
+    described = ", ".join(map(str, devices[:8])) + (", ..." if len(devices) > 8 else "")
+    if len(shape) != len(axis_names) or not all(isinstance(n, int) and n > 0 for n in shape):
+        raise ConfigurationError(
+            f"mesh_shape={tuple(shape)!r}; it must be {len(axis_names)} positive numbers of devices, "
+            f"({', '.join(axis_names)})."
+        )
+    if math.prod(shape) != len(devices):
+        raise ConfigurationError(
+            f"mesh_shape={tuple(shape)} ({', '.join(axis_names)}) needs {math.prod(shape)} devices, and JAX sees "
+            f"{len(devices)}: {described}. Choose a shape whose product is {len(devices)}. To try a mesh without such "
+            f"devices, start the program with XLA_FLAGS=--xla_force_host_platform_device_count={math.prod(shape)} and "
+            f"JAX_PLATFORMS=cpu."
+        )
+    return keras.distribution.DeviceMesh(tuple(shape), list(axis_names), list(devices))

@@ -1,0 +1,138 @@
+"""Keras models on all devices of a mesh: each step is one compiled program over global arrays, with nothing to merge.
+
+XLA divides the program and puts the collectives into it, so that whatever a step computes is computed over the global
+batch: batch normalization, losses between samples, norms of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import tree
+
+from phalanx.arrays.tree import map_leaves
+from phalanx.data.dataset_elements import ElementStructure
+from phalanx.engines.batch_packing import BatchPacking
+from phalanx.engines.engine import Batch
+from phalanx.engines.metric_rules import COUNTER, MetricRules
+from phalanx.engines.replica.jax.model_arguments import ModelArguments
+from phalanx.engines.spmd.global_arrays import fetch, put_like, put_part
+from phalanx.engines.spmd.placed_model import PlacedModel, making_placed
+from phalanx.engines.spmd.placement import Placement
+from phalanx.engines.spmd.step_programs import StepPrograms
+from phalanx.keras_compat import model_state
+from phalanx.keras_compat.log_origins import LogOrigins
+
+Array = np.ndarray[Any, Any]
+
+
+class SpmdEngine:
+    """Steps of one Keras model on a mesh; see `phalanx.engines.engine.Engine`."""
+
+    def __init__(self, model: Any, placement: Placement) -> None:
+        self._model = model
+        self._placement = placement
+        self._placed = PlacedModel(model, placement)
+        self._batches = BatchPacking()
+        self._programs = StepPrograms(model, self._placed, placement, self._batches)
+        self._arguments = ModelArguments(model, fetch, put_like)
+        self.metric_rules = MetricRules(self._arguments.read_metrics, self._arguments.write_metrics)
+        self.origins = LogOrigins(model)
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._logs: dict[str, Any] = {}
+        self._test_logs: dict[str, Any] = {}
+
+    def retrace(self) -> None:
+        self._functions.clear()
+
+    def expect(self, form: ElementStructure) -> None:
+        if form is not self._batches.form:
+            self._batches.form = form
+            self.retrace()
+
+    @property
+    def builds_from_a_batch(self) -> bool:
+        return model_state.is_unbuilt(self._model)
+
+    @property
+    def in_variables(self) -> bool:
+        return self._arguments.in_variables
+
+    def build(self, data: Batch) -> None:
+        with making_placed(self._placement):
+            self._model._symbolic_build(data_batch=self._batches.for_keras(data))
+        if self._placed.place():
+            self.retrace()
+        self.metric_rules.note(self._model.metrics_variables)
+        self.metric_rules.decide([COUNTER] * len(self._model.metrics_variables))  # there is nothing to merge
+
+    def begin(self) -> None:
+        self._arguments.begin()
+
+    def end(self) -> None:
+        self._arguments.end()
+
+    def train(self, data: Batch, share: float) -> None:
+        state = self._arguments.get(with_optimizer=True)
+        self._logs, state = self._function("train")(state, self._put(data, share))
+        self._arguments.keep(*state)
+
+    def test(self, data: Batch, share: float) -> None:
+        trainable, non_trainable, _, metrics = self._arguments.get(with_optimizer=False)
+        state = (trainable, non_trainable, metrics)
+        self._test_logs, state = self._function("test")(state, self._put(data, share))
+        trainable, non_trainable, metrics = state
+        self._arguments.keep(trainable, non_trainable, None, metrics)
+
+    def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS) -> Any:
+        trainable, non_trainable, _, metrics = self._arguments.get(with_optimizer=False)
+        state = (trainable, non_trainable)
+        outputs, non_trainable = self._function("predict")(state, self._put(data, 1.0), form)
+        self._arguments.keep(trainable, non_trainable, None, metrics)
+        return tree.map_structure(fetch, outputs)
+
+    def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
+        return None
+
+    def read(self, variables: Sequence[Any]) -> list[Array]:
+        return self._arguments.read(variables)
+
+    def write(self, values: Sequence[tuple[Any, Array]]) -> None:
+        self._arguments.write(values)
+
+    def layer_state(self) -> list[Any]:
+        return model_state.layer_state(self._model)
+
+    def logs(self) -> Mapping[str, Any]:
+        return self._logs
+
+    def merged_metrics(
+        self, share: float, start: Sequence[Array], *, final: bool, training: bool = False
+    ) -> Mapping[str, Any]:
+        """See `Engine.merged_metrics`: what one program has counted is of all samples already."""
+        logs = self._logs if training else self._test_logs
+        if not final:
+            return logs
+        *_, metrics = self._arguments.get(with_optimizer=False)
+        with keras.StatelessScope(list(zip(self._model.metrics_variables, metrics, strict=True))):
+            chosen: Mapping[str, Any] = self._model._get_metrics_result_or_logs(logs)
+        return chosen
+
+    def _function(self, kind: str) -> Callable[..., Any]:
+        if kind not in self._functions:
+            self._functions[kind] = getattr(self._programs, f"compile_{kind}")()
+        return self._functions[kind]
+
+    def _put(self, data: Batch, share: float) -> Batch:
+        """The global batch, of which `data` is this process's part."""
+
+        def put(part: Array) -> Any:
+            rows = round(len(part) / share) if part.ndim else 1
+            shape = (rows, *part.shape[1:]) if part.ndim else ()
+            return put_part(part, rows, self._placed.batch_sharding(shape))
+
+        placed: Batch = map_leaves(put, data)
+        return placed

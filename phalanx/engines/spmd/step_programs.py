@@ -1,0 +1,175 @@
+"""The compiled steps of a model on a mesh: Keras's own steps, traced over global arrays.
+
+To look at a step without running it, on the mesh's devices or on others that are not there:
+
+    step = ahead_of_time(model, placement, (x, y, None), devices=topology.devices)
+    compiled = step.function.lower(*step.arguments).compile()
+    compiled.memory_analysis(), compiled.as_text()
+
+`placement` is `strategy.placement` of the strategy in whose scope the model was compiled; x, y are arrays or
+`jax.ShapeDtypeStruct`s of a global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from phalanx.arrays.tree import map_leaves
+from phalanx.engines.batch_packing import BatchPacking
+from phalanx.engines.engine import Batch
+from phalanx.engines.spmd.placed_model import PlacedModel, making_placed
+from phalanx.engines.spmd.placement import Axes, Placement
+from phalanx.keras_compat.variable_layouts import laying_out_gradients
+
+Values = list[Any]
+
+
+class AheadOfTime(NamedTuple):
+    """A step that has not been compiled.
+
+    Attributes:
+        function: what `jax.jit` returned.
+        arguments: `jax.ShapeDtypeStruct`s with shardings, in the structure in which the function takes arrays.
+    """
+
+    function: Any
+    arguments: tuple[Any, ...]
+
+
+class StepPrograms:
+    """The functions of a model's steps, over arrays that lie on all devices of a mesh.
+
+    Args:
+        model: compiled, and placed on the mesh.
+        placed: its variables.
+        placement: on the devices that the functions are compiled for.
+        batches: in which structure steps get their batches.
+    """
+
+    def __init__(self, model: Any, placed: PlacedModel, placement: Placement, batches: BatchPacking) -> None:
+        self._model = model
+        self._placed = placed
+        self._placement = placement
+        self._batches = batches
+        self._mesh: Mesh = placement.mesh.backend_mesh
+
+    def compile_train(self) -> Callable[..., Any]:
+        """`(state, batch) -> logs, state`, where a state has the values of the trainable, non-trainable, optimizer and
+        metric variables. It may overwrite the state."""
+        return self._jit(self._train, tuple(self._placed.shardings(self._mesh)))
+
+    def compile_test(self) -> Callable[..., Any]:
+        """As `compile_train`, without the optimizer's variables."""
+        trainable, non_trainable, _, metrics = self._placed.shardings(self._mesh)
+        return self._jit(self._test, (trainable, non_trainable, metrics))
+
+    def compile_predict(self) -> Callable[..., Any]:
+        """`(state, batch) -> outputs, non-trainable values`, where a state has trainable and non-trainable values."""
+        shardings = self._placed.shardings(self._mesh)
+        if not self._compiles:
+            return self._predict
+        # Other processes can read only what every device has.
+        leave = self._whole if jax.process_count() > 1 else None
+        compiled: Callable[..., Any] = jax.jit(
+            self._predict, out_shardings=(leave, shardings.non_trainable), static_argnums=2
+        )
+        return compiled
+
+    @property
+    def _compiles(self) -> bool:
+        return bool(self._model.jit_compile) and not self._model.run_eagerly
+
+    @property
+    def _whole(self) -> NamedSharding:
+        return NamedSharding(self._mesh, PartitionSpec())
+
+    def _jit(self, function: Callable[..., Any], state: tuple[Any, ...]) -> Callable[..., Any]:
+        if not self._compiles:
+            return function
+        compiled: Callable[..., Any] = jax.jit(function, donate_argnums=0, out_shardings=(self._whole, state))
+        return compiled
+
+    def _train(self, state: tuple[Values, ...], data: Batch) -> Any:
+        trainable, non_trainable, optimizer, metrics = state
+        with self._tracing(), self._laying_out_gradients():
+            gathered = self._gathered(trainable, non_trainable)
+            logs, new = self._model.train_step((*gathered, optimizer, metrics), self._batches.pack(data))
+        return logs, tuple(map(list, new))
+
+    def _test(self, state: tuple[Values, ...], data: Batch) -> Any:
+        trainable, non_trainable, metrics = state
+        with self._tracing():
+            gathered = self._gathered(trainable, non_trainable)
+            logs, new = self._model.test_step((*gathered, metrics), self._batches.pack(data))
+        return logs, (trainable, list(new[1]), list(new[2]))
+
+    def _predict(self, state: tuple[Values, ...], data: Batch, form: Any) -> Any:
+        with self._tracing():
+            outputs, new = self._model.predict_step(self._gathered(*state), self._batches.pack(data, form))
+        return outputs, list(new)
+
+    @contextmanager
+    def _tracing(self) -> Iterator[None]:
+        with making_placed(self._placement):
+            yield
+
+    @contextmanager
+    def _laying_out_gradients(self) -> Iterator[None]:
+        if self._placement.level < 2:
+            yield
+            return
+        of_gradient = self._placement.of_gradient
+        with laying_out_gradients(lambda gradient, variable: self._constrain(gradient, of_gradient(variable))):
+            yield
+
+    def _gathered(self, trainable: Values, non_trainable: Values) -> tuple[Values, Values]:
+        """The weights as the model computes with them."""
+        if self._placement.level < 3:
+            return trainable, non_trainable
+        layouts = self._placed.layouts_in_step()
+        return self._constrain_all(trainable, layouts[0]), self._constrain_all(non_trainable, layouts[1])
+
+    def _constrain_all(self, values: Values, layouts: Sequence[Axes]) -> Values:
+        return [self._constrain(value, axes) for value, axes in zip(values, layouts, strict=True)]
+
+    def _constrain(self, value: Any, axes: Axes) -> Any:
+        return jax.lax.with_sharding_constraint(value, NamedSharding(self._mesh, PartitionSpec(*axes)))
+
+
+def ahead_of_time(model: Any, placement: Placement, data: Batch, devices: Sequence[Any] | None = None) -> AheadOfTime:
+    """The training step of a model for a global batch like `data`; see the top of this file.
+
+    Args:
+        model: compiled in the scope of a strategy, with all variables made if it needs no batch for that.
+        placement: of this strategy.
+        data: `(x, y, sample_weight)`: anything with shape and dtype.
+        devices: of another kind, as many as the mesh has; None: the mesh's.
+    """
+    with making_placed(placement):
+        model._symbolic_build(data_batch=data)
+    placed = PlacedModel(model, placement)
+    placed.place()
+    target = placement if devices is None else placement.on_devices(devices)
+    programs = StepPrograms(model, placed, target, BatchPacking())
+    mesh = target.mesh.backend_mesh
+    lists = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    )
+    state = tuple(
+        [_abstract(variable, sharding) for variable, sharding in zip(variables, shardings, strict=True)]
+        for variables, shardings in zip(lists, placed.shardings(mesh), strict=True)
+    )
+    batch = map_leaves(lambda array: _abstract(array, placed.batch_sharding(tuple(array.shape), mesh)), data)
+    return AheadOfTime(programs.compile_train(), (state, batch))
+
+
+def _abstract(array: Any, sharding: Any) -> Any:
+    return jax.ShapeDtypeStruct(tuple(array.shape), jax.dtypes.canonicalize_dtype(str(array.dtype)), sharding=sharding)

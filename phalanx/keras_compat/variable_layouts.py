@@ -1,0 +1,88 @@
+"""Layouts of Keras variables on a mesh of devices: what variables get when they are made, and moving those that exist.
+
+Uses `_layout`, `_value`, `add_variable_from_reference` and `apply` of optimizers. Tested with Keras 3.15 on JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+
+from phalanx.keras_compat.patching import PatchedFunction, defining_class
+
+
+class PlacedDistribution(keras.distribution.ModelParallel):  # type: ignore[misc]
+    """The distribution that Keras asks for the layout of each variable that is made.
+
+    Args:
+        mesh: of devices.
+        data_axis: its axis over which batches are divided.
+        layout_map: layouts of what layers return (keys that end in "/output"); None: none.
+        layout_of: returns the layout of a variable, an axis of the mesh or None for each of its own axes.
+    """
+
+    def __init__(self, mesh: Any, data_axis: str, layout_map: Any, layout_of: Callable[[Any], Any]) -> None:
+        layouts = keras.distribution.LayoutMap(mesh) if layout_map is None else layout_map
+        super().__init__(layout_map=layouts, batch_dim_name=data_axis)
+        self._layout_of = layout_of
+
+    def get_variable_layout(self, variable: Any) -> Any:
+        """See `keras.distribution.ModelParallel`."""
+        if variable._layout is not None:
+            return variable._layout
+        return keras.distribution.TensorLayout(self._layout_of(variable), self.device_mesh)
+
+
+@contextmanager
+def laying_out_slots(mesh: Any, layout_of_slot: Callable[[Any], Any]) -> Iterator[None]:
+    """A context in which optimizers make the variables that belong to a weight in the layout that this returns for it.
+
+    Keras gives them the weight's. At once in their own: all of them together may not fit into one device.
+    """
+
+    def add(optimizer: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros") -> Any:
+        made = f"{reference_variable.path.replace('/', '_')}_{name or 'var'}"
+        layout = keras.distribution.TensorLayout(layout_of_slot(reference_variable), mesh)
+        return optimizer.add_variable(
+            shape=reference_variable.shape,
+            initializer=initializer,
+            dtype=reference_variable.dtype,
+            name=made,
+            layout=layout,
+        )
+
+    kind = defining_class(keras.optimizers.Optimizer, "add_variable_from_reference")
+    with PatchedFunction(kind, "add_variable_from_reference", add):
+        yield
+
+
+@contextmanager
+def laying_out_gradients(lay_out: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """A context in which every optimizer applies what `lay_out(gradient, variable)` returns."""
+
+    def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
+        grads = [g if g is None else lay_out(g, v) for g, v in zip(grads, variables, strict=True)]
+        return patch.original(optimizer, grads, trainable_variables)
+
+    patch = PatchedFunction(defining_class(keras.optimizers.Optimizer, "apply"), "apply", apply)
+    with patch:
+        yield
+
+
+def axes_of(variable: Any, mesh: Any) -> tuple[Any, ...] | None:
+    """The layout in which a variable was made for this mesh; None if it was not."""
+    layout = variable._layout
+    is_ours = isinstance(layout, keras.distribution.TensorLayout) and layout.device_mesh is mesh
+    return tuple(layout.axes) if is_ours else None
+
+
+def lay_out(variable: Any, axes: tuple[Any, ...], mesh: Any) -> None:
+    """Move a variable's value into a layout, where every later value goes too."""
+    if axes_of(variable, mesh) == axes:
+        return
+    variable._layout = keras.distribution.TensorLayout(axes, mesh)
+    variable._direct_assign(variable._value)

@@ -1,0 +1,42 @@
+"""`ShardedStrategy`: data parallel training of a model that is divided over the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.engines.spmd.placement import REPLICA, SHARD, Placement, make_mesh
+from phalanx.errors import ConfigurationError
+from phalanx.strategies.device_meshes import mesh_devices
+from phalanx.strategies.strategy import Strategy
+from phalanx.training.replica import alone
+from phalanx.training.training_policy import TrainingPolicy
+
+
+class ShardedStrategy(Strategy):
+    """One compiled program on all devices, each of which holds a part of the model (ZeRO, FSDP). JAX alone.
+
+    It trains as one device would, with any batch size.
+
+    Args:
+        level: what is divided: 1 the state of the optimizer; 2 gradients too; 3 weights too, which each step gathers
+            while it needs them.
+        mesh_shape: None: over all devices. (replicas, shards): each of the `replicas` groups of devices holds a whole
+            model, divided over its `shards` devices. Devices of one host follow each other, so that groups as large as
+            a host gather weights inside it.
+
+    Raises:
+        ConfigurationError: the mesh does not fit the devices; or, before the first step, no variable of the model can
+            be divided over it.
+        UnsupportedError: Keras does not run on JAX.
+    """
+
+    def __init__(self, level: int = 3, mesh_shape: Sequence[int] | None = None):
+        if level not in (1, 2, 3):
+            raise ConfigurationError(
+                f"ShardedStrategy(level={level!r}): it is 1 (the state of the optimizer is divided), 2 (gradients too) "
+                f"or 3 (weights too)."
+            )
+        devices = mesh_devices("ShardedStrategy")
+        mesh = make_mesh(mesh_shape or (1, len(devices)), (REPLICA, SHARD), devices)
+        placement = Placement(mesh, (REPLICA, SHARD), SHARD, level)
+        super().__init__(alone(), policy=TrainingPolicy(placement=placement))
