@@ -161,6 +161,16 @@ def torch_adam_updates_in_parallel() -> None:
 
 
 @check("torch")
+def torch_optimizers_update_in_parallel() -> None:
+    from phalanx.keras_compat import torch_internals
+
+    for name in ("SGD", "RMSprop", "Nadam", "Adamax"):
+        kind = getattr(torch_internals, name)
+        assert type(getattr(keras.optimizers, name)()) is kind, name
+        assert parameters(kind._parallel_update_step) == ["self", "grads", "variables", "learning_rate"], name
+
+
+@check("torch")
 def torch_products_go_through_matmul() -> None:
     from phalanx.keras_compat.patching import PatchedFunction
     from phalanx.keras_compat.torch_internals import KerasVariable, convert_to_tensor, get_device, keras_numpy

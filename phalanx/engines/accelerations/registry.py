@@ -19,6 +19,7 @@ from phalanx.errors import ConfigurationError
 
 KNOWN: Mapping[str, str] = {
     "tensorflow_fused_adam": "Adam on TensorFlow in one kernel instead of a dozen passes over the memory",
+    "torch_flush_denormals": "updates on PyTorch with numbers as zero that are so small that processors take long",
     "torch_fused_adam": "Adam on PyTorch in one kernel instead of a dozen passes over the memory",
     "torch_onednn_matmul": "matrix products of Keras on PyTorch by oneDNN, where it is faster than MKL",
     "vectorized_updater": "on parameter servers, many small variables updated as one vector",

@@ -26,10 +26,10 @@ import keras
 import torch
 
 from phalanx.engines.accelerations.adam_coefficients import has_plain_coefficients
+from phalanx.engines.accelerations.torch_flush_denormals import DTYPES, denormals_as_zero, has_safe_epsilon
 from phalanx.keras_compat.patching import overridden_methods
 from phalanx.keras_compat.torch_internals import Adam, AdamW
 
-_DTYPES = (torch.float32, torch.float64)
 _DEVICES = ("cpu", "cuda")
 
 
@@ -84,7 +84,7 @@ def _update_in_one_pass(optimizer: Any, gradients: Sequence[Any], variables: Seq
     momentums = [optimizer._momentums[place].value for place in places]
     velocities = [optimizer._velocities[place].value for place in places]
     dtype, device = weights[0].dtype, weights[0].device
-    if dtype not in _DTYPES or device.type not in _DEVICES or len(set(places)) != len(places):
+    if dtype not in DTYPES or device.type not in _DEVICES or len(set(places)) != len(places):
         return False
     # The kernel reads the memory as it lies, so it must lie alike for all four. Gradients come from anywhere.
     for gradient, weight in zip(gradients, weights, strict=True):
@@ -95,19 +95,20 @@ def _update_in_one_pass(optimizer: Any, gradients: Sequence[Any], variables: Seq
         return False
     iterations = optimizer.iterations  # an integer tensor while gradients are accumulated, else a variable
     step = int(getattr(iterations, "value", iterations)) + 1
-    torch._fused_adam_(
-        weights,
-        list(gradients),
-        momentums,
-        velocities,
-        [],
-        [torch.full((), float(step), device=device)] * len(weights),
-        lr=float(learning_rate),
-        beta1=optimizer.beta_1,
-        beta2=optimizer.beta_2,
-        weight_decay=0.0,  # Keras has applied its own
-        eps=optimizer.epsilon / math.sqrt(1.0 - optimizer.beta_2**step),
-        amsgrad=False,
-        maximize=False,
-    )
+    with denormals_as_zero(has_safe_epsilon(optimizer)):
+        torch._fused_adam_(
+            weights,
+            list(gradients),
+            momentums,
+            velocities,
+            [],
+            [torch.full((), float(step), device=device)] * len(weights),
+            lr=float(learning_rate),
+            beta1=optimizer.beta_1,
+            beta2=optimizer.beta_2,
+            weight_decay=0.0,  # Keras has applied its own
+            eps=optimizer.epsilon / math.sqrt(1.0 - optimizer.beta_2**step),
+            amsgrad=False,
+            maximize=False,
+        )
     return True

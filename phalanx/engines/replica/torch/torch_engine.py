@@ -20,10 +20,10 @@ from phalanx.arrays.tree import map_leaves
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
 from phalanx.engines.accelerations import registry
-from phalanx.engines.accelerations.torch_fused_adam import fused_adam
 from phalanx.engines.accelerations.torch_onednn_matmul import OneDNNMatmul
 from phalanx.engines.engine import Batch, MergeProtocol
 from phalanx.engines.merge_collectives import MergeCollectives
+from phalanx.engines.replica.torch.accelerated_updates import AcceleratedUpdates
 from phalanx.engines.replica.torch.host_copies import all_to_host, from_host, to_host
 from phalanx.engines.replica.torch.module_buffers import buffers
 from phalanx.engines.replica.torch.tensor_merge import TensorMerge, complete
@@ -61,7 +61,7 @@ class TorchEngine(VariableEngine):
         self._losses = GloballyScaledLosses()
         self._means = WeightedStepMeans(lambda: self._share)
         self._products = registry.choose("torch_onednn_matmul", OneDNNMatmul, nullcontext)()
-        self._fused = registry.choose("torch_fused_adam", fused_adam, nullcontext)
+        self._updates = AcceleratedUpdates()
 
     @property
     def builds_from_a_batch(self) -> bool:
@@ -109,7 +109,7 @@ class TorchEngine(VariableEngine):
         if self._merge.updates:
             _assign_known(gradients, weights)
             return
-        with torch.no_grad(), self._fused(self._model.optimizer):
+        with torch.no_grad(), self._updates(self._model.optimizer):
             self._model.optimizer.apply(gradients, weights)
 
     def _run_backward(self, data: Batch) -> tuple[list[Any], list[Any], dict[str, Any]]:
@@ -139,7 +139,7 @@ class TorchEngine(VariableEngine):
 
     def _train_overridden(self, data: Batch, metrics_before: list[Any]) -> None:
         assign = _assign_known if self._merge.updates else None
-        merging = merging_applies(self._model, self._tensors.merge_gradients, self._fused, assign)
+        merging = merging_applies(self._model, self._tensors.merge_gradients, self._updates, assign)
         with merging, self.origins.watched() as find:
             logs = find(self._model.train_step(self._batches.pack(data)))
         self._merge_all((), [], logs, metrics_before)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
 from phalanx.engines.accelerations import registry
-from phalanx.engines.accelerations.torch_fused_adam import apply_in_one_pass, fused_adam
+from phalanx.engines.accelerations.torch_fused_adam import apply_in_one_pass
+from phalanx.engines.replica.torch.accelerated_updates import AcceleratedUpdates
 from phalanx.engines.replica.torch.host_copies import from_host, to_host
 from phalanx.engines.updater import BackendUpdater
 
@@ -22,6 +22,7 @@ class TorchUpdater(BackendUpdater):
 
     def _prepare(self) -> None:
         self._fuses = registry.is_enabled("torch_fused_adam")
+        self._updates = AcceleratedUpdates()
 
     def apply(self, gradients: Sequence[Any]) -> None:
         devices = [variable.value.device for variable in self.variables]
@@ -29,7 +30,7 @@ class TorchUpdater(BackendUpdater):
         with torch.no_grad():
             if self._fuses and apply_in_one_pass(self.optimizer, tensors, self.variables):
                 return
-            with fused_adam(self.optimizer) if self._fuses else nullcontext():
+            with self._updates(self.optimizer):
                 self.optimizer.apply(tensors, self.variables)
 
     def values(self) -> list[Any]:
