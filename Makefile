@@ -13,8 +13,9 @@ PEERS_PIP := .venv-peers/bin/python -m pip install --quiet --disable-pip-version
 PACKAGE_jax := jax
 PACKAGE_tensorflow := tensorflow-cpu
 PACKAGE_torch := torch==2.13.0
-# What only the tests of a backend use. Optax asks for JAX, so the `test` extra, which is for every backend, leaves it out.
-TESTED_WITH_jax := optax
+# What only the tests of a backend use. Optax and Orbax ask for JAX, so the `test` extra, which is for every backend, leaves
+# them out.
+TESTED_WITH_jax := optax orbax-checkpoint
 
 .PHONY: demo test test-slow test-lowest chaos differential lint docs dist bench bench-servers bench-recovery bench-peers clean
 

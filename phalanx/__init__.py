@@ -24,7 +24,9 @@ if TYPE_CHECKING:
         errors,
         experimental,
         losses,
+        tpu,
     )
+    from phalanx.checkpoint.sharded_checkpoint import ShardedCheckpoint
     from phalanx.cluster import (
         ClusterSpec,
         KubernetesClusterResolver,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
         SlurmClusterResolver,
         Task,
         TFConfigClusterResolver,
+        TPUClusterResolver,
         resolve,
     )
     from phalanx.collectives import (
@@ -94,8 +97,9 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "phalanx.cluster": (
         "ClusterSpec KubernetesClusterResolver MPIClusterResolver SimpleClusterResolver SlurmClusterResolver "
-        "TFConfigClusterResolver Task resolve"
+        "TFConfigClusterResolver TPUClusterResolver Task resolve"
     ),
+    "phalanx.checkpoint.sharded_checkpoint": "ShardedCheckpoint",
     "phalanx.collectives": (
         "CollectiveCommunication CommunicationImplementation CommunicationOptions HierarchicalCopyAllReduce "
         "NcclAllReduce ReduceOp ReductionToOneDevice"
@@ -133,6 +137,7 @@ __all__ = [
     "errors",
     "experimental",
     "losses",
+    "tpu",
     "AutoShardPolicy",
     "CentralStorageStrategy",
     "ClusterSpec",
@@ -173,6 +178,7 @@ __all__ = [
     "ReplicaContext",
     "Saver",
     "Server",
+    "ShardedCheckpoint",
     "ShardedStrategy",
     "SidecarEvaluator",
     "SimpleClusterResolver",
@@ -180,6 +186,7 @@ __all__ = [
     "Strategy",
     "Supervisor",
     "TFConfigClusterResolver",
+    "TPUClusterResolver",
     "Task",
     "UnsupportedError",
     "ValueContext",

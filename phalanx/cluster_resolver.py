@@ -11,6 +11,7 @@ from phalanx.cluster.resolvers import (
     SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
+    TPUClusterResolver,
 )
 from phalanx.compat.unsupported_names import missing_attribute
 
@@ -21,6 +22,7 @@ __all__ = [
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "TPUClusterResolver",
 ]
 
 

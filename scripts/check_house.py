@@ -45,7 +45,7 @@ LAYERS = (
 )
 """Lowest first. A module imports from its own layer and from lower ones. Lazy imports inside functions count too."""
 
-PUBLIC_FACADES = {"__init__", "__main__", "cluster_resolver", "experimental"}
+PUBLIC_FACADES = {"__init__", "__main__", "cluster_resolver", "experimental", "tpu"}
 """Modules that only re-export, and may import from anywhere."""
 
 LAZY_EXPORTS = {"phalanx/config/__init__.py", "phalanx/elastic/__init__.py"}

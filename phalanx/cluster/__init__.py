@@ -11,6 +11,7 @@ from phalanx.cluster.resolvers import (
     SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
+    TPUClusterResolver,
     resolve,
 )
 from phalanx.cluster.spec import ClusterSpec, Task
@@ -29,6 +30,7 @@ __all__ = [
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "TPUClusterResolver",
     "Task",
     "join",
     "resolve",

@@ -18,8 +18,14 @@ _ALTERNATIVES = {
     "phalanx.cluster_resolver": {
         "GCEClusterResolver": _ALL_TASKS,
         "KubernetesExecutableLocation": "pods learn their cluster from variables, see KubernetesClusterResolver.",
-        "TPUClusterResolver": _TPU,
         "UnionResolver": _ALL_TASKS,
+    },
+    "phalanx.tpu": {"XLAOptions": "set XLA_FLAGS, or leave it out."},
+    "phalanx.tpu.experimental": {
+        "DeviceAssignment": "ModelParallelStrategy(mesh_shape=...) says which devices share what.",
+        "HardwareFeature": "jax.devices()[0].device_kind names the kind of TPU.",
+        "TPUSystemMetadata": "initialize_tpu_system() returns a Topology, with num_tasks and num_tpus_per_task.",
+        "embedding": "Keras layers keep their embeddings; ShardedStrategy divides them over the devices.",
     },
     "phalanx.experimental": {
         "PreemptionCheckpointHandler": _RESUMING,

@@ -9,6 +9,7 @@ from phalanx.cluster.resolvers.mpi import MPIClusterResolver
 from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.resolvers.slurm import SlurmClusterResolver
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
+from phalanx.cluster.resolvers.tpu import TPUClusterResolver
 
 __all__ = [
     "ClusterResolver",
@@ -17,5 +18,6 @@ __all__ = [
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "TPUClusterResolver",
     "resolve",
 ]

@@ -1,0 +1,321 @@
+"""Checkpoints of models that are divided over the devices of several processes: each process writes what it holds.
+
+A checkpoint is a folder, which appears under its name when it is whole:
+
+    model-000000120.orbax/
+        weights/        Orbax's: every entry of Keras's file of weights, in shards
+        entries.json    step, state, and of each entry the name, shape and dtype of the variable
+
+Entries have the names that Keras gives them in `.weights.h5`, which follow from the structure of the model. So the
+checkpoint can be restored on another mesh, by another number of processes, and in plain Keras.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx.checkpoint.checkpoint_directory import sync_directory
+from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
+from phalanx.keras_compat.weight_entries import load_weight_entries, weight_entries
+from phalanx.runtime.write_claim import WriteClaim
+from phalanx.version import __version__
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".orbax"
+WEIGHTS, ENTRIES = "weights", "entries.json"
+DEFAULT_BASENAME = "model"
+_STEP_DIGITS = 9
+_OPTIMIZER = re.compile(r"(^|/)\w*optimizer/")
+_SHOWN = 3
+"""How many variables an error names."""
+
+
+class ShardedCheckpoint:
+    """A directory of checkpoints, of which every process writes its part in the background. Needs `phalanx[orbax]`.
+
+    All processes of a program that spans several must make the same calls, and see the same directory. In a program
+    of one process, with or without a strategy, it works alike: so models go from many devices to plain Keras and back.
+
+    Example:
+
+        checkpoint = phalanx.ShardedCheckpoint("checkpoints")
+        checkpoint.save(model, step=1000)
+        checkpoint.wait()
+        checkpoint.restore(model)                  # on another mesh, in another program, in plain Keras
+        model.save_weights("model.weights.h5")
+
+    Args:
+        directory: created with the first checkpoint.
+        basename: the checkpoints' names begin with it.
+        keep: how many of the newest are kept; None: all.
+
+    Raises: ConfigurationError if Orbax is not installed.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, basename: str = DEFAULT_BASENAME, keep: int | None = None
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise ConfigurationError(f"{keep} checkpoints are to be kept: pass a number from 1 up, or None for all.")
+        self.directory = Path(directory).absolute()
+        self.claim = WriteClaim(self.directory, basename)
+        self._basename = basename
+        self._keep = keep
+        self._orbax = _import_orbax()
+        self._writer: Any = None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._token = ""
+
+    # Writing.
+
+    def save(self, model: Any, step: int, state: Mapping[str, Any] | None = None) -> None:
+        """Save weights, layer state and optimizer state; returns when they are copied, and writes in the background.
+
+        Waits for the checkpoint before, if that is still being written.
+
+        Args:
+            step: of the model.
+            state: what else to save, of JSON's types; that of the first process counts.
+
+        Raises:
+            OSError: the last checkpoint could not be written.
+            ConfigurationError, SupersededError: see `WriteClaim.acquire`.
+        """
+        self.wait()
+        _build_optimizer(model)
+        entries = weight_entries(model)
+        if self._is_primary:
+            self.claim.acquire()
+        self._token = self._token or f"{_of_primary(secrets.randbits(31)):08x}"
+        staging = self.directory / f".{self._basename}-{self._token}"
+        if self._is_primary:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir()
+        description = {"step": step, "state": dict(state or {}), "entries": _describe(entries), "phalanx": __version__}
+        values = _nested({key: _copied(_value(entry)) for key, entry in entries.items()})
+        self._writer = self._writer or self._orbax.AsyncCheckpointer(self._orbax.PyTreeCheckpointHandler())
+        self._writer.save(staging / WEIGHTS, args=self._orbax.args.PyTreeSave(values))
+        self._thread = threading.Thread(
+            target=self._finish, args=(staging, step, description), name="phalanx-sharded-checkpoint", daemon=False
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the checkpoint that is being written is finished. Raises: see `save`."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _finish(self, staging: Path, step: int, description: Mapping[str, Any]) -> None:
+        try:
+            self._writer.wait_until_finished()  # in all processes
+            if self._is_primary:
+                self._commit(staging, self.path_of(step), description)
+        except (OSError, ValueError, PhalanxError) as error:
+            self._error = error
+
+    def _commit(self, staging: Path, path: Path, description: Mapping[str, Any]) -> None:
+        with open(staging / ENTRIES, "w") as file:
+            json.dump(description, file)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_directory(staging)
+        replaced = staging.with_name(f"{staging.name}.replaced")
+        with self.claim.writing():
+            if path.exists():
+                os.rename(path, replaced)
+            os.rename(staging, path)
+            sync_directory(self.directory)
+            if self._keep is not None:
+                for old in self.paths()[: -self._keep]:
+                    shutil.rmtree(old)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    # Reading.
+
+    def path_of(self, step: int) -> Path:
+        return self.directory / f"{self._basename}-{step:0{_STEP_DIGITS}}{SUFFIX}"
+
+    def paths(self) -> list[Path]:
+        """All checkpoints, in the order of their steps."""
+        pattern = re.compile(re.escape(self._basename) + r"-(\d+)" + re.escape(SUFFIX))
+        with contextlib.suppress(FileNotFoundError):
+            found = [(int(match[1]), name) for name in os.listdir(self.directory) if (match := pattern.fullmatch(name))]
+            return [self.directory / name for _, name in sorted(found)]
+        return []
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints, the newest last."""
+        return [int(path.name.removesuffix(SUFFIX).rpartition("-")[2]) for path in self.paths()]
+
+    def restore(self, model: Any, step: int | None = None) -> Mapping[str, Any] | None:
+        """Put a checkpoint into the model, whatever mesh it was saved on; each process reads what it holds.
+
+        Args:
+            model: built, with its optimizer if that is to be restored. A model without an optimizer gets the weights.
+            step: None: the newest.
+
+        Returns: what `save` got, with the keys `step` and `state`; None if there is no checkpoint.
+        Raises: ConfigurationError naming the variables, if it is a checkpoint of another model.
+        """
+        self.wait()
+        if step is None:
+            newest = _of_primary(self.steps[-1] if self.steps else -1)
+            if newest < 0:
+                return None
+            step = newest
+        path = self.path_of(step)
+        try:
+            description = json.loads((path / ENTRIES).read_text())
+        except FileNotFoundError:
+            known = ", ".join(map(str, self.steps)) or "none"
+            raise ConfigurationError(
+                f"There is no checkpoint of step {step} in {self.directory}; there are those of {known}."
+            ) from None
+        _build_optimizer(model)
+        entries = weight_entries(model)
+        chosen = _match(entries, description["entries"], path)
+        target = _nested({key: _target(entries[key]) for key in chosen})
+        arguments = self._orbax.args.PyTreeRestore(
+            item=target,
+            restore_args=self._orbax.checkpoint_utils.construct_restore_args(target),
+            partial_restore=True,
+        )
+        reader = self._orbax.Checkpointer(self._orbax.PyTreeCheckpointHandler())
+        restored = reader.restore(path / WEIGHTS, args=arguments)
+        kept = {key: _value(entry) for key, entry in entries.items() if key not in chosen}
+        load_weight_entries(model, {**kept, **_flat(restored)})
+        return {"step": description["step"], "state": description["state"]}
+
+    @property
+    def _is_primary(self) -> bool:
+        return bool(_jax().process_index() == 0)
+
+
+def _import_orbax() -> Any:
+    if keras.backend.backend() != "jax":
+        raise UnsupportedError(
+            f"Sharded checkpoints are of arrays of JAX, and Keras runs on {keras.backend.backend()!r}. Set "
+            f"KERAS_BACKEND=jax; model.save_weights() then writes a file that every backend reads."
+        )
+    if importlib.util.find_spec("orbax.checkpoint") is None:
+        raise ConfigurationError("Sharded checkpoints need the package orbax-checkpoint: pip install 'phalanx[orbax]'.")
+    return importlib.import_module("orbax.checkpoint")
+
+
+def _jax() -> Any:
+    return importlib.import_module("jax")
+
+
+def _build_optimizer(model: Any) -> None:
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+
+
+def _of_primary(number: int) -> int:
+    """The first process's number, on all."""
+    if _jax().process_count() == 1:
+        return number
+    multihost: Any = importlib.import_module("jax.experimental.multihost_utils")
+    return int(multihost.broadcast_one_to_all(np.int64(number)))
+
+
+def _value(entry: Any) -> Any:
+    """The array of a variable as it lies on the devices, or what a layer stores instead."""
+    return entry.value if isinstance(entry, keras.Variable) else np.asarray(entry)
+
+
+def _copied(value: Any) -> Any:
+    """A value that the next step does not overwrite: on CPUs Orbax reads the arrays where they are."""
+    jax = _jax()
+    if isinstance(value, jax.Array) and next(iter(value.devices())).platform != "cpu":
+        return value  # copied to the host before `save` returns
+    return jax.numpy.array(value, copy=True) if isinstance(value, jax.Array) else np.array(value)
+
+
+def _target(entry: Any) -> Any:
+    """What is to be restored for an entry: shape, dtype and place."""
+    value, jax = _value(entry), _jax()
+    if not isinstance(value, jax.Array):
+        return value
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
+
+
+def _describe(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: {"name": getattr(entry, "path", key), "shape": list(entry.shape), "dtype": str(entry.dtype)}
+        for key, entry in entries.items()
+    }
+
+
+def _match(entries: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> list[str]:
+    """The names of the entries to restore, without those of optimizers if the model or the checkpoint has none.
+
+    Raises: ConfigurationError naming variables of which only one of the two knows, or that have another shape.
+    """
+    wanted, found = _without_missing_optimizers(entries, saved), _without_missing_optimizers(saved, entries)
+    problems = [f"the checkpoint lacks {_describe(entries)[key]['name']!r}" for key in wanted if key not in saved]
+    problems += [f"the model lacks {saved[key]['name']!r}" for key in found if key not in entries]
+    problems += [
+        f"{saved[key]['name']!r} has the shape {tuple(entries[key].shape)} in the model, and "
+        f"{tuple(saved[key]['shape'])} in the checkpoint"
+        for key in wanted
+        if key in saved and list(entries[key].shape) != saved[key]["shape"]
+    ]
+    if problems:
+        more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise ConfigurationError(
+            f"The checkpoint {path} is of another model: {'; '.join(problems[:_SHOWN])}{more}. Build the model that it "
+            f"was saved from, with the same optimizer, or pass another directory."
+        )
+    return list(wanted)
+
+
+def _without_missing_optimizers(keys: Iterable[str], others: Iterable[str]) -> list[str]:
+    """The keys, without those of optimizers if no other key is of an optimizer."""
+    keys = list(keys)
+    if any(_OPTIMIZER.search(key) for key in others):
+        return keys
+    return [key for key in keys if not _OPTIMIZER.search(key)]
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Orbax names arrays by the keys of nested dicts."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, name = key.split("/")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[name] = value
+    return tree
+
+
+def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Undoes `_nested`."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= _flat(value, f"{path}{name}/") if isinstance(value, dict) else {f"{path}{name}": value}
+    return found

@@ -1,0 +1,40 @@
+"""The job of a strategy in which one compiled program spans the devices of all processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from phalanx.cluster.resolvers.auto_resolver import as_resolver
+from phalanx.errors import UnsupportedError
+from phalanx.strategies.current_job import join_job
+from phalanx.training.replica import Replica, alone
+
+
+def join_spanning_job(strategy: str, cluster_resolver: Any = None) -> Replica:
+    """This process's place among the processes of the program; `jax.devices()` are the devices of all of them then.
+
+    All tasks of the job must call this at their start. Calling it again changes nothing.
+
+    Args:
+        strategy: how the user named it.
+        cluster_resolver: where the processes come from; None: as for `MultiWorkerMirroredStrategy`.
+
+    Raises:
+        UnsupportedError: Keras does not run on JAX, or the job is elastic.
+        ConfigurationError: see `connect_processes`.
+    """
+    backend = keras.backend.backend()
+    if backend != "jax":
+        raise UnsupportedError(
+            f"{strategy} compiles one program for many devices, which Keras does on JAX alone; here it runs on "
+            f"{backend!r}. Set KERAS_BACKEND=jax before Keras is imported, or train replicas with MirroredStrategy or "
+            f"MultiWorkerMirroredStrategy, which run on every backend."
+        )
+    resolver = as_resolver(cluster_resolver)
+    if not resolver.cluster_spec():
+        return alone()
+    job = join_job(resolver, None)
+    job.connect_devices()
+    return job.replica

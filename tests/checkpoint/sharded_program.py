@@ -1,0 +1,132 @@
+"""Saves sharded checkpoints on one mesh and restores them on others, in one process: `sharded_program.py FOLDER`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras.distribution import DeviceMesh, LayoutMap, ModelParallel
+
+import phalanx
+from phalanx.errors import ConfigurationError, SupersededError
+
+X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
+
+
+def main(folder: Path) -> None:
+    config: Any = jax.config
+    config.update("jax_num_cpu_devices", 4)
+    checkpoints = folder / "checkpoints"
+    with distributed(4, (None, "model")):
+        model = compiled(width=16)
+        model.fit(X, X[:, :4], verbose=0)
+        saved = phalanx.ShardedCheckpoint(checkpoints, keep=2)
+        saved.save(model, 1, {"note": "first"})
+        expected = values(model.variables)
+        model.fit(X, X[:, :4], epochs=3, verbose=0)  # overwrites what is being written
+        saved.wait()
+        assert saved.steps == [1]
+        model.save_weights(folder / "plain.weights.h5")
+        from_keras = values(model.variables)
+
+    with distributed(2, ("model", None)):  # another mesh, another layout, and other names of the layers
+        other = compiled(width=16)
+        assert phalanx.ShardedCheckpoint(checkpoints).restore(other) == {"step": 1, "state": {"note": "first"}}
+        assert_equal(values(other.variables), expected)
+        assert not other.layers[0].kernel.value.is_fully_replicated
+        other.load_weights(folder / "plain.weights.h5")
+        assert_equal(values(other.variables), from_keras)
+        other.fit(X, X[:, :4], verbose=0)
+
+    plain = compiled(width=16)
+    saved.restore(plain)
+    assert_equal(values(plain.variables), expected)
+    plain.fit(X, X[:, :4], verbose=0)
+    untrained = built(width=16)
+    saved.restore(untrained)
+    assert_equal(values(untrained.variables), expected[: len(untrained.variables)])
+
+    refused_models(saved)
+    several(plain, saved, checkpoints)
+    fenced(plain, saved, checkpoints)
+    print("finished")
+
+
+def refused_models(saved: phalanx.ShardedCheckpoint) -> None:
+    wide = compiled(width=32)
+    before = values(wide.variables)
+    with pytest.raises(ConfigurationError, match=r"another model: '[^']*/kernel' has the shape \(8, 32\) in the"):
+        saved.restore(wide)
+    assert_equal(values(wide.variables), before)
+    with pytest.raises(ConfigurationError, match=r"the checkpoint lacks '[^']*/kernel'"):
+        saved.restore(compiled(width=16, layers=2))
+    with pytest.raises(ConfigurationError, match=r"the model lacks '[^']*velocity'"):
+        saved.restore(compiled(width=16, optimizer="sgd"))
+    with pytest.raises(ConfigurationError, match=r"no checkpoint of step 7 in .*; there are those of 1"):
+        saved.restore(wide, step=7)
+
+
+def several(model: Any, saved: phalanx.ShardedCheckpoint, folder: Path) -> None:
+    for step in (2, 3, 3):  # the same step may be saved again
+        saved.save(model, step)
+    saved.wait()
+    assert saved.steps == [2, 3]
+    assert sorted(name for name in os.listdir(folder) if not name.endswith((".lock", ".owner"))) == [
+        "model-000000002.orbax",
+        "model-000000003.orbax",
+    ]
+    assert phalanx.ShardedCheckpoint(folder / "none").restore(model) is None
+
+
+def fenced(model: Any, saved: phalanx.ShardedCheckpoint, folder: Path) -> None:
+    """A process that another one has succeeded puts nothing in its place."""
+
+    @contextlib.contextmanager
+    def superseded() -> Any:
+        raise SupersededError("another process has claimed the directory")
+        yield
+
+    saved.claim.writing = superseded  # type: ignore[method-assign]
+    saved.save(model, 4)
+    with pytest.raises(SupersededError):
+        saved.wait()
+    assert saved.steps == [2, 3]
+
+
+def distributed(devices: int, kernels: tuple[str | None, ...]) -> Any:
+    mesh = DeviceMesh((1, devices), ["data", "model"], keras.distribution.list_devices()[:devices])
+    layouts = LayoutMap(mesh)
+    layouts[".*kernel"] = kernels
+    return ModelParallel(layout_map=layouts, batch_dim_name="data").scope()
+
+
+def built(width: int, layers: int = 1) -> Any:
+    hidden = [keras.layers.Dense(width, "relu") for _ in range(layers)]
+    return keras.Sequential([keras.Input((8,)), *hidden, keras.layers.BatchNormalization(), keras.layers.Dense(4)])
+
+
+def compiled(width: int, layers: int = 1, optimizer: str = "adam") -> Any:
+    model = built(width, layers)
+    model.compile(optimizer, "mse")
+    return model
+
+
+def values(variables: Any) -> list[Any]:
+    return [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+
+
+def assert_equal(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
