@@ -17,7 +17,7 @@ PACKAGE_torch := torch==2.13.0
 # them out.
 TESTED_WITH_jax := optax orbax-checkpoint
 
-.PHONY: demo test test-slow test-lowest chaos differential lint docs dist bench bench-servers bench-recovery bench-peers clean
+.PHONY: pictures demo test test-slow test-lowest chaos differential lint docs dist bench bench-servers bench-recovery bench-peers clean
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -80,6 +80,11 @@ lint: .venv-lint/.installed
 # Into site/. A broken link or anchor, or a public name without documentation, is an error.
 docs: .venv-docs/.installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+
+# Of docs/images, from jobs that run here; dashboard.png comes from scripts/dashboard_screenshot.py.
+pictures: $(VENV)/.backend-jax $(VENV)/.test
+	$(PY) -m scripts.pictures
+	$(PY) -m benchmarks.readme_plot $(lastword $(sort $(wildcard benchmarks/results/????-??-??.json)))
 
 # MPICH is left out where there is no wheel of it: only the all-reduce's comparison with it goes missing.
 # tf_keras itself asks for `tensorflow`, the same code as `tensorflow-cpu` with CUDA.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import statistics
 from collections import defaultdict
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.report import COLOURS
 from benchmarks.tools import TOOLS, Kind
+from scripts.pictures.svg import themed
 
 PANELS = {"mlp64": "MLP, global batch 64", "mlp512": "MLP, global batch 512"}
 SHOWN = {
@@ -22,13 +24,17 @@ SHOWN = {
     "tf-distribute": "tf.distribute",
     "keras-dataparallel": "keras.distribution, JAX",
 }
-PATH = Path("docs/images/speed.png")
+TEXT = "#010203"
+"""Stands for the colour of text, which depends on the page."""
+TEXT_PARAMETERS = ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color")
+PATH = Path("docs/images/speed.svg")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
-    draw(json.loads(parser.parse_args().results.read_text())["measurements"], PATH)
+    results = parser.parse_args().results
+    draw(json.loads(results.read_text())["measurements"], PATH, date=results.stem)
 
 
 def medians(measurements: list[dict[str, object]]) -> dict[tuple[str, str], list[float]]:
@@ -40,7 +46,7 @@ def medians(measurements: list[dict[str, object]]) -> dict[tuple[str, str], list
     return found
 
 
-def draw(measurements: list[dict[str, object]], path: Path) -> None:
+def draw(measurements: list[dict[str, object]], path: Path, date: str) -> None:
     """Draw one panel of bars for each work, the fastest tool first."""
     import matplotlib
 
@@ -48,6 +54,8 @@ def draw(measurements: list[dict[str, object]], path: Path) -> None:
     from matplotlib import pyplot
 
     found = medians(measurements)
+    pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "phalanx", "font.family": "DejaVu Sans"})
+    pyplot.rcParams.update(dict.fromkeys(TEXT_PARAMETERS, TEXT))
     figure, axes = pyplot.subplots(1, len(PANELS), figsize=(10, 3), layout="constrained")
     for axis, (work, title) in zip(axes, PANELS.items(), strict=True):
         bars = sorted((statistics.median(found[tool, work]), tool) for tool in SHOWN if found.get((tool, work)))
@@ -58,12 +66,14 @@ def draw(measurements: list[dict[str, object]], path: Path) -> None:
         axis.set_xlim(0, 1.12 * longest)
         axis.invert_yaxis()
         axis.set_title(title, loc="left", fontsize=10, fontweight="bold")
-        axis.set_xlabel("ms per step", fontsize=8)
+        axis.set_xlabel(f"ms per step ({date})", fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     pyplot.close(figure)
+    path.write_text(themed(file.getvalue(), TEXT))
 
 
 def _colour(tool: str) -> str:

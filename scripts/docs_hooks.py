@@ -1,7 +1,8 @@
 """What MkDocs does for the documentation site besides rendering docs/.
 
 Pages link to files of the repository as on GitHub (`../../examples/digits.py`). Each linked file becomes a page of the
-site, and so do the files that it links to in turn.
+site, and so do the files that it links to in turn. Drawings become a part of their page, so
+that they follow its palette.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from pathlib import Path, PurePosixPath
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+from pictures.svg import CLASS, DARK, LIGHT, variables
 
 ROOT = Path(__file__).parents[1]
 DOCS = PurePosixPath("docs")
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)(?P<path>[^)#\s]+)")
+IMAGE = re.compile(r'<img [^>]*src="(?:\.\./)*images/(?P<name>[\w-]+\.svg)"[^>]*>')
+IMAGES = ROOT / "docs" / "images"
+PALETTES = "stylesheets/palettes.css"
 LANGUAGES = {".py": "python", ".json": "json", ".yml": "yaml", ".toml": "toml"}
 
 repository_files: dict[str, PurePosixPath] = {}
@@ -26,6 +31,7 @@ repository_files: dict[str, PurePosixPath] = {}
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     repository_files.clear()
+    files.append(File.generated(config, PALETTES, content=palettes()))
     pages = [DOCS / file.src_uri for file in files.documentation_pages()]
     in_docs = {file.src_uri for file in files}
     pages += [add_file(files, config, PurePosixPath(uri)) for uri in uris_of(config.nav) if uri not in in_docs]
@@ -78,6 +84,24 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return os.path.relpath(site_uri(target), PurePosixPath(uri).parent)
 
     return LINK.sub(moved, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Drawings (`scripts/pictures`) become a part of the page."""
+
+    def inlined(match: re.Match[str]) -> str:
+        drawing = (IMAGES / match["name"]).read_text()
+        return drawing[drawing.index("<svg") :] if f'class="{CLASS}"' in drawing else match.group()
+
+    return IMAGE.sub(inlined, html)
+
+
+def palettes() -> str:
+    """The colours of drawings for each palette of the site."""
+    return "\n".join(
+        f'[data-md-color-scheme="{scheme}"] .{CLASS} {{ {variables(colours)} }}'
+        for scheme, colours in (("default", LIGHT), ("slate", DARK))
+    )
 
 
 def site_uri(path: PurePosixPath) -> str:

@@ -1,0 +1,132 @@
+"""A drawing: shapes and text in colours that fit light and dark pages.
+
+Alone, as in the README, a drawing follows the reader's system. In the site it is part of the page
+(`scripts/docs_hooks.py`) and follows the palette: `docs/stylesheets/phalanx.css` sets the same colours.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+LIGHT = {
+    "text": "#1f2937",
+    "muted": "#5b6675",
+    "line": "#94a3b8",
+    "card": "#f6f8fb",
+    "blue": "#2f5fd0",
+    "sky": "#8fb4f5",
+    "green": "#2f8f5b",
+    "amber": "#b87512",
+    "red": "#cf3b3b",
+    "grey": "#c3ccd8",
+    "ink": "#ffffff",
+}
+DARK = {
+    "text": "#e5e9f0",
+    "muted": "#a3adbd",
+    "line": "#64748b",
+    "card": "#262b36",
+    "blue": "#6d97f5",
+    "sky": "#3d5a96",
+    "green": "#55b983",
+    "amber": "#e0a847",
+    "red": "#ef6b6b",
+    "grey": "#4b5565",
+    "ink": "#141821",
+}
+FONT = "ui-sans-serif, system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+CLASS = "phalanx-picture"
+
+
+def variables(colours: dict[str, str]) -> str:
+    return " ".join(f"--{name}: {value};" for name, value in colours.items())
+
+
+STYLE = (
+    f".{CLASS} {{ {variables(LIGHT)} }} "
+    f"@media (prefers-color-scheme: dark) {{ .{CLASS} {{ {variables(DARK)} }} }} "
+    f".{CLASS} text {{ font-family: {FONT}; fill: var(--text); }}"
+)
+
+
+def themed(plot: str, text: str) -> str:
+    """A plot of Matplotlib, whose text has the colour `text`, in the colours of the page."""
+    svg = plot[plot.index("<svg") :].replace(text, "var(--text)")
+    return svg.replace("<svg ", f'<svg class="{CLASS}" ', 1).replace(">", f">\n<style>{STYLE}</style>", 1)
+
+
+class Drawing:
+    """Shapes are added in order; `str` is the SVG.
+
+    Args:
+        width, height: in pixels.
+        title: what a screen reader says.
+    """
+
+    def __init__(self, width: int, height: int, title: str):
+        self.width = width
+        self.height = height
+        self._title = title
+        self._shapes: list[str] = []
+
+    def __str__(self) -> str:
+        body = "\n".join(self._shapes)
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="{CLASS}" role="img" '
+            f'viewBox="0 0 {self.width} {self.height}" width="{self.width}">\n'
+            f"<title>{escape(self._title)}</title>\n<style>{STYLE}</style>\n{body}\n</svg>\n"
+        )
+
+    def box(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        fill: str = "card",
+        stroke: str | None = None,
+        radius: float = 6,
+    ) -> None:
+        """A rectangle with its left upper corner at (x, y)."""
+        border = f' stroke="var(--{stroke})"' if stroke else ""
+        self._shapes.append(
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="{radius}" '
+            f'fill="var(--{fill})"{border}/>'
+        )
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: float = 13,
+        colour: str = "text",
+        anchor: str = "start",
+        bold: bool = False,
+    ) -> None:
+        """One line; y is its base line."""
+        weight = ' font-weight="600"' if bold else ""
+        self._shapes.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"{weight} '
+            f'style="fill: var(--{colour})">{escape(text)}</text>'
+        )
+
+    def line(self, points: list[tuple[float, float]], colour: str = "line", width: float = 1.5, dash: str = "") -> None:
+        """Straight lines from point to point."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        self._shapes.append(
+            f'<polyline points="{path}" fill="none" stroke="var(--{colour})" stroke-width="{width}"{dashes}/>'
+        )
+
+    def arrow(self, start: tuple[float, float], end: tuple[float, float], colour: str = "line") -> None:
+        """A line with a head, horizontal or vertical."""
+        (x0, y0), (x1, y1) = start, end
+        self.line([start, end], colour)
+        step = 7
+        if x0 == x1:
+            side = step if y1 < y0 else -step
+            self.line([(x1 - 4, y1 + side), end, (x1 + 4, y1 + side)], colour)
+        else:
+            side = step if x1 < x0 else -step
+            self.line([(x1 + side, y1 - 4), end, (x1 + side, y1 + 4)], colour)

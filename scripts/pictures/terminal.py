@@ -1,0 +1,30 @@
+"""A terminal that shows what a job has printed, in its own colours."""
+
+from __future__ import annotations
+
+import io
+
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.text import Text
+
+COLUMNS = 104
+# Rich's own format fetches a font from a CDN; every reader has a monospaced one.
+_FONT_FACES = CONSOLE_SVG_FORMAT[
+    CONSOLE_SVG_FORMAT.index("@font-face") : CONSOLE_SVG_FORMAT.index(".{unique_id}-matrix")
+]
+FORMAT = CONSOLE_SVG_FORMAT.replace(_FONT_FACES, "").replace("Fira Code", "Menlo, Consolas, 'DejaVu Sans Mono'")
+
+
+def draw(command: str, shown: str, title: str) -> str:
+    """The picture of a terminal after a command.
+
+    Args:
+        command: as the user has typed it.
+        shown: what it has printed, with its colours.
+        title: of the window.
+    """
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
+    console.print(Text.from_ansi(shown.rstrip()), no_wrap=False)
+    return console.export_svg(title=title, code_format=FORMAT, unique_id="phalanx-terminal")
