@@ -61,7 +61,9 @@ SHARED_MODULE_NAMES = {"callbacks", "compression", "elastic", "exceptions", "fun
 MAX_METHODS, MAX_ATTRIBUTES, MAX_LINES, MAX_ARGUMENTS = 20, 15, 50, 8
 
 ODD_WORDS = re.compile(
-    r"\b(anew|nobody|whoever|in vain|in the place of|of one's own|of its own accord|thereby|lest|is to be had)\b", re.I
+    r"\b(anew|nobody|somebody|everybody|whoever|in vain|in the place of|of one's own|of its own accord|thereby|lest"
+    r"|is to be had|for ever|call(s|ed)? upon|comes? and go(es)?)\b",
+    re.I,
 )
 TEXT = ("phalanx", "docs", "examples", "tests", "benchmarks", "README.md")
 

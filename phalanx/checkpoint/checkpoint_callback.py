@@ -33,7 +33,7 @@ class Checkpoint(ChiefCallback):
     warns and tries the next one; older checkpoints are kept.
 
     Each `fit` of a program has its own checkpoints, numbered by the calls with the same directory. When the program is
-    restarted, a `fit` that was complete returns its result at once. (With more `epochs` than then, it continues.) To
+    restarted, a `fit` that was complete returns its result at once. (With more `epochs` than before, it continues.) To
     start from the beginning, pass another directory.
 
     The directory contains `fit0-000000120.weights.h5`, of step 120 of the first `fit`, which `model.load_weights` reads
@@ -44,8 +44,8 @@ class Checkpoint(ChiefCallback):
 
     Args:
         directory: on the chief's host; a shared directory if the chief may move to another host.
-        every_steps: save after so many steps; None: see `every_seconds`.
-        every_seconds: save after so many seconds, or `every_steps`, whichever comes first; neither: after each epoch.
+        every_steps: save after this many steps; None: see `every_seconds`.
+        every_seconds: save after this many seconds, or `every_steps`, whichever comes first; neither: after each epoch.
         keep: how many of the newest checkpoints are kept.
 
     Raises: ConfigurationError for invalid arguments; and in `fit`, on all ranks, if a checkpoint is of another model or

@@ -9,13 +9,13 @@ from pathlib import Path
 import click
 
 
-@click.command(short_help="Show the jobs that run here in a browser.")
+@click.command(short_help="Show running jobs in a browser.")
 @click.option("--job", help="Only this job, as `phalanx status` names it.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port on loopback; by default 8787, or a free one.")
 @click.option("--control", is_flag=True, help="Buttons to scale, drain a host, take a checkpoint, and stop.")
 @click.option("--listen-fd", type=int, hidden=True)  # the socket of a launcher, whose job is shown
 def dashboard(job: str | None, port: int | None, control: bool, listen_fd: int | None) -> None:
-    """Show the jobs that run here in a browser: loss, speed, members, events.
+    """Show running jobs in a browser: loss, speed, members, events.
 
     The page is served on loopback. To see it from another machine, use an ssh tunnel:
     ssh -L 8787:localhost:8787 HOST
@@ -36,11 +36,11 @@ def dashboard(job: str | None, port: int | None, control: bool, listen_fd: int |
     serve(link.listener, link.token, job=job, control=control)
 
 
-@click.command(short_help="Make one HTML file of a job that ran with --log-dir.")
+@click.command(short_help="Create an HTML report of a job that ran with --log-dir.")
 @click.argument("directory", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: DIR/report.html.")
 def report(directory: Path, output: Path | None) -> None:
-    """Make one HTML file of a job that ran with --log-dir DIR: curves, timeline, why it failed."""
+    """Create an HTML report of a job that ran with --log-dir DIR: curves, timeline, why it failed."""
     from phalanx.dashboard.report import write
     from phalanx.monitoring.console import write_whole
 

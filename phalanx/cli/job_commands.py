@@ -9,12 +9,12 @@ import click
 _JOB = click.option("--job", help="Which job, as `phalanx status` names it; needed if several run.")
 
 
-@click.command(short_help="Show the jobs that run here.")
+@click.command(short_help="Show running jobs.")
 @click.option("--job", help="Only this job.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option("--watch", is_flag=True, help="Print again every second, until no job is running.")
 def status(job: str | None, as_json: bool, watch: bool) -> None:
-    """Show the jobs that run here: members, step, speed, loss, and who waits for whom."""
+    """Show running jobs: members, step, speed, loss, and who waits for whom."""
     from phalanx.launcher import status_report
 
     sys.exit(status_report.status(job, as_json=as_json, watch=watch))

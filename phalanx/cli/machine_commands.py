@@ -28,7 +28,7 @@ def doctor(hosts: str | None) -> None:
 
 @click.command(short_help="Print versions and the machine, for a bug report.")
 def env() -> None:
-    """Print what belongs into a bug report: versions, backend, machine, GPUs, and variables, with secrets hidden."""
+    """Print what a bug report needs: versions, backend, machine, GPUs, and variables, with secrets hidden."""
     from phalanx.config.environment import process_environment
     from phalanx.launcher import environment_report
     from phalanx.launcher.machine import describe_machine

@@ -218,7 +218,7 @@ _OPTIONS = (
         "start_timeout_s",
         type=click.FloatRange(min=0, min_open=True),
         metavar="S",
-        help="Seconds that hosts and tasks wait for each other at the start.",
+        help="Seconds that hosts and tasks wait for each other at startup.",
     ),
     _option(
         _OUTPUT,
@@ -231,7 +231,7 @@ _OPTIONS = (
         "-v",
         "--verbose",
         is_flag=True,
-        help="Show when tasks start and exit, whole tracebacks, and what backends write at their start.",
+        help="Show when tasks start and exit, full tracebacks, and the startup messages of the backends.",
     ),
     _option(_OUTPUT, "--dashboard", "dashboard", flag_value="show", help="Show the job in a browser, on this machine."),
     _option(
@@ -266,11 +266,11 @@ def _add_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @_add_options
 def run(**options: Any) -> None:
-    """Run SCRIPT on several workers at once, as `python SCRIPT ARGS` each.
+    """Run SCRIPT on several workers, each as `python SCRIPT ARGS`.
 
     Each worker gets its TF_CONFIG, its share of the cores and a secret of the job. Ctrl-C or a failing worker
-    ends all of them; in a job with parameter servers, one that was killed is restarted. The exit code is
-    that of the worker that was the cause; docs/reference/exit-codes.md lists them.
+    ends all of them. In a job with parameter servers, a killed worker is restarted. The exit code is
+    that of the worker that failed first; docs/reference/exit-codes.md lists them.
 
     \b
         phalanx run --workers 2 train.py --epochs 5
@@ -358,7 +358,7 @@ def _check_order(options: RunOptions) -> None:
     late = [word for word in program[1:] if word.partition("=")[0] in ("--workers", "-np", "--hosts")]
     if late:
         raise click.UsageError(
-            f"{late[0]} stands behind {program[0]}, which gets it: options of phalanx run stand before the script. If "
+            f"{late[0]} comes after {program[0]}, which gets it: options of phalanx run come before the script. If "
             f"it is an option of {program[0]}, write --workers N before the script as well."
         )
 
@@ -375,7 +375,8 @@ def _worker_range(options: RunOptions) -> WorkerRange:
         minimum, maximum = options.min_np or initial, options.max_np or initial
         if not minimum <= initial <= maximum:
             raise click.UsageError(
-                f"--min-np {minimum}, -np {initial} and --max-np {maximum} must not descend; the job begins with -np."
+                f"--min-np {minimum}, -np {initial} and --max-np {maximum} must be in ascending order; the job starts "
+                f"with -np."
             )
         given = WorkerRange(minimum, maximum, initial)
     if given.minimum is not None and options.names_hosts:

@@ -58,7 +58,7 @@ class HierarchicalCopyAllReduce:
     """Merges within each host, then between hosts, as the communicator does by itself.
 
     Args:
-        num_packs: the number of groups into which the arrays are divided; the arrays of a group travel together.
+        num_packs: the number of groups into which the arrays are divided; the arrays of a group are sent together.
     """
 
     def __init__(self, num_packs: int = 1):

@@ -16,7 +16,7 @@ from phalanx.collectives.fusion_layout import FusionLayout, group_by_dtype
 from phalanx.collectives.reduction import DType, check_reducible
 
 MAX_OPERATIONS = 256
-"""Operations that are kept prepared. A training loop has a handful; varying batches make new ones for ever."""
+"""Operations that are kept prepared. A training loop has a handful; varying batches create new ones forever."""
 
 ArrayKind = tuple[DType, tuple[int | str, ...]]
 """Dtype and shape of an array; `*` stands for a dimension that may differ between ranks."""

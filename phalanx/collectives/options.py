@@ -39,10 +39,10 @@ class CommunicationOptions:
     """How collectives are carried out (`tf.distribute.experimental.CommunicationOptions`).
 
     Args:
-        bytes_per_pack: the largest number of bytes that travel together; 0 for what was measured best for each kind.
+        bytes_per_pack: the largest number of bytes that are sent together; 0 for the default, which measured best.
             Must be equal on all ranks.
-        timeout_seconds: how long one collective waits for a rank that is connected but does not come;
-            then it raises `CollectiveTimeoutError`. None: PHALANX_TIMEOUT, 600 if that is not set.
+        timeout_seconds: how long one collective waits for a rank that is connected but does not arrive; then it
+            raises `CollectiveTimeoutError`. None: PHALANX_TIMEOUT, 600 if that is not set.
         implementation: see `CommunicationImplementation`; the name as a string works as well.
         deterministic: whether training gives the same bits with any number of workers, on CPUs: weights, optimizer,
             history, metrics and predictions. Each global batch is cut into the same micro-batches, whichever worker

@@ -67,7 +67,9 @@ RENDEZVOUS_TIMEOUT = _variable(
     "PHALANX_RENDEZVOUS_TIMEOUT", "seconds to wait for the other tasks at startup", DEFAULT_RENDEZVOUS_TIMEOUT_S
 )
 TIMEOUT = _variable(
-    "PHALANX_TIMEOUT", "seconds a collective waits for a rank that is connected but does not arrive", DEFAULT_TIMEOUT_S
+    "PHALANX_TIMEOUT",
+    "seconds that a collective waits for a rank that is connected but does not arrive",
+    DEFAULT_TIMEOUT_S,
 )
 RETURN_TIMEOUT = _variable(
     "PHALANX_RETURN_TIMEOUT",
@@ -87,7 +89,7 @@ ENCRYPTION = _variable(
 )
 TLS_FILES = (TLS_CERT, TLS_KEY, TLS_CA)
 SEED = _variable(
-    "PHALANX_SEED", "a number that all tasks must have in common; to seed Keras, call `keras.utils.set_random_seed`"
+    "PHALANX_SEED", "a number that must be equal on all tasks; to seed Keras, call `keras.utils.set_random_seed`"
 )
 PREEMPTION_SIGNAL = _variable(
     "PHALANX_PREEMPTION_SIGNAL", "a signal that, like SIGTERM, makes `fit` save a checkpoint and exit"
@@ -134,18 +136,20 @@ HOROVOD_CROSS_RANK = _variable("HOROVOD_CROSS_RANK", "this host's place among th
 HOROVOD_CROSS_SIZE = _variable("HOROVOD_CROSS_SIZE", "the number of hosts that have such a local rank")
 
 # Read by the launcher.
-GRACE = _variable("PHALANX_GRACE", "seconds the survivors of a failed worker have to exit", DEFAULT_GRACE_S)
+GRACE = _variable("PHALANX_GRACE", "seconds that the survivors of a failed worker have to exit", DEFAULT_GRACE_S)
 EVALUATOR_GRACE = _variable(
-    "PHALANX_EVALUATOR_GRACE", "seconds an evaluator has after the training", DEFAULT_EVALUATOR_GRACE_S
+    "PHALANX_EVALUATOR_GRACE", "seconds that an evaluator has after training", DEFAULT_EVALUATOR_GRACE_S
 )
 PREEMPTION_GRACE = _variable(
-    "PHALANX_PREEMPTION_GRACE", "seconds a job told to stop has for its checkpoint", DEFAULT_PREEMPTION_GRACE_S
+    "PHALANX_PREEMPTION_GRACE",
+    "seconds that a job has for its checkpoint when it is told to stop",
+    DEFAULT_PREEMPTION_GRACE_S,
 )
 DISCOVERY_INTERVAL = _variable(
     "PHALANX_DISCOVERY_SECONDS", "seconds between two runs of a host discovery script", DEFAULT_DISCOVERY_INTERVAL_S
 )
 DISCOVERY_TIMEOUT = _variable(
-    "PHALANX_DISCOVERY_TIMEOUT", "seconds one run of a host discovery script may take", DEFAULT_DISCOVERY_TIMEOUT_S
+    "PHALANX_DISCOVERY_TIMEOUT", "seconds that one run of a host discovery script may take", DEFAULT_DISCOVERY_TIMEOUT_S
 )
 JOBS_DIRECTORY = _variable(
     "PHALANX_JOBS", "where `phalanx status` and the dashboard look for running jobs", "~/.cache/phalanx/jobs"

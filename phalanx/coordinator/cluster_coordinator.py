@@ -33,26 +33,26 @@ class ClusterCoordinator:
     """Runs functions on the workers of a cluster with parameter servers.
 
     Every task runs the same program. On the chief (task `chief`, else worker 0) this returns;
-    on the other workers the constructor runs functions until the chief's program is over, and then ends the process
-    with exit code 0. So layers, models, optimizers and metrics that functions use are made before, in
-    `strategy.scope()`, on all tasks alike: functions refer to them, and use the worker's own. Everything else that a
-    function refers to is sent to the worker with it.
+    on the other workers the constructor runs functions until the chief's program is over, and then exits the process
+    with code 0. So create layers, models, optimizers and metrics before, in `strategy.scope()`, on all tasks alike: a
+    function that refers to them uses those of its worker. Everything else that a function refers to is sent to the
+    worker with it.
 
     Inside a function `optimizer.apply` and `apply_gradients` send the gradients to the servers, which update
     the variables; `strategy.run` calls a function on this worker. Before a function runs, its model has the servers'
     newest values. After `join` the chief's model, optimizer and metrics have the newest values; what the chief changes
-    between `join` and the next `schedule` (weights that it restores, a learning rate) is everybody's.
+    between `join` and the next `schedule` (weights that it restores, a learning rate) reaches all workers.
 
-    Code travels from the chief to the workers here, so the job needs a secret: `phalanx run` makes one; without
-    it, set PHALANX_SECRET on all tasks.
+    The chief sends code to the workers, so the job needs a secret: `phalanx run` creates one; otherwise, set
+    PHALANX_SECRET on all tasks.
 
     Args:
         strategy: a ParameterServerStrategy that trains asynchronously.
 
     Raises:
         ConfigurationError: the strategy is another one, there is no secret, or no worker besides the chief.
-        RendezvousError: on a worker: the chief did not come in time.
-        PeerLostError: on a worker: the chief was lost and did not come back.
+        RendezvousError: on a worker: the chief did not connect in time.
+        PeerLostError: on a worker: the chief was lost and did not return.
     """
 
     def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
@@ -91,22 +91,23 @@ class ClusterCoordinator:
 
     @property
     def strategy(self) -> ParameterServerStrategy:
-        """The strategy that this was made with."""
+        """The strategy passed to the constructor."""
         return self._strategy
 
     def schedule(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> RemoteValue:
-        """Let a worker call `fn(*args, **kwargs)`; returns at once.
+        """Schedule `fn(*args, **kwargs)` on a worker; returns at once.
 
-        It is called at least once: again, on another worker, if its worker is lost. Metrics count each function once
-        all the same; gradients that it had sent to the servers before are applied. What the function refers to is taken
-        as it is now, and large arrays among it are sent once, so do not change those in place.
+        The function is called at least once: if its worker is lost, again on another worker. Metrics still count it
+        once; gradients that it had sent to the servers stay applied. What the function refers to is sent as it is now.
+        Large arrays are sent once, so do not change them in place.
 
         Raises:
-            what a function raised that was scheduled before: functions that had not begun are then cancelled, none
-                runs any more, and the coordinator can be used again.
-            UnsupportedError: the function or its arguments cannot travel, or need what no task has made.
+            the error of an earlier function: queued functions are then cancelled, no function runs any more, and the
+                coordinator can be used again.
+            UnsupportedError: the function or its arguments cannot be sent, or need an object that the other tasks did
+            not create.
             PeerLostError: a server is lost.
         """
         if not callable(fn):
@@ -139,10 +140,11 @@ class ClusterCoordinator:
             return result
 
     def join(self) -> None:
-        """Wait until all scheduled functions are finished. Then this task's variables and metrics are the newest.
+        """Wait until all scheduled functions are finished. Then this task's variables and metrics have the newest
+        values.
 
-        Raises: as `schedule`; PeerLostError or RendezvousError if there is no worker for longer than PHALANX_TIMEOUT,
-            naming them.
+        Raises: as `schedule`; PeerLostError or RendezvousError if there is no worker for longer than PHALANX_TIMEOUT;
+            it names them.
         """
         self._dispatcher.join()
         self._settle()
@@ -159,13 +161,13 @@ class ClusterCoordinator:
         return keras.tree.map_structure(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """A dataset of each worker's own.
+        """A separate dataset on each worker.
 
         Args:
             dataset_fn: a function that returns one, called on each worker, with an `InputContext` if it takes an
                 argument; or a dataset, of which each worker gets a copy. A worker that is restarted creates it again.
 
-        Returns: what `iter()` makes iterators of that can be passed to `schedule`.
+        Returns: an object whose `iter()` can be passed to `schedule`.
         """
         with self._lock:
             dataset = PerWorkerDataset(self._references.number, self._iterate)
@@ -173,7 +175,7 @@ class ClusterCoordinator:
             return dataset
 
     def create_per_worker_values(self, fn: Callable[..., Any]) -> PerWorkerValues:
-        """A value of each worker's own: what `fn` returns there, called as in `create_per_worker_dataset`."""
+        """A separate value on each worker: the result of `fn`, called as in `create_per_worker_dataset`."""
         if not callable(fn):
             raise ConfigurationError(f"create_per_worker_values() got {fn!r}; pass a function.")
         with self._lock:
@@ -224,8 +226,8 @@ class ClusterCoordinator:
             pickle = pack(maker, self._references, "What makes the workers' own values")
         if noted.results or noted.own:
             raise UnsupportedError(
-                "What makes the workers' own values refers to results of functions, or to other values of theirs. Pass "
-                "those to schedule() beside it."
+                "The function that creates per-worker values refers to results of functions or to other per-worker "
+                "values. Pass those to schedule() as separate arguments."
             )
         return pickle
 
@@ -254,15 +256,14 @@ def _check(strategy: Any) -> ParameterServerWorker:
     worker = strategy._member
     if not isinstance(worker, ParameterServerWorker):
         raise ConfigurationError(
-            "The evaluator runs no scheduled functions. Let it do its own work before the ClusterCoordinator is made: "
-            "`if strategy.cluster_resolver.task_type == 'evaluator': ...`."
+            "The evaluator runs no scheduled functions. Let it do its own work before you create the "
+            "ClusterCoordinator: `if strategy.cluster_resolver.task_type == 'evaluator': ...`."
         )
     me = worker.client.identity
     if not me.config.secret:
         raise ConfigurationError(
             f"A ClusterCoordinator sends code to workers, so no one else may be able to: set {SECRET} to the same "
-            f"random value for all tasks, or start the job with "
-            f"`phalanx run`, which does so."
+            f"random value for all tasks, or start the job with `phalanx run`, which does so."
         )
     if len(me.tasks) < 2:
         raise ConfigurationError(
@@ -272,11 +273,11 @@ def _check(strategy: Any) -> ParameterServerWorker:
     rules = worker.rules
     if rules.synchronous or rules.staleness >= 0:
         raise ConfigurationError(
-            "A ClusterCoordinator trains asynchronously: make the ParameterServerStrategy without synchronous and "
+            "A ClusterCoordinator trains asynchronously: create the ParameterServerStrategy without synchronous and "
             "staleness."
         )
     if worker.client.is_replicated:
-        # The chief alone may call upon a copy, and between two functions it does not speak to the servers.
+        # The chief alone may promote a copy, and between two functions it does not speak to the servers.
         raise UnsupportedError(
             "A ClusterCoordinator works with snapshots (snapshot_dir), and not with copies: make the "
             "ParameterServerStrategy without replication=2."

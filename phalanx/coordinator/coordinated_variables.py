@@ -66,8 +66,8 @@ class ChiefVariables:
         if not _variables(self._worker.made, found):
             if found is not None:
                 raise UnsupportedError(
-                    f"{type(found).__name__} has nothing to train: the models have no variables yet. Give them an "
-                    f"Input, or call build(), before the first schedule()."
+                    f"{type(found).__name__} has nothing to train, because the models have no variables yet. Give "
+                    f"them an Input, or call build(), before the first schedule()."
                 )
             return None
         self._fit = self._worker.next_fit()
@@ -160,7 +160,7 @@ class WorkerVariables:
             if optimizer is None:
                 raise DisagreementError(
                     f"The coordinator trains with the optimizer {begin.optimizer}, which this task's program has not "
-                    f"made. Every task must run the same program."
+                    f"created. Every task must run the same program."
                 )
         self._served = _served(self._worker, self._merge, optimizer)
         self._numbers = {id(v): number for number, v in enumerate(self._served.variables)}
@@ -240,5 +240,5 @@ class WorkerVariables:
     def _refuse(self, gradients: Any, variables: Any) -> None:
         raise UnsupportedError(
             "This optimizer is not the one that the servers run: on parameter servers one optimizer trains all "
-            "variables, that which the first scheduled function used."
+            "variables: the one that the first scheduled function used."
         )

@@ -6,7 +6,7 @@ _index: int | None = None
 
 
 def experimental_get_current_worker_index() -> int:
-    """The number of the worker that runs this function, from 0, the chief not counted
+    """The number of the worker that runs this function, from 0, not counting the chief
     (`tf.distribute.coordinator.experimental_get_current_worker_index`).
 
     Raises:

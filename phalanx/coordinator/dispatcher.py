@@ -299,7 +299,7 @@ class Dispatcher:
             if not self._workers:
                 self._alone_since = time.monotonic()
             if not self._closing:
-                logger.warning("Lost %s: %s What it ran runs elsewhere.", worker.name, why)
+                logger.warning("Lost %s: %s Its function runs on another worker.", worker.name, why)
             self._calls.give_up(self._calls.queue.leave(worker.number, worker.incarnation), worker.name)
             self._changed.notify_all()
 
@@ -308,14 +308,14 @@ def _no_worker_error(names: Iterable[str], limit_s: float, *, were_here: bool) -
     workers = ", ".join(names)
     if were_here:
         return PeerLostError(
-            f"No worker is left to run functions: {workers} are lost, and none came back within {limit_s:g} s. "
+            f"No worker is left to run functions: {workers} are lost, and none returned within {limit_s:g} s. "
             f"Look at the end of their output for the cause.",
             rank=-1,
             task=workers,
             host="",
         )
     return RendezvousError(
-        f"No worker came to run functions within {limit_s:g} s: {workers} are missing. Each must run this "
+        f"No worker connected to run functions within {limit_s:g} s: {workers} are missing. Each must run this "
         f"program, up to ClusterCoordinator(strategy)."
     )
 

@@ -156,7 +156,8 @@ class EffectAccumulator:
             elif place[0] not in self._unknown:
                 self._unknown.add(place[0])
                 logger.warning(
-                    "What workers counted in metric %s is left out: it has no such variable here. Build it before.",
+                    "What workers counted in metric %s is ignored: the chief's metric has no such variable. Build it "
+                    "before.",
                     place[0],
                 )
         variables |= _layer_variables(self._made)

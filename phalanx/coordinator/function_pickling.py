@@ -70,7 +70,7 @@ class References:
             return None  # ragged and sparse ones are taken apart
         if hasattr(thing, "assign_add"):
             raise UnsupportedError(
-                f"A {type(thing).__name__} that is no Keras variable would be a copy of its own on each worker. Use "
+                f"A {type(thing).__name__} that is no Keras variable would be a separate copy on each worker. Use "
                 f"a weight of a layer or a metric that is made in strategy.scope()."
             )
         return "tensor", keras.ops.convert_to_numpy(thing)
@@ -127,8 +127,8 @@ class References:
 
 def _not_made(what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{what} was not made in strategy.scope() before the ClusterCoordinator, so not every task has it. Make "
-        f"layers, models, optimizers and metrics there, and alike on all tasks."
+        f"{what} was not created in strategy.scope() before the ClusterCoordinator, so not every task has it. Create "
+        f"layers, models, optimizers and metrics there, on all tasks alike."
     )
 
 
@@ -147,8 +147,8 @@ def pack(thing: Any, references: References, what: str) -> bytes:
         raise type(error)(f"{what} cannot travel: {error}") from error
     except Exception as error:  # whatever the pickling code of some class raises
         raise UnsupportedError(
-            f"{what} cannot travel to another task: {str(error).rstrip('.')}. Make such things inside the function, or "
-            f"with create_per_worker_values."
+            f"{what} cannot be sent to another task: {str(error).rstrip('.')}. Create such objects inside the "
+            f"function, or with create_per_worker_values."
         ) from error
     return file.getvalue()
 

@@ -115,8 +115,8 @@ class FunctionServer:
         """Serve until the coordinator has no more to do.
 
         Raises:
-            RendezvousError: the coordinator did not come in time.
-            PeerLostError: it was lost, or stopped, and did not come back; so for a server.
+            RendezvousError: the coordinator did not connect in time.
+            PeerLostError: it was lost, or stopped, and did not return; so for a server.
             LinkTimeoutError: a server did not answer.
         """
         config = self._me.config
@@ -134,7 +134,7 @@ class FunctionServer:
                     if link is None:
                         raise
                     raise peer_lost(
-                        str(self._chief), "scheduled functions; it did not come back within the time set"
+                        str(self._chief), "scheduled functions; it did not return within the time set"
                     ) from error
                 self._serve(link)
                 deadline = time.monotonic() + config.timeout_s
@@ -166,7 +166,7 @@ class FunctionServer:
                     session.send(*answer)
                 self._end_without_servers()
         except _ChiefGoneError as error:
-            logger.warning("%s: %s Waiting for it to come back.", self._me.task, error)
+            logger.warning("%s: %s Waiting for it to return.", self._me.task, error)
         finally:
             link.close()
 
@@ -300,7 +300,7 @@ class _Unreadable:
     """Stands where a function could not be unpickled; the first call has said why."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise PhalanxError("The function could not be read on this worker, as its first call has told.")
+        raise PhalanxError("The function could not be read on this worker, as its first call reported.")
 
 
 class _JobOverError(Exception):

@@ -46,7 +46,7 @@ class RemoteValue:
         return self._decode(self.finished(), True)
 
     def finished(self) -> memoryview:
-        """The result as it came; waits for it."""
+        """The result as received; waits for it."""
         self._wait(self)
         if self._error is not None:
             raise self._error
@@ -78,9 +78,10 @@ class RemoteValue:
 
 
 class PerWorkerValues:
-    """A value of which each worker has its own (`tf.distribute.coordinator.PerWorkerValues`).
+    """A value that differs between workers (`tf.distribute.coordinator.PerWorkerValues`).
 
-    A scheduled function that gets it as an argument gets the value of the worker that it runs on. Here is nothing.
+    A scheduled function that gets it as an argument gets the value of the worker that it runs on. This process holds
+    no value.
 
     Args:
         number: gives this a number.

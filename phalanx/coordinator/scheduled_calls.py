@@ -83,7 +83,7 @@ class ScheduledCalls:
                 self._cancel([number])
                 continue
             error = PeerLostError(
-                f"A function was given up: {MAX_LOSSES} workers were lost while they ran it, {worker} last. Look at "
+                f"Gave up on a function: {MAX_LOSSES} workers were lost while they ran it, {worker} last. Look at "
                 f"the end of their output for the cause.",
                 rank=-1,
                 task=worker,

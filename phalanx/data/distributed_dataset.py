@@ -131,7 +131,7 @@ class DistributedDataset:
         if not specs or any(getattr(getattr(spec, "shape", None), "rank", None) is None for spec in specs):
             raise ConfigurationError(
                 f"The {self.source.traits.kind} of rank {self._rank} has no batch at all, and the others have some. "
-                f"Give each replica at least one batch: deal the data out before `.batch()`, not after it."
+                f"Give each replica at least one batch: divide the data before `.batch()`, not after it."
             )
 
         def one(spec: Any) -> Any:
@@ -205,7 +205,7 @@ def check_outside() -> None:
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and tensorflow.inside_function():
         raise UnsupportedError(
-            "A distributed dataset was created or iterated inside a tf.function, which would see one batch for ever. "
+            "A distributed dataset was created or iterated inside a tf.function, which would see one batch forever. "
             "Create and iterate it outside, and pass each batch to the tf.function. (What a ClusterCoordinator's "
             "dataset function returns may be a tf.data.Dataset itself, which a tf.function can iterate.)"
         )

@@ -19,7 +19,7 @@ def make_source(request: InputRequest) -> StreamSource:
     A generator cannot start again. As in Keras, which reads two batches of it to learn their shapes, each pass begins
     with these two: a further epoch after its end has no others.
 
-    Nothing tells whether it ends at all: without `steps_per_epoch` an endless one trains for ever.
+    Whether it ends at all is unknown: without `steps_per_epoch`, an endless one trains forever.
     """
     elements = map(_standardize, request.x)
     traits = SourceTraits(_KIND, signature=_KIND)

@@ -20,7 +20,7 @@ class AutoShardPolicy(enum.IntEnum):
     FILE: file i goes to rank i modulo world_size. Each rank reads only its own files; the global batches
         then differ from those of one replica.
     DATA: every rank reads the dataset and takes its part of each global batch: the samples of each step
-        are those of one replica. (`tf.distribute` deals whole elements out instead.)
+        are those of one replica. (`tf.distribute` gives each replica whole elements instead.)
     HINT: the dataset's own `shard(tf.data.experimental.SHARD_HINT, ...)` becomes
         `shard(world_size, rank)`.
     """
@@ -68,7 +68,7 @@ class InputContext:
             raise ConfigurationError(
                 f"The `global_batch_size` {global_batch_size!r} is not divisible by `num_replicas_in_sync` "
                 f"{self.num_replicas_in_sync!r}. Choose a multiple, or pass the dataset itself to fit or "
-                "experimental_distribute_dataset: uneven shares are no obstacle there."
+                "experimental_distribute_dataset: uneven shares are allowed there."
             )
         return global_batch_size // self.num_replicas_in_sync
 
@@ -87,8 +87,9 @@ class InputReplicationMode(enum.Enum):
 class InputOptions:
     """The options of `tf.distribute.InputOptions`, so that programs that pass them run unchanged.
 
-    None has an effect: they choose among devices of one process, and how many batches wait there. Here each replica
-    makes its batches in host memory when they are needed; `dataset.prefetch` makes those of tf.data ahead.
+    None has an effect: they choose among devices of one process, and how many batches are prefetched. In Phalanx each
+    replica prepares its batches in host memory when they are needed; `dataset.prefetch` prepares those of tf.data
+    ahead.
     """
 
     experimental_fetch_to_device: bool | None = None

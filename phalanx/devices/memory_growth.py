@@ -25,8 +25,8 @@ def set_on_demand_allocation(backend: str, environ: MutableMapping[str, str], *,
     if has_begun(backend):
         settings = " and ".join(f"{name}={value}" for name, value in ON_DEMAND_ALLOCATION.items())
         raise ConfigurationError(
-            f"set_memory_growth() came too late: {backend} has reserved its memory already. Call it at the start of "
-            f"the program, before creating a model or tensor, or set {settings}."
+            f"set_memory_growth() was called too late: {backend} has reserved its memory already. Call it at the "
+            f"start of the program, before creating a model or tensor, or set {settings}."
         )
     opposite = {"true": "false", "false": "true"}
     environ.update(

@@ -44,6 +44,6 @@ def compute_in_one_thread(backend: str, environ: MutableMapping[str, str]) -> No
             threading.set_intra_op_parallelism_threads(1)
     if came_too_late:
         raise ConfigurationError(
-            f"CommunicationOptions(deterministic=True) came too late: {backend} has created its threads already, one "
-            f"for each core. Create the strategy at the start of the program, before a model or a tensor."
+            f"CommunicationOptions(deterministic=True) was set too late: {backend} has already created its threads, "
+            f"one for each core. Create the strategy at the start of the program, before a model or a tensor."
         )

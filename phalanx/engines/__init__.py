@@ -46,11 +46,12 @@ def prepare(*, deterministic: bool = False) -> None:
 
 
 def set_memory_growth(enable: bool = True) -> None:
-    """Take GPU memory as it is needed, instead of nearly all of it at the start (`tf.config.experimental`'s name).
+    """Allocate GPU memory as needed, instead of nearly all of it at the start (as
+    `tf.config.experimental.set_memory_growth`).
 
-    Several processes can then share a GPU. Call it at the beginning of the program; on PyTorch it is always so.
+    Several processes can then share a GPU. Call it at the beginning of the program; PyTorch always does so.
 
-    Raises: ConfigurationError if the backend has begun to use its devices.
+    Raises: ConfigurationError if the backend already uses its devices.
     """
     memory_growth.set_on_demand_allocation(_backend()[0], process_environment(), enable=enable)
 

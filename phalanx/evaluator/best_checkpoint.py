@@ -103,7 +103,7 @@ class BestCheckpoint:
         except FileNotFoundError:
             return
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            logger.warning("%s is damaged, so what was the best until now is not known (%s).", place, error)
+            logger.warning("%s is damaged, so the best result so far is unknown (%s).", place, error)
             return
         if value is not None:
             self.value = value

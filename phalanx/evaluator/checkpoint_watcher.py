@@ -2,8 +2,8 @@
 
 Ours are renamed to their names when they are whole. Keras writes in place, so its files are there while they are being
 written, may be read only when they have been left alone for a while, and may be written again. They are never opened
-where they are by anything that locks them: HDF5 refuses to *write* a file that somebody else has open, and the training
-would fail for its evaluator. What is evaluated is a copy, made while the file stayed as it was.
+where they are by anything that locks them: HDF5 refuses to *write* a file that another process has open, and the
+training would fail for its evaluator. What is evaluated is a copy, made while the file stayed as it was.
 
               seen, or written again            whole, and left alone for DELIVERY_TIMEOUT_S
     absent  ------------------------> pending -------------------------------------> taken
@@ -221,7 +221,7 @@ def _extract(archive: Path, weights: Path) -> None:
             with content.open(_WEIGHTS_IN_KERAS) as source, open(weights, "wb") as target:
                 shutil.copyfileobj(source, target, 1 << 20)
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
-        raise DamagedCheckpointError(f"it is no whole file of Keras ({error})") from error
+        raise DamagedCheckpointError(f"it is not a complete Keras file ({error})") from error
 
 
 def _step_of(weights: Path, name: str) -> int:
@@ -233,6 +233,6 @@ def _step_of(weights: Path, name: str) -> int:
             if isinstance(iterations, h5py.Dataset) and iterations.shape == ():
                 return int(iterations[()])
     except (OSError, RuntimeError, KeyError) as error:
-        raise DamagedCheckpointError(f"it is no whole file of weights ({error})") from error
+        raise DamagedCheckpointError(f"it is not a complete weights file ({error})") from error
     number = _LAST_NUMBER.search(name.removesuffix(SUFFIX).removesuffix(KERAS_SUFFIX))
     return int(number[1]) if number else 0

@@ -38,7 +38,7 @@ LOGS = "validation"
 
 
 class SidecarEvaluator:
-    """Evaluates each new checkpoint of a training job, beside the job, until the job is over.
+    """Evaluates each new checkpoint of a training job, in a separate process, until the job is over.
 
     >>> strategy = phalanx.MultiWorkerMirroredStrategy()  # doctest: +SKIP
     >>> if strategy.cluster_resolver.task_type == "evaluator":  # doctest: +SKIP
@@ -47,9 +47,9 @@ class SidecarEvaluator:
     ...     model.fit(x, y, callbacks=[keras.callbacks.ModelCheckpoint("runs/1/{epoch}.weights.h5",
     ...                                                                save_weights_only=True)])
 
-    It begins with the newest checkpoint that is there and then takes each new one, in the order in which they were
-    written; one that is deleted before its turn is left out. It takes what a `Supervisor` saves, and what Keras's
-    `ModelCheckpoint` and `BackupAndRestore` write: `.weights.h5` and `.keras`.
+    It begins with the newest checkpoint and then evaluates each later one, in the order of writing; it skips one that
+    is deleted before its turn. It reads the files of a `Supervisor`, and those of Keras's `ModelCheckpoint` and
+    `BackupAndRestore`: `.weights.h5` and `.keras`.
 
     Args:
         model: built and compiled, the same as in training.
@@ -57,17 +57,17 @@ class SidecarEvaluator:
             for each checkpoint.
         checkpoint_dir: where the chief saves.
         steps: batches of each evaluation; None: all.
-        max_evaluations: end after so many evaluations; None: with the job.
+        max_evaluations: stop after this many evaluations; None: with the job.
         callbacks: of Keras, for `evaluate`; `model.optimizer.iterations` is the step of the checkpoint.
         log_dir: for event files; `evaluation_<metric>_vs_iterations` is in its subdirectory `validation`.
-        monitor: the metric by which the best checkpoint is kept, as `best_evaluation.*` in `checkpoint_dir`; None: none
-            is kept.
+        monitor: the metric by which the best checkpoint is kept, as `best_evaluation.*` in `checkpoint_dir`; None
+            keeps none.
         mode: "min", "max" or "auto".
         batch_size: as in `model.evaluate`.
         verbose: as in `model.evaluate`.
         cluster_resolver: where the cluster and this task come from; None: as for strategies.
-        patience_s: if no port tells whether the job continues (one worker by hand, no cluster): seconds without a new
-            checkpoint after which it counts as over.
+        patience_s: if no port shows whether the job continues (one worker started by hand, no cluster): seconds
+            without a new checkpoint after which the job counts as over.
 
     Attributes:
         evaluations: how many there were.
@@ -119,7 +119,7 @@ class SidecarEvaluator:
         self._spec, self._task = resolver.cluster_spec(), resolver.task()
         if self._spec and self._task is not None and self._task.type != EVALUATOR:
             raise ConfigurationError(
-                f"This process is {self._task}, which takes part in the training; an evaluator waits for its end. "
+                f"This process is {self._task}, which takes part in training, whose end an evaluator would wait for. "
                 f"Start it as a task of type 'evaluator' (`phalanx run --evaluator`, or task.type in TF_CONFIG)."
             )
         self._writer = None if log_dir is None else EventWriter(Path(log_dir) / LOGS)
@@ -132,12 +132,12 @@ class SidecarEvaluator:
         return None if self._best is None else self._best.value
 
     def start(self) -> None:
-        """Evaluate until the job is over, or there were `max_evaluations`.
+        """Evaluate until the job is over, or `max_evaluations` times.
 
         Raises:
-            RendezvousError: neither the job nor a checkpoint came in time.
+            RendezvousError: neither the job nor a checkpoint appeared in time.
             ConfigurationError: the checkpoints are of another model; there is no metric `monitor`.
-            OSError: the best cannot be written.
+            OSError: the best checkpoint cannot be written.
         """
         config = JobConfig.from_environment()
         end = JobEndDetector(patience(config, self._patience_s), time.monotonic(), launched=config.has_explicit_job_id)
@@ -176,7 +176,8 @@ class SidecarEvaluator:
                 f"same directory on the same file system?"
             )
         logger.warning(
-            "The job ended, and no whole checkpoint was in %s%s. Save there with a Supervisor or ModelCheckpoint.",
+            "The job ended, and there was no complete checkpoint in %s%s. Save there with a Supervisor or "
+            "ModelCheckpoint.",
             self._directory,
             hint,
         )

@@ -29,7 +29,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         ConfigurationError, DisagreementError: as for a strategy.
     """
     if comm:
-        raise UnsupportedError("hvd.init(comm=...) needs MPI; Phalanx does without. Use hvd.add_process_set(ranks).")
+        raise UnsupportedError(
+            "hvd.init(comm=...) needs MPI; Phalanx does not use MPI. Use hvd.add_process_set(ranks)."
+        )
     fresh = not is_joined()
     job = join_job()
     if fresh:

@@ -127,8 +127,8 @@ class Controller:
                 self._queued.setdefault(request.name, deque()).append(handle)
             else:
                 raise DuplicateNameError(
-                    f"{request.name!r} is under way already: an operation of this name was started and has not "
-                    f"finished. Give operations that run at the same time different names, or synchronize first."
+                    f"{request.name!r} is already running: an operation of this name has not finished. Give "
+                    f"operations that run at the same time different names, or synchronize first."
                 )
             if wake:
                 self._wake()

@@ -72,7 +72,7 @@ def run(
             f"script.py`."
         )
     if use_mpi or mpi_args:
-        raise UnsupportedError("hvd.run(use_mpi=True) needs MPI; Phalanx does without. Leave it out.")
+        raise UnsupportedError("hvd.run(use_mpi=True) needs MPI; Phalanx does not use MPI. Leave it out.")
     if executable not in (None, sys.executable):
         raise UnsupportedError(f"hvd.run starts this Python, {sys.executable}, and not {executable}.")
     if hosts is not None and hostfile is not None:

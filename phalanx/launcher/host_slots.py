@@ -113,12 +113,12 @@ def parse_discovered(text: str, slots: int) -> list[HostShare]:
             continue
         match = _ENTRY.fullmatch(entry)
         if match is None or len(match["workers"] or "") > SLOT_DIGITS:
-            raise ConfigurationError(f"{entry[:80]!r} is not a host. It should be `name:slots`, or `name`.")
+            raise ConfigurationError(f"{entry[:80]!r} is not a host. Write `name:slots`, or `name`.")
         share = HostShare(match["name"], int(match["workers"] or slots), match["user"])
         # This host has several names, and its cores must be divided once.
         known = shares.setdefault("localhost" if share.is_here else share.name, share)
         if (share.workers, share.user) != (known.workers, known.user):
-            raise ConfigurationError(f"{share.name} is there twice, with different slots.")
+            raise ConfigurationError(f"{share.name} is listed twice, with different slots.")
     return [share for share in shares.values() if share.workers]
 
 
@@ -169,7 +169,7 @@ def choose_hosts(
         workers = places
     if workers > places:
         raise ConfigurationError(
-            f"{workers} workers are wanted, and the hosts have {places} places. Give more hosts, or larger numbers, "
+            f"{workers} workers are requested, and the hosts have {places} places. Give more hosts, or larger numbers, "
             f"for example --hosts {shares[0].name}:{shares[0].workers + workers - places}."
         )
     if every_place:
@@ -196,7 +196,7 @@ def check_interfaces(names: str | None, shares: Sequence[HostShare]) -> None:
         raise ConfigurationError(f"--network-interfaces: this host has no {unknown[0]!r}; it has {', '.join(known)}.")
     if len(shares) > 1:
         raise ConfigurationError(
-            "--network-interfaces: which network is used follows from the hosts' names. Leave the option out, and name "
+            "--network-interfaces: the hosts' names determine which network is used. Leave the option out, and name "
             "the hosts in --hosts by their names or addresses in that network."
         )
 

@@ -41,7 +41,7 @@ def launch(
     Each process is a worker of one job with its own cores, so `phalanx.MultiWorkerMirroredStrategy()` inside
     the function finds the others. The function may be defined in a notebook; it, its arguments and its
     results are pickled (by cloudpickle) between this process and its own children. Imports belong inside the
-    function, or each worker imports what the function refers to before it knows its backend.
+    function, so that a worker does not import Keras before its backend is set.
 
     Args:
         function: what each worker calls.
@@ -52,10 +52,10 @@ def launch(
         log_dir: directory for one log file per task, and for the failure report if the job fails.
         start_timeout_s: seconds that the workers wait for each other at the start; more than 0.
 
-    Whatever leaves this function, KeyboardInterrupt included, all workers have ended by then.
+    All workers have exited when this function returns or raises, KeyboardInterrupt included.
 
     Raises:
-        Exception: the error of the worker that was the cause of the failure, with that worker's traceback as its
+        Exception: the error of the worker that caused the failure, with that worker's traceback as its
             `__cause__`.
         PeerLostError: a worker died without an error.
 

@@ -163,19 +163,19 @@ def _own_program() -> Program:
     if TFConfigClusterResolver().cluster_spec() or process_environment().get(JOB_ID):
         raise ConfigurationError(
             "This process is already a task of a job (TF_CONFIG is set), and cannot start local replicas of "
-            "its own. Use MultiWorkerMirroredStrategy here, or start the program plainly: python train.py."
+            "its own. Use MultiWorkerMirroredStrategy here, or start the program without a cluster: python train.py."
         )
     if multiprocessing.parent_process() is not None:
         raise ConfigurationError(
             "This process was started by multiprocessing, so there is no program to run again for the other "
-            "replicas. Make the strategy in the main process, or pass a function to phalanx.launch."
+            "replicas. Create the strategy in the main process, or pass a function to phalanx.launch."
         )
     interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive) or "ipykernel" in sys.modules
     program = None if interactive else parse_command(sys.orig_argv)
     if program is None:
         raise ConfigurationError(
-            "A strategy of local replicas runs the same program again for the others, and a notebook or an "
-            "interactive session is no program. Put the training into a function and call "
+            "A strategy of local replicas runs the same program again for the others, which is impossible in a "
+            "notebook or an interactive session. Put the training into a function and call "
             "phalanx.launch(function, workers=N) with MultiWorkerMirroredStrategy inside it."
         )
     return program
@@ -244,7 +244,7 @@ class _ReplicaSupervisor(JobObserver):
 
     def raise_failure(self) -> None:
         if self._has_crashed:
-            raise PhalanxError("The supervision of the local replicas failed, and ended them; see the log.")
+            raise PhalanxError("The supervisor of the local replicas failed and stopped them; see the log.")
         failure = self.failure
         if failure is not None and failure.verdict.cause is not None:
             cause = failure.verdict.cause

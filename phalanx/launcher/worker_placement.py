@@ -24,7 +24,7 @@ from phalanx.launcher.worker_environment import job_settings
 SECRET_BYTES = 32
 # ssh with a slow name service, and Python's start on a cold file system.
 START_TIMEOUT_S = 60.0
-# Practically for ever, and within the limit of the operating system's waits (2**31 ms).
+# Practically forever, and within the limit of the operating system's waits (2**31 ms).
 LONGEST_START_S = 1e6
 # For a restarted task to answer again; a busy host takes long to import a backend.
 RETURN_TIMEOUT_S = 120.0

@@ -85,9 +85,7 @@ def connect_first(
             raise failure
         task, _ = candidates(0.0)[0]
         if now > deadline:
-            raise RendezvousError(
-                f"{task} did not come to the job in time ({failure}). Start it with the same cluster."
-            )
+            raise RendezvousError(f"{task} did not join the job in time ({failure}). Start it with the same cluster.")
         if not has_noticed and now - started_at > NOTICE_AFTER_S:
             has_noticed = True
             logger.warning("%s waits, for up to %.0f s, for %s: %s", me.task, deadline - now, task, failure)

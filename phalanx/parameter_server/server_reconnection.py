@@ -179,7 +179,7 @@ class ServerReconnection:
         if not self.return_s:
             raise peer_lost(str(task), "training", why) from cause
         other = ", or for its copy" if self._is_replicated else ""
-        logger.warning("%s is gone; waiting up to %g s for it to come back%s.", task, self.return_s, other)
+        logger.warning("%s is lost; waiting up to %g s for it to return%s.", task, self.return_s, other)
         until = time.monotonic() + self.return_s
         # A lost server may have led several groups. All of them must know this worker's position before one is waited
         # for: the other workers may wait for this one there.
@@ -204,7 +204,7 @@ class ServerReconnection:
                 if time.monotonic() > until:
                     raise peer_lost(str(task), "training", why) from error
             except RendezvousError as error:
-                raise peer_lost(str(task), f"training; it did not come back within {self.return_s:g} s", why) from error
+                raise peer_lost(str(task), f"training; it did not return within {self.return_s:g} s", why) from error
         logger.warning("%s is back.", self.leader_of(group))
 
     def _rejoin(self, connection: ServerConnection, until: float) -> Sequence[RequestArrays]:

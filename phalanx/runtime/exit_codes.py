@@ -86,8 +86,8 @@ MEANINGS: dict[int, Meaning] = {
     errors.SupersededError.exit_code: Meaning(
         "SupersededError",
         "another process has claimed the directory to which the task wrote its checkpoints",
-        "nothing, if the task was cut off from its job, which goes on elsewhere; otherwise that each job has a "
-        "directory of its own",
+        "nothing, if the task was cut off from its job, which continues elsewhere; otherwise that each job has its "
+        "own directory",
     ),
     errors.PreemptedError.exit_code: Meaning(
         "PreemptedError",
@@ -114,7 +114,7 @@ MEANINGS: dict[int, Meaning] = {
         "the stack below; versions of the backend and of other native packages",
     ),
     SIGNAL_BASE + signal.SIGABRT: Meaning(
-        "abort", "native code gave up", "the last lines of the task's output; versions of the backend"
+        "abort", "native code aborted", "the last lines of the task's output; versions of the backend"
     ),
     SIGNAL_BASE + signal.SIGBUS: Meaning(
         "bus error",
@@ -149,7 +149,7 @@ def describe_exit(returncode: int | None) -> str:
     if returncode < 0:
         return f"was killed by {signal_name(-returncode)}"
     if returncode == errors.EvictedError.exit_code:
-        return "was left out by the others"
+        return "was evicted"
     return f"ended with exit code {returncode}"
 
 

@@ -51,7 +51,7 @@ def end_because(error: Exception, *, within_s: float, at_once: bool = False) -> 
     """End this process from any thread, as `error` would if the main thread did not catch it.
 
     Args:
-        error: the main thread may wait for ever for what it has made impossible.
+        error: the main thread may wait forever for what it has made impossible.
         within_s: how long the exit handlers may take.
         at_once: whether to leave them out.
     """

@@ -204,9 +204,9 @@ class WriteClaim:
     def _superseded(self, owner: Owner | None) -> SupersededError:
         now = "its claim was deleted" if owner is None else f"it belongs to {owner} now"
         return SupersededError(
-            f"This process may no longer write to {self.directory}: {now}. It has written nothing since, and stops. If "
-            f"it was cut off from its job, the job goes on without it, and nothing is to be done. If two jobs were "
-            f"given this directory, give each its own."
+            f"This process may no longer write to {self.directory}: {now}. It has written nothing since then, and "
+            f"stops. If it was cut off from its job, the job continues without it, and you need not do anything. If "
+            f"two jobs were given this directory, give each its own."
         )
 
 
@@ -239,7 +239,7 @@ def _locked(path: Path) -> Iterator[None]:
                         _unlock(file)
                     return
         if time.monotonic() > deadline:
-            raise OSError(errno.ETIMEDOUT, "Another process has it locked, and may be stopped", str(path))
+            raise OSError(errno.ETIMEDOUT, "Another process has locked it, and may be stopped", str(path))
         time.sleep(POLL_S)
 
 

@@ -29,12 +29,12 @@ def _default() -> Strategy:
 
 
 def get_strategy() -> Strategy:
-    """The strategy whose scope this code is in; outside of all, one with a single replica."""
+    """The strategy whose scope this code is in; outside of any scope, one with a single replica."""
     return replica_context.current_strategy() or _default()
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """What code inside `strategy.run` may ask and do; None inside a scope but outside `run`, as in `tf.distribute`."""
+    """What code inside `strategy.run` may use; None inside a scope but outside `run`, as in `tf.distribute`."""
     if in_cross_replica_context():
         return None
     return current_replica_context() or ReplicaContext(_default())

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class State:
-    """The state of a custom loop, equal on all members.
+    """The state of a custom training loop, equal on all members.
 
     Args:
         model: a Keras model; its weights, layer state and optimizer, if it is compiled.
@@ -78,8 +78,9 @@ class State:
         self._callbacks += callbacks
 
     def commit(self) -> None:
-        """Keep the present state: a change of the members returns to it. Copies the model; if that takes long, commit
-        every few steps, and at the same steps on all members.
+        """Keep the current state: when the membership changes, all members return to it.
+
+        Copies the model; if that takes long, commit every few steps, at the same steps on all members.
 
         Raises: MembershipChangedError, for `run`, if others joined while the loop was in methods of Keras.
         """
@@ -188,7 +189,7 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
 
 
 class _CustomLoop:
-    """A custom loop that strategies run; see `generation_loop.ElasticProgram`."""
+    """A custom training loop that strategies run; see `generation_loop.ElasticProgram`."""
 
     def __init__(self, replica: Replica, group: ElasticGroup, state: State):
         self._replica, self._group, self._state = replica, group, state

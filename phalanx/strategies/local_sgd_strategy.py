@@ -19,11 +19,11 @@ INNER_STEPS = 500
 
 
 class LocalSGDStrategy(MultiWorkerMirroredStrategy):
-    """Every replica trains on its part of each global batch by itself; every `sync_every` steps all take the mean of
-    their weights (Stich 2019, Local SGD converges fast and communicates little).
+    """Every replica trains on its part of each global batch; every `sync_every` steps they average their weights (Stich
+    2019, Local SGD converges fast and communicates little).
 
     `fit` is as with `MultiWorkerMirroredStrategy`: `batch_size` is that of the global batch, History and metrics are
-    the job's, and at the end of each epoch all replicas have the same weights, also where its steps are no multiple of
+    the job's, and at the end of each epoch all replicas have the same weights, even if its steps are no multiple of
     `sync_every`. With `sync_every=1` and plain SGD the numbers are those of synchronous training. `train_on_batch`
     takes synchronous steps.
 
@@ -55,7 +55,7 @@ class LocalSGDStrategy(MultiWorkerMirroredStrategy):
 
 
 class DiLoCoStrategy(MultiWorkerMirroredStrategy):
-    """As `LocalSGDStrategy`, and what the replicas have done in `sync_every` steps is an outer optimizer's gradient
+    """Like `LocalSGDStrategy`, but the progress of `sync_every` steps is the gradient of an outer optimizer
     (Douillard et al. 2023, DiLoCo: Distributed low-communication training of language models).
 
     Args:

@@ -20,13 +20,13 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
 
     Args:
         per_example_loss: shape (local batch, ...). The losses of one example (of its pixels, its words) are summed:
-            give their mean where that is meant.
+            pass their mean if you want the mean.
         sample_weight: of each example, or of each of its losses.
         global_batch_size: over all replicas. None: the local size times the number of replicas, which is wrong for
             uneven batches.
 
     Returns: 0 for a batch without examples.
-    Raises: ConfigurationError for a scalar: the mean that a loss makes itself is that of one replica's batch.
+    Raises: ConfigurationError for a scalar: the mean that a loss computes is that of one replica's batch.
     """
     losses = keras.ops.convert_to_tensor(per_example_loss)
     if keras.ops.ndim(losses) == 0:

@@ -27,8 +27,8 @@ class MirroredStrategy(Strategy):
 
     Args:
         devices: a number of replicas, or one device for each: ["cpu:0", "cpu:1"], ["/gpu:0", "/gpu:1"]. None: one for
-            each GPU, or a single replica where there is none.
-        cross_device_ops: how gradients are merged; None: as is fastest.
+            each GPU, or a single replica if there is none.
+        cross_device_ops: how gradients are merged; None: the fastest way.
         compression: as for `MultiWorkerMirroredStrategy`. On one host it saves no time.
         synchronized_batch_norm: as for `MultiWorkerMirroredStrategy`.
 

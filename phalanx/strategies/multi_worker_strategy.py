@@ -16,22 +16,22 @@ from phalanx.training.training_policy import TrainingPolicy
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on the workers of a cluster (`tf.distribute.MultiWorkerMirroredStrategy`).
 
-    Making one waits until all workers have made theirs, at most PHALANX_RENDEZVOUS_TIMEOUT seconds. A task of type
-    `evaluator` is a world of its own.
+    Creating one waits until all workers have created theirs, at most PHALANX_RENDEZVOUS_TIMEOUT seconds. A task of
+    type `evaluator` trains alone.
 
     Args:
-        cluster_resolver: where the cluster and this task come from. None: TF_CONFIG, or what Slurm, MPI or Kubernetes
-            say; without any of them this process is alone.
+        cluster_resolver: where the cluster and this task come from. None: TF_CONFIG, or the environment of Slurm, MPI
+            or Kubernetes; without any of them this process trains alone.
         communication_options: see `CommunicationOptions`.
         communication: the older form, a `CollectiveCommunication`.
-        compression: how gradients travel: "float16", "bfloat16", "int8", "top_k", "power_sgd", or an object of
-            `phalanx.compression`; None: with all their bits.
+        compression: how gradients are compressed: "float16", "bfloat16", "int8", "top_k", "power_sgd", or an object of
+            `phalanx.compression`; None: not at all.
         synchronized_batch_norm: normalize over the global batch in all `BatchNormalization` layers, as if they had
-            `synchronized=True`. False: in those alone that have it.
+            `synchronized=True`. False: only in those that have it.
 
     Raises:
-        ConfigurationError: the cluster is described wrongly; the message says where.
-        RendezvousError: a task did not come in time; the message names it.
+        ConfigurationError: the description of the cluster is invalid; the message says where.
+        RendezvousError: a task did not connect in time; the message names it.
         DisagreementError: tasks differ in what must be equal.
     """
 

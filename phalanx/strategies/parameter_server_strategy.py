@@ -75,7 +75,7 @@ class ParameterServerStrategy(Strategy):
 
     Raises:
         ConfigurationError: the description of the cluster is invalid, or has no `ps`.
-        RendezvousError: a server did not come in time; the message names it.
+        RendezvousError: a server did not connect in time; the message names it.
         DisagreementError: tasks differ in what must be equal.
     """
 

@@ -26,7 +26,7 @@ _stack = _Stack()
 
 
 class ReplicaContext:
-    """What code inside `strategy.run` may ask and do (`tf.distribute.ReplicaContext`)."""
+    """What code inside `strategy.run` may use (`tf.distribute.ReplicaContext`)."""
 
     def __init__(self, strategy: Strategy):
         self._strategy = strategy

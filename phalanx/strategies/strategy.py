@@ -48,10 +48,10 @@ class ValueContext:
 
 
 class Strategy:
-    """How a model is trained on several replicas. Made through its subclasses.
+    """How a model is trained on several replicas. Create one of its subclasses.
 
-    A model made or compiled inside `scope()` is trained by `fit` on all replicas together. Leaving the scope changes
-    nothing for it.
+    `fit` trains a model that was created or compiled inside `scope()` on all replicas together, also after you leave
+    the scope.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Strategy:
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise ConfigurationError(
-            f"A {type(self).__name__} belongs to the process that made it, and cannot be pickled. A function for "
-            f"phalanx.launch or another process must make its own, inside of it."
+            f"A {type(self).__name__} belongs to the process that created it, and cannot be pickled. A function for "
+            f"phalanx.launch or another process must create its own strategy."
         )
 
     @property
@@ -95,13 +95,13 @@ class Strategy:
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What the cluster was read from; None where there is none."""
+        """The resolver that described the cluster; None if there is none."""
         return self._cluster_resolver
 
     @property
     def rank(self) -> int:
-        """This replica's number, 0 to `num_replicas_in_sync` - 1; 0 is the chief. Who came late and waits to be let
-        in is never 0."""
+        """This replica's number, 0 to `num_replicas_in_sync` - 1; 0 is the chief. A process that waits to join is
+        never 0."""
         replica = self._replica
         return max(1, replica.replicas - 1) if replica.is_candidate else replica.rank
 
@@ -119,11 +119,11 @@ class Strategy:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this process has sent to merge values until now, those through shared memory included."""
+        """Bytes that this process has sent so far to merge values, through shared memory too."""
         return self._replica.communicator.statistics.bytes_sent
 
     def communication_summary(self) -> str:
-        """What this replica has sent until now, in a line for the reader."""
+        """What this replica has sent so far, as one line of text."""
         sent, network, collectives, _ = self._replica.communicator.statistics
         way = "shared memory" if not network else "the network" if network == sent else "network and shared memory"
         period = self._policy.period
@@ -142,7 +142,7 @@ class Strategy:
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Models made or compiled inside belong to this strategy."""
+        """Models created or compiled inside belong to this strategy."""
         install_hook()
         with replica_context.entered(self), making_placed(self.placement):
             yield self
@@ -185,8 +185,8 @@ class Strategy:
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """The replicas' values merged into one, on every replica.
 
-        Sums and means can be differentiated on TensorFlow and PyTorch: what flows back into each replica is the sum
-        (mean) of what flows back on all. So every replica must differentiate where one does.
+        Sums and means can be differentiated on TensorFlow and PyTorch: the gradient on each replica is the sum (mean)
+        of the gradients on all. So if one replica differentiates, every replica must.
 
         Args:
             reduce_op: "SUM" or "MEAN" (also "MIN", "MAX", "PRODUCT"), or a `ReduceOp`, also `tf.distribute`'s.
@@ -240,8 +240,8 @@ class Strategy:
     def gather(self, value: Any, axis: int) -> Any:
         """The replicas' values, concatenated along `axis` in rank order, on every replica. Other axes must agree.
 
-        It can be differentiated on TensorFlow and PyTorch: into a replica's values flows back the sum of what flows
-        back on all. So every replica must differentiate where one does.
+        It can be differentiated on TensorFlow and PyTorch: the gradient of a replica's values is the sum of the
+        gradients on all. So if one replica differentiates, every replica must.
         """
 
         def merge(arrays: list[Array]) -> list[Array]:
@@ -273,11 +273,11 @@ class Strategy:
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[data.InputContext], Any], options: Any = None
     ) -> data.DistributedDataset:
-        """This replica's own dataset, of local batches, made by `dataset_fn(InputContext)`."""
+        """This replica's own dataset, of local batches, created by `dataset_fn(InputContext)`."""
         return data.distribute_from_function(dataset_fn, **self._input_arguments())
 
     def explain_sharding(self, dataset: Any, *, batch_size: int | None = None) -> str:
-        """What each replica will read of an input of `fit`, and why. A local question: no other replica is asked."""
+        """What each replica will read of an input of `fit`, and why. Does not communicate."""
         source = data.shard_input(
             dataset,
             batch_size=batch_size,

@@ -167,7 +167,9 @@ class ManagedSession:
         try:
             checkpoint = checkpoint_directory.read(Path(save_path))
         except checkpoint_directory.DamagedCheckpointError as error:
-            raise ConfigurationError(f"{error} Give another one, or none to take the newest that is whole.") from error
+            raise ConfigurationError(
+                f"{error} Give another one, or none to restore the newest complete one."
+            ) from error
         checkpoint_directory.load(self.model, checkpoint.path)
         self.restored = checkpoint
 

@@ -18,7 +18,7 @@ class Saver:
     """Saves and restores the model of a managed session.
 
     Args:
-        max_to_keep: how many of the newest checkpoints stay; None or 0: all.
+        max_to_keep: how many of the newest checkpoints are kept; None or 0: all.
     """
 
     def __init__(self, max_to_keep: int | None = DEFAULT_MAX_TO_KEEP):
@@ -40,7 +40,7 @@ class Saver:
             save_path: the directory and the beginning of the name; None: `Supervisor.save_path`.
             global_step: for the name; None: the session's.
 
-        Returns: the file that was written; None on another worker than the chief, where nothing is.
+        Returns: the file that was written; None on other workers than the chief, which write nothing.
 
         Raises: OSError if it cannot be written.
         """

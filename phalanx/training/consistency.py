@@ -72,9 +72,9 @@ def compare_samples(source: ShardedInput, replica: Replica) -> None:
     same = [_same(sample, samples[0]) for sample in samples]
     if not all(same):
         raise DisagreementError(
-            f"The ranks were given different data: the values of rank {same.index(False)} are not those of rank 0, or "
-            f"stand in another order. Every rank must pass the same data; Phalanx divides it. {_SEEDS} To give each "
-            f"rank its own data, use `strategy.distribute_datasets_from_function`."
+            f"The ranks were given different data: the values of rank {same.index(False)} differ from those of rank "
+            f"0, or are in another order. Every rank must pass the same data; Phalanx divides it. {_SEEDS} To give "
+            f"each rank its own data, use `strategy.distribute_datasets_from_function`."
         )
 
 

@@ -207,7 +207,7 @@ class ElasticRecovery:
                 # The chief sends the state. A candidate that has become rank 0 has outlived all that had it.
                 if replica.rank == 0:
                     raise PeerLostError(
-                        "All members that had the state of the job were lost.", rank=0, task="chief", host=""
+                        "All members that had the job's state were lost.", rank=0, task="chief", host=""
                     )
                 payload = replica.communicator.broadcast_bytes(b"")
                 self._state.stepper.admit()

@@ -151,8 +151,8 @@ class ParameterServerTrainer:
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Not supported."""
         raise UnsupportedError(
-            "train_on_batch() is not supported with parameter servers: who trains on which batch is decided by the "
-            "servers. Use fit(), with a callback for what is to happen between batches."
+            "train_on_batch() is not supported with parameter servers: the servers decide who trains on which batch. "
+            "Use fit(), with a callback for actions between batches."
         )
 
     # For callbacks, in the middle of `fit`.

@@ -131,7 +131,9 @@ class RemoteModel:
         """On the chief: the tables of which single rows travel."""
         wanted = self._worker.embedding_rows
         if wanted is not False and found and callback_list.saves_between_batches(callbacks):
-            logger.warning("All rows of embeddings travel, because a callback saves the model between batches.")
+            logger.warning(
+                "Whole embedding tables are sent at every step, because a callback saves the model between batches."
+            )
             wanted = False
         sample = self._sample
         return select_tables(found, wanted, lambda tables: SparseEmbeddings(self.model, tables).count(sample))
@@ -142,7 +144,7 @@ class RemoteModel:
         for table in tables:
             if table.problem:
                 raise DisagreementError(
-                    f"On the chief single rows of the table {table} travel; on this task they cannot, because "
+                    f"The chief sends single rows of the table {table}; this task cannot, because "
                     f"{table.problem}. Every task must build the same model, or pass embedding_rows=False to "
                     f"ParameterServerStrategy."
                 )

@@ -66,8 +66,8 @@ class ReplicaTrainer:
             except EntryOverError as over:
                 history = decode_history(over.result, self._model)
                 logger.warning(
-                    "This worker came when this fit() was over: its model has the weights of before, until it is let "
-                    "in at another fit(), and it overwrites no file."
+                    "This worker joined after this fit() had ended. Its model keeps its previous weights until "
+                    "another fit() begins, and it overwrites no file."
                 )
         return history
 
@@ -204,8 +204,8 @@ class ReplicaTrainer:
     def _batches_of_one(self, method: str, x: Any, y: Any = None, sample_weight: Any = None) -> JointBatches:
         if self._replica.is_candidate:
             raise UnsupportedError(
-                "This worker came to the job when it ran already, and single batches (`train_on_batch`) are not kept "
-                "for those who come later. Use `fit`, or a loop under `phalanx.elastic.run`."
+                "This worker joined a running job, and single batches (`train_on_batch`) are not kept for workers "
+                "that join later. Use `fit`, or a loop under `phalanx.elastic.run`."
             )
         return self._replica_model.single_batch(method, x, y, sample_weight)
 

@@ -37,7 +37,7 @@ def save(
         logger.warning("%s is not overwritten: this worker joined late and may lack what others have saved.", filepath)
         return None
     if member is not None and not overwrite and not member.is_chief and os.path.exists(filepath):
-        logger.warning("%s exists and is not overwritten: only the chief asks whether to overwrite it.", filepath)
+        logger.warning("%s exists and is not overwritten: only the chief checks whether to overwrite it.", filepath)
         return None
     suffixes = SAVED_SUFFIXES[method.name]
     is_special = member is None or not overwrite or args or kwargs

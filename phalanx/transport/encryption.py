@@ -125,7 +125,7 @@ class RecordReader:
         try:
             aead.decrypt_into(nonce, sealed, head, opened)
         except InvalidTag as error:
-            raise FrameError("what arrived was changed on its way, or comes from someone else") from error
+            raise FrameError("the data was changed on its way, or comes from another sender") from error
         self._filled, self._end, self._plain = 0, _LENGTH.size, opened
         return True
 

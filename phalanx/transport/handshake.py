@@ -170,7 +170,7 @@ class Handshake:
         try:
             agreed = self._key.exchange(X25519PublicKey.from_public_bytes(other[-PUBLIC_KEY_BYTES:]))
         except ValueError as error:
-            raise HandshakeError("its public key is not one") from error
+            raise HandshakeError("its public key is invalid") from error
         is_dialer = self._role is Role.DIALER
         openings = (self._opening, other) if is_dialer else (other, self._opening)
         length = 2 * (PROOF_BYTES + KEY_BYTES)

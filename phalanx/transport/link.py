@@ -192,8 +192,8 @@ class Link:
         silence_s = 0.0 if self._closed else tcp_state.host_silence_s(self._sock)
         if silence_s >= SILENT_HOST_S:
             raise LinkClosedError(
-                f"the host of {self.peer} has not answered for {silence_s:.0f} s, with data on the way "
-                f"to it: the host or the network is down."
+                f"the host of {self.peer} has not answered for {silence_s:.0f} s, with data in flight to it: the host "
+                f"or the network is down."
             )
 
     def peer_closed(self) -> bool:

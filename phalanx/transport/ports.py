@@ -145,7 +145,7 @@ def _listen_on_ip(address: Address) -> socket.socket:
         if error.errno not in NO_SUCH_ADDRESS:
             raise
         logger.info(
-            "%s is no address of this host, as behind NAT or in a container: listening on all addresses.", address.host
+            "%s is not an address of this host (NAT, or a container): listening on all addresses.", address.host
         )
         return _listen_on_all(address.port)
 

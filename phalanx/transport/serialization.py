@@ -88,7 +88,7 @@ def _array(name: str, shape: list[int], content: bytes | list[Any]) -> np.ndarra
         return objects.reshape(shape)
     dtype = _number_type(name)
     if not isinstance(content, bytes) or math.prod(shape) * dtype.itemsize != len(content):
-        raise ValueError(f"{len(content)} bytes are no array of shape {shape} and dtype {dtype}")
+        raise ValueError(f"{len(content)} bytes are not an array of shape {shape} and dtype {dtype}")
     return np.ndarray(shape, dtype, bytearray(content))
 
 

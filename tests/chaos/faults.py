@@ -24,7 +24,7 @@ FILE_LIMIT_BYTES = 30_000
 """Where no small disk can be mounted, the size above which processes cannot write files: below that of a checkpoint."""
 FILLER = ".filler"
 NO_VICTIM_S = 120.0
-"""A job that is started again as a whole has somebody to meet a fault within this time."""
+"""A job that is started again as a whole has a member to meet a fault within this time."""
 
 Undo = Callable[[], None]
 
@@ -64,7 +64,7 @@ class Faults:
         self._has_disk = has_disk
 
     def do(self, fault: Fault) -> Done:
-        """Bring a fault about, now: as soon as there is somebody to meet it."""
+        """Bring a fault about, now: as soon as there is a member to meet it."""
         until = time.monotonic() + NO_VICTIM_S
         while not (members := self._job.members()) and self._job.code is None and time.monotonic() < until:
             time.sleep(0.05)

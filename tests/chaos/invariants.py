@@ -95,7 +95,7 @@ def _no_port(job: Job) -> list[str]:
 
 
 def _nothing_shared(before: set[str]) -> list[str]:
-    # Other jobs of this machine come and go meanwhile, but what they make is gone soon.
+    # Other jobs of this machine start and end meanwhile, but what they make is gone soon.
     left = _settled(lambda: sorted(name for name in shared_names() - before if name.startswith("phalanx")))
     return [f"/dev/shm has {left}"] if left else []
 

@@ -201,7 +201,7 @@ def test_if_no_worker_comes_the_chief_ends_with_their_names(start: Start) -> Non
     for name in ("worker/0", "worker/1"):
         tasks.send(name, signal.SIGKILL)
     assert tasks.ends("chief/0") == {"chief/0": RendezvousError.exit_code}
-    assert "No worker came to run functions within 10 s: worker/0, worker/1 are missing" in tasks.said("chief/0")
+    assert "No worker connected to run functions within 10 s: worker/0, worker/1 are missing" in tasks.said("chief/0")
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_an_interrupted_chief_ends_all_tasks(start: Start) -> None:
     codes = tasks.ends()
     assert codes.pop("chief/0") == -signal.SIGINT
     assert codes.pop("ps/0") == PeerLostError.exit_code
-    assert "chief/0 has ended with an error: KeyboardInterrupt" in tasks.said("ps/0")
+    assert "chief/0 failed with an error: KeyboardInterrupt" in tasks.said("ps/0")
     assert set(codes.values()) == {0}
     assert "KeyboardInterrupt" in tasks.said("chief/0")
 
@@ -258,7 +258,7 @@ def test_a_chief_that_was_stopped_for_a_while_goes_on_with_its_workers(start: St
     tasks.wait_for(lambda: len(running(tasks)) == 2, "both workers run a function")
     tasks.send("chief/0", signal.SIGSTOP)
     (tasks.folder / "go").touch()
-    tasks.wait_for(lambda: "Waiting for it to come back" in tasks.said("worker/0"), "a worker notices it")
+    tasks.wait_for(lambda: "Waiting for it to return" in tasks.said("worker/0"), "a worker notices it")
     tasks.send("chief/0", signal.SIGCONT)
     assert set(tasks.ends().values()) == {0}
 

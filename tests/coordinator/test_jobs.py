@@ -93,12 +93,12 @@ def test_an_error_that_cannot_travel_has_a_stand_in(found: Found, backend: str) 
 @pytest.mark.parametrize(
     ("what", "kind", "text"),
     [
-        ("lock", "UnsupportedError", "cannot travel to another task: cannot pickle '_thread.lock' object"),
+        ("lock", "UnsupportedError", "cannot be sent to another task: cannot pickle '_thread.lock' object"),
         ("generator", "UnsupportedError", "An argument of what_does_not_travel.<locals>"),
-        ("outside", "UnsupportedError", "was not made in strategy.scope() before the ClusterCoordinator"),
-        ("late", "UnsupportedError", "was not made in strategy.scope() before the ClusterCoordinator"),
+        ("outside", "UnsupportedError", "was not created in strategy.scope() before the ClusterCoordinator"),
+        ("late", "UnsupportedError", "was not created in strategy.scope() before the ClusterCoordinator"),
         ("called", "ConfigurationError", "schedule() got 5 to call"),
-        ("result", "UnsupportedError", "The result of the function cannot travel"),
+        ("result", "UnsupportedError", "The result of the function cannot be sent"),
         ("next", "UnsupportedError", "The iterators are the workers'"),
         ("run", "UnsupportedError", "for functions that a ClusterCoordinator has scheduled"),
         ("fit", "UnsupportedError", "fit() was called inside a function"),

@@ -16,7 +16,7 @@ import os, phalanx
 try:
     phalanx.config.set_memory_growth()
 except phalanx.ConfigurationError as error:
-    print("refused", "came too late" in str(error))
+    print("refused", "too late" in str(error))
 else:
     print(os.environ["TF_FORCE_GPU_ALLOW_GROWTH"], os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"])
     import keras

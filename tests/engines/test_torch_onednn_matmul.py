@@ -117,7 +117,7 @@ class Watching(torch.overrides.TorchFunctionMode):
 
 with products, Watching():
     keras.ops.matmul(a, b)
-assert not made, "somebody watches the operations"
+assert not made, "something watches the operations"
 
 torch.backends.mkldnn.enabled = False
 with products:

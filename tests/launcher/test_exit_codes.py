@@ -131,7 +131,7 @@ def test_an_error_raised_from_itself_has_an_end() -> None:
     [
         (-9, "was killed by SIGKILL"),
         (1, "ended with exit code 1"),
-        (errors.EvictedError.exit_code, "was left out by the others"),
+        (errors.EvictedError.exit_code, "was evicted"),
         (None, "was lost with its host"),
     ],
 )

@@ -129,7 +129,7 @@ def test_hosts_are_discovered_and_taken_back(run: Callable[..., Running], launch
 
 
 def test_all_hosts_are_replaced(run: Callable[..., Running], launcher: Launcher) -> None:
-    """Somebody who has the job's state stays until another one has it."""
+    """A worker that has the job's state stays until another one has it."""
     hosts(launcher.folder, f"{A}:2\n")
     job = run("--workers", "2:2", "--host-discovery-script", "cat hosts")
     job.takes_steps(0, members=2, host=A)

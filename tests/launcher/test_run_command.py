@@ -129,7 +129,7 @@ def test_a_module_a_package_folder_and_code_run_too(launcher: Launcher) -> None:
     [
         (["--worker", "2", "x.py"], r"No such option.* Did you mean '?--workers'?\?"),  # versions of click differ
         (["--workers", "2", "--bakend", "jax", "x.py"], r"Did you mean '?--backend'?\?"),
-        (["x.py", "--workers", "2"], "options of phalanx run stand before the script"),
+        (["x.py", "--workers", "2"], "options of phalanx run come before the script"),
         (["--workers", "2", "python3", "x.py"], "Leave out 'python3'"),
     ],
 )
@@ -891,7 +891,7 @@ def test_no_file_is_left_in_the_temporary_folders(launcher: Launcher) -> None:
         (["-n", "0", "x.py"], 2, "--workers"),
         (["-n", "9999999999", "x.py"], 2, "at most 99999 workers"),
         (["--hosts", "a:9999999999", "x.py"], 64, "at most 99999 workers"),
-        (["-np", "3", "--min-np", "4", "x.py"], 2, "must not descend"),
+        (["-np", "3", "--min-np", "4", "x.py"], 2, "ascending order"),
         (["-n", "2:3", "--max-np", "4", "x.py"], 2, "Use one of them"),
         (["-np", "3", "--min-np", "2", "--max-np", "4", "-H", "a:2", "x.py"], 64, "the hosts have 2 places"),
         (["-n", "2:4", "-H", "a:1", "x.py"], 64, "the hosts have 1 places"),

@@ -1,6 +1,6 @@
 """A program for jobs that are disturbed: `python -m tests.parameter_server.program FOLDER KIND EPOCHS`.
 
-It ends after so many epochs, or after the one in which somebody makes FOLDER/enough.
+It ends after so many epochs, or after the one in which a task makes FOLDER/enough.
 """
 
 from __future__ import annotations

@@ -348,7 +348,7 @@ def test_tables_that_are_worth_it_are_chosen(caplog: pytest.LogCaptureFixture) -
     assert select_tables([large, small, whole], "auto", lambda _: [64, 64]) == [large]
     assert select_tables([large], "auto", lambda _: [10_000]) == [], "a batch uses much of it"
     assert select_tables([large, small, whole], True, lambda _: [64, 64]) == [large, small]
-    assert "[300000, 16] travel at every step, because it has a regularizer" in caplog.text
+    assert "[300000, 16] are sent at every step, because it has a regularizer" in caplog.text
 
 
 def test_rows_of_several_workers_are_summed_by_number() -> None:

@@ -100,7 +100,7 @@ def test_a_killed_server_ends_the_workers_with_its_name(start: Start) -> None:
     tasks.send("ps/1", signal.SIGKILL)
     assert set(tasks.ends("worker/0", "worker/1", "ps/0").values()) == {PeerLostError.exit_code}
     assert "PeerLostError: lost ps/1" in tasks.said("worker/0")
-    assert "worker/0 has ended with an error: PeerLostError: lost ps/1" in tasks.said("ps/0")
+    assert "worker/0 failed with an error: PeerLostError: lost ps/1" in tasks.said("ps/0")
 
 
 def test_a_killed_chief_ends_the_others_with_its_name(start: Start) -> None:

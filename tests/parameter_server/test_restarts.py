@@ -55,7 +55,7 @@ def test_a_server_that_does_not_come_back_ends_all_with_its_name(start: Start, t
     tasks.send("ps/1", signal.SIGKILL)
     assert set(tasks.ends("worker/0", "worker/1").values()) == {PeerLostError.exit_code}
     # The worker that gives up first names the server; another may hear of the chief's end before.
-    reason = "lost ps/1 during training; it did not come back within 3 s"
+    reason = "lost ps/1 during training; it did not return within 3 s"
     assert reason in tasks.said("worker/0") + tasks.said("worker/1")
 
 

@@ -129,7 +129,7 @@ def test_a_strategy_that_comes_after_the_backends_threads_is_refused(backend, tm
     """PyTorch changes their number at any time."""
     code, output = run(LATE, backend, tmp_path)
     assert code == 1
-    assert "came too late" in output
+    assert "too late" in output
 
 
 def test_gpus_are_refused(monkeypatch) -> None:

@@ -279,7 +279,7 @@ def test_a_chief_that_is_lost_before_it_is_ready_is_named(
 @pytest.mark.parametrize("kind", ["replicas", "servers"])
 def test_a_chief_that_does_not_become_ready_is_named(start: Callable[..., Tasks], kind: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    # The chief waits for somebody who writes to it.
+    # The chief waits for a task that writes to it.
     os.mkfifo(tmp_path / "run" / "model.ckpt-000000001.weights.h5")
     limits = {"PHALANX_TIMEOUT": "8", "PHALANX_RENDEZVOUS_TIMEOUT": "40"}
     tasks = start(kind, "supervisor", 2, servers=int(kind == "servers"), workers=2, settings=limits)

@@ -121,7 +121,7 @@ def test_a_file_that_stays_damaged_is_left_out_with_a_warning(
     with caplog.at_level(logging.WARNING):
         assert watch.next() is None
     assert not watch.pending
-    assert f"{place} is left out: it is no whole file of weights" in caplog.text
+    assert f"{place} is left out: it is not a complete weights file" in caplog.text
     # Written again, it is another one.
     put(files[".weights.h5"], folder, "cut.weights.h5", at=5)
     assert settled(watch, clock) is not None

@@ -23,7 +23,7 @@ class KubernetesClusterResolver(ClusterResolver):
     ready), and a Job's pod template needs `subdomain: <service>`. All pods listen on the same port, 8888 or
     PHALANX_PORT_BASE.
 
-    Set PHALANX_NUM_WORKERS and PHALANX_SERVICE in the pod template, since Kubernetes does not provide them.
+    Set PHALANX_NUM_WORKERS and PHALANX_SERVICE in the pod template; Kubernetes does not provide them.
 
     Args:
         num_workers: the number of pods, instead of PHALANX_NUM_WORKERS.

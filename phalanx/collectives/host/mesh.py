@@ -326,7 +326,7 @@ class Mesh:
             if rank in ended or rank in hung_up:
                 self._poller.ignore(rank)
                 continue
-            # Not to read while a packet stays parked, or `poll` would return at once for ever.
+            # Not to read while a packet stays parked, or `poll` would return at once forever.
             is_parked = channel.parked and rank not in self._expected and not self._descriptions
             may_send = channel.sending and (throttle is None or throttle.available(channel.outgoing) > 0)
             self._poller.watch(rank, to_read=not is_parked, to_write=may_send)

@@ -121,7 +121,8 @@ class StallWatch:
         me = self._membership.me
         return CollectiveTimeoutError(
             f"{me.task} (rank {me.rank}) waited {waited_s:.1f} s in {call}, since {since}, for "
-            f"{member_names(self._membership, missing)}, which {'is' if len(missing) == 1 else 'are'} connected but did"
-            f" not come. Look whether that process hangs (`py-spy dump --pid PID`), is stopped, has more or other work "
-            f"per step than the rest, or ended its loop early. If it only needs longer, raise timeout_seconds."
+            f"{member_names(self._membership, missing)}, which {'is' if len(missing) == 1 else 'are'} connected but "
+            f"did not arrive. Check whether that process hangs (`py-spy dump --pid PID`), is stopped, has more or "
+            f"other work per step than the rest, or ended its loop early. If it only needs longer, raise "
+            f"timeout_seconds."
         )

@@ -104,9 +104,9 @@ class SSHHost:
                     answers = connection.answers()
                     if answers is None:
                         raise RendezvousError(
-                            f"ssh to {self.share.login} ended with exit code {connection.wait()} before the "
-                            "workers were started. Its message stands above. The host needs a login without password, "
-                            f"and Phalanx in the same place ({REMOTE_PYTHON} names its Python if that is elsewhere)."
+                            f"ssh to {self.share.login} ended with exit code {connection.wait()} before the workers "
+                            f"were started. Its message is above. The host needs a login without password, "
+                            f"and Phalanx at the same path ({REMOTE_PYTHON} names its Python if that is elsewhere)."
                         )
                     for answer in answers:
                         if isinstance(answer, Prepared):

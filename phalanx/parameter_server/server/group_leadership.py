@@ -3,7 +3,7 @@
 UNSETTLED -> LEADING     the other server keeps the replica
 UNSETTLED -> FOLLOWING   the other server leads
 LEADING   -> FOLLOWING   the other server leads with a greater term: this one was stopped or cut off
-FOLLOWING -> LEADING     the chief calls upon this server, or the leader has lost its values
+FOLLOWING -> LEADING     the chief promotes this server, or the leader has lost its values
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class GroupLeadership:
         if self.following is not None:
             self._followed_at = now
         elif now - max(self._followed_at, first_contact_until) > return_s:
-            raise peer_lost(str(self._other), f"training; it did not come back within {return_s:g} s")
+            raise peer_lost(str(self._other), f"training; it did not return within {return_s:g} s")
 
     # The leader's side.
 
@@ -205,7 +205,7 @@ class GroupLeadership:
             if was_leading and self._term >= offer.term:
                 return Welcome(refusal=LEADING, reason=f"{self._me.task} leads group {self._number} now.")
             self._term = offer.term
-        if was_leading:  # it was stopped or cut off while the chief called upon the other one
+        if was_leading:  # it was stopped or cut off while the chief promoted the other one
             self._follow_other()
         return Welcome()
 

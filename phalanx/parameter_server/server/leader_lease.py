@@ -1,12 +1,12 @@
 """A leader's lease: it answers the workers of its group only as long as the chief says so.
 
 The chief decides which of a group's two servers leads. A leader that is cut off from the chief cannot learn that the
-chief has called upon the other one, so its right to answer ends by itself (Gray and Cheriton 1989, "Leases"). The
+chief has promoted the other one, so its right to answer ends by itself (Gray and Cheriton 1989, "Leases"). The
 leader requests the lease, and counts it from before the request; the chief counts it from its grant, which is later. So
 the leader's clock always ends it first, however long a message takes.
 
 With each request the leader says whether its replica is lost, and an update that the replica lacks is answered only
-after the chief has granted such a request: from then on the chief does not call upon that replica.
+after the chief has granted such a request: from then on the chief does not promote that replica.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class ParameterServer:
 
         Raises:
             ConfigurationError: the port is taken.
-            RendezvousError: the chief did not come in time.
-            PeerLostError: the chief was lost and did not come back.
+            RendezvousError: the chief did not connect in time.
+            PeerLostError: the chief was lost and did not return.
         """
         me = self._me
         listener = me.open_listener(sockets)
@@ -101,7 +101,7 @@ class ParameterServer:
 
 
 class _LeadService:
-    """The chief, which has lost the leader of a group, calls upon the replica to lead it."""
+    """The chief, which has lost the leader of a group, promotes the replica to lead it."""
 
     def __init__(self, group: ShardGroup, chief: str):
         self._group = group

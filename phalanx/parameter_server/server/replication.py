@@ -2,9 +2,9 @@
 
 Chain replication (van Renesse and Schneider 2004) with a chain of two: the leader of a group sends each merged update
 to the replica, which applies it as the leader does, and answers the workers when both have applied it. A lost server
-then costs no update that was answered: the chief, and only the chief, calls upon the replica to lead.
+then costs no update that was answered: the chief, and only the chief, promotes the replica to lead.
 
-If two servers both think that they lead, one is wrong: it was stopped or cut off while the chief called upon the other,
+If two servers both think that they lead, one is wrong: it was stopped or cut off while the chief promoted the other,
 whose lead has the greater term. They exchange their terms, and the wrong one steps back. Until then it answers nothing:
 its lease has ended (`leader_lease`).
 """

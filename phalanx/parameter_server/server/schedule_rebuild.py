@@ -93,7 +93,7 @@ class ScheduleRebuild:
                     self._finish()
                     schedule.changed.notify_all()
                 else:
-                    members.wait_for_chief(self._since + timeout_s, lambda: f"{members.names[CHIEF]} did not come back")
+                    members.wait_for_chief(self._since + timeout_s, lambda: f"{members.names[CHIEF]} did not return")
 
     def _finish(self) -> None:
         schedule = self._schedule

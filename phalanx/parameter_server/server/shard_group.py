@@ -158,7 +158,7 @@ class ShardGroup:
 
         Raises:
             RendezvousError: the chief did not connect in time.
-            PeerLostError: the chief was lost and did not come back, or ended with an error.
+            PeerLostError: the chief was lost and did not return, or ended with an error.
             SupersededError: another process has replaced this one.
         """
         self._recovery.check()
@@ -183,7 +183,7 @@ class ShardGroup:
         if is_over and self._links.chief_failure:
             chief = self._members.names[CHIEF]
             raise PeerLostError(
-                f"{chief} has ended with an error: {self._links.chief_failure}", rank=CHIEF, task=chief, host=""
+                f"{chief} failed with an error: {self._links.chief_failure}", rank=CHIEF, task=chief, host=""
             )
         return is_over
 
@@ -199,14 +199,14 @@ class ShardGroup:
     def _check_chief(self, now: float, first_contact_until: float, connected: set[Worker]) -> None:
         if CHIEF not in connected and now > first_contact_until:
             raise RendezvousError(
-                f"{self._members.names[CHIEF]} did not come to {self._me.task} within "
+                f"{self._members.names[CHIEF]} did not connect to {self._me.task} within "
                 f"{self._me.config.rendezvous_timeout_s:g} s. Is it started, with the same cluster?"
             )
         if self._links.lost_for(CHIEF, now) > self._return_s and not self._links.by_worker:
             raise self._chief_lost()
 
     def _chief_lost(self) -> PeerLostError:
-        return self._members.lost(CHIEF, f"training; it did not come back within {self._return_s:g} s")
+        return self._members.lost(CHIEF, f"training; it did not return within {self._return_s:g} s")
 
     # The listener's service.
 
@@ -279,7 +279,7 @@ class ShardGroup:
 
         Raises:
             LinkClosedError: this server no longer leads, so that the worker looks for the one that does.
-            PeerLostError: the chief is lost or hangs, and did not come back.
+            PeerLostError: the chief is lost or hangs, and did not return.
         """
         leadership, lease, links = self.leadership, self.lease, self._links
         if self._other is None or (leadership.is_leading and lease.is_valid and condition()):

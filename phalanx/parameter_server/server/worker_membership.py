@@ -142,7 +142,7 @@ class WorkerMembership:
         """
         until = self.clock() + self.start_s
         while self.workers.never_connected():
-            self.wait_for_chief(until, lambda: f"{self.workers.never_connected()} did not come to `fit`")
+            self.wait_for_chief(until, lambda: f"{self.workers.never_connected()} did not call `fit`")
         absent = self.workers.seen - self.workers.connected
         if absent and self.all_required:
             raise self.lost(min(absent), "the start of `fit`")
@@ -165,11 +165,10 @@ class WorkerMembership:
         if remaining <= 0:
             if CHIEF not in self.workers.seen:
                 raise RendezvousError(
-                    f"{self.names[CHIEF]} has not come to the job within the time set. Is it started, with the same "
-                    f"cluster?"
+                    f"{self.names[CHIEF]} did not join the job in time. Is it started, with the same cluster?"
                 )
             if CHIEF not in self.workers.connected:
-                raise self.lost(CHIEF, "fit; it did not come back within the time set")
+                raise self.lost(CHIEF, "fit; it did not return within the time set")
             raise busy_error(reason())
         self.changed.wait(min(remaining, POLL_S))
 
@@ -177,6 +176,5 @@ class WorkerMembership:
 def busy_error(reason: str) -> CollectiveTimeoutError:
     """The error for a connected worker that does not respond; `reason` is the beginning of its message."""
     return CollectiveTimeoutError(
-        f"{reason} within the time set (PHALANX_TIMEOUT). It is connected, so it is busy, stopped or waiting "
-        f"for something else."
+        f"{reason} in time (PHALANX_TIMEOUT). It is connected, so it is busy, stopped or waiting for something else."
     )

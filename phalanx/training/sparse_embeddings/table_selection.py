@@ -98,7 +98,7 @@ def select_tables(
         if not table.problem:
             able.append(table)
         elif wanted is True or table.bytes >= LARGE_TABLE_BYTES:
-            logger.warning("All rows of the table %s travel at every step, because %s.", table, table.problem)
+            logger.warning("All rows of the table %s are sent at every step, because %s.", table, table.problem)
     if wanted is True or not able:
         return able
     return [

@@ -116,7 +116,7 @@ def check_deterministic(model: Any, *, trains: bool) -> None:
         )
     if backend == "torch" and model.jit_compile:
         raise UnsupportedError(
-            f"{_OPTION}: {model.name!r} was compiled with jit_compile=True. What torch.compile makes of a model "
+            f"{_OPTION}: {model.name!r} was compiled with jit_compile=True. The code that torch.compile generates "
             f"depends on the shapes that a process has seen before. Leave out jit_compile=True."
         )
     if (stateful := stateful_layer(model)) is not None:

@@ -19,7 +19,7 @@ UFUNCS = {hvd.Sum: np.add, hvd.Min: np.minimum, hvd.Max: np.maximum, hvd.Product
 
 
 def _of(rank: int, dtype, shape) -> np.ndarray:
-    """What a rank brings; every rank knows everybody's."""
+    """What a rank brings; every rank knows all of them."""
     return np.random.default_rng((rank, 7)).integers(1, 5, shape).astype(dtype)
 
 
@@ -115,7 +115,7 @@ def check_a_name_in_use_is_an_error() -> None:
     first = hvd.rank() == 0
     handle = hvd.allreduce_async(np.ones(3), name="twice") if first else None
     if first:
-        with pytest.raises(hvd.HorovodInternalError, match="under way already"):
+        with pytest.raises(hvd.HorovodInternalError, match="already running"):
             hvd.allreduce_async(np.ones(3), name="twice")
     handle = handle or hvd.allreduce_async(np.ones(3), name="twice")
     hvd.synchronize(handle)

@@ -41,7 +41,7 @@ class Fate(keras.callbacks.Callback):
 
 
 def batches(x: Any, y: Any) -> Any:
-    """This rank's, for ever."""
+    """This rank's, endlessly."""
     while True:
         for start in range(hvd.rank() * BATCH, SAMPLES, hvd.size() * BATCH):
             yield x[start : start + BATCH], y[start : start + BATCH]

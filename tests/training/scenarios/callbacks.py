@@ -101,7 +101,7 @@ def learning_rate_set_by_the_chief_alone_under_loss_scaling(setting: Setting) ->
 
 @scenario(plain=False)
 def callbacks_that_only_the_chief_has(setting: Setting) -> dict[str, Any]:
-    """One of them ends the training: everybody's."""
+    """One of them ends the training, for all."""
 
     class Stop(callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -5,7 +5,7 @@ function can deadlock on a process with one core (`step_functions`):
 
     gradients(state, batch)     -> gradients, layer state, metric increments, logs     (this rank's)
     merge                       -> the same over all ranks, in flat buffers
-    update(state, flat buffers) -> weights, optimizer state, metric state, logs        (everybody's)
+    update(state, flat buffers) -> weights, optimizer state, metric state, logs        (on every rank)
 
 Who owns the buffers: `update` of step k may still read them when it has returned (JAX works asynchronously and may
 alias them), but the merge of step k + 1 waits for the gradients of step k + 1, which need the result of `update`

@@ -23,7 +23,7 @@ class JaxUpdater(BackendUpdater):
     def _prepare(self) -> None:
         self._values: Values = [variable.value for variable in self.variables]
         self._state: Values = [variable.value for variable in self.optimizer.variables]
-        # Values that somebody still looks at JAX does not overwrite, but copies.
+        # JAX copies values that something still looks at, and does not overwrite them.
         self._step = jax.jit(self._trace_step, donate_argnums=(0, 2), compiler_options=wide_vectors())
 
     def _trace_step(self, state: Values, gradients: Values, values: Values) -> tuple[Values, Values]:

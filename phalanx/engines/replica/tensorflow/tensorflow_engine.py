@@ -143,9 +143,7 @@ class TensorFlowEngine(VariableEngine):
             with losses, means, tapes, in_step:
                 return getattr(self, name)(data)
         except HostCallNeeded:
-            logger.info(
-                "XLA is disabled for %r: its replicas exchange values in the middle of a step.", self._model.name
-            )
+            logger.info("XLA is disabled for %r: its replicas exchange values within a step.", self._model.name)
             self._make_functions(xla=False)
             return self._run(name, data, share)
         except Exception as error:

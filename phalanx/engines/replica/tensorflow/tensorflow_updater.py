@@ -36,7 +36,7 @@ class TensorFlowUpdater(BackendUpdater):
         return [variable.value.read_value() for variable in self.variables]
 
     def apply(self, gradients: Sequence[Any]) -> None:
-        # No copies: TensorFlow makes one when it updates a variable whose memory somebody looks at.
+        # No copies: TensorFlow makes one when it updates a variable whose memory something looks at.
         self._values = [np.asarray(value) for value in self._step(*map(tf.convert_to_tensor, gradients))]
 
     def values(self) -> list[Any]:
