@@ -44,7 +44,7 @@ def test_the_names_of_this_host_are_one_host() -> None:
     ],
 )
 def test_lines_that_are_none_are_named(text: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"is not a host|is there twice"):
+    with pytest.raises(ConfigurationError, match=r"is not a host|is listed twice"):
         parse_discovered(text, 1)
 
 
