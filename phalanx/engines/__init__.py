@@ -78,6 +78,22 @@ def making_placed(placement: Placement | None) -> AbstractContextManager[None]:
     return placed_model.making_placed(placement)
 
 
+def running_placed(placement: Placement | None) -> AbstractContextManager[None]:
+    """A context for a step of the program's own on the devices of a mesh; None: it is not on a mesh."""
+    if placement is None:
+        return nullcontext()
+    from phalanx.engines.spmd import placed_program
+
+    return placed_program.running_placed(placement)
+
+
+def put_on_mesh(placement: Placement, part: Any) -> Any:
+    """A global array for a custom loop, from this process's part of its rows."""
+    from phalanx.engines.spmd import placed_program
+
+    return placed_program.put_on_mesh(placement, part)
+
+
 def make_updater(optimizer: str, pieces: Sequence[UpdaterPiece], apart: Collection[int] = ()) -> Updater:
     """An optimizer and the variables that it updates, on the backend that Keras runs on.
 

@@ -73,6 +73,21 @@ def laying_out_gradients(lay_out: Callable[[Any, Any], Any]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def laying_out_updates(lay_out: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """A context in which each `stateless_apply` returns its new values as `lay_out(value, variable)` does."""
+
+    def stateless_apply(optimizer: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        values = patch.original(optimizer, optimizer_variables, grads, trainable_variables)
+        known = (optimizer._trainable_variables, optimizer.variables)
+        return tuple([lay_out(*pair) for pair in zip(*both, strict=True)] for both in zip(values, known, strict=True))
+
+    kind = keras.optimizers.Optimizer
+    patch = PatchedFunction(defining_class(kind, "stateless_apply"), "stateless_apply", stateless_apply)
+    with patch:
+        yield
+
+
 def axes_of(variable: Any, mesh: Any) -> tuple[Any, ...] | None:
     """The layout in which a variable was made for this mesh; None if it was not."""
     layout = variable._layout

@@ -1,8 +1,10 @@
-"""`MirroredStrategy`: replicas on this host, started by the program itself."""
+"""`MirroredStrategy`: the devices of this host, as replicas that the program itself starts or as one program."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import keras
 
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.collectives.cross_device_ops import CrossDeviceOps, cross_device_ops_of
@@ -15,24 +17,36 @@ from phalanx.devices.gpu_count import count_gpus
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.local_replicas import start_local_replicas
 from phalanx.strategies.current_job import join_job
+from phalanx.strategies.device_meshes import mirrored_placement
 from phalanx.strategies.strategy import Strategy
+from phalanx.training.replica import alone
 from phalanx.training.training_policy import TrainingPolicy
+
+
+SPMD, REPLICAS = "spmd", "replicas"
 
 
 class MirroredStrategy(Strategy):
     """Synchronous training on several devices of this host (`tf.distribute.MirroredStrategy`).
 
-    Each replica is a process: the first one, which the user started, runs the same program again for the others. They
-    print nothing to the terminal but errors. Under `phalanx run` the workers that were started are the replicas.
+    With `engine="replicas"` each replica is a process: the first one, which the user started, runs the same program
+    again for the others. They print nothing to the terminal but errors. Under `phalanx run` the workers that were
+    started are the replicas. With `engine="spmd"`, on JAX, there is one process and one compiled program over all
+    devices, also in a notebook.
 
     Args:
         devices: a number of replicas, or one device for each: ["cpu:0", "cpu:1"], ["/gpu:0", "/gpu:1"]. None: one for
-            each GPU, or a single replica if there is none.
+            each GPU, or a single replica if there is none; with `engine="spmd"` all devices that JAX sees.
         cross_device_ops: how gradients are merged; None: the fastest way.
         compression: as for `MultiWorkerMirroredStrategy`. On one host it saves no time.
-        synchronized_batch_norm: as for `MultiWorkerMirroredStrategy`.
+        engine: "replicas" or "spmd". None: "spmd" where `devices` is left out, Keras runs on JAX and there are several
+            accelerators, unless an argument or `phalanx run` asks for replicas; else "replicas".
+        synchronized_batch_norm: as for `MultiWorkerMirroredStrategy`. With `engine="spmd"` it is always so.
 
-    Raises: ConfigurationError in a notebook or an interactive session, which cannot be run again.
+    Raises:
+        ConfigurationError: replicas in a notebook or an interactive session, which cannot be run again; devices that
+            are not there; arguments of replicas for `engine="spmd"`.
+        UnsupportedError: `engine="spmd"`, and Keras does not run on JAX.
     """
 
     def __init__(
@@ -40,9 +54,25 @@ class MirroredStrategy(Strategy):
         devices: int | Sequence[str] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
+        engine: str | None = None,
         compression: Compression | str | None = None,
         synchronized_batch_norm: bool = False,
     ):
+        merges = cross_device_ops is not None or compression is not None  # in the way of replicas
+        if engine is None:
+            engine = SPMD if devices is None and not merges and _fits_one_program() else REPLICAS
+        if engine not in (SPMD, REPLICAS):
+            raise ConfigurationError(f"MirroredStrategy(engine={engine!r}): it is {SPMD!r} or {REPLICAS!r}.")
+        if engine == SPMD:
+            if merges:
+                raise ConfigurationError(
+                    "MirroredStrategy(engine='spmd') compiles one program, into which XLA puts the sums of gradients: "
+                    "cross_device_ops and compression say how replicas merge theirs. Leave them out, or write "
+                    "engine='replicas'."
+                )
+            placement = mirrored_placement(devices)
+            super().__init__(alone(), policy=TrainingPolicy(placement=placement))
+            return
         policy = TrainingPolicy(resolve_compression(compression), synchronized_batch_norm=synchronized_batch_norm)
         ops = cross_device_ops_of(cross_device_ops)
         self._devices = local_devices(devices, "MirroredStrategy")
@@ -60,7 +90,15 @@ class MirroredStrategy(Strategy):
 
     @property
     def local_devices(self) -> tuple[str, ...]:
+        if self.placement is not None:
+            return super().local_devices
         return (self._devices[min(self.rank, len(self._devices) - 1)],)
+
+
+def _fits_one_program() -> bool:
+    """Whether one JAX process sees several accelerators, and is no worker of a job."""
+    environment = process_environment()
+    return keras.backend.backend() == "jax" and JOB_ID not in environment and count_gpus(environment) > 1
 
 
 def local_devices(devices: int | Sequence[str] | None, strategy: str) -> list[str]:

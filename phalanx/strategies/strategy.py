@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import keras
@@ -19,7 +20,7 @@ from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.collectives.communicator import Array, ReduceOp
 from phalanx.collectives.reduction import wire_dtype
 from phalanx.compression.compression_registry import describe
-from phalanx.engines import make_tensors, making_placed
+from phalanx.engines import make_tensors, making_placed, put_on_mesh, running_placed
 from phalanx.engines.spmd.placement import Placement
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.errors import ConfigurationError, UnsupportedError
@@ -152,6 +153,9 @@ class Strategy:
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Call `fn` on every replica with this replica's arguments; returns this replica's result.
 
+        Where one program spans many devices, `fn` is called once, with global arrays: jit it, or call `run` in a jitted
+        function. Then it is one program over all devices, and its sums are those of the global batch.
+
         Keras optimizers applied inside (`apply`, `apply_gradients`) merge their gradients first: the sum over replicas,
         as in `tf.distribute`, so the loss must be scaled by the global batch (see `compute_average_loss`). On JAX,
         `stateless_apply` merges nothing, because it is made for compiled functions: merge the gradients with
@@ -173,7 +177,7 @@ class Strategy:
                 "See docs/how-to/planning.md."
             )
         install_hook()
-        with replica_context.running(self):
+        with replica_context.running(self), running_placed(self.placement):
             try:
                 return fn(*args, **(kwargs or {}))
             except Exception as error:
@@ -196,6 +200,8 @@ class Strategy:
                 counts every element once, however many each replica has.
         """
         op = reduce_op_of(reduce_op)
+        if self.placement is not None:
+            return value if axis is None else keras.tree.map_structure(lambda leaf: _reduced(leaf, op, axis), value)
         if op is ReduceOp.MEAN:
             value = keras.tree.map_structure(_as_float, value)
         if axis is None:
@@ -243,6 +249,9 @@ class Strategy:
         It can be differentiated on TensorFlow and PyTorch: the gradient of a replica's values is the sum of the
         gradients on all. So if one replica differentiates, every replica must.
         """
+
+        if self.placement is not None:
+            return value
 
         def merge(arrays: list[Array]) -> list[Array]:
             progress.enter("all_gather")
@@ -295,7 +304,7 @@ class Strategy:
             "rank": self.rank,
             "world_size": self._replica.world_size,
             "seed": int.from_bytes(chiefs),
-            "convert": self._tensors.from_host,
+            "convert": self._tensors.from_host if self.placement is None else partial(put_on_mesh, self.placement),
             "any_rank": self._replica.any,
         }
 
@@ -313,6 +322,12 @@ def reduce_op_of(value: Any) -> ReduceOp:
     except KeyError:
         known = ", ".join(op.name for op in ReduceOp)
         raise ConfigurationError(f"reduce_op is {value!r}; it must be one of {known}.") from None
+
+
+def _reduced(value: Any, op: ReduceOp, axis: int) -> Any:
+    """A global array reduced along an axis."""
+    names = {ReduceOp.MAX: "max", ReduceOp.MIN: "min", ReduceOp.PRODUCT: "prod", ReduceOp.MEAN: "mean"}
+    return getattr(keras.ops, names.get(op, "sum"))(value, axis=axis)
 
 
 def _reduce_along(replica: Replica, op: ReduceOp, arrays: list[Array], axis: int) -> list[Array]:

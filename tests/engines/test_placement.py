@@ -128,4 +128,4 @@ def test_the_same_on_other_devices() -> None:
     ],
 )
 def test_automatic_layouts(path: str, shape: tuple[int, ...], layout: tuple[Any, ...]) -> None:
-    assert automatic_layout(path, shape, MODEL, 4) == layout
+    assert automatic_layout(path, shape, MODEL, 4, 1024) == layout

@@ -43,12 +43,14 @@ class Findings:
         return found
 
 
-def run_scenarios(folder: Path, table: str, backend: str, world_size: int, names: Sequence[str]) -> Findings:
-    """Run scenarios of a table in a job of `world_size` ranks, or, if that is 1, in Keras without Phalanx."""
+def run_scenarios(
+    folder: Path, table: str, backend: str, world_size: int, names: Sequence[str], kind: str = "plain"
+) -> Findings:
+    """Run scenarios of a table in a job of `world_size` ranks, or, if that is 1, in a process of the worker's `kind`."""
     folder.mkdir(parents=True)
     module = ["-m", "tests.training.worker"]
     if world_size == 1:
-        command = [sys.executable, *module, "plain", table, str(folder), *names]
+        command = [sys.executable, *module, kind, table, str(folder), *names]
     else:
         run = ["-m", "phalanx", "run", "--workers", str(world_size), "--backend", backend]
         command = [sys.executable, *run, *module, "job", table, str(folder), *names]

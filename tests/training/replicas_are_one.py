@@ -62,6 +62,11 @@ def _value(found: dict[str, Any], who: str) -> dict[str, Any]:
     return found["value"]  # type: ignore[no-any-return]
 
 
+def shared_values(found: dict[str, Any], who: str) -> dict[str, Any]:
+    """What a process found that must be the same on all ranks; the test fails if it raised instead."""
+    return _shared(_value(found, who))
+
+
 def _shared(value: dict[str, Any]) -> dict[str, Any]:
     """What must be the same on all ranks."""
     return {key: item for key, item in value.items() if not key.startswith("own_")}

@@ -2,6 +2,7 @@
 
     python -m tests.training.worker plain TABLE FOLDER SCENARIO...                        Keras alone
     phalanx run --workers 2 -m tests.training.worker job TABLE FOLDER SCENARIO...         a rank
+    python -m tests.training.worker sharded-3 TABLE FOLDER SCENARIO...                    one program on CPU devices
 
 TABLE is a module with a dict `SCENARIOS`, such as tests.training.scenarios.
 
@@ -15,6 +16,8 @@ import pickle
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ SEED = 1
 
 def main(kind: str, table: str, folder: Path, names: list[str]) -> None:
     scenarios = importlib.import_module(table).SCENARIOS
-    strategy = phalanx.MultiWorkerMirroredStrategy() if kind == "job" else None
+    strategy = phalanx.MultiWorkerMirroredStrategy() if kind == "job" else one_program(kind)
     for name in names:
         found = _run(scenarios[name], strategy, folder)
         rank = 0 if strategy is None else strategy.rank
@@ -39,6 +42,26 @@ def main(kind: str, table: str, folder: Path, names: list[str]) -> None:
         partial.rename(folder / f"{name}.{rank}")
         if strategy is not None and not _all_alike(strategy, name, found):
             return
+
+
+def one_program(kind: str) -> Any:
+    """A strategy of one program on four CPU devices, that divides small models too; None for plain Keras."""
+    if kind == "plain":
+        return None
+    import jax
+
+    from phalanx.engines.spmd import placement
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
+    placement.MIN_SHARDED_SIZE = 4
+    makers: dict[str, Callable[[], Any]] = {
+        "mirrored": lambda: phalanx.MirroredStrategy(engine="spmd"),
+        # Few of the small models are wide enough for four shards.
+        **{f"sharded-{n}": partial(phalanx.ShardedStrategy, n, mesh_shape=(2, 2)) for n in (1, 2, 3)},
+        "model-parallel": lambda: phalanx.ModelParallelStrategy(mesh_shape=(2, 2)),
+    }
+    return makers[kind]()
 
 
 def _run(scenario: Scenario, strategy: Any, folder: Path) -> dict[str, Any]:

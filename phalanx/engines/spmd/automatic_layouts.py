@@ -7,11 +7,10 @@ Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 
 from __future__ import annotations
 
-MIN_DIVIDED_SIZE = 1024
-"""Smaller variables stay whole."""
 
-
-def automatic_layout(path: str, shape: tuple[int, ...], axis_name: str, devices: int) -> tuple[str | None, ...]:
+def automatic_layout(
+    path: str, shape: tuple[int, ...], axis_name: str, devices: int, min_size: int
+) -> tuple[str | None, ...]:
     """The layout of a variable.
 
     Args:
@@ -19,12 +18,13 @@ def automatic_layout(path: str, shape: tuple[int, ...], axis_name: str, devices:
         shape: of the variable.
         axis_name: the axis of the mesh over which the model is divided.
         devices: their number along this axis.
+        min_size: variables with fewer values stay whole.
     """
     whole: tuple[str | None, ...] = (None,) * len(shape)
     size = 1
     for length in shape:
         size *= length
-    if size < MIN_DIVIDED_SIZE:
+    if size < min_size:
         return whole
     for axis in _preferred(path.split("/"), shape):
         if shape[axis] % devices == 0:

@@ -38,16 +38,17 @@ class PlacedModel:
     def __init__(self, model: Any, placement: Placement) -> None:
         self._model = model
         self._placement = placement
-        self._placed: tuple[tuple[int, ...], ...] = ()
+        self._placed: list[list[Any]] = []
+        self._shardings: ModelShardings | None = None
 
     def place(self) -> bool:
-        """Move what lies elsewhere. Returns whether the model has other variables than at the last call.
+        """Move what lies elsewhere. Returns whether functions that were compiled before the last call do not fit.
 
         Raises: ConfigurationError if the program's layouts do not fit the model's variables.
         """
         model, placement = self._model, self._placement
-        found = tuple(tuple(map(id, variables)) for variables in self._variables())
-        if found == self._placed:
+        found = [list(variables) for variables in self._variables()]
+        if _same(found, self._placed):
             return False
         weights = [*model.trainable_variables, *model.non_trainable_variables]
         placement.check_names(weights)
@@ -62,8 +63,8 @@ class PlacedModel:
                 lay_out(slot, self._layout_of_slot(slot), placement.mesh)
         for variable in model.metrics_variables:
             lay_out(variable, (None,) * len(variable.shape), placement.mesh)
-        self._placed = found
-        return True
+        former, self._placed, self._shardings = self._shardings, found, self.shardings()
+        return former != self._shardings
 
     def shardings(self, mesh: Mesh | None = None) -> ModelShardings:
         """Where the values of the placed variables lie between the steps.
@@ -99,3 +100,8 @@ class PlacedModel:
             if slot.name.startswith(weight.path.replace("/", "_")) and tuple(slot.shape) == tuple(weight.shape):
                 return self._placement.of_slot(weight)
         return (None,) * len(slot.shape)
+
+
+def _same(left: Sequence[Sequence[Any]], right: Sequence[Sequence[Any]]) -> bool:
+    """Whether these are the same objects in the same lists."""
+    return [[id(each) for each in one] for one in left] == [[id(each) for each in one] for one in right]

@@ -86,7 +86,9 @@ class Placement:
         if self.layout_map is None:
             return whole
         if isinstance(self.layout_map, str):
-            return automatic_layout(variable.path, tuple(variable.shape), MODEL, self.axis_size(MODEL))
+            return automatic_layout(
+                variable.path, tuple(variable.shape), MODEL, self.axis_size(MODEL), MIN_SHARDED_SIZE
+            )
         layout = self.layout_map[variable.path]
         if layout is None:
             return whole

@@ -35,7 +35,7 @@ class Setting:
 
     @property
     def world_size(self) -> int:
-        return 1 if self.strategy is None else self.strategy.num_replicas_in_sync
+        return 1 if self.strategy is None else self.strategy._replica.world_size  # type: ignore[no-any-return]
 
     @property
     def alone(self) -> bool:
