@@ -22,7 +22,6 @@ from phalanx.strategies.strategy import Strategy
 from phalanx.training.replica import alone
 from phalanx.training.training_policy import TrainingPolicy
 
-
 SPMD, REPLICAS = "spmd", "replicas"
 
 

@@ -46,7 +46,7 @@ class Findings:
 def run_scenarios(
     folder: Path, table: str, backend: str, world_size: int, names: Sequence[str], kind: str = "plain"
 ) -> Findings:
-    """Run scenarios of a table in a job of `world_size` ranks, or, if that is 1, in a process of the worker's `kind`."""
+    """Run scenarios of a table in a job of `world_size` ranks; if that is 1, in a process of the worker's `kind`."""
     folder.mkdir(parents=True)
     module = ["-m", "tests.training.worker"]
     if world_size == 1:

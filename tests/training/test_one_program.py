@@ -21,7 +21,13 @@ QUICK = [
     "two_optimizers_on_jax",
     "saved_while_gradients_accumulate",
 ]
-MORE = ["single_batches", "own_train_step_and_test_step", "mixed_float16", "swap_ema_weights", "several_inputs_and_outputs"]
+MORE = [
+    "single_batches",
+    "own_train_step_and_test_step",
+    "mixed_float16",
+    "swap_ema_weights",
+    "several_inputs_and_outputs",
+]
 
 OF_RANKS = {
     "dropout_differs_between_ranks_on_the_same_start",
