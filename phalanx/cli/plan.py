@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,10 @@ import click
 
 from phalanx.cli.option_groups import GroupedCommand, GroupedOption
 from phalanx.cli.run import BACKENDS
+from phalanx.config.environment_variables import KERAS_BACKEND
 
 if TYPE_CHECKING:
+    from phalanx.config.plan_request import PlanRequest
     from phalanx.planning.step_measurement import StepMeasurement
 
 PLOTTED_MACHINES = 4096
@@ -22,7 +25,7 @@ DEFAULT_LATENCY_MS = 0.05
 DEFAULT_TIMEOUT_S = 600.0
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _LINK = re.compile(r"\s*([\d.]+)\s*([kmg]bit)(?:/?s)?\s*", re.I)
-_REPLICAS, _PROGRAM = "Replicas on machines", "Program"
+_REPLICAS, _DEVICES, _PROGRAM = "Replicas on machines", "One program on many devices", "Program"
 
 
 class LinkType(click.ParamType):  # type: ignore[type-arg]
@@ -80,6 +83,12 @@ def _option(group: str, *flags: str, **settings: Any) -> Callable[[Callable[...,
     metavar="FILE",
     help=f"Write an SVG or PNG plot of 1 to {PLOTTED_MACHINES:,} machines.",
 )
+@_option(
+    _DEVICES,
+    "--topology",
+    metavar="v5e:2x4",
+    help="Compile the step for TPUs of this kind and arrangement, or for parts of a CPU (cpu:4). On JAX.",
+)
 @_option(_PROGRAM, "--backend", type=click.Choice(BACKENDS), help="Sets KERAS_BACKEND for the program.")
 @_option(_PROGRAM, "-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with `python -m`.")
 @_option(
@@ -96,16 +105,27 @@ def _option(group: str, *flags: str, **settings: Any) -> Callable[[Callable[...,
 def plan(**options: Any) -> None:
     """Predict a job without its machines.
 
-    Runs SCRIPT here until its first fit() under a strategy, takes a few steps, and ends it. No callback runs, and
-    nothing is saved. Options of SCRIPT stand behind `--`.
+    Runs SCRIPT here until its first fit() under a strategy, takes a few steps or compiles one, and ends it. No callback
+    runs, and nothing is saved. Options of SCRIPT stand behind `--`.
 
     \b
         phalanx plan train.py --machines 64 --link 10Gbit
         phalanx plan train.py --machines 64 --link 10Gbit --plot scaling.svg -- --batch-size 4096
+        phalanx plan train.py --topology v5e:2x4
     """
-    if options["machines"] is None or options["bits_per_s"] is None:
-        raise click.UsageError("Say what to plan for: --machines 64 --link 10Gbit.")
-    plan_replicas(**options)
+    from phalanx.launcher.worker_program import check_script
+
+    topology = options.pop("topology")
+    on_machines = [options["machines"], options["bits_per_s"], options["plot_file"]]
+    if (topology is None) == (on_machines == [None] * 3) or (topology is None and None in on_machines[:2]):
+        raise click.UsageError("Say what to plan for: --machines 64 --link 10Gbit, or --topology v5e:2x4.")
+    if not options["module"]:
+        check_script(options["program"][0])
+    if topology is None:
+        plan_replicas(**options)
+    else:
+        of_program = ("program", "module", "backend", "timeout_s")
+        plan_devices(topology, **{name: options[name] for name in of_program})
 
 
 def plan_replicas(
@@ -118,7 +138,6 @@ def plan_replicas(
     **program: Any,
 ) -> None:
     """Measure the program's step and the software's costs, and show what follows for 1 to `machines` machines."""
-    from phalanx.launcher.worker_program import check_script
     from phalanx.planning.collective_costs import CollectiveCosts, Machines, NetworkLink
     from phalanx.planning.collective_trial import measure_costs
     from phalanx.planning.scaling import ScalingModel, machine_counts, measured_counts
@@ -126,8 +145,6 @@ def plan_replicas(
 
     if plot_file is not None:
         check_plot(plot_file)
-    if not program["module"]:
-        check_script(program["program"][0])
     link = NetworkLink.of_ethernet(bits_per_s, latency_ms / 1e3)
     costs = CollectiveCosts(link, measure_costs(encrypted=machines > 1))
     most = max(machines, PLOTTED_MACHINES) if plot_file is not None else machines
@@ -149,8 +166,6 @@ def measure_step(
 ) -> StepMeasurement:
     """The step of the program as one of so many replicas, of which each machine has `workers`."""
     from phalanx.config.environment import process_environment
-    from phalanx.config.environment_variables import KERAS_BACKEND
-    from phalanx.config.plan_request import PlanRequest
     from phalanx.launcher.worker_environment import thread_settings
     from phalanx.planning.examined_program import examine
     from phalanx.planning.step_measurement import StepMeasurement
@@ -161,7 +176,34 @@ def measure_step(
     if backend is not None:
         environment[KERAS_BACKEND] = backend
     click.echo(f"Measuring a step as one of {replicas:,} replicas ...", err=True)
+    with _request(replicas) as request:
+        return examine(_command(program, module), request, StepMeasurement, environment, timeout_s, cores=share.cores)
+
+
+def plan_devices(name: str, *, program: Sequence[str], module: bool, backend: str | None, timeout_s: float) -> None:
+    """Have the program compile its step for a topology, and show what a device needs for it."""
+    from phalanx.config.environment import process_environment
+    from phalanx.planning.accelerators import check_compiler, parse_topology
+    from phalanx.planning.examined_program import examine
+    from phalanx.planning.program_measurement import ProgramMeasurement
+    from phalanx.planning.program_report import render
+
+    environment = process_environment()
+    topology = parse_topology(name)
+    check_compiler(topology, backend or environment.get(KERAS_BACKEND))
+    click.echo(f"Compiling a step for {topology.name} ...", err=True)
+    with _request(topology.devices, topology.name) as request:
+        measured = examine(_command(program, module), request, ProgramMeasurement, environment, timeout_s)
+    click.echo(render(measured, topology))
+
+
+def _command(program: Sequence[str], module: bool) -> Sequence[str]:
+    return ("-m", *program) if module else program
+
+
+@contextmanager
+def _request(replicas: int, topology: str = "") -> Iterator[PlanRequest]:
+    from phalanx.config.plan_request import PlanRequest
+
     with tempfile.TemporaryDirectory(prefix="phalanx-plan-") as folder:
-        request = PlanRequest(Path(folder) / "measurement.json", replicas)
-        command = ("-m", *program) if module else program
-        return examine(command, request, StepMeasurement, environment, timeout_s, cores=share.cores)
+        yield PlanRequest(Path(folder) / "measurement.json", replicas, topology)

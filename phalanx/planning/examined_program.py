@@ -15,9 +15,11 @@ from typing import TypeVar
 import msgspec
 
 from phalanx.config.environment_variables import (
+    CPU_DEVICES,
     ELASTIC_COORDINATOR,
     HOST_GPUS,
     JOB_ID,
+    KERAS_BACKEND,
     LISTEN_FD,
     LOCAL_REPLICAS,
     PLAN,
@@ -30,6 +32,7 @@ from phalanx.config.environment_variables import (
 )
 from phalanx.config.plan_request import PlanRequest
 from phalanx.errors import PhalanxError
+from phalanx.planning.accelerators import DeviceTopology, parse_topology
 from phalanx.runtime.core_affinity import bind
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -40,7 +43,7 @@ POLL_S = 0.05
 SHOWN_LINES = 15
 
 _OF_A_JOB = (
-    *(ELASTIC_COORDINATOR, HOST_GPUS, LISTEN_FD, LOCAL_REPLICAS, PROGRESS_FILE, RUN, SECRET, TIMELINE),
+    *(ELASTIC_COORDINATOR, HOST_GPUS, LISTEN_FD, LOCAL_REPLICAS, PROGRESS_FILE, RUN, SECRET, TF_CONFIG, TIMELINE),
     WORKER_BOOTSTRAP,
 )
 """Set for the tasks of a job: an examined program belongs to none."""
@@ -106,17 +109,25 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _environment(request: PlanRequest, environment: Mapping[str, str]) -> dict[str, str]:
-    cluster = {"worker": [f"machine-{number}:8888" for number in range(request.replicas)]}
-    settings = {
-        TF_CONFIG: json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}),
-        JOB_ID: "plan",
-        PLAN: request.as_text(),
-    }
+    settings = {JOB_ID: "plan", PLAN: request.as_text()}
+    if request.topology:  # one program on all devices, in a process that has no cluster
+        settings |= _topology_variables(parse_topology(request.topology))
+    else:
+        cluster = {"worker": [f"machine-{number}:8888" for number in range(request.replicas)]}
+        settings[TF_CONFIG] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})
     return {name: value for name, value in environment.items() if name not in _OF_A_JOB} | settings
 
 
+def _topology_variables(topology: DeviceTopology) -> dict[str, str]:
+    """Keras makes the model on this machine's CPU, in as many parts as the topology has devices."""
+    on_cpu = {"JAX_PLATFORMS": "cpu", CPU_DEVICES: str(topology.devices), KERAS_BACKEND: "jax"}
+    return on_cpu | topology.tpu_variables
+
+
 def _failure(program: Sequence[str], code: int, output: str, timeout_s: float) -> str:
-    lines = output.strip().splitlines()[-SHOWN_LINES:]
+    lines = output.strip().splitlines()
+    own_error = next((number for number, line in enumerate(lines) if line.startswith("phalanx.errors.")), 0)
+    lines = lines[own_error:][-SHOWN_LINES:]  # an error of Phalanx says what its traceback would
     shown = "".join(f"\n    {line}" for line in lines) or " nothing"
     name = " ".join(program[:2] if program[0].startswith("-") else program[:1])
     if code == 0:

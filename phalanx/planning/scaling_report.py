@@ -33,8 +33,17 @@ def render_table(predictions: Sequence[StepPrediction]) -> str:
                 f"{speedup * first.machines.count / each.machines.count:.0%}",
             )
         )
+    return render_rows(rows, ">" * len(HEADINGS))
+
+
+def render_rows(rows: Sequence[Sequence[str]], alignments: str) -> str:
+    """Rows of cells as lines, with columns aligned to the left (`<`) or right (`>`)."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    lines = []
+    for row in rows:
+        cells = zip(row, alignments, widths, strict=True)
+        lines.append("  ".join(f"{cell:{alignment}{width}}" for cell, alignment, width in cells).rstrip())
+    return "\n".join(lines)
 
 
 def describe_measurement(measurement: StepMeasurement) -> str:

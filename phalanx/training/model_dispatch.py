@@ -27,6 +27,7 @@ from phalanx.training.parameter_server_trainer import ParameterServerTrainer
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.replica import Replica, alone, divides_batches
 from phalanx.training.replica_trainer import ReplicaTrainer
+from phalanx.training.step_examination import is_examined
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
 
 _STEPS = {"fit": "train", "evaluate": "test"}  # the other methods begin with the name of their step
@@ -71,7 +72,7 @@ class ModelDispatcher:
     def run(self, model: Any, method: KerasMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `fit` and the like by the model's trainer, or by Keras if the model trains in this process alone."""
         member = member_of(model)
-        if isinstance(member, Replica) and member.recording is not None and method.name in ("fit", "train_on_batch"):
+        if method.name in ("fit", "train_on_batch") and isinstance(member, Replica) and is_examined(member):
             return _examine(model, member, method, args, kwargs)
         is_alone = member is None or (isinstance(member, Replica) and _trains_alone(model, member))
         if is_alone and method.name != "fit":

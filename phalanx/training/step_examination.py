@@ -1,4 +1,5 @@
-"""The `fit` of a program that `phalanx plan` examines: a few measured steps, then the program ends.
+"""The `fit` of a program that `phalanx plan` examines: a few measured steps, or one that is compiled and not run. Then
+the program ends.
 
 Nothing of the program's is touched: no callback runs, nothing is validated, restored or saved.
 """
@@ -11,19 +12,24 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import keras
+import numpy as np
 
+from phalanx.arrays.tree import map_leaves
 from phalanx.collectives.host.recording_algorithm import RecordedCall, RecordingAlgorithm
 from phalanx.config.plan_request import PlanRequest
 from phalanx.errors import UnsupportedError
+from phalanx.planning.accelerators import DeviceTopology, parse_topology
+from phalanx.planning.program_measurement import ProgramMeasurement
 from phalanx.planning.step_measurement import StepMeasurement, write_result
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.fit_loop import FitLoop
 from phalanx.training.fit_setup import ReplicaFit, prepare_fit
 from phalanx.training.joint_batches import JointBatch
+from phalanx.training.replica import Replica
 from phalanx.training.replica_coordination import ReplicaCoordination
 from phalanx.training.replica_model import ReplicaModel
 from phalanx.training.steps.optimizer_properties import accumulation_steps
@@ -37,16 +43,53 @@ ENOUGH_S = 5.0
 MANY_EPOCHS = 1_000_000
 
 
+def is_examined(replica: Replica) -> bool:
+    """Whether `phalanx plan` runs this program for what this replica's model does."""
+    return replica.recording is not None or PlanRequest.from_environment() is not None
+
+
 def examine_fit(replica_model: ReplicaModel, arguments: FitArguments) -> NoReturn:
-    """Measure the steps of a `fit`, write the plan's result, and end the program.
+    """Measure or compile the step of a `fit`, write the plan's result, and end the program.
 
     Raises:
         SystemExit: the result is written.
-        UnsupportedError: the `fit` was over before enough steps.
+        UnsupportedError: the `fit` was over before enough steps, or cannot be examined in this way.
     """
-    plan, recording, policy = PlanRequest.from_environment(), replica_model.replica.recording, replica_model.policy
-    assert plan is not None, "its replica records, so the program is examined"
-    assert recording is not None, "see the caller"
+    plan = PlanRequest.from_environment()
+    assert plan is not None, "see is_examined"
+    if plan.topology:
+        write_result(plan.result, _compile_step(replica_model, arguments, parse_topology(plan.topology)))
+    else:
+        write_result(plan.result, _measure_steps(replica_model, arguments))
+    sys.exit(0)
+
+
+def _compile_step(replica_model: ReplicaModel, arguments: FitArguments, topology: DeviceTopology) -> ProgramMeasurement:
+    from phalanx.engines.spmd.topology_step import measure_step  # imports JAX
+
+    source = replica_model.shard(
+        arguments.x,
+        arguments.y,
+        arguments.sample_weight,
+        batch_size=arguments.batch_size,
+        steps=arguments.steps_per_epoch,
+        shuffle=arguments.shuffle,
+        class_weight=arguments.class_weight,
+        seed=0,
+    )
+    part = source.peek()
+    samples = part.global_size or part.size * replica_model.replica.world_size
+    data = map_leaves(lambda array: ArrayShape.with_rows(array, samples), part.data)
+    return measure_step(replica_model.model, replica_model.policy.placement, data, topology)
+
+
+def _measure_steps(replica_model: ReplicaModel, arguments: FitArguments) -> StepMeasurement:
+    recording, policy = replica_model.replica.recording, replica_model.policy
+    if recording is None:
+        raise UnsupportedError(
+            "The strategy of this program compiles one program for many devices. Plan it for these: phalanx plan "
+            "SCRIPT --topology v5e:2x4."
+        )
     nothing_else: dict[str, Any] = {"callbacks": None, "validation_data": None, "validation_split": 0.0, "verbose": 0}
     epochs = arguments.initial_epoch + MANY_EPOCHS
     fit = prepare_fit(replica_model, replace(arguments, epochs=epochs, **nothing_else), None)
@@ -56,12 +99,29 @@ def examine_fit(replica_model: ReplicaModel, arguments: FitArguments) -> NoRetur
     try:
         FitLoop(replica_model.model, fit.state, ReplicaCoordination(fit)).run()
     except _Measured:
-        write_result(plan.result, _measurement(timer, fit))
-        sys.exit(0)
+        return _measurement(timer, fit)
     raise UnsupportedError(
         f"fit() of {replica_model.model.name!r} was over after {timer.steps} steps, and `phalanx plan` needs "
         f"{WARM_UP_STEPS + LEAST_STEPS}: the data can be read only once. Give the program more of them."
     )
+
+
+@dataclass(frozen=True)
+class ArrayShape:
+    """What the compiler must know of an array.
+
+    Attributes:
+        shape: of it.
+        dtype: of its values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @classmethod
+    def with_rows(cls, array: np.ndarray[Any, Any], rows: int) -> ArrayShape:
+        """That of an array with so many rows; of a single value as it is."""
+        return cls((rows, *array.shape[1:]) if array.ndim else (), array.dtype)
 
 
 class _Measured(BaseException):

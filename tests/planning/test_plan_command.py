@@ -80,9 +80,9 @@ def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train.py", "--machines", "2"], "Say what to plan for"),
-        (["train.py", "--machines", "2", "--link", "fast"], "100Mbit, 10Gbit"),
-        (["train.py", "--machines", "2", "--link", "1Gbit", "--plot", "plan.pdf"], ".svg or .png"),
+        ([PROGRAM, "--machines", "2"], "Say what to plan for"),
+        ([PROGRAM, "--machines", "2", "--link", "fast"], "100Mbit, 10Gbit"),
+        ([PROGRAM, "--machines", "2", "--link", "1Gbit", "--plot", "plan.pdf"], ".svg or .png"),
         (["no_such.py", "--machines", "2", "--link", "1Gbit"], "no_such.py"),
     ],
     ids=["no link", "no rate", "no plot", "no script"],

@@ -1,0 +1,132 @@
+"""A step that was compiled for a topology, for the reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from phalanx.planning.accelerators import DeviceTopology
+from phalanx.planning.hlo_collectives import HloCollective
+from phalanx.planning.program_measurement import ProgramMeasurement
+from phalanx.planning.scaling_report import byte_count, milliseconds, render_rows
+
+
+class Bound(NamedTuple):
+    """How long a step takes at least, for one reason."""
+
+    what: str
+    seconds: float
+    reason: str
+
+
+def bounds(measurement: ProgramMeasurement, topology: DeviceTopology) -> list[Bound]:
+    """The least times of a step on these devices, the longest first; none for a CPU, whose figures differ too much."""
+    device = topology.accelerator
+    if device is None:
+        return []
+    sent = sum(collective.sent_bytes for collective in measurement.collectives)
+    found = [
+        Bound(
+            "compute",
+            measurement.flops / device.flops,
+            f"{count(measurement.flops)}FLOP at {count(device.flops)}FLOP/s",
+        ),
+        Bound(
+            "memory",
+            measurement.accessed_bytes / device.memory_bytes_per_s,
+            f"{byte_count(measurement.accessed_bytes)} at {byte_count(device.memory_bytes_per_s)}/s",
+        ),
+        Bound(
+            "interconnect",
+            sent / device.port_bytes_per_s,
+            f"{byte_count(sent)} at {byte_count(device.port_bytes_per_s)}/s, one port in each direction",
+        ),
+    ]
+    return sorted(found, key=lambda bound: -bound.seconds)
+
+
+def fits(measurement: ProgramMeasurement, topology: DeviceTopology) -> bool | None:
+    """Whether a device has the memory for a step; None where that is not known."""
+    if measurement.refusal:
+        return False
+    device = topology.accelerator
+    return None if device is None else measurement.needed_bytes <= device.memory_bytes
+
+
+def render(measurement: ProgramMeasurement, topology: DeviceTopology) -> str:
+    """The report of `phalanx plan --topology`."""
+    return "\n".join(_lines(measurement, topology))
+
+
+def _lines(measurement: ProgramMeasurement, topology: DeviceTopology) -> Iterator[str]:
+    yield (
+        f"{measurement.weights:,} weights and {measurement.global_batch:,} samples in a step, on {topology.devices} "
+        f"devices {measurement.mesh}."
+    )
+    yield f"Compiled for {topology.name}, not run. All figures are of one device."
+    yield ""
+    if measurement.refusal:
+        yield f"It does not fit. The compiler says: {measurement.refusal}"
+        return
+    yield from _memory_lines(measurement, topology)
+    yield ""
+    yield from _collective_lines(measurement.collectives)
+    found = bounds(measurement, topology)
+    if found:
+        yield ""
+        yield "A step takes at least"
+        yield render_rows([(f"  {each.what}", milliseconds(each.seconds), each.reason) for each in found], "<><")
+        yield f"Its bound is {found[0].what}."
+    if measurement.host_calls:
+        yield ""
+        calls = ", ".join(sorted(set(measurement.host_calls)))
+        yield f"In every step the devices wait for the host: {calls}. Remove callbacks and prints from the model."
+
+
+def _memory_lines(measurement: ProgramMeasurement, topology: DeviceTopology) -> Iterator[str]:
+    parts = (
+        ("arguments", measurement.argument_bytes, "weights, optimizer, metrics and the batch"),
+        ("outputs", measurement.output_bytes - measurement.alias_bytes, "those that do not replace arguments"),
+        ("temporaries", measurement.temporary_bytes, "activations and gradients, at most at one time"),
+        ("program", measurement.code_bytes, ""),
+        ("together", measurement.needed_bytes, _verdict(measurement, topology)),
+    )
+    yield "Memory"
+    yield render_rows([(f"  {name}", byte_count(nbytes), note) for name, nbytes, note in parts], "<><")
+
+
+def _verdict(measurement: ProgramMeasurement, topology: DeviceTopology) -> str:
+    device = topology.accelerator
+    if device is None:
+        return ""
+    verdict = "it fits" if fits(measurement, topology) else "it does not fit"
+    return f"of {byte_count(device.memory_bytes)}: {verdict}"
+
+
+def _collective_lines(collectives: Sequence[HloCollective]) -> Iterator[str]:
+    """One line for all collectives of a kind, dtype and group, the largest traffic first."""
+    if not collectives:
+        yield "No collectives: the devices exchange nothing."
+        return
+    groups: dict[tuple[str, str, int], list[HloCollective]] = {}
+    for each in collectives:
+        groups.setdefault((each.kind, each.dtype, each.group), []).append(each)
+    rows = [("  collective", "times", "devices", "values", "bytes", "each device sends")]
+    for (kind, dtype, size), found in sorted(groups.items(), key=lambda item: -_sent(item[1])):
+        total = sum(each.count * each.nbytes for each in found)
+        times = sum(each.count for each in found)
+        rows.append((f"  {kind}", f"{times}", f"{size}", dtype, byte_count(total), byte_count(_sent(found))))
+    yield render_rows(rows, "<>>>>>")
+
+
+def _sent(collectives: Sequence[HloCollective]) -> float:
+    return sum(each.sent_bytes for each in collectives)
+
+
+def count(number: float) -> str:
+    """`197 T`, for units that follow."""
+    for unit in ("", "k", "M", "G", "T"):
+        if number < 1000 or unit == "T":
+            break
+        number /= 1000
+    return f"{number:.3g} {unit}"
