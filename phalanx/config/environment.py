@@ -7,7 +7,8 @@ Functions that read variables take a mapping, so that tests need no real environ
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -26,6 +27,18 @@ def set_variables(variables: Mapping[str, str], *, overwrite: bool = True) -> No
     for name, value in variables.items():
         if overwrite or name not in os.environ:
             os.environ[name] = value
+
+
+@contextmanager
+def temporary_variables() -> Iterator[None]:
+    """A context after which the environment is as it was before."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def user_cache_directory() -> Path:

@@ -72,12 +72,16 @@ def is_unbuilt(model: Any) -> bool:
     return not all(layer.built for layer in layers) or any(part is not None and not part.built for part in parts)
 
 
-def has_built_parts(model: Any) -> bool:
-    """Whether all layers, metrics and losses of the model have their variables, whether or not itself is built."""
+def has_built_parts(model: Any, *, with_loss: bool = True) -> bool:
+    """Whether all layers, metrics and losses of the model have their variables, whether or not itself is built.
+
+    Args:
+        with_loss: whether the loss of `compile` counts; there is nothing to build it for in data without targets.
+    """
     metrics = model._compile_metrics
     if metrics is not None and not leaves([metrics._user_metrics or (), metrics._user_weighted_metrics or ()]):
         metrics = None  # there is nothing to build
-    parts = [metrics, model._compile_loss]
+    parts = [metrics, model._compile_loss if with_loss else None]
     layers = [layer for layer in model._flatten_layers() if layer is not model]
     return bool(layers) and all(part is None or part.built for part in [*layers, *parts])
 

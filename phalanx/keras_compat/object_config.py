@@ -22,27 +22,33 @@ _describing = threading.RLock()
 
 def config_json_of(thing: Any) -> str:
     """Keras's config of an optimizer or a constraint as JSON, from which any backend builds the same."""
-    with _without_tensorflow():
+    with without_tensorflow():
         described = keras.saving.serialize_keras_object(thing)
     if described.get("module", "").startswith("keras.src.backend."):  # of this process's backend
         described |= {"module": "keras.optimizers", "registered_name": None}
     return json.dumps(described)
 
 
+def serialized(thing: Any) -> dict[str, Any]:
+    """What `keras.saving.serialize_keras_object` returns."""
+    with without_tensorflow():
+        return keras.saving.serialize_keras_object(thing)  # type: ignore[no-any-return]
+
+
 def configuration_of(thing: Any) -> dict[str, Any]:
     """`thing.get_config()`: the arguments of a Keras object."""
-    with _without_tensorflow():
+    with without_tensorflow():
         return thing.get_config()  # type: ignore[no-any-return]
 
 
 def clone_from_config(thing: Any) -> Any:
     """Another object built from the config of `thing`."""
-    with _without_tensorflow():
+    with without_tensorflow():
         return type(thing).from_config(thing.get_config())
 
 
 @contextmanager
-def _without_tensorflow() -> Iterator[None]:
+def without_tensorflow() -> Iterator[None]:
     """A context in which Keras does not import TensorFlow to serialize an object.
 
     Keras tests whether an object is one of TensorFlow's, and imports TensorFlow for that, which takes seconds of a

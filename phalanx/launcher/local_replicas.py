@@ -3,6 +3,8 @@
 Rank 0 is the process that the user started. It runs the same program again for each other rank, and becomes rank 0 of
 the job: with its TF_CONFIG, its port, its share of the cores. In the processes that it starts, the same call only
 returns their rank, so the program needs no `if`.
+
+A notebook cannot be run again: `start_serving_replicas` starts processes that do what rank 0 sends them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from phalanx.cluster.resolvers import TFConfigClusterResolver
@@ -36,7 +38,7 @@ from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
 from phalanx.launcher.root_cause import WorkerExit
 from phalanx.launcher.worker_environment import job_settings, thread_settings
 from phalanx.launcher.worker_placement import LOOPBACK, new_identity, task_names
-from phalanx.launcher.worker_program import Program, parse_command, starting_folder
+from phalanx.launcher.worker_program import Program, parse_command, runs_tests, starting_folder
 from phalanx.monitoring.console import Console
 from phalanx.runtime import core_affinity, exit_codes, process_exit
 from phalanx.runtime.core_affinity import host_shares
@@ -63,6 +65,17 @@ class LocalReplicas:
         self.count = count
         self.rank = rank
         self._supervisor = supervisor
+
+    @property
+    def failure(self) -> str:
+        """On rank 0: why the other replicas have ended early; empty if they have not."""
+        outcome = None if self._supervisor is None else self._supervisor.failure
+        return "" if outcome is None else outcome.verdict.reason
+
+    def kill(self) -> None:
+        """On rank 0: end the other replicas at once. Safe to call twice."""
+        if self._supervisor is not None:
+            self._supervisor.close(0.0)
 
     def close(self) -> None:
         """On rank 0: wait for the other replicas to end, for JOIN_S at most. Safe to call twice.
@@ -114,11 +127,45 @@ def _join() -> LocalReplicas | None:
     return LocalReplicas(int(count), int(json.loads(process_environment()[TF_CONFIG])["task"]["index"]))
 
 
+def start_serving_replicas(devices: Sequence[str], module: str, variables: Mapping[str, str]) -> LocalReplicas:
+    """Start a process that runs `module` for each device but the first, which is rank 0's, that of this process.
+    Afterwards TF_CONFIG describes them. The caller kills them.
+
+    Args:
+        variables: their environment, beside that of this process.
+    """
+    return _start_others(devices, len(devices), Program(("-m", module)), None, variables)
+
+
+def is_program() -> bool:
+    """Whether this process runs a program that can be run again for the other replicas: no notebook, no interactive
+    session, no program from stdin, no test run, which would run all other tests again."""
+    interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive) or "ipykernel" in sys.modules
+    program = None if interactive else parse_command(sys.orig_argv)
+    return program is not None and not runs_tests(program)
+
+
 def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
     if count == 1:
         return LocalReplicas(1, 0)
     program = _own_program()
     folder = starting_folder(program, getattr(sys.modules["__main__"], "__file__", None))
+    return _start_others(devices, count, program, folder)
+
+
+def _start_others(
+    devices: Sequence[str] | None,
+    count: int,
+    program: Program,
+    folder: str | None,
+    variables: Mapping[str, str] | None = None,
+) -> LocalReplicas:
+    """Start ranks 1 to `count` - 1, and make this process rank 0.
+
+    Args:
+        folder: where the program runs; None: here.
+        variables: of processes that serve rank 0, whose loss does not end it; None: they run the program again.
+    """
     shares = host_shares(count)
     selector = selectors.DefaultSelector()
     host = LocalHost(selector, shares=shares[1:])
@@ -131,6 +178,7 @@ def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
             **job_settings(tasks, addresses, rank, identity, LaunchConfig()),
             **(device_variables(devices[rank], process_environment()) if devices else {}),
             REPLICAS: str(count),
+            **(variables or {}),
         }
 
     placements = [
@@ -148,7 +196,7 @@ def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
         )
         for rank in range(1, count)
     ]
-    supervisor = _ReplicaSupervisor(placements, selector, tasks)
+    supervisor = _ReplicaSupervisor(placements, selector, tasks, ends_program=variables is None)
     supervisor.start()
     set_variables(thread_settings(shares[0].threads), overwrite=False)
     # The descriptor stays open as long as the process, like an inherited one.
@@ -170,8 +218,7 @@ def _own_program() -> Program:
             "This process was started by multiprocessing, so there is no program to run again for the other "
             "replicas. Create the strategy in the main process, or pass a function to phalanx.launch."
         )
-    interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive) or "ipykernel" in sys.modules
-    program = None if interactive else parse_command(sys.orig_argv)
+    program = parse_command(sys.orig_argv) if is_program() else None
     if program is None:
         raise ConfigurationError(
             "A strategy of local replicas runs the same program again for the others, which is impossible in a "
@@ -190,11 +237,23 @@ def _limit_running_libraries(threads: int) -> None:
 
 
 class _ReplicaSupervisor(JobObserver):
-    """Supervises the other replicas on rank 0: a thread that runs their job and reports how it ended."""
+    """Supervises the other replicas on rank 0: a thread that runs their job and reports how it ended.
 
-    def __init__(self, placements: Sequence[WorkerPlacement], selector: selectors.BaseSelector, tasks: Sequence[str]):
+    Args:
+        ends_program: whether a replica that fails ends this process.
+    """
+
+    def __init__(
+        self,
+        placements: Sequence[WorkerPlacement],
+        selector: selectors.BaseSelector,
+        tasks: Sequence[str],
+        *,
+        ends_program: bool,
+    ):
         self._selector = selector
-        self._console = Console(tasks, sys.stderr, sys.stderr)
+        self._ends_program = ends_program
+        self._console = Console(tasks, sys.stderr, sys.stderr, quiet=not ends_program)
         config = LaunchConfig.from_environment()
         self._grace_s = config.grace_s
         self._job = JobSupervisor(placements, selector, self, config)
@@ -209,7 +268,8 @@ class _ReplicaSupervisor(JobObserver):
     def start(self) -> None:
         self._job.start()  # here, since replicas die with the thread that started them
         self._thread.start()
-        atexit.register(self._at_exit)
+        if self._ends_program:
+            atexit.register(self._at_exit)
 
     # ---- what the job reports
 
@@ -264,7 +324,7 @@ class _ReplicaSupervisor(JobObserver):
         finally:
             self._ended.set()
             self._selector.close()
-        if self._code == 0:
+        if self._code == 0 or not self._ends_program:
             return
         if self._closing.wait(NOTICE_S):
             return  # `_at_exit` or the caller of `close` reports it, after rank 0's own error

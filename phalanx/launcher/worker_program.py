@@ -60,6 +60,20 @@ def parse_command(command: Sequence[str]) -> Program | None:
     return None
 
 
+def runs_tests(program: Program) -> bool:
+    """Whether this is pytest, or one of the processes that pytest-xdist starts.
+
+    >>> runs_tests(Program(("-m", "pytest", "tests")))
+    True
+    """
+    kind, *rest = program.arguments
+    if kind == "-m":
+        return rest[:1] in (["pytest"], ["unittest"])
+    if kind == "-c":
+        return "execnet" in "".join(rest[:1])
+    return Path(kind).name in ("pytest", "py.test")
+
+
 def starting_folder(program: Program, file: str | None) -> str | None:
     """The directory where the present program was started, which it may have left since; None if that is unknown.
 

@@ -12,6 +12,7 @@ from phalanx.cluster.membership import Membership
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import EVALUATOR
 from phalanx.cluster.task_comparison import JobFacts
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.collectives import connect
 from phalanx.collectives.communicator import Communicator
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
@@ -28,6 +29,7 @@ from phalanx.planning.simulated_node import SimulatedNode, simulate_node
 from phalanx.runtime import process_exit, telemetry
 from phalanx.strategies.program_random_state import random_state, set_random_state
 from phalanx.training.replica import Replica
+from phalanx.transport.listener import Service
 
 
 class CurrentJob:
@@ -78,6 +80,17 @@ class CurrentJob:
         if processes is not None:
             self._spans_devices = True
             self.before_leaving(processes.close)
+
+    @property
+    def identity(self) -> TaskIdentity:
+        """This process's task and its connections."""
+        return self._node.identity
+
+    def register(self, purpose: str, service: Service) -> None:
+        """Serve links for a purpose on this task's port, in a job of fixed size."""
+        assert isinstance(self._node, Node)
+        assert self._node.listener is not None, "a world of one has no port"
+        self._node.listener.register(purpose, service)
 
     def before_leaving(self, function: Callable[[], None]) -> None:
         """Register a function that is called first when this process leaves the job."""

@@ -15,9 +15,10 @@ from phalanx.config.environment_variables import JOB_ID, LOCAL_REPLICAS
 from phalanx.devices.gpu_assignment import check_devices
 from phalanx.devices.gpu_count import count_gpus
 from phalanx.errors import ConfigurationError
-from phalanx.launcher.local_replicas import start_local_replicas
+from phalanx.launcher.local_replicas import is_program, start_local_replicas
 from phalanx.strategies.current_job import join_job
 from phalanx.strategies.device_meshes import mirrored_placement
+from phalanx.strategies.interactive_replicas import InteractiveReplicas
 from phalanx.strategies.strategy import Strategy
 from phalanx.training.replica import alone
 from phalanx.training.training_policy import TrainingPolicy
@@ -33,6 +34,11 @@ class MirroredStrategy(Strategy):
     started are the replicas. With `engine="spmd"`, on JAX, there is one process and one compiled program over all
     devices, also in a notebook.
 
+    In a notebook, an interactive session or a test there is no program to run again. There the other replicas call what
+    this process calls of `fit`, `evaluate`, `predict` and the methods of single batches, with copies of the model and
+    the arguments. An interrupt ends them, and the next call starts others; the weights stay. Custom training loops need
+    a function for `phalanx.launch`.
+
     Args:
         devices: a number of replicas, or one device for each: ["cpu:0", "cpu:1"], ["/gpu:0", "/gpu:1"]. None: one for
             each GPU, or a single replica if there is none; with `engine="spmd"` all devices that JAX sees.
@@ -43,8 +49,8 @@ class MirroredStrategy(Strategy):
         synchronized_batch_norm: as for `MultiWorkerMirroredStrategy`. With `engine="spmd"` it is always so.
 
     Raises:
-        ConfigurationError: replicas in a notebook or an interactive session, which cannot be run again; devices that
-            are not there; arguments of replicas for `engine="spmd"`.
+        ConfigurationError: devices that are not there; arguments of replicas for `engine="spmd"`; a process that is a
+            task of another job.
         UnsupportedError: `engine="spmd"`, and Keras does not run on JAX.
     """
 
@@ -63,19 +69,19 @@ class MirroredStrategy(Strategy):
         if engine not in (SPMD, REPLICAS):
             raise ConfigurationError(f"MirroredStrategy(engine={engine!r}): it is {SPMD!r} or {REPLICAS!r}.")
         if engine == SPMD:
-            if merges:
-                raise ConfigurationError(
-                    "MirroredStrategy(engine='spmd') compiles one program, into which XLA puts the sums of gradients: "
-                    "cross_device_ops and compression say how replicas merge theirs. Leave them out, or write "
-                    "engine='replicas'."
-                )
-            placement = mirrored_placement(devices)
-            super().__init__(alone(), policy=TrainingPolicy(placement=placement))
+            super().__init__(alone(), policy=_one_program(devices, merges=merges))
             return
         policy = TrainingPolicy(resolve_compression(compression), synchronized_batch_norm=synchronized_batch_norm)
         ops = cross_device_ops_of(cross_device_ops)
         self._devices = local_devices(devices, "MirroredStrategy")
-        if JOB_ID not in process_environment() or LOCAL_REPLICAS in process_environment():
+        is_started = JOB_ID in process_environment()
+        if not is_started and len(self._devices) > 1 and not is_program():
+            self.job = _interactive(self._devices).job
+            if ops is not None:
+                self.job.replica.cross_device_ops = ops
+            super().__init__(self.job.replica, self.job.resolver, policy)
+            return
+        if not is_started or LOCAL_REPLICAS in process_environment():
             start_local_replicas(len(self._devices), self._devices)
         resolver = TFConfigClusterResolver()  # what a scheduler started beside it is no part of it
         workers = len(resolver.cluster_spec().ranked_tasks)
@@ -84,8 +90,8 @@ class MirroredStrategy(Strategy):
                 f"MirroredStrategy was given {len(self._devices)} devices, and the job was started with {workers} "
                 f"workers. Leave `devices` out, or give `phalanx run --workers` the same number."
             )
-        self._job = join_job(resolver, None, ops)
-        super().__init__(self._job.replica, resolver, policy)
+        self.job = join_job(resolver, None, ops)
+        super().__init__(self.job.replica, resolver, policy)
 
     @property
     def local_devices(self) -> tuple[str, ...]:
@@ -98,6 +104,31 @@ def _fits_one_program() -> bool:
     """Whether one JAX process sees several accelerators, and is no worker of a job."""
     environment = process_environment()
     return keras.backend.backend() == "jax" and JOB_ID not in environment and count_gpus(environment) > 1
+
+
+def _one_program(devices: int | Sequence[str] | None, *, merges: bool) -> TrainingPolicy:
+    """The policy of one compiled program over all devices."""
+    if merges:
+        raise ConfigurationError(
+            "MirroredStrategy(engine='spmd') compiles one program, into which XLA puts the sums of gradients: "
+            "cross_device_ops and compression say how replicas merge theirs. Leave them out, or write "
+            "engine='replicas'."
+        )
+    return TrainingPolicy(placement=mirrored_placement(devices))
+
+
+_replicas: InteractiveReplicas | None = None  # of this session
+
+
+def _interactive(devices: list[str]) -> InteractiveReplicas:
+    """The replicas of this session, which a cell that is run again finds as they are."""
+    global _replicas
+    if _replicas is not None and _replicas.devices != devices:
+        _replicas.replace()
+        _replicas = None
+    if _replicas is None:
+        _replicas = InteractiveReplicas(devices, lambda: join_job(TFConfigClusterResolver(), None))
+    return _replicas
 
 
 def local_devices(devices: int | Sequence[str] | None, strategy: str) -> list[str]:

@@ -8,8 +8,8 @@ place among replicas, or among parameter servers. Its `fit`, `evaluate`, ... the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from phalanx.errors import UnsupportedError
@@ -62,7 +62,7 @@ class ModelDispatcher:
         """Note the current strategy's member, and that a former trainer is stale."""
         if (member := self._current_member()) is not None:
             set_untracked(model, **{_MEMBER: member, _POLICY: self._current_policy()})
-        vars(model).pop(_TRAINER, None)
+        forget_trainer(model)
 
     def register_object(self, thing: Any) -> None:
         """Name what is created, so that tasks can refer to it."""
@@ -87,7 +87,7 @@ class ModelDispatcher:
         if member.is_chief:
             create_on_chief(arguments.get("callbacks"))
         _refuse_own_functions(model, member, method.name, validates=arguments.get("validation_data") is not None)
-        with in_method(member, method.name) if isinstance(member, Replica) else nullcontext():
+        with _entering(member, model, method.name, arguments):
             return getattr(_trainer_of(model, member), method.name)(**arguments)
 
     def save(self, model: Any, method: KerasMethod, filepath: Any, overwrite: bool, *args: Any, **kwargs: Any) -> Any:
@@ -99,6 +99,12 @@ def member_of(model: Any) -> Member | None:
     """What a model belongs to, or None if Keras itself trains it."""
     member: Member | None = vars(model).get(_MEMBER)
     return member
+
+
+def policy_of(model: Any) -> TrainingPolicy:
+    """How its strategy trains a model."""
+    policy: TrainingPolicy = vars(model).get(_POLICY, EVERY_STEP)
+    return policy
 
 
 def is_server_worker(model: Any) -> bool:
@@ -175,6 +181,26 @@ def _refuse_own_functions(model: Any, member: Member, method: str, *, validates:
         )
 
 
+@contextmanager
+def _entering(member: Member, model: Any, method: str, arguments: dict[str, Any]) -> Iterator[None]:
+    """Around a call of a model's method, in which all members take part."""
+    if not isinstance(member, Replica):
+        yield
+        return
+    is_nested = member.calling_thread is not None  # the others come to it by themselves
+    with in_method(member, method):
+        if member.calls is None or is_nested:
+            yield
+        else:
+            with member.calls.calling(model, method, arguments):
+                yield
+
+
+def forget_trainer(model: Any) -> None:
+    """Have the next call of a method begin with nothing that former ones have left, but the model itself."""
+    vars(model).pop(_TRAINER, None)
+
+
 def _trains_alone(model: Any, replica: Replica) -> bool:
     """Whether Keras itself trains the model: no other replica, and nothing to do that Keras does not do."""
     policy: TrainingPolicy = vars(model)[_POLICY]
@@ -189,7 +215,7 @@ def _trainer_of(model: Any, member: Member) -> ReplicaTrainer | ParameterServerT
             return functools.partial(trainer_hook.keras_method(name), model)
 
         if isinstance(member, Replica):
-            trainer = ReplicaTrainer(model, member, vars(model).get(_POLICY, EVERY_STEP))
+            trainer = ReplicaTrainer(model, member, policy_of(model))
         elif isinstance(member, CentralStorageWorker):
             trainer = CentralStorageTrainer(model, member, keras_method)
         else:

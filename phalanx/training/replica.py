@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -43,6 +43,16 @@ class EntryOverError(Exception):
         self.result = result
 
 
+class ReplicaCalls(Protocol):
+    """How the other replicas come to call what this process calls, where they run no program of their own."""
+
+    def calling(self, model: Any, method: str, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Around a call of a model's method: the other replicas call it too.
+
+        Raises: besides what the method raises, the error of another replica of which that is the consequence.
+        """
+
+
 @dataclass
 class Entry:
     """One call of a method in which all members take part (`fit`, `evaluate`, ...).
@@ -73,6 +83,8 @@ class Replica:
         notice: travels with the merge of each step, while a `fit` runs that saves itself when the job is preempted.
         process: the id of the process that takes part.
         calling_thread: the thread in which a method of a model runs now.
+        calls: takes calls of a model's methods to the other replicas; None: they run the same program.
+        has_copies: whether the replicas have copies of the chief's models, which Keras names differently.
         micro_batches: into how many micro-batches each global batch is cut, so that the number of ranks shows in no bit
             (`CommunicationOptions.deterministic`); None: each rank computes its part at once.
         recording: what is merged, where `phalanx plan` examines the program and no other rank exists; else None.
@@ -83,6 +95,8 @@ class Replica:
     notice: PreemptionNotice | None = field(default=None, repr=False)
     process: int = field(default_factory=os.getpid, repr=False)
     calling_thread: int | None = field(default=None, repr=False)
+    calls: ReplicaCalls | None = field(default=None, repr=False)
+    has_copies: bool = False
     micro_batches: int | None = None
     recording: RecordingAlgorithm | None = field(default=None, repr=False)
     _entries: int = 0  # number of entries so far: the same script gives the same numbers on every process

@@ -40,7 +40,7 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
     if replica.is_alone and not replica.micro_batches:
         return
     variables = variables_of(model) + (list(model.metrics_variables) if metrics else [])
-    _compare(_structure(variables), replica)
+    _compare(_structure(variables, with_paths=not replica.has_copies), replica)
     arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
     own = random_state()[:1]
     received = replica.communicator.broadcast([*arrays, *own], root=0)
@@ -122,8 +122,11 @@ def shifted_seed(state: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]
     return shifted
 
 
-def _structure(variables: Sequence[Any]) -> list[tuple[str, tuple[int, ...], str]]:
-    return [(v.path, tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
+def _structure(variables: Sequence[Any], *, with_paths: bool) -> list[tuple[str, tuple[int, ...], str]]:
+    return [
+        (v.path if with_paths else "variable", tuple(v.shape), keras.backend.standardize_dtype(v.dtype))
+        for v in variables
+    ]
 
 
 def _compare(structure: list[tuple[str, tuple[int, ...], str]], replica: Replica) -> None:

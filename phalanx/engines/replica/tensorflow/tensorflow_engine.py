@@ -90,7 +90,8 @@ class TensorFlowEngine(VariableEngine):
 
     def build(self, data: Batch) -> None:
         model = self._model
-        only_a_step = type(model).call is keras.Model.call or model_state.has_built_parts(model)
+        parts_are_built = model_state.has_built_parts(model, with_loss=data[1] is not None)
+        only_a_step = type(model).call is keras.Model.call or parts_are_built
         if model_state.overrides(model, "train_step") and only_a_step:
             # Its `train_step` may do anything with its parts, and need not call the model.
             if not model.optimizer.built:

@@ -1,0 +1,242 @@
+"""Copies of a model in other processes, which run no program that makes it: what of a model travels, and how.
+
+A layer of Keras's travels as its configuration. One of a class of the program's own travels as the arguments with which
+it was constructed: `Operation.__new__`, patched by `record_construction`, keeps them, and what such a class's own
+`compile` was called with. Weights travel only where they are asked for: each method of a model on several replicas
+begins with the chief's.
+
+Uses `Model._compile_config`, where Keras keeps what `compile` was given. Tested with Keras 3.15.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import keras
+
+from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.keras_internals import keras_trainer
+from phalanx.keras_compat.model_state import optimizers
+from phalanx.keras_compat.object_config import configuration_of, serialized, without_tensorflow
+from phalanx.keras_compat.patching import set_untracked
+
+MAIN = "__main__"
+_CONSTRUCTION, _COMPILATION = "_phalanx_construction", "_phalanx_compilation"
+
+
+class Arguments(NamedTuple):
+    """What a class or method was called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class LayerCopy(NamedTuple):
+    """What it takes to make a layer, perhaps a model, again.
+
+    Attributes:
+        kind: its class, if it is one of the program's own that is made from `construction`; None if from `config`.
+        config: of the layer, as `keras.saving.serialize_keras_object` has it.
+        definitions: the classes and functions of the main program that the configuration names.
+        shapes: with which it was built; None if it was not.
+        compilation: what `compile` was called with; None if it was not.
+        optimized: for each optimizer of a model, the numbers of the variables that it was built for.
+        frozen: the numbers of the layers in it that are not trainable; 0 is the layer itself.
+    """
+
+    kind: type | None
+    construction: Arguments
+    config: dict[str, Any]
+    definitions: dict[str, Any]
+    shapes: dict[str, Any] | None
+    compilation: Arguments | None
+    optimized: tuple[tuple[int, ...], ...]
+    frozen: tuple[int, ...]
+
+    def unbuilt(self) -> LayerCopy:
+        """The same without what building adds."""
+        return self._replace(
+            shapes=None,
+            optimized=(),
+            config={name: value for name, value in self.config.items() if name != "build_config"},
+        )
+
+    def make(self) -> Any:
+        """The layer again, with weights of its own."""
+        with without_tensorflow():
+            return self._made()
+
+    def _made(self) -> Any:
+        vars(sys.modules[MAIN]).update(self.definitions)
+        if self.kind is not None:
+            made = self.kind(*self.construction.args, **self.construction.kwargs)
+        else:
+            made = keras.saving.deserialize_keras_object(self.config, custom_objects=self.definitions, safe_mode=False)
+        if self.shapes and not made.built:
+            made.build_from_config(self.shapes)
+        for number, layer in enumerate(made._flatten_layers()):
+            if layer.trainable != (number not in self.frozen):
+                layer.trainable = number not in self.frozen
+        if self.compilation is not None:
+            made.compile(*self.compilation.args, **self.compilation.kwargs)
+            self._build_optimizers(made)
+        return made
+
+    def _build_optimizers(self, model: Any) -> None:
+        """Build them for the variables of then: a layer may have been frozen since."""
+        for optimizer, numbers in zip(optimizers(model), self.optimized, strict=False):
+            if numbers and not optimizer.built:
+                optimizer.build([model.variables[number] for number in numbers])
+
+
+def record_construction() -> None:
+    """From now on, note with what arguments layers of the program's own classes are constructed; safe to call again."""
+    for base in (keras.Operation, keras.Model):  # Keras's model does not pass them on
+        if not getattr(base.__new__, "records", False):
+            base.__new__ = _recording_new(base.__new__)
+
+
+def _recording_new(original: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        thing = original(kind, *args, **kwargs)
+        if isinstance(thing, keras.layers.Layer) and _is_own(kind):
+            set_untracked(thing, **{_CONSTRUCTION: Arguments(args, kwargs)})
+            if isinstance(thing, keras.Model) and kind.compile is not keras_trainer().compile:
+                set_untracked(thing, compile=_recording_compile(thing, kind.compile))
+        return thing
+
+    vars(recording)["records"] = True
+    return recording
+
+
+def copy_of(layer: Any) -> LayerCopy:
+    """What travels of a layer, perhaps of a model.
+
+    Raises: UnsupportedError if Keras cannot describe it.
+    """
+    construction = vars(layer).get(_CONSTRUCTION)
+    is_recorded = construction is not None and "get_config" not in _own_methods(layer)
+    config = {} if is_recorded else _config(layer)
+    shapes = layer.get_build_config() if layer.built else None
+    return LayerCopy(
+        type(layer) if is_recorded else None,
+        construction if is_recorded else Arguments((), {}),
+        config,
+        _definitions(config),
+        shapes,
+        _compilation(layer) if isinstance(layer, keras.Model) else None,
+        _optimized(layer) if isinstance(layer, keras.Model) else (),
+        tuple(number for number, part in enumerate(layer._flatten_layers()) if not part.trainable),
+    )
+
+
+def reduced(thing: Any, *, with_weights: bool) -> Any:
+    """How a Keras object is taken apart for a pickle, as `__reduce_ex__` says it; NotImplemented for all others.
+
+    Keras's own way writes a file, and wants the classes of the program to be registered.
+    """
+    if isinstance(thing, keras.layers.Layer):
+        weights = thing.get_weights() if with_weights else None
+        return _make, (copy_of(thing), weights)
+    if isinstance(thing, keras.optimizers.Optimizer | keras.metrics.Metric):
+        return _from_config, (type(thing), configuration_of(thing))
+    if isinstance(thing, keras.losses.Loss | keras.optimizers.schedules.LearningRateSchedule):
+        return copyreg.__newobj__, (type(thing),), vars(thing)  # type: ignore[attr-defined]
+    return NotImplemented
+
+
+def _make(copy: LayerCopy, weights: list[Any] | None) -> Any:
+    made = copy.make()
+    if weights:
+        made.set_weights(weights)
+    return made
+
+
+def _from_config(kind: Any, config: dict[str, Any]) -> Any:
+    with without_tensorflow():
+        return kind.from_config(config)
+
+
+def _is_own(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] != "keras"
+
+
+def _own_methods(layer: Any) -> set[str]:
+    """What the program's own classes of a layer define."""
+    return {name for kind in type(layer).__mro__ if _is_own(kind) for name in vars(kind)} - set(vars(object))
+
+
+def _recording_compile(model: Any, compile_: Callable[..., Any]) -> Callable[..., Any]:
+    """A class's own `compile` for one model, which notes its arguments."""
+    reference = weakref.ref(model)
+
+    @functools.wraps(compile_)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        target = reference()
+        result = compile_(target, *args, **kwargs)
+        set_untracked(target, **{_COMPILATION: Arguments(args, kwargs)})
+        return result
+
+    return method
+
+
+def _compilation(model: Any) -> Arguments | None:
+    if (recorded := vars(model).get(_COMPILATION)) is not None:
+        return recorded  # type: ignore[no-any-return]
+    if not model.compiled:
+        return None
+    if type(model).compile is not keras_trainer().compile:
+        raise UnsupportedError(
+            f"The model {model.name!r} has its own compile(), and was made before the strategy, so what compile() was "
+            f"given is not known. Make and compile the model in strategy.scope()."
+        )
+    return Arguments((), dict(model._compile_config.config))
+
+
+def _optimized(model: Any) -> tuple[tuple[int, ...], ...]:
+    numbers = {id(variable): number for number, variable in enumerate(model.variables)}
+    return tuple(
+        tuple(numbers[id(variable)] for variable in optimizer._trainable_variables if id(variable) in numbers)
+        if optimizer.built
+        else ()
+        for optimizer in optimizers(model)
+    )
+
+
+def _config(layer: Any) -> dict[str, Any]:
+    try:
+        config = serialized(layer)
+    except Exception as error:  # whatever the `get_config` of some class raises
+        raise UnsupportedError(
+            f"{layer.name!r} cannot be made again in other processes, because Keras cannot describe it: "
+            f"{str(error).rstrip('.')}. Make the model in strategy.scope(), give its classes a get_config() (see "
+            f"keras.saving), or put the training into a function and call phalanx.launch(function, workers=N)."
+        ) from error
+    config.pop("compile_config", None)
+    return config
+
+
+def _definitions(config: Mapping[str, Any]) -> dict[str, Any]:
+    main = vars(sys.modules[MAIN])
+    named = sorted({name for name in _words(config) if name in main})
+    return {name: main[name] for name in named if getattr(main[name], "__module__", None) == MAIN}
+
+
+def _words(config: Any) -> Iterator[str]:
+    """All strings in a configuration; of `package>Name`, the name."""
+    if isinstance(config, str):
+        yield config.rpartition(">")[2]
+    elif isinstance(config, Mapping):
+        yield from _all_words(config.values())
+    elif isinstance(config, list | tuple):
+        yield from _all_words(config)
+
+
+def _all_words(configs: Iterable[Any]) -> Iterator[str]:
+    for config in configs:
+        yield from _words(config)

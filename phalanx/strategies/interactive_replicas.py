@@ -1,0 +1,343 @@
+"""`MirroredStrategy` where there is no program to run again: a notebook, an interactive session, a test, stdin.
+
+The other replicas are processes that do what this one does with a model (`replica_server`): each call of `fit`,
+`evaluate`, `predict` or `*_on_batch` travels to them first, and then all train together as ever. Whatever interrupts
+a call ends them, so that nothing of it is left; the next call starts others, and begins with the weights that this
+process has.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import keras
+import msgspec
+
+from phalanx.cluster.admission import admit_worker
+from phalanx.cluster.membership import Rank
+from phalanx.collectives.communicator import Communicator
+from phalanx.config.environment import temporary_variables
+from phalanx.engines import make_tensors
+from phalanx.errors import (
+    ConfigurationError,
+    FrameError,
+    LinkClosedError,
+    LinkTimeoutError,
+    PeerLostError,
+    PhalanxError,
+    UnsupportedError,
+)
+from phalanx.keras_compat.model_copies import record_construction
+from phalanx.launcher.local_replicas import LocalReplicas, start_serving_replicas
+from phalanx.monitoring.startup_noise import QUIET
+from phalanx.runtime import function_call
+from phalanx.runtime.worker_traceback import WorkerTraceback
+from phalanx.strategies import replica_calls
+from phalanx.strategies.current_job import CurrentJob, leave_job
+from phalanx.strategies.replica_calls import (
+    MODELS_KEPT,
+    PURPOSE,
+    SERVER,
+    Call,
+    Done,
+    Failed,
+    Message,
+    PackedCall,
+    Ready,
+    Settled,
+)
+from phalanx.training import model_dispatch
+from phalanx.transport.handshake import Hello, Welcome
+from phalanx.transport.link import Link
+
+logger = logging.getLogger(__name__)
+
+CAUSE_S = 5.0
+"""A replica that fails says why before its connection closes, which the others notice at once."""
+
+_MESSAGES = msgspec.msgpack.Decoder(Message)
+_encode = msgspec.msgpack.Encoder().encode
+_LOST = (LinkClosedError, LinkTimeoutError, FrameError)
+
+
+class InteractiveReplicas:
+    """The replicas of an interactive session, seen from its process, which is rank 0.
+
+    Args:
+        devices: one for each replica.
+        join: joins the job that the environment describes.
+    """
+
+    def __init__(self, devices: Sequence[str], join: Callable[[], CurrentJob]) -> None:
+        record_construction()
+        self.devices = list(devices)
+        self._join = join
+        self._tensors = make_tensors()
+        self._session: _Session | None = None
+        self._is_replaced = False
+        session = self._start()
+        self.job = session.job
+        self.replica = session.job.replica
+        self._idle(session)
+        self.replica.calls, self.replica.has_copies = self, True
+
+    @contextmanager
+    def calling(self, model: Any, method: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+        """See `training.replica.ReplicaCalls`."""
+        if self._is_replaced:
+            raise ConfigurationError(
+                f"{method}() of {model.name!r}: its strategy, with {len(self.devices)} replicas, was replaced by a "
+                f"later one. Make the model again in the scope of that one; set_weights(model.get_weights()) keeps the "
+                f"weights."
+            )
+        call = replica_calls.pack(model, method, arguments, self.replica.cross_device_ops, self._tensors)
+        session = self._session or self._restart()
+        try:
+            if session.send(model, call):
+                model_dispatch.forget_trainer(model)  # what it knows of the others is not true of a new copy
+        except BaseException:
+            self.stop()
+            raise
+        self.replica.communicator = session.communicator
+        try:
+            yield
+            session.finish()
+        except BaseException as error:
+            lasts = isinstance(error, Exception) and session.settle(error)
+            cause = session.cause_of(error)
+            if not lasts:
+                self.stop()
+            if cause is not None:
+                raise cause from error
+            raise
+        finally:
+            self._idle(session)
+
+    def replace(self) -> None:
+        """Other replicas come after these, whose models cannot be called any more."""
+        self.stop()
+        self._is_replaced = True
+
+    def stop(self) -> None:
+        """End the other replicas. Safe to call twice."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def _start(self) -> _Session:
+        self._session = session = _Session(self.devices, self._join)
+        return session
+
+    def _restart(self) -> _Session:
+        session = self._start()
+        session.job.replica = self.replica  # models belong to it
+        return session
+
+    def _idle(self, session: _Session) -> None:
+        """Between calls the other replicas take part in nothing."""
+        self.replica.communicator = cast(Communicator, _IdleCommunicator(session.communicator))
+
+
+class _Session:
+    """One set of processes, from their start to their end; and its job, of which this process is rank 0."""
+
+    def __init__(self, devices: Sequence[str], join: Callable[[], CurrentJob]) -> None:
+        self._models: weakref.WeakKeyDictionary[Any, bytes] = weakref.WeakKeyDictionary()
+        self._known: list[bytes] = []  # as on each server, the last used last
+        self._answers: dict[Rank, Message] = {}
+        self._errors: dict[Rank, function_call.CallRaised] = {}
+        self._processes: LocalReplicas | None = None
+        with temporary_variables():
+            try:
+                variables = {"KERAS_BACKEND": keras.backend.backend(), "KERAS_FLOATX": keras.config.floatx(), **QUIET}
+                self._processes = start_serving_replicas(devices, SERVER, variables)
+                self.job = join()
+            except BaseException:
+                if self._processes is not None:
+                    self._processes.kill()
+                raise
+        self.communicator = self.job.replica.communicator
+        self._links = _Arrivals(self.job, len(devices) - 1)
+        self.job.register(PURPOSE, self._links)
+        self._timeout_s = self.job.identity.config.timeout_s
+        atexit.register(self.close)
+
+    def send(self, model: Any, call: PackedCall) -> bool:
+        """Have all replicas begin this call; returns whether they have made the model for it.
+
+        Raises: what a replica met when it unpacked the call; PeerLostError.
+        """
+        links = self._links.wait(self._timeout_s, self._check)
+        is_new = self._models.get(model) != call.digest or call.digest not in self._known
+        header = _encode(Call(call.method, call.digest, is_new))
+        buffers = [replica_calls.program_state(), call.arguments, *([call.model] if is_new else [])]
+        self._answers, self._errors = {}, {}
+        for rank in links:
+            self._send(rank, header, buffers)
+        for rank in links:
+            self._receive(rank, Ready)
+        if (problem := self._first_error()) is not None:
+            raise problem
+        self._remember(model, call.digest)
+        return is_new
+
+    def finish(self) -> None:
+        """Wait until all replicas have returned from the call. Raises: what one of them has raised; PeerLostError."""
+        for rank in self._links.links:
+            self._receive(rank, Done)
+        if (problem := self._first_error()) is not None:
+            raise problem
+
+    def settle(self, error: Exception) -> bool:
+        """Whether every replica has raised an error of this kind, so that none waits for another; tells them so."""
+        if isinstance(error, PeerLostError):
+            return False
+        for rank in self._links.links:
+            if rank not in self._errors:
+                try:
+                    self._receive(rank, Done, wait_s=CAUSE_S)
+                except PhalanxError:
+                    return False
+        kinds = {type(raised.error) for raised in self._errors.values()}
+        if len(self._errors) < len(self._links.links) or kinds != {type(error)}:
+            return False
+        for rank in self._links.links:
+            self._send(rank, _encode(Settled()))
+        return True
+
+    def cause_of(self, error: BaseException) -> BaseException | None:
+        """The error of another replica, whose consequence this one is; None if it is its own."""
+        if not isinstance(error, PeerLostError):
+            return None
+        for rank in self._links.links:
+            if rank not in self._errors:
+                try:
+                    self._receive(rank, Done, wait_s=CAUSE_S)
+                except PhalanxError:
+                    continue
+        return self._first_error()
+
+    def close(self) -> None:
+        """End the processes, and leave the job. Safe to call twice."""
+        atexit.unregister(self.close)
+        for link in self._links.links.values():
+            link.close()
+        if self._processes is not None:
+            self._processes.kill()
+        leave_job()
+
+    def _send(self, rank: Rank, header: bytes, buffers: Sequence[bytes] = ()) -> None:
+        try:
+            self._links.links[rank].send(header, buffers, deadline=self._deadline())
+        except _LOST as error:
+            raise self._lost(rank, error) from error
+
+    def _receive(self, rank: Rank, expected: type[Message], wait_s: float | None = None) -> None:
+        deadline = self._deadline() if wait_s is None else time.monotonic() + wait_s
+        try:
+            header, buffers = self._links.links[rank].receive(deadline=deadline)
+        except _LOST as error:
+            raise self._lost(rank, error) from error
+        answer = _MESSAGES.decode(header)
+        if isinstance(answer, Failed):
+            raised = function_call.decode_result(bytes(buffers[0]))
+            assert isinstance(raised, function_call.CallRaised)
+            self._errors[rank] = raised
+        else:
+            assert isinstance(answer, expected), answer
+
+    def _lost(self, rank: Rank, error: Exception) -> PeerLostError:
+        member = self.job.membership.members[rank]
+        why = self._processes.failure if self._processes is not None else ""
+        return PeerLostError(
+            f"The replica {member.task} of this session was lost: {why or error}. Call the method again; it begins "
+            f"with the present weights.",
+            rank=rank,
+            task=member.task,
+            host=member.host,
+        )
+
+    def _first_error(self) -> BaseException | None:
+        for rank, raised in sorted(self._errors.items()):
+            error = raised.error
+            error.__cause__ = WorkerTraceback(self.job.membership.members[rank].task, raised.traceback)
+            return error
+        return None
+
+    def _remember(self, model: Any, digest: bytes) -> None:
+        self._models[model] = digest
+        if digest in self._known:
+            return
+        self._known = [*self._known, digest][-MODELS_KEPT:]
+
+    def _check(self) -> None:
+        if self._processes is not None and self._processes.failure:
+            raise PeerLostError(
+                f"A replica of this session has failed: {self._processes.failure}.", rank=-1, task="", host=""
+            )
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout_s
+
+
+class _Arrivals:
+    """The links from the serving replicas, as they come. A service of the listener."""
+
+    def __init__(self, job: CurrentJob, count: int) -> None:
+        self.links: dict[Rank, Link] = {}
+        self._me = job.identity
+        self._count = count
+        self._changed = threading.Condition()
+
+    def admit(self, hello: Hello) -> Welcome:
+        return admit_worker(self._me, hello, range(1, self._count + 1), lambda rank: None)
+
+    def adopt(self, hello: Hello, link: Link) -> None:
+        rank = self._me.rank_of(hello.task)
+        assert rank is not None, "checked when it was admitted"
+        with self._changed:
+            self.links[rank] = link
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float, check: Callable[[], None]) -> dict[Rank, Link]:
+        """The links, once all are there. Raises: what `check` raises; PeerLostError."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while len(self.links) < self._count:
+                check()
+                if time.monotonic() > deadline:
+                    raise PeerLostError("A replica of this session did not start.", rank=-1, task="", host="")
+                self._changed.wait(0.2)
+            return dict(sorted(self.links.items()))
+
+
+class _IdleCommunicator:
+    """Stands where the communicator is, between two calls: it knows who is there, and merges nothing."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.membership = communicator.membership
+        self.rank = communicator.rank
+        self.world_size = communicator.world_size
+        self._communicator = communicator
+
+    @property
+    def statistics(self) -> Any:
+        return self._communicator.statistics
+
+    def close(self) -> None:
+        self._communicator.close()
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedError(
+            f"{name} needs all replicas, and in a notebook or an interactive session the others take part in fit, "
+            f"evaluate, predict, train_on_batch, test_on_batch and predict_on_batch alone. Put a custom training loop "
+            f"into a function, make the strategy inside it (MultiWorkerMirroredStrategy), and call "
+            f"phalanx.launch(function, workers={self.world_size})."
+        )

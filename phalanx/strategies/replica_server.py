@@ -1,0 +1,127 @@
+"""A replica of an interactive session (`python -m phalanx.strategies.replica_server`): it calls what the session calls.
+
+The first replica is the session's own process. The others, which have no program, make copies of its models, and call
+the same methods with the same arguments, until the session ends.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import sys
+import time
+from typing import Any
+
+import msgspec
+
+from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
+from phalanx.collectives.cross_device_ops import CrossDeviceOps
+from phalanx.errors import LinkClosedError, LinkTimeoutError
+from phalanx.parameter_server.server_dialing import connect
+from phalanx.runtime import function_call
+from phalanx.strategies import replica_calls
+from phalanx.strategies.current_job import join_job
+from phalanx.strategies.program_random_state import set_random_state
+from phalanx.strategies.replica_calls import (
+    MODELS_KEPT,
+    PURPOSE,
+    Call,
+    Done,
+    Failed,
+    Message,
+    ModelOfStrategy,
+    ProgramState,
+    Ready,
+    Settled,
+)
+from phalanx.strategies.strategy import Strategy
+from phalanx.training.replica import Replica
+from phalanx.transport.link import Link
+
+ANSWER_S = 60.0
+SETTLING_S = 2.0
+"""What all replicas raise comes at about the same time. An error of one alone keeps the others waiting this long."""
+
+_MESSAGES = msgspec.msgpack.Decoder(Message)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class ReplicaServer:
+    """Makes and calls the copies of a session's models.
+
+    Args:
+        replica: that of this process.
+        link: to the session's process.
+    """
+
+    def __init__(self, replica: Replica, link: Link) -> None:
+        self._replica = replica
+        self._link = link
+        self._models: dict[bytes, tuple[Any, CrossDeviceOps | None]] = {}
+
+    def run(self) -> None:
+        """Serve until the session has ended.
+
+        Raises: what a method has raised on this replica alone.
+        """
+        while True:
+            try:
+                header, buffers = self._link.receive(deadline=math.inf)
+            except LinkClosedError:
+                return
+            call = _MESSAGES.decode(header)
+            assert isinstance(call, Call), call
+            try:
+                model, arguments = self._prepare(call, buffers)
+            except Exception as error:  # of any class that is unpickled: the session raises it
+                self._answer(Failed(), error)
+                continue
+            self._answer(Ready())
+            try:
+                getattr(model, call.method)(**arguments)
+            except Exception as error:
+                self._answer(Failed(), error)
+                if not self._is_settled():
+                    raise  # ends this process, so that the others do not wait for it
+                continue
+            self._answer(Done())
+
+    def _is_settled(self) -> bool:
+        """Whether all replicas have failed alike, as the session says soon or never."""
+        try:
+            header, _ = self._link.receive(deadline=time.monotonic() + SETTLING_S)
+        except (LinkClosedError, LinkTimeoutError):
+            return False
+        return isinstance(_MESSAGES.decode(header), Settled)
+
+    def _prepare(self, call: Call, buffers: list[memoryview]) -> tuple[Any, dict[str, Any]]:
+        state: ProgramState = pickle.loads(buffers[0])
+        sys.path[:] = state.path
+        if call.has_model:
+            described: ModelOfStrategy = pickle.loads(buffers[2])
+            with Strategy(self._replica, policy=described.policy).scope():
+                model = described.copy.make()
+            self._models.pop(call.model, None)
+            self._models[call.model] = model, described.cross_device_ops
+            while len(self._models) > MODELS_KEPT:
+                del self._models[next(iter(self._models))]
+        model, self._replica.cross_device_ops = self._models[call.model]
+        arguments = replica_calls.unpack_arguments(buffers[1], model)
+        set_random_state(state.random)
+        return model, arguments
+
+    def _answer(self, answer: Message, error: BaseException | None = None) -> None:
+        content = [function_call.encode_error(error)] if error is not None else []
+        self._link.send(_encode(answer), content, deadline=time.monotonic() + ANSWER_S)
+
+
+def main() -> None:
+    job = join_job(TFConfigClusterResolver(), None)
+    job.replica.has_copies = True
+    me = job.identity
+    link = connect(me, me.tasks[0], PURPOSE, time.monotonic() + me.config.rendezvous_timeout_s)
+    ReplicaServer(job.replica, link).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What a user types in an interactive session, cell after cell. Read from stdin, so that it is no program to run again.
+
+It prints what it found as JSON.
+"""
+
+import json
+import os
+import signal
+
+import keras
+import numpy as np
+
+import phalanx
+
+found = {}
+rng = np.random.default_rng(0)
+x = rng.normal(size=(50, 3)).astype("float32")
+y = x.sum(axis=1, keepdims=True)
+session = os.getpid()
+
+
+class Regressor(keras.Model):  # as notebooks have them: no get_config, arguments of any kind
+    def __init__(self, body, activation):
+        super().__init__()
+        self.body = body
+        self.activation = activation
+        self.head = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        return self.head(self.activation(self.body(inputs)))
+
+
+class Noted(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.losses.append(logs["loss"])
+
+
+class OnServers(keras.callbacks.Callback):
+    """Does something after the second step on all replicas but the session's own."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1 and os.getpid() != session:
+            if self.what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ZeroDivisionError("on one replica alone")
+
+
+class Interrupted(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if os.getpid() == session:
+            os.kill(session, signal.SIGINT)
+
+
+def double_tanh(values):
+    return 2 * keras.ops.tanh(values)
+
+
+def squared_error(true, predicted):
+    return keras.ops.mean((true - predicted) ** 2, axis=-1)
+
+
+def make():
+    keras.utils.set_random_seed(1)
+    body = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.BatchNormalization()])
+    model = Regressor(body, double_tanh)
+    compile_(model)
+    return model
+
+
+def compile_(model):
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 10, 0.9)
+    model.compile(keras.optimizers.Adam(schedule), loss=squared_error, metrics=["mae"])
+
+
+def train(model, name):
+    noted = Noted()
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0, callbacks=[noted], validation_data=(x, y)).history
+    model.body.trainable = False
+    compile_(model)
+    more = model.fit(x, y, batch_size=16, verbose=0, callbacks=[noted]).history
+    found[name] = {
+        "history": history,
+        "more": more,
+        "losses": noted.losses,
+        "evaluated": model.evaluate(x, y, verbose=0),
+        "predicted": model.predict(x, verbose=0).tolist(),
+    }
+
+
+def failure(call):
+    try:
+        call()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+strategy = phalanx.MirroredStrategy(2, synchronized_batch_norm=True)
+train(make(), "plain")
+with strategy.scope():
+    model = make()
+
+train(model, "session")
+
+before = model.get_weights()
+found["both"] = failure(lambda: model.fit(x, y[:3], verbose=0))
+found["one"] = failure(lambda: model.fit(x, y, batch_size=16, verbose=0, callbacks=[OnServers("raise")]))
+found["killed"] = failure(lambda: model.fit(x, y, batch_size=16, verbose=0, callbacks=[OnServers("kill")]))
+found["interrupted"] = failure(lambda: model.fit(x, y, batch_size=16, verbose=0, callbacks=[Interrupted()]))
+found["generator"] = failure(lambda: model.fit(((x, y) for _ in range(9)), steps_per_epoch=2, verbose=0))
+found["reduce"] = failure(lambda: strategy.reduce("SUM", np.float32(1)))
+steps = int(model.optimizer.iterations)
+found["after"] = model.fit(x, y, batch_size=16, verbose=0).history
+found["steps"] = int(model.optimizer.iterations) - steps
+found["again"] = phalanx.MirroredStrategy(2).num_replicas_in_sync
+three = phalanx.MirroredStrategy(3)
+found["replaced"] = failure(lambda: model.evaluate(x, y, verbose=0))
+with three.scope():
+    train(make(), "three")
+
+print("FOUND", json.dumps(found))

@@ -1,0 +1,100 @@
+"""`MirroredStrategy` where there is no program that could be run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from phalanx.launcher.worker_program import Program, runs_tests
+from tests.support.backends import BACKENDS
+from tests.support.commands import die_with_parent
+from tests.training.jobs import environment
+
+BOUND_S = 400.0
+SESSION = Path(__file__).parent / "interactive_session.py"
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def run(folder: Path, backend: str) -> dict[str, Any]:
+    """What the session found; afterwards none of its processes is left."""
+    variables = environment(backend, folder / "compiled") | {"PHALANX_TEST_MARK": str(folder)}
+    with (
+        SESSION.open() as commands,
+        subprocess.Popen(
+            [sys.executable],
+            stdin=commands,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=variables,
+            text=True,
+            preexec_fn=die_with_parent,
+        ) as process,
+    ):
+        try:
+            output, errors = process.communicate(timeout=BOUND_S)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)
+            pytest.fail(f"the session took too long: {process.communicate()}")
+    assert process.returncode == 0, errors
+    assert left_behind(folder) == []
+    return json.loads(output.rpartition("FOUND ")[2])  # type: ignore[no-any-return]
+
+
+def left_behind(folder: Path) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get("PHALANX_TEST_MARK") == str(folder):
+                found.append(process.pid)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    "backend", [name if name == BACKENDS[0] else pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS]
+)
+def test_cells_train_as_one_process_and_survive_what_goes_wrong(backend: str, tmp_path: Path) -> None:
+    found = run(tmp_path, backend)
+    for session in ("session", "three"):
+        for name, values in found["plain"].items():
+            if isinstance(values, dict):
+                assert [*found[session][name]] == [*values]
+                values, other = [*values.values()], [*found[session][name].values()]
+            else:
+                other = found[session][name]
+            np.testing.assert_allclose(other, values, rtol=1e-4, atol=1e-4, err_msg=f"{session}: {name}")
+    assert "cardinality" in found["both"]
+    assert found["one"] == "ZeroDivisionError: on one replica alone"
+    assert found["killed"].startswith("PeerLostError: worker/0 (rank 0) lost worker/1")
+    assert found["interrupted"].startswith("KeyboardInterrupt")
+    assert "fit(x=...) cannot travel" in found["generator"]
+    assert "phalanx.launch" in found["reduce"]
+    assert found["steps"] == 4
+    assert found["again"] == 2
+    assert "was replaced by a later one" in found["replaced"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("-m", "pytest", "tests"), True),
+        (("-m", "unittest"), True),
+        (("/somewhere/bin/pytest", "-x"), True),
+        (("-c", "import execnet.gateway_base"), True),
+        (("train.py", "pytest"), False),
+        (("-m", "train"), False),
+    ],
+)
+def test_a_test_run_is_no_program_to_run_again(arguments: tuple[str, ...], expected: bool) -> None:
+    assert runs_tests(Program(arguments)) is expected
