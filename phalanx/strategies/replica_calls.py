@@ -7,6 +7,7 @@ a callback was given, travel as references.
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import io
 import pickle
@@ -14,15 +15,18 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import keras
 import msgspec
 
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
 from phalanx.engines.tensors import Tensors
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_copies
+from phalanx.keras_compat.callback_bases import OnChief
 from phalanx.keras_compat.model_copies import LayerCopy
 from phalanx.runtime.pickling import Pickler
 from phalanx.strategies.program_random_state import random_state
+from phalanx.training.callback_list import runs_on_chief
 from phalanx.training.model_dispatch import policy_of
 from phalanx.training.training_policy import TrainingPolicy
 
@@ -155,6 +159,10 @@ class _Pickler(Pickler):
         return self._places.get(id(thing))
 
     def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, OnChief):
+            return OnChief, (thing.create(),)
+        if isinstance(thing, keras.callbacks.Callback) and runs_on_chief(thing):
+            return copyreg.__newobj__, (type(thing),)  # type: ignore[attr-defined]  # there it is never called
         for reduced in (model_copies.reduced(thing, with_weights=bool(self._places)), self._tensors.reduce(thing)):
             if reduced is not NotImplemented:
                 return reduced
