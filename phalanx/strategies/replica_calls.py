@@ -38,7 +38,7 @@ MODELS_KEPT = 8
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """A method of a model to call. The buffers: `ProgramState`, the arguments, perhaps the model.
+    """A method of a model to call. The buffers: `SessionState`, the arguments, perhaps the model.
 
     Attributes:
         model: the digest by which the model is known.
@@ -86,7 +86,7 @@ class ModelOfStrategy(NamedTuple):
     cross_device_ops: CrossDeviceOps | None
 
 
-class ProgramState(NamedTuple):
+class SessionState(NamedTuple):
     """What of the program a call depends on besides its arguments."""
 
     path: list[str]
@@ -119,7 +119,7 @@ def pack(
 
 
 def program_state() -> bytes:
-    return pickle.dumps(ProgramState(list(sys.path), random_state()))
+    return pickle.dumps(SessionState(list(sys.path), random_state()))
 
 
 def unpack_arguments(content: bytes | memoryview, model: Any) -> dict[str, Any]:

@@ -30,8 +30,8 @@ from phalanx.strategies.replica_calls import (
     Failed,
     Message,
     ModelOfStrategy,
-    ProgramState,
     Ready,
+    SessionState,
     Settled,
 )
 from phalanx.strategies.strategy import Strategy
@@ -95,7 +95,7 @@ class ReplicaServer:
         return isinstance(_MESSAGES.decode(header), Settled)
 
     def _prepare(self, call: Call, buffers: list[memoryview]) -> tuple[Any, dict[str, Any]]:
-        state: ProgramState = pickle.loads(buffers[0])
+        state: SessionState = pickle.loads(buffers[0])
         sys.path[:] = state.path
         if call.has_model:
             described: ModelOfStrategy = pickle.loads(buffers[2])
