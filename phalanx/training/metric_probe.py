@@ -8,11 +8,16 @@ What two parts do to a variable is compared with what the whole batch does, from
 
 The first that holds is the variable's rule. A metric of which none holds is refused: no merge of what the replicas
 know gives what one process would have. Metrics of Keras's own are known to be counters, and need no probe.
+
+A batch may leave a variable alone (a maximum that begins at zero, and predictions below). Then other values of the
+batch's targets, predictions or weights are tried, until they change it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import keras
@@ -30,13 +35,18 @@ from phalanx.keras_compat.step_means import WeightedStepMeans
 
 Array = np.ndarray[Any, Any]
 States = list[Array]
-Update = Callable[[slice, float], None]
-"""Adds some samples of the batch to the metrics, as this share of a global batch."""
+Values = tuple[Any, Any, Any]
+"""Targets, predictions and weights of a batch."""
+Change = Callable[[Values], Values]
+Update = Callable[[Values, float], None]
+"""Adds samples to the metrics, as this share of a global batch."""
 
 ROWS = 8
 """So many samples show it; and at least two."""
 TOLERANCE = {"float16": 5e-3, "bfloat16": 3e-2, "float64": 1e-6}
 FLOAT32_TOLERANCE = 1e-5
+
+logger = logging.getLogger(__name__)
 
 
 class Trial(NamedTuple):
@@ -60,18 +70,19 @@ def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] 
     probed = [metric for metric in compiled_metrics(model) if not counts_samples(metric)]
     if not probed:
         return rules.rules
+    own = {id(variable): metric for metric in probed for variable in metric.variables}
+    numbers = [number for number, variable in enumerate(rules.variables) if id(variable) in own]
     before = rules.values()
     try:
-        found = observe(rules, *_update_of_compiled_metrics(model, engine, data))
+        trials = _trials_that_tell(rules, _batch_of(engine, data), partial(_update, model), numbers)
     finally:
         rules.set_values(before)
-    own = {id(variable): metric for metric in probed for variable in metric.variables}
-    decided = []
-    for variable, declared, rule in zip(rules.variables, rules.rules, found, strict=True):
-        metric = own.get(id(variable))
-        if metric is not None and rule is None:
-            return _refusal(metric, variable)
-        decided.append(declared if metric is None or rule is None else rule)
+    decided = list(rules.rules)
+    for number in numbers:
+        rule = _rule_of(decided[number], trials[number]) if number in trials else decided[number]
+        if rule is None:
+            return _refusal(own[id(rules.variables[number])], rules.variables[number])
+        decided[number] = rule
     return tuple(decided)
 
 
@@ -87,17 +98,36 @@ def checked(found: tuple[MetricRule, ...] | str) -> tuple[MetricRule, ...]:
     return found
 
 
-def observe(rules: MetricRules, update: Update, rows: int) -> list[MetricRule | None]:
-    """What each variable does, None if it is nothing that can be merged.
+def _trials_that_tell(
+    rules: MetricRules, batch: Values, update: Update, numbers: Sequence[int]
+) -> dict[int, list[Trial]]:
+    """Trials that change the variables of these numbers; none of a variable that nothing changes."""
+    trials = _observe(rules, batch, update)
+    known = {number: trials[number] for number in numbers if not _is_silent(trials[number])}
+    start = rules.values()
+    for change in _changes():
+        if len(known) == len(numbers):
+            break
+        rules.set_values(start)
+        try:
+            trials = _observe(rules, change(batch), update)
+        except Exception as error:  # a metric need not know values that no model of its kind has
+            logger.debug("Metrics refuse other values: %r", error)
+            continue
+        for number in numbers:
+            if number not in known and not _is_silent(trials[number]) and _are_finite(trials[number]):
+                known[number] = trials[number]
+    return known
 
-    Args:
-        update: changes the variables.
-        rows: number of samples in the batch.
-    """
+
+def _observe(rules: MetricRules, batch: Values, update: Update) -> list[list[Trial]]:
+    """What the samples of a batch do to each variable."""
+    rows = model_state.samples(batch)
 
     def after(start: States, first: int, stop: int) -> States:
         rules.set_values(start)
-        update(slice(first, stop), (stop - first) / rows)
+        part = map_leaves(lambda array: array[first:stop], batch)
+        update(part, (stop - first) / rows)
         return rules.values()
 
     start = rules.values()
@@ -107,16 +137,40 @@ def observe(rules: MetricRules, update: Update, rows: int) -> list[MetricRule | 
         (cut / rows, (begun, after(begun, 0, cut), after(begun, cut, rows), after(begun, 0, rows)))
         for begun, cut in ((start, 1), (start, rows // 2), (later, rows // 2))
     ]
+    rules.set_values(start)
     return [
-        _rule_of(declared, [Trial(share, *(each[number] for each in states)) for share, states in trials])
-        for number, declared in enumerate(rules.rules)
+        [Trial(share, *(each[number] for each in states)) for share, states in trials] for number in range(len(start))
     ]
+
+
+def _is_silent(trials: Sequence[Trial]) -> bool:
+    """Whether the samples leave a variable alone."""
+    return all(np.array_equal(one.start, state) for one in trials for state in (one.first, one.second, one.whole))
+
+
+def _changes() -> Iterator[Change]:
+    """Other values of a batch, the most likely ones first."""
+    for values in (_reflected, lambda array: -array, lambda array: 10 * array):
+        for chosen in ((1,), (0,), (2,), (0, 1, 2)):
+
+            def change(batch: Values, values: Any = values, chosen: Any = chosen) -> Values:
+                def changed(array: Array) -> Array:
+                    is_number = array.dtype.kind == "f" or (values is _reflected and array.dtype.kind in "iu")
+                    return np.asarray(values(array), array.dtype) if is_number else array
+
+                y, outputs, weight = (map_leaves(changed, e) if i in chosen else e for i, e in enumerate(batch))
+                return y, outputs, weight
+
+            yield change
+
+
+def _reflected(array: Array) -> Array:
+    """The largest values as the smallest, and so on: labels stay labels, and probabilities too."""
+    return np.asarray(array.max() + array.min() - array)
 
 
 def _rule_of(declared: MetricRule, trials: Sequence[Trial]) -> MetricRule | None:
     """The rule that holds in all trials."""
-    if all(np.array_equal(one.start, state) for one in trials for state in (one.first, one.second, one.whole)):
-        return declared  # the batch has nothing to count
     if declared.weight is MergeWeight.FIRST and all(_same(one.first, one.second, one.whole) for one in trials):
         return declared
     weights = [weight for weight in (MergeWeight.ONE, MergeWeight.SHARE, *EXTREMES) if _fits(weight, trials)]
@@ -171,8 +225,8 @@ def _close(computed: Array, state: Array, begun: Array) -> bool:
     return bool(np.allclose(_wide(computed), _wide(state), rtol=0, atol=tolerance * max(*finite, 1e-30)))
 
 
-def _update_of_compiled_metrics(model: Any, engine: Engine, data: Any) -> tuple[Update, int]:
-    """Adds samples of a batch to the compiled metrics, and the number of samples."""
+def _batch_of(engine: Engine, data: Any) -> Values:
+    """Some samples of a batch, with the model's predictions."""
     engine.begin()
     try:
         outputs = engine.predict(data)
@@ -184,13 +238,13 @@ def _update_of_compiled_metrics(model: Any, engine: Engine, data: Any) -> tuple[
         outputs = tree.map_structure(_with_another, outputs)
         rows = 2
     _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    batch: Values = map_leaves(lambda array: array[:rows], (y, outputs, sample_weight))
+    return batch
 
-    def update(part: slice, share: float) -> None:
-        batch = map_leaves(lambda array: _tensor(array[part]), (y, outputs, sample_weight))
-        with WeightedStepMeans(lambda: share):
-            model_state.update_metrics(model, None, *batch)
 
-    return update, rows
+def _update(model: Any, batch: Values, share: float) -> None:
+    with WeightedStepMeans(lambda: share):
+        model_state.update_metrics(model, None, *map_leaves(_tensor, batch))
 
 
 def _with_another(array: Array) -> Array:

@@ -9,6 +9,7 @@ import numpy as np
 from keras import layers, metrics, ops
 
 from tests.training.scenarios.common import (
+    BATCH,
     CLASSES,
     FEATURES,
     classifier,
@@ -182,6 +183,38 @@ def metric_of_ones_own(setting: Setting) -> dict[str, Any]:
 
     model = compiled(setting, regressor, loss="mse", metrics=[Positives()])
     return fitted(model, y=numbers()) | observed(model, y=numbers())
+
+
+@scenario(quick=ONE_BACKEND)
+def metric_that_the_first_batch_leaves_alone(setting: Setting) -> dict[str, Any]:
+    """What its targets or predictions do to a variable shows in later batches only."""
+
+    class Positive(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="positive")
+            self.highest = self.add_variable((), "zeros", name="highest")
+            self.largest = self.add_variable((), "zeros", name="largest")
+            self.count = self.add_variable((), "zeros", name="count")
+            self.weight = self.add_variable((), "zeros", name="weight")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.highest.assign(ops.maximum(self.highest, ops.max(y_pred)))
+            self.largest.assign(ops.maximum(self.largest, ops.max(y_true)))
+            self.count.assign_add(ops.sum(ops.cast(y_true > 1.0, "float32")))
+            self.weight.assign(ops.maximum(self.weight, ops.max(sample_weight)))
+
+        def result(self) -> Any:
+            return {variable.name: ops.convert_to_tensor(variable) for variable in self.variables}
+
+    def build() -> Any:
+        return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(1, kernel_initializer="ones")])
+
+    x, y, weight = abs(features()), abs(numbers()), weights()
+    for values in (x, y, weight):
+        values[:BATCH] *= -1
+    optimizer = keras.optimizers.SGD(1e-3)
+    model = compiled(setting, build, optimizer=optimizer, loss="mse", weighted_metrics=[Positive()])
+    return fitted(model, x, y, sample_weight=weight) | observed(model, x, y, sample_weight=weight)
 
 
 def mean_error(y_true: Any, y_pred: Any) -> Any:
