@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.conftest import EXAMPLES, JOB_BOUND_S, Run, each_backend, environment
-from tests.support.backends import FIRST
+from tests.support.backends import BACKENDS, FIRST
 from tests.support.commands import finish
 
 pytestmark = pytest.mark.timeout(700)
@@ -207,6 +207,16 @@ def test_rows_of_a_large_table_travel_alone(run: Run, backend: str) -> None:
     whole = int(re.search(r"the whole model is ([\d,]+) bytes", output)[1].replace(",", ""))
     assert all(int(number.replace(",", "")) < whole / 100 for number in numbers)
     assert not said_by("worker/1", output), "only the chief prints"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("jax" not in BACKENDS, reason="BACKENDS leaves out jax")
+def test_a_transformer_divided_over_parts_of_a_cpu_learns_the_digits(run: Run) -> None:
+    options = ("--width", 64, "--blocks", 1, "--epochs", 8)
+    on_two = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PJRT_NPROC": "4"}
+    output = run("examples/tpu.py", *options, backend="jax", more=on_two)
+    assert "(replica=1, shard=2)" in output
+    assert percent(output, "test accuracy") >= 90
 
 
 @pytest.mark.slow
