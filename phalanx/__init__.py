@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         experimental,
         losses,
         tpu,
+        tuning,
     )
     from phalanx.checkpoint.sharded_checkpoint import ShardedCheckpoint
     from phalanx.cluster import (
@@ -138,6 +139,7 @@ __all__ = [
     "experimental",
     "losses",
     "tpu",
+    "tuning",
     "AutoShardPolicy",
     "CentralStorageStrategy",
     "ClusterSpec",

@@ -37,7 +37,7 @@ LAYERS = (
     ("checkpoint",),
     ("training",),
     ("launcher",),
-    ("strategies", "callbacks", "losses"),
+    ("strategies", "callbacks", "losses", "tuning"),
     ("supervisor", "evaluator", "coordinator"),
     ("horovod",),
     ("dashboard",),

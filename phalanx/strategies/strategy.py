@@ -265,6 +265,13 @@ class Strategy:
 
         return self._merged(value, merge, shape_of, gradient)
 
+    def broadcast_from_chief(self, value: Any) -> Any:
+        """The chief's value, on every replica: numbers, strings, booleans, None, lists and dictionaries of them.
+
+        All replicas must call it.
+        """
+        return self._replica.broadcast_from_chief(value)
+
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The values of the replicas of this process: this one's."""
         return (value,)

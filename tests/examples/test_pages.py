@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -23,6 +24,8 @@ pytestmark = pytest.mark.timeout(700)
 
 PAGES = pages()
 PROGRAMS = [program for page in PAGES for program in programs(page)]
+IN_ONE_JOB = [program for program in PROGRAMS if program.command is None]
+WITH_COMMAND = [program for program in PROGRAMS if program.command is not None]
 BY_HAND = EXAMPLES / "multi_worker_by_hand.md"
 
 RunPages = Callable[[str], Path]
@@ -41,7 +44,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
     def ran(backend: str) -> Path:
         if backend not in folders:
             folder = folders[backend] = tmp_path_factory.mktemp(f"pages-{backend}")
-            names = [program.name for program in selected if backend_of(program) == backend]
+            names = [program.name for program in selected if backend_of(program) == backend and program.command is None]
             for program in selected:
                 (folder / f"{program.name}.py").write_text(program.code)
             command = ["phalanx", "run", "--workers", "2", "-m", "tests.examples.page_runner", str(folder), *names]
@@ -57,18 +60,34 @@ def _parameters(item: pytest.Item) -> dict[str, object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+@pytest.mark.parametrize("program", IN_ONE_JOB, ids=lambda program: program.name)
 def test_a_page_runs_as_written_on_two_replicas(program: Program, ran: RunPages) -> None:
-    backend = backend_of(program)
-    if backend not in BACKENDS:
-        pytest.skip(f"BACKENDS leaves out {backend}")
-    if importlib.util.find_spec(backend) is None:
-        pytest.skip(f"{backend} is not installed")
-    folder = ran(backend)
+    skip_without(backend_of(program))
+    folder = ran(backend_of(program))
     for rank in range(2):
         assert (folder / f"{program.name}.{rank}").exists(), (
             f"rank {rank} did not finish {program.name}, or a page before it failed:\n{(folder / 'output').read_text()}"
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", WITH_COMMAND, ids=lambda program: program.name)
+def test_a_program_runs_as_written_with_its_command(program: Program, tmp_path: Path) -> None:
+    skip_without(backend_of(program), *program.needs)
+    assert program.command is not None
+    (tmp_path / "program.py").write_text(program.code)
+    prefix = ["python", "-m"] if program.command.startswith("phalanx") else []
+    command = [*prefix, *shlex.split(program.command), "program.py"]
+    code, output = finish(command, environment(backend_of(program)), folder=tmp_path, bound_s=JOB_BOUND_S)
+    assert code == 0, output
+
+
+def skip_without(backend: str, *modules: str) -> None:
+    if backend not in BACKENDS:
+        pytest.skip(f"BACKENDS leaves out {backend}")
+    for module in (backend, *modules):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
 
 
 @pytest.mark.parametrize("page", [*PAGES, BY_HAND], ids=lambda page: page.stem)
