@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import keras
 
+from phalanx.config.environment import process_environment
+from phalanx.devices.cpu_devices import give_devices_threads
 from phalanx.engines.spmd.placement import DATA, Placement, make_mesh
 from phalanx.errors import ConfigurationError, UnsupportedError
 
@@ -25,6 +27,7 @@ def mesh_devices(strategy: str) -> list[str]:
             f"{backend!r}. Set KERAS_BACKEND=jax before Keras is imported, or train replicas with MirroredStrategy or "
             f"MultiWorkerMirroredStrategy, which run on every backend."
         )
+    give_devices_threads(process_environment())
     return list(keras.distribution.list_devices())
 
 

@@ -51,11 +51,13 @@ class ReplicaProgbar(ProgbarLogger):  # type: ignore[misc]
 
     Attributes:
         replicas: how many there are now.
+        devices: how many one program computes on; None: the replicas have programs of their own.
     """
 
     def __init__(self, replicas: int) -> None:
         super().__init__()
         self.replicas = replicas
+        self.devices: int | None = None
         self._samples = 0
         self._start = time.perf_counter()
 
@@ -69,7 +71,8 @@ class ReplicaProgbar(ProgbarLogger):  # type: ignore[misc]
         self._samples += samples
         if self.progbar is not None:
             rate = self._samples / max(time.perf_counter() - self._start, 1e-9)
-            workers = "1 replica" if self.replicas == 1 else f"{self.replicas} replicas"
+            count, noun = (self.replicas, "replica") if self.devices is None else (self.devices, "device")
+            workers = f"{count} {noun}{'' if count == 1 else 's'}"
             self.progbar.unit_name = f"step - {workers} - {_short(rate)} samples/s"
 
 

@@ -275,13 +275,17 @@ class ReplicaModel:
     def build_callbacks(self, callbacks: Any, verbose: Any, **options: Any) -> Any:
         """The `CallbackList` of this rank; see `build_callback_list`."""
         replica = self.replica
-        return callback_list.build_callback_list(
+        built = callback_list.build_callback_list(
             callbacks, self.model, is_chief=replica.is_chief, replicas=replica.world_size, verbose=verbose, **options
         )
+        bar, placement = callback_list.progress_bar(built), self.policy.placement
+        if bar is not None and placement is not None:
+            bar.devices = placement.mesh.devices.size
+        return built
 
     def announce_sharding(self, source: ShardedInput, verbose: Any) -> None:
         """On the chief: log and print, once each, how the training data are divided."""
-        if not self.replica.is_chief:
+        if not self.replica.is_chief or self.replica.is_alone:
             return
         line = source.description.policy_line
         for write, wanted in ((logger.info, True), (print_msg, verbose != 0)):

@@ -236,6 +236,26 @@ def test_diloco_sends_a_part_of_what_every_step_sends(run: Run, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("jax" not in BACKENDS, reason="BACKENDS leaves out jax")
+def test_a_transformer_that_no_device_may_hold_trains_as_on_one_device(run: Run, tmp_path: Path) -> None:
+    def trained(*options: object) -> tuple[list[float], str]:
+        small = ("--epochs", 1, "--steps", 10, "--layers", 1, "--width", 64, "--text-bytes", 300000)
+        output = run("examples/sharded_transformer.py", *small, *options, backend="jax")
+        return [float(text) for text in re.findall(r"loss: ([\d.]+)", output)], output
+
+    weights = tmp_path / "runs/sharded.weights.h5"
+    sharded, output = trained("--cpu-devices", 4, "--budget-mb", 0.3)  # of 0.85
+    assert "which each device holds 0.22 MB" in output
+    weights = weights.rename(tmp_path / "first.weights.h5")
+    whole, _ = trained("--cpu-devices", 1, "--strategy", "one-device")
+    assert sharded == pytest.approx(whole, rel=1e-3)
+    continued, _ = trained("--cpu-devices", 2, "--restore", weights)
+    alone, _ = trained("--cpu-devices", 1, "--strategy", "one-device", "--restore", weights)
+    assert continued == pytest.approx(alone, rel=1e-3)
+    assert continued[0] < sharded[0]
+
+
+@pytest.mark.slow
 @each_backend(slow_after_the_first=True)
 def test_horovod_keras_learns_the_digits(run: Run, tmp_path: Path, backend: str) -> None:
     output = run("examples/horovod_keras.py", workers=2, backend=backend)

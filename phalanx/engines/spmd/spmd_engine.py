@@ -6,6 +6,7 @@ batch: batch normalization, losses between samples, norms of gradients.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from phalanx.engines.spmd.step_programs import StepPrograms
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.log_origins import LogOrigins
 
+logger = logging.getLogger(__name__)
+
 Array = np.ndarray[Any, Any]
 
 
@@ -41,6 +44,7 @@ class SpmdEngine:
         self._arguments = ModelArguments(model, fetch, put_like)
         self.metric_rules = MetricRules(self._arguments.read_metrics, self._arguments.write_metrics)
         self.origins = LogOrigins(model)
+        self._has_trained = False
         self._functions: dict[str, Callable[..., Any]] = {}
         self._logs: dict[str, Any] = {}
         self._test_logs: dict[str, Any] = {}
@@ -76,6 +80,9 @@ class SpmdEngine:
         self._arguments.end()
 
     def train(self, data: Batch, share: float) -> None:
+        if not self._has_trained:
+            self._has_trained = True
+            self._warn_of_whole_batches(data, share)
         state = self._arguments.get(with_optimizer=True)
         self._logs, state = self._function("train")(state, self._put(data, share))
         self._arguments.keep(*state)
@@ -120,6 +127,16 @@ class SpmdEngine:
         with keras.StatelessScope(list(zip(self._model.metrics_variables, metrics, strict=True))):
             chosen: Mapping[str, Any] = self._model._get_metrics_result_or_logs(logs)
         return chosen
+
+    def _warn_of_whole_batches(self, data: Batch, share: float) -> None:
+        """Say so if a batch of this size, the first one, is computed whole by every device."""
+        rows, parts = round(model_state.samples(data) / share), self._placement.data_shards
+        if rows % parts:
+            logger.warning(
+                "A batch of %d samples cannot be divided into %d equal parts, so every device computes all of it. The "
+                "numbers are right, but more devices save no time. Choose a batch size that is a multiple of %d.",
+                *(rows, parts, parts),
+            )
 
     def _function(self, kind: str) -> Callable[..., Any]:
         if kind not in self._functions:

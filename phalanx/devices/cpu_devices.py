@@ -1,0 +1,30 @@
+"""Several CPU devices in one JAX process, as programs for many devices are tried out."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import MutableMapping
+
+from phalanx.config.environment_variables import JAX_THREADS
+from phalanx.devices.memory_growth import has_begun
+
+THREADS_OF_DEVICE = 4
+"""A device that waits for the others in a collective keeps a thread of the pool in which they all compute, and products
+of matrices need more of them: with two threads, two devices stopped for good."""
+_FORCED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+
+
+def give_devices_threads(environ: MutableMapping[str, str]) -> None:
+    """Let JAX make so many threads that its CPU devices do not starve each other. Has no effect once it has begun, or
+    where the program has chosen a number.
+
+    Args:
+        environ: the variables of this process, which JAX reads when it begins.
+    """
+    forced = _FORCED.search(environ.get("XLA_FLAGS", ""))
+    config = getattr(sys.modules.get("jax"), "config", None)
+    devices = max(int(forced[1]) if forced else 1, getattr(config, "jax_num_cpu_devices", 1))
+    if devices > 1 and not has_begun("jax"):
+        environ.setdefault(JAX_THREADS, str(max(os.cpu_count() or 1, THREADS_OF_DEVICE * devices)))
