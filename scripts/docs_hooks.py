@@ -7,10 +7,12 @@ that they follow its palette.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -34,7 +36,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, PALETTES, content=palettes()))
     pages = [DOCS / file.src_uri for file in files.documentation_pages()]
     in_docs = {file.src_uri for file in files}
-    pages += [add_file(files, config, PurePosixPath(uri)) for uri in uris_of(config.nav) if uri not in in_docs]
+    named = [uri for uri in uris_of(config.nav) if uri not in in_docs]
+    pages += [add_file(files, config, PurePosixPath(uri.replace(".ipynb.md", ".ipynb"))) for uri in named]
     while pages:
         page = pages.pop()
         for target in links_of(page):
@@ -65,8 +68,8 @@ def add_file(files: Files, config: MkDocsConfig, path: PurePosixPath) -> PurePos
 
 def links_of(page: PurePosixPath) -> Iterator[PurePosixPath]:
     """The files that a page links to, relative to the repository."""
-    if page.suffix == ".md":
-        for match in LINK.finditer((ROOT / page).read_text()):
+    if page.suffix in (".md", ".ipynb"):
+        for match in LINK.finditer(page_of(page)):
             yield normal(page.parent / match["path"])
 
 
@@ -74,7 +77,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Links of repository files lead to their places in the site."""
     uri = page.file.src_uri
     path = repository_files.get(uri, DOCS / uri)
-    if path.suffix != ".md":
+    if path.suffix not in (".md", ".ipynb"):
         return markdown
 
     def moved(match: re.Match[str]) -> str:
@@ -117,7 +120,14 @@ def page_of(path: PurePosixPath) -> str:
     text = (ROOT / path).read_text()
     if path.suffix == ".md":
         return text
+    if path.suffix == ".ipynb":
+        return "\n\n".join(map(page_of_cell, json.loads(text)["cells"]))
     return f"# {path.name}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{text}````\n"
+
+
+def page_of_cell(cell: dict[str, Any]) -> str:
+    text = "".join(cell["source"])
+    return f"```python\n{text}\n```" if cell["cell_type"] == "code" else text
 
 
 def normal(path: PurePosixPath) -> PurePosixPath:

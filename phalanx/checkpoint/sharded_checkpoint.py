@@ -154,6 +154,7 @@ class ShardedCheckpoint:
     # Reading.
 
     def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
         return self.directory / f"{self._basename}-{step:0{_STEP_DIGITS}}{SUFFIX}"
 
     def paths(self) -> list[Path]:

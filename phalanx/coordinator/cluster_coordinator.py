@@ -104,10 +104,10 @@ class ClusterCoordinator:
         Large arrays are sent once, so do not change them in place.
 
         Raises:
-            the error of an earlier function: queued functions are then cancelled, no function runs any more, and the
-                coordinator can be used again.
+            Exception: the error of an earlier function: queued functions are then cancelled, no function runs any more,
+                and the coordinator can be used again.
             UnsupportedError: the function or its arguments cannot be sent, or need an object that the other tasks did
-            not create.
+                not create.
             PeerLostError: a server is lost.
         """
         if not callable(fn):

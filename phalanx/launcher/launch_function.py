@@ -7,18 +7,22 @@ import selectors
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from phalanx.config.environment import allows_colour
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
 from phalanx.launcher import failure_report
 from phalanx.launcher.host_slots import MAX_WORKERS, HostShare
 from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.job_observer import JobObserver, ObserverGroup
+from phalanx.launcher.job_recorder import JobRecorder
+from phalanx.launcher.job_reporter import JobReporter
+from phalanx.launcher.job_size import describe_start
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
 from phalanx.launcher.root_cause import WorkerExit
 from phalanx.launcher.worker_placement import WorkerRecipe, check_start_timeout, place, task_names
-from phalanx.monitoring.console import Console
+from phalanx.monitoring.console import NOTEBOOK, Console
 from phalanx.runtime.bootstrap import FUNCTION
 from phalanx.runtime.worker_traceback import WorkerTraceback
 
@@ -79,7 +83,10 @@ def launch(
         log_dir=Path(log_dir) if log_dir is not None else None,
     )
     name = f"phalanx.launch({getattr(function, '__qualname__', type(function).__name__)})"
-    outcome = _run(name, WorkerRecipe([FUNCTION], task_names(workers), config, function=call))
+    try:
+        outcome = _run(name, WorkerRecipe([FUNCTION], task_names(workers), config, function=call))
+    except KeyboardInterrupt as interrupt:
+        raise interrupt.with_traceback(None) from None  # where it met the launcher says nothing
     if not outcome.verdict.success:
         raise _error(outcome, config.log_dir)
     for end in outcome.ends:
@@ -101,11 +108,11 @@ def _run(name: str, recipe: WorkerRecipe) -> JobOutcome:
     tasks, config = recipe.tasks, recipe.config
     shares = [HostShare("localhost", len(tasks))]
     with failure_report.open_logs(config.log_dir, tasks) as logs, selectors.DefaultSelector() as selector:
-        console = Console(tasks, sys.stdout, sys.stdout, logs=logs)
+        console = _console(tasks, logs)
         with WatchedJob(JobRequest([name], tasks, shares, config), console.message) as watched:
             watched.begin()
             placements = place(shares, recipe, selector, OutputStreams(merged=True), console.message)
-            observer = ObserverGroup(_OutputPrinter(console), watched.recorder)
+            observer = ObserverGroup(_observer(console, watched.recorder), watched.recorder)
             job = JobSupervisor(placements, selector, observer, config, merged=True)
             job.start()
             with watched.controlled(job):
@@ -113,6 +120,26 @@ def _run(name: str, recipe: WorkerRecipe) -> JobOutcome:
             success = outcome.verdict.success
             watched.end(outcome.verdict, "" if success else failure_report.render(outcome.verdict, outcome.ends))
         return outcome
+
+
+def _in_notebook() -> bool:
+    """Whether the output goes to a cell of a notebook."""
+    return type(sys.stdout).__module__.startswith("ipykernel.")
+
+
+def _console(tasks: Sequence[str], logs: Sequence[BinaryIO]) -> Console:
+    if not _in_notebook():
+        return Console(tasks, sys.stdout, sys.stdout, logs=logs)
+    console = Console(tasks, sys.stdout, sys.stdout, columns=NOTEBOOK, colour=allows_colour(), logs=logs, quiet=True)
+    console.message(f"phalanx: {describe_start(tasks, 1)}")
+    return console
+
+
+def _observer(console: Console, recorder: JobRecorder) -> JobObserver:
+    """What shows the job: in a notebook as `phalanx run` does; in a program, the output of its workers alone."""
+    if not _in_notebook():
+        return _OutputPrinter(console)
+    return JobReporter(console, verbose=False, on_stragglers=recorder.stragglers_changed)
 
 
 class _OutputPrinter(JobObserver):

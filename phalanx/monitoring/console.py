@@ -36,6 +36,8 @@ _COLOURS = ("36", "33", "35", "32", "34", "31")
 MAX_LINE_CHARACTERS = 100_000
 # The longest sequences in use set a window's title.
 MAX_ESCAPE_CHARACTERS = 1000
+NOTEBOOK = -1
+"""Instead of the width of a terminal: lines do not wrap."""
 
 
 class TextSink(Protocol):
@@ -98,10 +100,17 @@ def _final(line: str) -> str:
 
 
 class LiveLine:
-    """The terminal's last line, drawn by the chief: its output in, the terminal's input out."""
+    """The terminal's last line, drawn by the chief: its output in, the terminal's input out.
 
-    def __init__(self, prefix: str):
+    Args:
+        prefix: of the line.
+        is_notebook: whether the "terminal" is a cell of a notebook: of control sequences it knows carriage returns and
+            colours.
+    """
+
+    def __init__(self, prefix: str, *, is_notebook: bool = False):
         self._prefix = prefix
+        self._is_notebook = is_notebook
         self._shown: list[str] = []  # what the last line shows, without the prefix
         self._shown_characters = 0
         self._at_start = True  # the cursor is in the first column, and no prefix was written since
@@ -124,8 +133,8 @@ class LiveLine:
                 self._at_start = True
             elif token == "\r":
                 self._at_start = True
-            elif token == "\b" and self._at_start:
-                continue  # it would run into the prefix
+            elif token == "\b" and (self._at_start or self._is_notebook):
+                continue  # it would run into the prefix; notebooks would remove parts of colours with it
             elif token.startswith("\x1b[") and token[-1] in "JK":
                 self._begin()
             elif _ESCAPE.fullmatch(token) and not token.endswith("m"):
@@ -159,6 +168,8 @@ class LiveLine:
         if not self.is_open:
             return lines
         shown = self._prefix + "".join(self._shown)
+        if self._is_notebook:  # nothing erases what is longer than the new line, but spaces
+            return f"\r{' ' * width(shown)}\r{_RESET}{lines}{shown}" + ("\r" if self._at_start else "")
         # A bar that is longer than a line has wrapped: go up to its first row.
         up = (width(shown) - 1) // columns if columns > 0 else 0
         erase = f"\r\x1b[{up}A\x1b[J" if up else _ERASE
@@ -172,7 +183,7 @@ class Console:
     Args:
         tasks: names of the tasks, in rank order; rank 0 is the chief.
         out, err: where stdout and stderr of the tasks go; the same object if they are the same place.
-        columns: width of the terminal; None if `out` is no terminal.
+        columns: width of the terminal; None if `out` is no terminal, and NOTEBOOK if it is the cell of a notebook.
         colour: whether prefixes are coloured.
         logs: for each task a file for all of its output; empty to log nothing.
         quiet: whether start-up lines of TensorFlow are left out; they are logged all the same.
@@ -193,7 +204,7 @@ class Console:
         self._out, self._err = out, err
         self._prefixes = prefixes(tasks, colour=colour)
         self._logs = logs
-        self._live = LiveLine(self._prefixes[0])
+        self._live = LiveLine(self._prefixes[0], is_notebook=columns == NOTEBOOK)
         self._ended: list[TextSink] = []  # outputs that accept nothing any more, such as a file on a full disk
         self._decoders: dict[tuple[int, bool], codecs.IncrementalDecoder] = {}
         self._lines: dict[tuple[int, bool], LineAssembler] = {}
@@ -252,7 +263,8 @@ class Console:
         """Restore the terminal: the cursor visible and at the start of a line, no colour."""
         if self.columns is not None:
             self._write(False, self._live.feed("\n") if self._live.is_open else "")
-            if self._live.escaped:  # an interrupted progress bar may have left the cursor hidden
+            # An interrupted progress bar may have left the cursor hidden.
+            if self._live.escaped and self.columns != NOTEBOOK:
                 self._write(False, f"{_RESET}{_SHOW_CURSOR}")
 
     def _write_lines(self, rank: int, is_error: bool, lines: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ can open; never over the network.
 
 from __future__ import annotations
 
+import linecache
 import os
 import pickle
 import sys
@@ -34,7 +35,13 @@ class CallRaised(NamedTuple):
 
 def encode(call: PickledCall) -> bytes:
     # The path comes first and separately: functions of modules are pickled by name and found through it.
-    return pickle.dumps((list(sys.path), dumps(call)))
+    return pickle.dumps((list(sys.path), _sources_without_files(), dumps(call)))
+
+
+def _sources_without_files() -> dict[str, list[str]]:
+    """The lines of code that is in no file, such as a notebook's cells: for tracebacks, and for AutoGraph."""
+    entries = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+    return {name: entry[2] for name, entry in entries.items() if not os.path.exists(name)}
 
 
 def decode_result(content: bytes) -> CallReturned | CallRaised:
@@ -52,8 +59,10 @@ def run(function_fd: int, result_fd: int, record: Callable[[BaseException], obje
     """
     try:
         with os.fdopen(function_fd, "rb") as file:
-            path, pickled = pickle.load(file)
+            path, sources, pickled = pickle.load(file)
         sys.path[:] = path
+        for name, lines in sources.items():
+            linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
         call: PickledCall = pickle.loads(pickled)
         result: CallReturned | CallRaised = CallReturned(call.function(*call.args, **call.kwargs))
         content = dumps(result)

@@ -33,6 +33,7 @@ class Topology:
 
     @property
     def mesh_rank(self) -> int:
+        """The number of dimensions of the mesh."""
         return int(self.device_coordinates.shape[2])
 
     @property
@@ -42,6 +43,7 @@ class Topology:
 
     @property
     def num_tpus_per_task(self) -> int:
+        """The number of cores of each task."""
         return int(self.device_coordinates.shape[1])
 
     def __repr__(self) -> str:

@@ -59,7 +59,8 @@ def draw(log_dir: Path) -> str:
             )
         drawing.box(x(back), y, x(end) - x(back), BAR, "sky", radius=3)
     below = TOP + LANE * len(tasks) - 6
-    for second in range(int(begin), int(end) + 1):
+    step = 1 if end - begin <= 20 else 5
+    for second in range(0 if step > 1 else int(begin), int(end) + 1, step):
         drawing.line([(x(second), below), (x(second), below + 5)])
         drawing.text(x(second), below + 19, f"{second} s", 11, "muted", "middle")
     drawing.line([(x(begin), below), (x(end), below)])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.monitoring.console import Console, LineAssembler, LiveLine, width, write_whole
+from phalanx.monitoring.console import NOTEBOOK, Console, LineAssembler, LiveLine, width, write_whole
 from tests.launcher.conftest import wait_until
 
 BAR = "\x1b[1m 3/10\x1b[0m \x1b[32m━━━\x1b[0m - loss: 0.5"
@@ -243,3 +243,14 @@ def test_where_a_test_runner_has_closed_its_stand_in_the_real_one_is_used(capfd:
     out.close()
     screen.feed(0, False, b"still here\n")
     assert "[worker/0] still here" in capfd.readouterr().out
+
+
+def test_a_notebook_gets_no_control_sequences_but_carriage_returns_and_colours() -> None:
+    console, out = screen(columns=NOTEBOOK)
+    console.feed(0, False, f"\r{BAR} and more".encode())
+    console.feed(1, False, b"a line\n")
+    console.feed(0, False, b"\b\b\b\r" + BAR.encode() + b"         \n")
+    console.close()
+    written = out.getvalue()
+    assert drawn(written) == ["[worker/1] a line", "[worker/0]  3/10 ━━━ - loss: 0.5", ""]
+    assert not re.search(r"\x1b\[[^m]*[A-Za-ln-z]|\x08", written)
