@@ -32,6 +32,7 @@ from typing import Any, BinaryIO
 
 import keras
 
+from phalanx.config.local_paths import local_path
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat.keras_internals import serialize_weights
 from phalanx.runtime.write_claim import WriteClaim
@@ -101,7 +102,7 @@ class CheckpointDirectory:
     ):
         if keep is not None and keep < 1:
             raise ConfigurationError(f"{keep} checkpoints are to be kept: pass a number from 1 up, or None for all.")
-        self.directory = Path(directory)
+        self.directory = local_path(directory, "directory")
         self._basename = basename
         self._keep = keep
         self.claim = WriteClaim(self.directory, basename, generation)

@@ -30,6 +30,7 @@ import keras
 import numpy as np
 
 from phalanx.checkpoint.checkpoint_directory import sync_directory
+from phalanx.config.local_paths import local_path
 from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
 from phalanx.keras_compat.weight_entries import load_weight_entries, weight_entries
 from phalanx.runtime.write_claim import WriteClaim
@@ -73,7 +74,7 @@ class ShardedCheckpoint:
     ) -> None:
         if keep is not None and keep < 1:
             raise ConfigurationError(f"{keep} checkpoints are to be kept: pass a number from 1 up, or None for all.")
-        self.directory = Path(directory).absolute()
+        self.directory = local_path(directory, "directory").absolute()
         self.claim = WriteClaim(self.directory, basename)
         self._basename = basename
         self._keep = keep

@@ -51,6 +51,17 @@ def check_devices(devices: Sequence[str], gpus: int | None = None) -> None:
             raise ConfigurationError(f"{device!r} does not exist: this host has {gpus} GPU(s), numbered from 0.")
 
 
+def keras_device(device: str) -> str:
+    """The name for `keras.device`.
+
+    >>> keras_device("/device:GPU:1")
+    'gpu:1'
+    """
+    kind, index = _parse(device)
+    # Keras on PyTorch takes `cpu:0` for another device than that of its tensors, and copies them.
+    return kind if (kind, index) == ("cpu", 0) else f"{kind}:{index}"
+
+
 def same_device(one: str, other: str) -> bool:
     """Whether two names denote the same device; all CPUs count as one."""
     first, second = _parse(one), _parse(other)

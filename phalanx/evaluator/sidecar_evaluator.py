@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -18,6 +17,7 @@ from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import EVALUATOR
 from phalanx.config.environment_variables import RENDEZVOUS_TIMEOUT
 from phalanx.config.job_config import JobConfig
+from phalanx.config.local_paths import local_path
 from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.evaluator import best_checkpoint, completion_marker
 from phalanx.evaluator.best_checkpoint import BestCheckpoint
@@ -104,7 +104,7 @@ class SidecarEvaluator:
             )
         self._model = model
         self._data = data
-        self._directory = Path(checkpoint_dir)
+        self._directory = local_path(checkpoint_dir, "checkpoint_dir")
         if self._directory.exists() and not self._directory.is_dir():
             raise ConfigurationError(
                 f"checkpoint_dir is {str(self._directory)!r}, which is a file, and not a directory."
@@ -122,7 +122,7 @@ class SidecarEvaluator:
                 f"This process is {self._task}, which takes part in training, whose end an evaluator would wait for. "
                 f"Start it as a task of type 'evaluator' (`phalanx run --evaluator`, or task.type in TF_CONFIG)."
             )
-        self._writer = None if log_dir is None else EventWriter(Path(log_dir) / LOGS)
+        self._writer = None if log_dir is None else EventWriter(local_path(log_dir, "log_dir") / LOGS)
         self._best = None if monitor is None else BestCheckpoint(self._directory, model, monitor, mode)
         self.evaluations = 0
 

@@ -28,7 +28,7 @@ from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.replica import Replica, alone, divides_batches
 from phalanx.training.replica_trainer import ReplicaTrainer
 from phalanx.training.step_examination import is_examined
-from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
+from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy, on_device
 
 _STEPS = {"fit": "train", "evaluate": "test"}  # the other methods begin with the name of their step
 _MEMBER = "_phalanx_member"
@@ -71,6 +71,10 @@ class ModelDispatcher:
 
     def run(self, model: Any, method: KerasMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `fit` and the like by the model's trainer, or by Keras if the model trains in this process alone."""
+        with on_device(policy_of(model).device):
+            return self._run(model, method, args, kwargs)
+
+    def _run(self, model: Any, method: KerasMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         member = member_of(model)
         if method.name in ("fit", "train_on_batch") and isinstance(member, Replica) and is_examined(member):
             return _examine(model, member, method, args, kwargs)

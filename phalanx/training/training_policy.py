@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
+
+import keras
 
 from phalanx.compression import Compression
 from phalanx.engines.spmd.placement import Placement
@@ -34,12 +38,19 @@ class TrainingPolicy:
         synchronized_batch_norm: whether all batch normalization is over the global batch.
         placement: how one compiled program divides the model over a mesh of devices; None: each replica computes a
             program of its own.
+        device: where the model computes, as `keras.device` takes it; None: where the backend does by default.
     """
 
     compression: Compression | None = None
     period: SyncPeriod | None = None
     synchronized_batch_norm: bool = False
     placement: Placement | None = None
+    device: str | None = None
+
+
+def on_device(name: str | None) -> AbstractContextManager[Any]:
+    """A context in which Keras makes and computes things on a device; None: where it would."""
+    return nullcontext() if name is None else keras.device(name)  # type: ignore[no-any-return]
 
 
 EVERY_STEP = TrainingPolicy()

@@ -1,0 +1,31 @@
+"""Paths that a program gives for what a job keeps: of a local file system, or one that is mounted on all hosts."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from phalanx.errors import ConfigurationError
+
+_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
+
+
+def local_path(path: str | os.PathLike[str], argument: str) -> Path:
+    """The path.
+
+    >>> local_path("runs/1", "directory").name
+    '1'
+
+    Args:
+        argument: its name, for messages.
+
+    Raises: ConfigurationError for a URL, of which `pathlib` would make a local folder called `gs:`.
+    """
+    if match := _URL.match(os.fspath(path)):
+        raise ConfigurationError(
+            f"{argument} is {os.fspath(path)!r}. Phalanx writes checkpoints and logs with locks and atomic renames, "
+            f"which {match[1]}:// does not have, so it needs a path in a file system. Mount the bucket (gcsfuse, "
+            f"mountpoint-s3, s3fs) and pass the folder, or write locally and copy what is finished."
+        )
+    return Path(path)
