@@ -12,6 +12,7 @@ from phalanx.cluster.resolvers import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
     TPUClusterResolver,
+    UnionResolver,
 )
 from phalanx.compat.unsupported_names import missing_attribute
 
@@ -23,6 +24,7 @@ __all__ = [
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
     "TPUClusterResolver",
+    "UnionResolver",
 ]
 
 

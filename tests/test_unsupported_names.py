@@ -12,7 +12,7 @@ import pytest
     [
         ("phalanx", "TPUStrategy", ": there is no strategy for TPUs"),
         ("phalanx", "Stratgy", ""),
-        ("phalanx.cluster_resolver", "UnionResolver", ": pass a SimpleClusterResolver"),
+        ("phalanx.cluster_resolver", "GCEClusterResolver", ": pass a SimpleClusterResolver"),
         ("phalanx.experimental", "rpc", ": schedule functions"),
         ("phalanx.experimental", "no_such_thing", ""),
     ],

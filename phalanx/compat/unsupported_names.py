@@ -18,7 +18,6 @@ _ALTERNATIVES = {
     "phalanx.cluster_resolver": {
         "GCEClusterResolver": _ALL_TASKS,
         "KubernetesExecutableLocation": "pods learn their cluster from variables, see KubernetesClusterResolver.",
-        "UnionResolver": _ALL_TASKS,
     },
     "phalanx.tpu": {"XLAOptions": "set XLA_FLAGS, or leave it out."},
     "phalanx.tpu.experimental": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +15,12 @@ from phalanx.cluster import (
     MPIClusterResolver,
     SimpleClusterResolver,
     SlurmClusterResolver,
+    Task,
     TFConfigClusterResolver,
     resolve,
 )
 from phalanx.cluster.resolvers.host_list import cyclic, expand_counts, expand_host_list, parse_hosts, worker_cluster
+from phalanx.cluster_resolver import UnionResolver
 from phalanx.devices.gpu_count import count_gpus
 from phalanx.errors import ConfigurationError
 
@@ -288,3 +291,34 @@ def test_gpus_are_counted_without_a_backend(tmp_path: Path) -> None:
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path) == 1
     assert count_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "1,-1,0"}, tmp_path) == 1
+
+
+def test_a_union_has_the_tasks_of_all() -> None:
+    first = SimpleClusterResolver(
+        {"worker": ["a:1"], "ps": {0: "p:1"}}, task_type="worker", task_id=0, rpc_layer="grpc"
+    )
+    second = SimpleClusterResolver({"worker": ["b:1"], "ps": {0: "p:1", 2: "q:1"}})
+    union = UnionResolver(first, second)
+    assert union.cluster_spec().as_dict() == {"worker": ["a:1", "b:1"], "ps": {0: "p:1", 2: "q:1"}}
+    assert (union.task(), union.rpc_layer) == (Task("worker", 0), "grpc")
+    union.task_id = 1
+    assert union.master() == "grpc://b:1"
+    assert UnionResolver(first, second, task_type="ps", task_id=2).task() == Task("ps", 2)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"ps": {0: "q:1"}}, "ps/0 is at p:1 according to one resolver, and at q:1"),
+        ({"ps": ["p:1"]}, "one resolver gives a list"),
+    ],
+)
+def test_resolvers_that_contradict_each_other(other: dict[str, Any], message: str) -> None:
+    one = SimpleClusterResolver({"ps": {0: "p:1", 1: "r:1", 3: "s:1"}})
+    with pytest.raises(ConfigurationError, match=message):
+        UnionResolver(one, SimpleClusterResolver(other)).cluster_spec()
+
+
+def test_a_union_of_nothing() -> None:
+    with pytest.raises(ConfigurationError, match="got nothing"):
+        UnionResolver()

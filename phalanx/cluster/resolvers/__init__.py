@@ -10,6 +10,7 @@ from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.resolvers.slurm import SlurmClusterResolver
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.cluster.resolvers.tpu import TPUClusterResolver
+from phalanx.cluster.resolvers.union import UnionResolver
 
 __all__ = [
     "ClusterResolver",
@@ -19,5 +20,6 @@ __all__ = [
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
     "TPUClusterResolver",
+    "UnionResolver",
     "resolve",
 ]
