@@ -22,6 +22,8 @@ from pictures.svg import CLASS, DARK, LIGHT, variables
 ROOT = Path(__file__).parents[1]
 DOCS = PurePosixPath("docs")
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)(?P<path>[^)#\s]+)")
+TABLE_ROW = re.compile(r"^\|.*", re.M)
+CODE = re.compile(r"`[^`]+`")
 IMAGE = re.compile(r'<img [^>]*src="(?:\.\./)*images/(?P<name>[\w-]+\.svg)"[^>]*>')
 IMAGES = ROOT / "docs" / "images"
 PALETTES = "stylesheets/palettes.css"
@@ -79,6 +81,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     path = repository_files.get(uri, DOCS / uri)
     if path.suffix not in (".md", ".ipynb"):
         return markdown
+
+    # In tables GitHub wants pipes in code escaped, and MkDocs shows the backslash.
+    markdown = TABLE_ROW.sub(lambda row: CODE.sub(lambda code: code.group().replace(r"\|", "|"), row.group()), markdown)
 
     def moved(match: re.Match[str]) -> str:
         target = normal(path.parent / match["path"])
