@@ -56,6 +56,50 @@ def check_where_variables_lie() -> None:
             assert variable.value.is_fully_replicated
 
 
+def check_a_loop_of_the_program() -> None:
+    """It takes the steps of `train_on_batch`, and leaves weights and optimizer state where they lie."""
+    strategy = phalanx.ShardedStrategy(1)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model, other = perceptron(), perceptron()
+        other.set_weights(model.get_weights())
+        model.optimizer.build(model.trainable_variables)
+    optimizer = model.optimizer
+
+    @jax.jit
+    def step(weights: Any, state: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            outputs, _ = model.stateless_call(weights, [], x)
+            losses = keras.ops.mean(keras.ops.square(outputs - x), axis=-1)
+            own = phalanx.compute_average_loss(losses)
+            return phalanx.get_replica_context().all_reduce("SUM", own)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return value, *optimizer.stateless_apply(state, gradients, weights)
+
+    weights = [variable.value for variable in model.trainable_variables]
+    state = [variable.value for variable in optimizer.variables]
+    before = [value.sharding for value in [*weights, *state]]
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, number: int) -> Any:
+            return (X[number * 24 : (number + 1) * 24],)  # the last one has 16 rows
+
+    for (x,) in strategy.experimental_distribute_dataset(Batches()):
+        assert len(x.sharding.device_set) == DEVICES
+        value, weights, state = strategy.run(step, (weights, state, x))
+        np.testing.assert_allclose(value, other.train_on_batch(np.asarray(x), np.asarray(x)), rtol=1e-4)
+    for value, sharding in zip([*weights, *state], before, strict=True):
+        assert value.sharding.is_equivalent_to(sharding, value.ndim), (value.sharding, sharding)
+    for mine, theirs in zip(weights, other.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+    total = strategy.reduce("SUM", keras.ops.ones((4, 2)), axis=0)
+    np.testing.assert_array_equal(total, [4.0, 4.0])
+
+
 def check_refusals() -> None:
     mesh = keras.distribution.DeviceMesh((2, 2), ["data", "model"], keras.distribution.list_devices())
     misspelt = keras.distribution.LayoutMap(mesh)
@@ -96,4 +140,5 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", DEVICES)
     check_argument_bytes()
     check_where_variables_lie()
+    check_a_loop_of_the_program()
     check_refusals()

@@ -93,6 +93,22 @@ def test_what_each_strategy_needs_on_eight_tpus(
     assert fits(measured, parse_topology("v5e:2x4"))
 
 
+@needs_jax
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_dividing_the_state_moves_what_data_parallel_training_moves(tmp_path: Path) -> None:
+    """ZeRO-1 and the first two stages of FSDP: a reduce-scatter and an all-gather are an all-reduce."""
+
+    def sent(strategy: str) -> float:
+        (tmp_path / strategy).mkdir()
+        return sum(each.sent_bytes for each in compile_for("v5e:2x4", strategy, 2048, tmp_path / strategy).collectives)
+
+    plain = sent("mirrored")
+    assert sent("optimizer") == pytest.approx(plain, rel=0.05)
+    assert sent("sharded") <= 1.5 * plain
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
