@@ -14,9 +14,10 @@ from tests.training.jobs import environment
 
 pytestmark = [
     pytest.mark.jax,
+    pytest.mark.timeout(600),
     pytest.mark.skipif("jax" not in BACKENDS, reason="Orbax saves arrays of JAX"),
 ]
-BOUND_S = 150.0
+BOUND_S = 500.0
 
 
 def test_what_one_mesh_saves_is_restored_on_another_and_by_plain_keras(tmp_path: Path) -> None:
