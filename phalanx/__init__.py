@@ -83,6 +83,7 @@ if TYPE_CHECKING:
         Server,
         ShardedStrategy,
         Strategy,
+        TPUStrategy,
         ValueContext,
         get_replica_context,
         get_strategy,
@@ -116,7 +117,8 @@ _EXPORTS = {
     "phalanx.strategies": (
         "CentralStorageStrategy DiLoCoStrategy LocalSGDStrategy MirroredStrategy ModelParallelStrategy "
         "MultiWorkerMirroredStrategy OneDeviceStrategy ParameterServerStrategy ReplicaContext Server ShardedStrategy "
-        "Strategy ValueContext get_replica_context get_strategy has_strategy in_cross_replica_context leave_job"
+        "Strategy TPUStrategy ValueContext get_replica_context get_strategy has_strategy in_cross_replica_context "
+        "leave_job"
     ),
     "phalanx.parameter_server.partitioners": "FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner",
     "phalanx.evaluator": "SidecarEvaluator",
@@ -189,6 +191,7 @@ __all__ = [
     "Supervisor",
     "TFConfigClusterResolver",
     "TPUClusterResolver",
+    "TPUStrategy",
     "Task",
     "UnsupportedError",
     "ValueContext",

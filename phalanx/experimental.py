@@ -10,7 +10,7 @@ from phalanx.collectives import CollectiveCommunication, CommunicationImplementa
 from phalanx.collectives.options import CollectiveHints
 from phalanx.compat.unsupported_names import missing_attribute
 from phalanx.parameter_server import partitioners as partitioners
-from phalanx.strategies import CentralStorageStrategy, ParameterServerStrategy, ValueContext
+from phalanx.strategies import CentralStorageStrategy, ParameterServerStrategy, TPUStrategy, ValueContext
 from phalanx.strategies import MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "TPUStrategy",
     "ValueContext",
     "coordinator",
     "partitioners",

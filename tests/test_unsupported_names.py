@@ -10,7 +10,7 @@ import pytest
 @pytest.mark.parametrize(
     ("module", "name", "instead"),
     [
-        ("phalanx", "TPUStrategy", ": there is no strategy for TPUs"),
+        ("phalanx.tpu.experimental", "DeviceAssignment", ": ModelParallelStrategy"),
         ("phalanx", "Stratgy", ""),
         ("phalanx.cluster_resolver", "GCEClusterResolver", ": pass a SimpleClusterResolver"),
         ("phalanx.experimental", "rpc", ": schedule functions"),

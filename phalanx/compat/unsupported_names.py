@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 _RESUMING = "phalanx.callbacks.Checkpoint saves when the job is preempted, and resumes at the exact step."
-_TPU = "there is no strategy for TPUs; on JAX, keras.distribution.DataParallel trains on several."
 _ALL_TASKS = "pass a SimpleClusterResolver with the ClusterSpec of all tasks."
 _ALTERNATIVES = {
     "phalanx": {
@@ -12,7 +11,6 @@ _ALTERNATIVES = {
         "replica.",
         "RunOptions": "strategy.run() ignores its options; leave them out.",
         "StrategyExtended": "strategies have no `extended` here, as each replica is a separate process.",
-        "TPUStrategy": _TPU,
         "experimental_set_strategy": "enter the scope of the strategy, `with strategy.scope():`.",
     },
     "phalanx.cluster_resolver": {
@@ -29,7 +27,6 @@ _ALTERNATIVES = {
     "phalanx.experimental": {
         "PreemptionCheckpointHandler": _RESUMING,
         "PreemptionWatcher": _RESUMING,
-        "TPUStrategy": _TPU,
         "TerminationConfig": "set PHALANX_PREEMPTION_SIGNAL to the signal that announces the preemption.",
         "rpc": "schedule functions with phalanx.coordinator.ClusterCoordinator.",
     },

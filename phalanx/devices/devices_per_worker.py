@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from phalanx.config.environment_variables import CPU_DEVICES, HOST_GPUS, JAX_THREADS, VISIBLE_GPUS
+from phalanx.devices.cpu_devices import THREADS_OF_DEVICE
 from phalanx.errors import ConfigurationError
 
 
@@ -25,7 +26,7 @@ def worker_device_variables(
     if not gpus:
         # The devices of a process wait for each other inside its thread pool, and starve if they fill it.
         return [
-            {CPU_DEVICES: str(each), JAX_THREADS: environ.get(JAX_THREADS) or str(max(own, 2 * each))}
+            {CPU_DEVICES: str(each), JAX_THREADS: environ.get(JAX_THREADS) or str(max(own, THREADS_OF_DEVICE * each))}
             for own in threads
         ]
     if workers * each > gpus:

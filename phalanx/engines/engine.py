@@ -199,8 +199,9 @@ class Engine(Protocol):
         """
         ...
 
-    def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS) -> Any:
-        """The model's outputs for a local batch, a structure of NumPy arrays; `form` as in `expect`."""
+    def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
+        """The model's outputs for a local batch, a structure of NumPy arrays; `form` as in `expect`. One program over
+        several processes returns those for the global batch, of which `data` is this share."""
         ...
 
     def end(self) -> None:

@@ -21,6 +21,7 @@ from phalanx.strategies.replica_context import (
 )
 from phalanx.strategies.sharded_strategy import ShardedStrategy
 from phalanx.strategies.strategy import Strategy, ValueContext
+from phalanx.strategies.tpu_strategy import TPUStrategy
 
 
 @cache
@@ -54,6 +55,7 @@ __all__ = [
     "Server",
     "ShardedStrategy",
     "Strategy",
+    "TPUStrategy",
     "ValueContext",
     "get_replica_context",
     "get_strategy",

@@ -9,24 +9,11 @@ import keras
 from phalanx.config.environment import process_environment
 from phalanx.devices.cpu_devices import give_devices_threads
 from phalanx.engines.spmd.placement import DATA, Placement, make_mesh
-from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.errors import ConfigurationError
 
 
-def mesh_devices(strategy: str) -> list[str]:
-    """The names of all devices, such as "gpu:0"; in a job of several processes, of all of them.
-
-    Args:
-        strategy: how the user named it.
-
-    Raises: UnsupportedError if Keras does not run on JAX.
-    """
-    backend = keras.backend.backend()
-    if backend != "jax":
-        raise UnsupportedError(
-            f"{strategy} compiles one program for many devices, which Keras does on JAX alone; here it runs on "
-            f"{backend!r}. Set KERAS_BACKEND=jax before Keras is imported, or train replicas with MirroredStrategy or "
-            f"MultiWorkerMirroredStrategy, which run on every backend."
-        )
+def mesh_devices() -> list[str]:
+    """The names of all devices, such as "gpu:0"; in a job of several processes that has been joined, of all of them."""
     give_devices_threads(process_environment())
     return list(keras.distribution.list_devices())
 
@@ -37,11 +24,9 @@ def mirrored_placement(devices: int | Sequence[str] | None = None) -> Placement:
     Args:
         devices: their number, or their names; None: all.
 
-    Raises:
-        ConfigurationError: there are no such devices.
-        UnsupportedError: see `mesh_devices`.
+    Raises: ConfigurationError if there are no such devices.
     """
-    known = mesh_devices("MirroredStrategy(engine='spmd')")
+    known = mesh_devices()
     if devices is None:
         chosen = known
     elif isinstance(devices, int):

@@ -14,13 +14,14 @@ from phalanx.config.environment import process_environment
 from phalanx.config.environment_variables import JOB_ID, LOCAL_REPLICAS
 from phalanx.devices.gpu_assignment import check_devices
 from phalanx.devices.gpu_count import count_gpus
+from phalanx.engines.spmd.placement import Placement
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.local_replicas import is_program, start_local_replicas
 from phalanx.strategies.current_job import join_job
 from phalanx.strategies.device_meshes import mirrored_placement
 from phalanx.strategies.interactive_replicas import InteractiveReplicas
+from phalanx.strategies.spanning_job import join_spanning_job, on_mesh
 from phalanx.strategies.strategy import Strategy
-from phalanx.training.replica import alone
 from phalanx.training.training_policy import TrainingPolicy
 
 SPMD, REPLICAS = "spmd", "replicas"
@@ -69,7 +70,9 @@ class MirroredStrategy(Strategy):
         if engine not in (SPMD, REPLICAS):
             raise ConfigurationError(f"MirroredStrategy(engine={engine!r}): it is {SPMD!r} or {REPLICAS!r}.")
         if engine == SPMD:
-            super().__init__(alone(), policy=_one_program(devices, merges=merges))
+            replica = join_spanning_job("MirroredStrategy(engine='spmd')", TFConfigClusterResolver())
+            placement = _place(devices, merges=merges)
+            super().__init__(on_mesh(replica, placement), policy=TrainingPolicy(placement=placement))
             return
         policy = TrainingPolicy(resolve_compression(compression), synchronized_batch_norm=synchronized_batch_norm)
         ops = cross_device_ops_of(cross_device_ops)
@@ -106,15 +109,15 @@ def _fits_one_program() -> bool:
     return keras.backend.backend() == "jax" and JOB_ID not in environment and count_gpus(environment) > 1
 
 
-def _one_program(devices: int | Sequence[str] | None, *, merges: bool) -> TrainingPolicy:
-    """The policy of one compiled program over all devices."""
+def _place(devices: int | Sequence[str] | None, *, merges: bool) -> Placement:
+    """The placement of one compiled program over all devices."""
     if merges:
         raise ConfigurationError(
             "MirroredStrategy(engine='spmd') compiles one program, into which XLA puts the sums of gradients: "
             "cross_device_ops and compression say how replicas merge theirs. Leave them out, or write "
             "engine='replicas'."
         )
-    return TrainingPolicy(placement=mirrored_placement(devices))
+    return mirrored_placement(devices)
 
 
 _replicas: InteractiveReplicas | None = None  # of this session

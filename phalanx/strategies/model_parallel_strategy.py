@@ -9,8 +9,8 @@ import keras
 from phalanx.engines.spmd.placement import AUTO, DATA, MODEL, Placement, make_mesh
 from phalanx.errors import ConfigurationError
 from phalanx.strategies.device_meshes import mesh_devices
+from phalanx.strategies.spanning_job import join_spanning_job, on_mesh
 from phalanx.strategies.strategy import Strategy
-from phalanx.training.replica import alone
 from phalanx.training.training_policy import TrainingPolicy
 
 
@@ -32,7 +32,8 @@ class ModelParallelStrategy(Strategy):
     """
 
     def __init__(self, layout_map: keras.distribution.LayoutMap | str = AUTO, mesh_shape: Sequence[int] | None = None):
-        devices = mesh_devices("ModelParallelStrategy")
+        replica = join_spanning_job("ModelParallelStrategy")
+        devices = mesh_devices()
         if isinstance(layout_map, keras.distribution.LayoutMap):
             mesh = _mesh_of(layout_map, mesh_shape, devices)
             placement = Placement(mesh, (mesh.axis_names[0],), mesh.axis_names[0], layout_map=layout_map)
@@ -43,7 +44,7 @@ class ModelParallelStrategy(Strategy):
             raise ConfigurationError(
                 f"ModelParallelStrategy(layout_map={layout_map!r}): it is a keras.distribution.LayoutMap or 'auto'."
             )
-        super().__init__(alone(), policy=TrainingPolicy(placement=placement))
+        super().__init__(on_mesh(replica, placement), policy=TrainingPolicy(placement=placement))
 
 
 def _mesh_of(

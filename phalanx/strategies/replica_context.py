@@ -100,7 +100,7 @@ def running(strategy: Strategy) -> Iterator[ReplicaContext]:
     _stack.replicas.append(context)
     _stack.strategies.append(strategy)
     try:
-        with nullcontext() if strategy._replica.is_alone else InStep(_Collectives(context)):
+        with nullcontext() if strategy.computes_alone else InStep(_Collectives(context)):
             yield context
     finally:
         _stack.strategies.pop()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import keras
 
 from phalanx.cluster.resolvers.auto_resolver import as_resolver
-from phalanx.errors import UnsupportedError
+from phalanx.engines.spmd.placement import Placement
+from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.strategies.current_job import join_job
 from phalanx.training.replica import Replica, alone
 
@@ -38,3 +40,20 @@ def join_spanning_job(strategy: str, cluster_resolver: Any = None) -> Replica:
     job = join_job(resolver, None)
     job.connect_devices()
     return job.replica
+
+
+def on_mesh(replica: Replica, placement: Placement) -> Replica:
+    """The replica, as one process of a program on this mesh.
+
+    Raises: ConfigurationError if a process of the job has no device in the mesh.
+    """
+    if replica.world_size == 1:
+        return replica
+    processes = {device.process_index for device in placement.mesh.backend_mesh.devices.flatten()}
+    if len(processes) < replica.world_size:
+        idle = ", ".join(str(rank) for rank in range(replica.world_size) if rank not in processes)
+        raise ConfigurationError(
+            f"The mesh {placement} has no device of rank {idle}, and every process of the job takes part. Use the "
+            f"devices of all processes, or start fewer."
+        )
+    return replace(replica, mesh_parts=placement.data_shards)

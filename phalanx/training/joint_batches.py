@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from phalanx.arrays.tree import leaves
+from phalanx.arrays.tree import leaves, map_leaves
+from phalanx.collectives.communicator import Array, Communicator
 from phalanx.data import AutoShardPolicy, ShardedInput, local_range
 from phalanx.data.batch_split import checksum
 from phalanx.data.micro_batches import MicroBatch, cut_micro_batches, sizes_of_ranks
 from phalanx.errors import DisagreementError, UnsupportedError
 from phalanx.monitoring import timeline
 from phalanx.training.replica import Replica, alone
+from phalanx.transport.serialization import decode, encode
 
 COMPARED_BATCHES = 3
 """At the start of an epoch, so many batches are compared over the ranks, where each reads a stream for itself."""
@@ -31,6 +33,7 @@ class JointBatch:
         step: index of the global batch in its epoch.
         micro_batches: those that this rank computes, where global batches are cut into these; `data` is the whole
             batch then.
+        is_whole: whether `data` is the whole batch, because a mesh cannot divide it as it was read.
     """
 
     data: tuple[Any, Any, Any]
@@ -38,6 +41,7 @@ class JointBatch:
     rank: int
     step: int
     micro_batches: tuple[MicroBatch, ...] = ()
+    is_whole: bool = False
 
     @property
     def size(self) -> int:
@@ -49,7 +53,7 @@ class JointBatch:
 
     @property
     def share(self) -> float:
-        return self.size / self.global_size
+        return 1.0 if self.is_whole else self.size / self.global_size
 
 
 class JointBatches:
@@ -90,6 +94,8 @@ class JointBatches:
             self._current = self._next_whole(self._replica.micro_batches)
         else:
             self._current = self._next_uniform() if self._source.is_uniform else self._next_of_streams()
+            if self._current is not None and self._replica.mesh_parts is not None:
+                self._current = fit_to_mesh(self._current, self._replica, self._replica.mesh_parts)
         timeline.current.leave()
         return self._current
 
@@ -189,6 +195,32 @@ class JointBatches:
             )
         data = (batch or source.stand_in()).data
         return JointBatch(data, tuple(int(size) for size in notes[:, 1]), self._replica.rank, step)
+
+
+def fit_to_mesh(batch: JointBatch, replica: Replica, parts: int) -> JointBatch:
+    """The batch, as the processes of one program put it on their mesh: each its own equal part, or each the whole
+    batch, which they exchange, where that is not what their devices need.
+
+    Args:
+        parts: see `Replica.mesh_parts`.
+    """
+    divides = parts % replica.world_size == 0 and batch.global_size % parts == 0 and len(set(batch.sizes)) == 1
+    if divides or replica.world_size == 1:
+        return batch
+
+    def whole(own: Any) -> Any:
+        if not getattr(own, "ndim", 0):
+            return own
+        return np.concatenate(all_gather_rows(own if batch.size else own[:0], replica.communicator))
+
+    return replace(batch, data=map_leaves(whole, batch.data), is_whole=True)
+
+
+def all_gather_rows(rows: Array, communicator: Communicator) -> list[Array]:
+    """Each rank's rows; also of strings, as lookup layers take and produce them."""
+    if rows.dtype.kind not in "OSU":
+        return communicator.all_gather(np.ascontiguousarray(rows))
+    return [decode(each).astype(rows.dtype) for each in communicator.all_gather_bytes(encode(rows.astype(object)))]
 
 
 def read_part(replica: Replica) -> tuple[int, int]:

@@ -14,10 +14,9 @@ from phalanx.errors import UnsupportedError
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import callback_list
-from phalanx.training.joint_batches import JointBatch, JointBatches, batch_groups
-from phalanx.training.replica import Replica
+from phalanx.training.joint_batches import JointBatch, JointBatches, all_gather_rows, batch_groups
+from phalanx.training.replica import Replica, alone
 from phalanx.training.replica_model import ReplicaModel
-from phalanx.transport.serialization import decode, encode
 
 Array = np.ndarray[Any, Any]
 
@@ -78,7 +77,7 @@ def local_outputs(
 ) -> Any:
     """The outputs for this rank's part of a batch; see `Engine.predict`."""
     if replica_model.deterministic is None:
-        return replica_model.engine.predict(batch.data, form)
+        return replica_model.engine.predict(batch.data, form, batch.share)
     return replica_model.deterministic.predict(batch, form)
 
 
@@ -98,6 +97,8 @@ class LocalOutputs:
     def of(cls, batches: JointBatches, replica_model: ReplicaModel) -> LocalOutputs:
         """For these batches, of which none has been taken. Where an output has no row for each sample, every rank
         predicts whole batches."""
+        if replica_model.replica.mesh_parts is not None:
+            return cls(alone())  # one program computes all outputs, and all processes get them
         first = batches.peek()
         if first is None or replica_model.predicts_rows(first.data):
             return cls(replica_model.replica)
@@ -105,7 +106,8 @@ class LocalOutputs:
 
     def add(self, outputs: Any, batch: JointBatch) -> None:
         """Note the outputs for this rank's part of a batch: none where that is a placeholder of one sample."""
-        self.parts.append(outputs if batch.size else tree.map_structure(lambda part: part[:0], outputs))
+        has_rows = batch.size or self._replica.is_alone
+        self.parts.append(outputs if has_rows else tree.map_structure(lambda part: part[:0], outputs))
         self._sizes.append(batch.sizes)
 
     def gather(self) -> Any:
@@ -117,7 +119,7 @@ class LocalOutputs:
     def _in_order(self, parts: Any, sizes: list[tuple[int, ...]]) -> Array:
         """All ranks' rows, batch by batch and in each batch in rank order."""
         # A number has no rows: what it is of several batches, Keras does not know either.
-        columns = self._all_gather(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        columns = all_gather_rows(parts[0] if len(parts) == 1 else np.concatenate(parts), self._replica.communicator)
         if len(columns) == 1:
             return columns[0]
         rows = self._replica.communicator.all_gather(np.array([len(part) for part in parts], np.int64))
@@ -129,13 +131,6 @@ class LocalOutputs:
                 pieces.append(columns[rank][starts[rank] : starts[rank] + count])
                 starts[rank] += count
         return np.concatenate(pieces)
-
-    def _all_gather(self, rows: Array) -> list[Array]:
-        """Each rank's rows; also of strings, as lookup layers produce them."""
-        communicator = self._replica.communicator
-        if rows.dtype.kind not in "OSU":
-            return communicator.all_gather(rows)
-        return [decode(each).astype(rows.dtype) for each in communicator.all_gather_bytes(encode(rows.astype(object)))]
 
 
 def _check_rows(rows: Sequence[int], samples: Sequence[int]) -> None:

@@ -87,6 +87,8 @@ class Replica:
         has_copies: whether the replicas have copies of the chief's models, which Keras names differently.
         micro_batches: into how many micro-batches each global batch is cut, so that the number of ranks shows in no bit
             (`CommunicationOptions.deterministic`); None: each rank computes its part at once.
+        mesh_parts: into how many equal parts the mesh divides each global batch, where one compiled program spans the
+            devices of all ranks; None: each rank has a program of its own.
         recording: what is merged, where `phalanx plan` examines the program and no other rank exists; else None.
     """
 
@@ -98,6 +100,7 @@ class Replica:
     calls: ReplicaCalls | None = field(default=None, repr=False)
     has_copies: bool = False
     micro_batches: int | None = None
+    mesh_parts: int | None = None
     recording: RecordingAlgorithm | None = field(default=None, repr=False)
     _entries: int = 0  # number of entries so far: the same script gives the same numbers on every process
     _entry: Entry | None = field(default=None, repr=False)
@@ -277,7 +280,7 @@ class Replica:
 
 def divides_batches(replica: Replica) -> bool:
     """Whether steps are computed in parts: on several replicas, now or later, or in micro-batches."""
-    return not replica.is_alone or replica.micro_batches is not None
+    return (not replica.is_alone and replica.mesh_parts is None) or replica.micro_batches is not None
 
 
 def alone() -> Replica:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from phalanx.cluster.task_comparison import describe_difference
+from phalanx.collectives.communicator import ReduceOp
 from phalanx.engines import buffers
 from phalanx.engines.random_state import draw_own_numbers, random_state, set_random_state
 from phalanx.errors import DisagreementError
@@ -39,6 +40,9 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
     """
     if replica.is_alone and not replica.micro_batches:
         return
+    if replica.mesh_parts is not None:
+        _synchronise_copies(model, replica)
+        return
     variables = variables_of(model) + (list(model.metrics_variables) if metrics else [])
     _compare(_structure(variables, with_paths=not replica.has_copies), replica)
     arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
@@ -59,6 +63,21 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
         draw_own_numbers(chiefs, stream)
     elif replica.micro_batches:
         set_random_state([chiefs], 0)
+
+
+def _synchronise_copies(model: Any, replica: Replica) -> None:
+    """As `synchronise`, for a program that spans all ranks: they give the chief's values to the variables of which each
+    has a copy. Of divided variables each rank has its own part, which no other rank knows."""
+    variables = [*variables_of(model), *model.metrics_variables]
+    _compare(_structure(variables, with_paths=True), replica)
+    copied = [variable for variable in variables if getattr(variable.value, "is_fully_replicated", True)]
+    arrays = [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in copied]
+    chiefs = replica.communicator.broadcast(arrays, root=0)
+    differs = np.array([not np.array_equal(old, new) for old, new in zip(arrays, chiefs, strict=True)], np.uint8)
+    (differ_somewhere,) = replica.communicator.all_reduce([differs], ReduceOp.MAX)
+    for variable, value, assigns in zip(copied, chiefs, differ_somewhere, strict=True):
+        if assigns:  # on all ranks, or on none
+            variable.assign(value)
 
 
 @contextmanager

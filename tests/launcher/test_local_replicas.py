@@ -404,9 +404,9 @@ def test_workers_of_several_devices_get_different_gpus_or_parts_of_their_cores()
         {"CUDA_VISIBLE_DEVICES": "7,5", HOST_GPUS: "7,5,3,1,0"},
         {"CUDA_VISIBLE_DEVICES": "3,1", HOST_GPUS: "7,5,3,1,0"},
     ]
-    assert worker_device_variables([1, 16], 4, 0, {}) == [
-        {"JAX_NUM_CPU_DEVICES": "4", "PJRT_NPROC": "8"},
+    assert worker_device_variables([1, 20], 4, 0, {}) == [
         {"JAX_NUM_CPU_DEVICES": "4", "PJRT_NPROC": "16"},
+        {"JAX_NUM_CPU_DEVICES": "4", "PJRT_NPROC": "20"},
     ]
     assert worker_device_variables([1], 4, 0, {"PJRT_NPROC": "3"})[0]["PJRT_NPROC"] == "3"
     with pytest.raises(ConfigurationError, match="2 workers need 6 GPUs, and this host has 5"):

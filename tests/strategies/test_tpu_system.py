@@ -20,7 +20,7 @@ import phalanx
 from phalanx.errors import ConfigurationError
 
 resolver = phalanx.cluster_resolver.TPUClusterResolver(tpu="")
-for make in (phalanx.tpu.experimental.initialize_tpu_system,):
+for make in (phalanx.tpu.experimental.initialize_tpu_system, phalanx.TPUStrategy, phalanx.experimental.TPUStrategy):
     try:
         make(resolver)
     except ConfigurationError as error:
@@ -36,7 +36,8 @@ def test_without_a_tpu_the_error_names_what_trains_here(tmp_path: Path) -> None:
     settings = {**environment("jax", tmp_path / "compiled"), "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
     code, output = finish([sys.executable, str(program)], settings, bound_s=120.0, start=fork_server.popen)
     assert code == 0, output
-    assert "there is no TPU; JAX computes on 1 device(s) of the kind 'cpu'" in output
+    assert output.count("there is no TPU") == 3
+    assert "TPUStrategy: there is no TPU; JAX computes on 1 device(s) of the kind 'cpu'" in output
     assert "ModelParallelStrategy() or ShardedStrategy()" in output
 
 

@@ -29,10 +29,12 @@ def put_part(part: Array, rows: int, sharding: Any) -> Any:
     """A global array from this process's part of its rows.
 
     Args:
-        part: this process's rows; all of them, where the rows are not divided.
+        part: this process's rows, or all rows.
         rows: of the global array.
         sharding: where it lies.
     """
     if jax.process_count() == 1:
         return jax.device_put(part, sharding)
+    if not part.ndim or len(part) == rows:
+        return jax.make_array_from_callback(part.shape, sharding, lambda index: part[index])
     return jax.make_array_from_process_local_data(sharding, part, (rows, *part.shape[1:]))

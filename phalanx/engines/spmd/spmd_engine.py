@@ -94,10 +94,10 @@ class SpmdEngine:
         trainable, non_trainable, metrics = state
         self._arguments.keep(trainable, non_trainable, None, metrics)
 
-    def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS) -> Any:
+    def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
         trainable, non_trainable, _, metrics = self._arguments.get(with_optimizer=False)
         state = (trainable, non_trainable)
-        outputs, non_trainable = self._function("predict")(state, self._put(data, 1.0), form)
+        outputs, non_trainable = self._function("predict")(state, self._put(data, share), form)
         self._arguments.keep(trainable, non_trainable, None, metrics)
         return tree.map_structure(fetch, outputs)
 

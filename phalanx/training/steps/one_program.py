@@ -7,6 +7,8 @@ from typing import Any
 
 from phalanx.engines.engine import Engine
 from phalanx.training.joint_batches import JointBatch
+from phalanx.training.replica import Replica
+from phalanx.training.steps.gradient_merge import StepMerge
 from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
 
 
@@ -15,8 +17,10 @@ class OneProgramStepper(ReplicaStepper):
 
     merges_every_step = True
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, merge: StepMerge, replica: Replica) -> None:
         self._engine = engine
+        self._merge = merge
+        self._replica = replica
 
     def begin(self, *, watched: bool, entering: bool = False) -> None:
         """See `ReplicaStepper.begin`."""
@@ -24,6 +28,8 @@ class OneProgramStepper(ReplicaStepper):
     def train(self, batch: JointBatch, *, last: bool | None = None) -> None:
         """See `Stepper.train`."""
         self._engine.train(batch.data, batch.share)
+        if self._replica.notice is not None:  # a `fit` that saves itself
+            self._merge.merge_notice()
 
     def finish(self, retry: RetryOnMembershipChange) -> Sequence[str]:
         """See `ReplicaStepper.finish`."""

@@ -161,7 +161,7 @@ class JaxEngine:
         origins = self._functions.origins if training else self._functions.test_origins
         return self._functions.choose_logs(averages, merged, silent, origins)
 
-    def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS) -> Any:
+    def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
         trainable, non_trainable, _, metrics = self._arguments.get(with_optimizer=False)
         outputs, non_trainable = self._predict((trainable, non_trainable), self._batches.pack(data, form))
         self._arguments.keep(trainable, list(non_trainable), None, metrics)

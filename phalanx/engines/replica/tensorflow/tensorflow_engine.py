@@ -124,7 +124,7 @@ class TensorFlowEngine(VariableEngine):
         if before is not None:
             self._access.assign(self._metrics, before)
 
-    def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS) -> Any:
+    def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
         return tree.map_structure(np.asarray, self._predict.traced(self._batches.pack(to_tensors(data), form)))
 
     def logs(self) -> Mapping[str, Any]:

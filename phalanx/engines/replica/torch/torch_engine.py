@@ -194,7 +194,7 @@ class TorchEngine(VariableEngine):
                 self._access.assign(self._metrics, before)
         self._test_logs = logs if differ else {}
 
-    def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS) -> Any:
+    def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
         with torch.no_grad(), self._products:
             outputs = self._model.predict_step(self._batches.pack(_to_device(data), form))
         return tree.map_structure(to_host, outputs)

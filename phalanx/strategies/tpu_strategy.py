@@ -1,0 +1,48 @@
+"""`TPUStrategy`: data parallel training on all cores of a TPU slice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver
+from phalanx.errors import UnsupportedError
+from phalanx.strategies.device_meshes import mirrored_placement
+from phalanx.strategies.spanning_job import on_mesh
+from phalanx.strategies.strategy import Strategy
+from phalanx.strategies.tpu_system import join_tpu_job
+from phalanx.training.training_policy import TrainingPolicy
+
+
+class TPUStrategy(Strategy):
+    """The whole model on each TPU core, and batches divided over all cores (`tf.distribute.TPUStrategy`). JAX alone.
+
+    Start the program on every host of the slice. A model that no core can hold is trained by `ShardedStrategy` or
+    `ModelParallelStrategy`, which find TPUs too. Matrix products are computed in bfloat16, as always on TPUs: for the
+    numbers of a CPU or a GPU set `jax.config.update("jax_default_matmul_precision", "highest")`. Compiled for TPUs, and
+    never run on one.
+
+    Args:
+        tpu_cluster_resolver: finds the hosts; None: a `TPUClusterResolver`.
+        experimental_device_assignment: must be None; see `ModelParallelStrategy(mesh_shape=...)`.
+        experimental_spmd_xla_partitioning: has no effect: XLA always divides the program.
+
+    Raises:
+        ConfigurationError: there is no TPU; else as `MultiWorkerMirroredStrategy`.
+        UnsupportedError: Keras does not run on JAX, or a device assignment was given.
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: ClusterResolver | None = None,
+        experimental_device_assignment: Any = None,
+        experimental_spmd_xla_partitioning: bool = False,
+    ):
+        del experimental_spmd_xla_partitioning
+        if experimental_device_assignment is not None:
+            raise UnsupportedError(
+                "TPUStrategy(experimental_device_assignment=...): JAX assigns the cores. To divide a model over "
+                "several, write ModelParallelStrategy(mesh_shape=(data, model))."
+            )
+        replica = join_tpu_job("TPUStrategy", tpu_cluster_resolver)
+        placement = mirrored_placement()
+        super().__init__(on_mesh(replica, placement), tpu_cluster_resolver, TrainingPolicy(placement=placement))
