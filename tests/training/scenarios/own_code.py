@@ -190,3 +190,31 @@ def own_train_step_that_counts_in_attributes(setting: Setting) -> dict[str, Any]
     model = compiled(setting, _dense(Accumulating), loss=None, run_eagerly=True)
     found = fitted(model, features()[:32], numbers()[:32], batch_size=8)
     return {**found, "steps": model.steps}
+
+
+@scenario(
+    backends=("tensorflow", "torch"),
+    quick=("torch",),
+    worlds=(2,),
+    error=_refused("updates weights with gradients that are not merged"),
+)
+def own_train_step_without_a_number_at_first(setting: Setting) -> dict[str, Any]:
+    """The second replica's part of the first samples gives no number; with other samples the difference shows."""
+
+    class ByHand(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            chosen = ops.cast(x[:, :1] > 0.0, "float32")
+
+            def loss_of() -> Any:
+                return ops.sum(chosen * ops.square(self(x) - y)) / ops.sum(chosen)
+
+            loss, gradients = _gradients(loss_of, self.trainable_variables)
+            for variable, gradient in zip(self.trainable_variables, gradients, strict=True):
+                variable.assign(variable - 0.1 * gradient)
+            return {"error": loss}
+
+    x = features()
+    x[:, 0] = -abs(x[:, 0])
+    x[2:5, 0] *= -1  # of the chief's eight samples, of which the trial takes the first two again
+    return fitted(compiled(setting, _dense(ByHand), loss=None), x, numbers())
