@@ -105,9 +105,14 @@ def own_layers(model: Any) -> list[Any]:
     ]
 
 
+def has_own_steps(model: Any, step: str) -> bool:
+    """Whether the model's class overrides `train_step` or `test_step`, or a method that it calls."""
+    return any(overrides(model, method) for method in (step, "compute_loss", "compute_metrics"))
+
+
 def has_own_code(model: Any) -> bool:
     """Whether a training step runs code of the program's own, its losses and metrics apart."""
-    if any(overrides(model, method) for method in ("train_step", "compute_loss", "compute_metrics")):
+    if has_own_steps(model, "train_step"):
         return True
     if any(type(layer).call is not keras.Model.call for layer in own_layers(model)):
         return True

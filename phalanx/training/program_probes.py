@@ -7,6 +7,7 @@ trained, and compute no more than that something. The last only judges, and take
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.data.dataset_elements import ElementStructure
@@ -25,33 +26,34 @@ class ProgramProbes:
         self._model = model
         self._replica = replica
         self._losses: tuple[Any, loss_probe.Findings] | None = None
-        self._tried: tuple[Any, ...] | None = None  # what the model was compiled with when its step was tried
+        self._tried: dict[str, tuple[Any, ...]] = {}  # what the model was compiled with when this step was tried
 
-    def need_a_batch(self, engine: Engine, *, trains: bool) -> bool:
+    def need_a_batch(self, engine: Engine, steps: Sequence[str]) -> bool:
         """Whether there is something to find out from a batch.
 
         Args:
-            trains: whether steps are to be taken that replicas take together.
+            steps: "train_step" and "test_step", as far as replicas are to take such steps together.
         """
-        if not engine.metric_rules.is_decided or (trains and self._tries_step()):
+        if not engine.metric_rules.is_decided or any(self._tries(step) for step in steps):
             return True
         return loss_probe.has_open_questions(self._model) and not self._knows_losses()
 
-    def run(self, engine: Engine, data: Any, form: ElementStructure, *, trains: bool) -> None:
+    def run(self, engine: Engine, data: Any, form: ElementStructure, steps: Sequence[str]) -> None:
         """Find out what there is to find out.
 
         Args:
             engine: of the model, built.
             data: a local batch; nothing where none is needed.
             form: its structure.
-            trains: see `need_a_batch`.
+            steps: see `need_a_batch`.
 
         Raises: UnsupportedError on every rank, if replicas cannot compute what one process does.
         """
         self._decide_metric_rules(engine, data)
         self._find_out_losses(data, form)
-        if trains and self._tries_step():
-            self._try_step(engine, data, form)
+        for step in steps:
+            if self._tries(step):
+                self._try(step, engine, data, form)
 
     def _decide_metric_rules(self, engine: Engine, data: Any) -> None:
         replica, rules = self._replica, engine.metric_rules
@@ -85,21 +87,21 @@ class ProgramProbes:
     def _knows_losses(self) -> bool:
         return self._losses is not None and self._losses[0] is self._model._compile_loss
 
-    def _tries_step(self) -> bool:
-        """Whether the next training step is to be tried; the same on all ranks."""
-        if not divides_batches(self._replica) or not step_probe.is_needed(self._model):
+    def _tries(self, step: str) -> bool:
+        """Whether the next step of this kind is to be tried; the same on all ranks."""
+        if not divides_batches(self._replica) or not step_probe.is_needed(self._model, step):
             return False
-        return self._replica.elastic is not None or self._tried != self._compiled_with()
+        return self._replica.elastic is not None or self._tried.get(step) != self._compiled_with()
 
     def _compiled_with(self) -> tuple[Any, ...]:
         model = self._model
         return model._compile_loss, model._compile_metrics, model.optimizer
 
-    def _try_step(self, engine: Engine, data: Any, form: ElementStructure) -> None:
+    def _try(self, step: str, engine: Engine, data: Any, form: ElementStructure) -> None:
         """All ranks try it, because it creates variables."""
         replica, problem = self._replica, ""
-        if self._tried != self._compiled_with():
-            problem = step_probe.find_difference(self._model, engine, data, form)
+        if self._tried.get(step) != self._compiled_with():
+            problem = step_probe.find_difference(self._model, engine, data, form, step)
         if problem := str(replica.retry(lambda: replica.broadcast_from_chief(problem))):
             raise UnsupportedError(problem)
-        self._tried = self._compiled_with()
+        self._tried[step] = self._compiled_with()

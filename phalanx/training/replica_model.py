@@ -157,22 +157,28 @@ class ReplicaModel:
 
     # Model and engine.
 
-    def prepare(self, source: ShardedInput, method: str) -> Engine:
-        """The engine, with all variables created for the batches of the source that this method was passed."""
+    def prepare(self, source: ShardedInput, method: str, *, validates: bool = False) -> Engine:
+        """The engine, with all variables created for the batches of the source that this method was passed.
+
+        Args:
+            validates: whether a `fit` evaluates data like these as well.
+        """
         self._make_engine(source, method)
         self._peeked = self.engine.builds_from_a_batch
         # As in Keras no batch is read that is not needed: a dataset may draw random numbers for each.
         data: Batch = (None, None, None)
-        # Of local SGD no one expects the numbers of one process.
-        trains = method in ("fit", "train_on_batch") and self.policy.period is None
-        if _needs_a_batch(self.model) or self._probes.need_a_batch(self.engine, trains=trains):
+        trains = method in ("fit", "train_on_batch")
+        steps = ["test_step"] if validates or not trains else []
+        if trains and self.policy.period is None:  # of local SGD no one expects the numbers of one process
+            steps.append("train_step")
+        if _needs_a_batch(self.model) or self._probes.need_a_batch(self.engine, steps):
             first = source.peek(restart=self._peeked)
             self.engine.expect(source.structure)
             check_batch_size(self.model, first, self.replica.world_size)
             data = first.data
         self.engine.build(data)
-        self._probes.run(self.engine, data, source.structure, trains=trains)
-        if method in ("fit", "train_on_batch") and self.policy.period is not None:
+        self._probes.run(self.engine, data, source.structure, steps)
+        if trains and self.policy.period is not None:
             check_normalization(self.model)
             refuse_overwritten(self.model.trainable_variables, "a replica that trains alone between two merges")
         return self.engine

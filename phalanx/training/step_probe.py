@@ -3,7 +3,8 @@
 What a `train_step` or a layer of the program's own computes, no one knows. So one process takes the step of a few
 samples, and those of two replicas that have a part of them each (`engines.local_ranks`), under conditions in which
 they compare (`keras_compat.trial_conditions`), and undoes them (`program_state`). Gradients, weights, layer state,
-metrics and logs must come out alike. What does not is an error that names it, before the first step.
+metrics and logs must come out alike. What does not is an error that names it, before the first step. Of a `test_step`,
+metrics and logs are compared.
 
 A step that cannot be taken of so few samples is not judged. What other random numbers of other libraries change is not
 compared.
@@ -12,7 +13,7 @@ compared.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -60,12 +61,12 @@ class _Results(NamedTuple):
     logs: dict[str, Array]
 
 
-def is_needed(model: Any) -> bool:
-    """Whether there is anything to find out; the same on all ranks."""
-    return model_state.has_own_code(model)
+def is_needed(model: Any, step: str) -> bool:
+    """Whether there is anything to find out about `train_step` or `test_step`; the same on all ranks."""
+    return model_state.has_own_code(model) if step == "train_step" else model_state.has_own_steps(model, step)
 
 
-def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructure) -> str:
+def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructure, step: str) -> str:
     """What replicas would compute otherwise than one process, and what to write instead; "" if nothing is known of.
 
     Args:
@@ -73,13 +74,14 @@ def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructur
         engine: its engine, whose rules of metrics are decided.
         data: a local batch, `(x, y, sample_weight)`.
         form: its structure.
+        step: "train_step" or "test_step".
     """
     if not _can_be_tried(model, data):
         return ""
     state = ProgramState(model)
     try:
         with state.kept(), TrialConditions(model, state.keep) as conditions:
-            return _Trial(model, engine, state, conditions, form).difference(data)
+            return _Trial(model, engine, state, conditions, form, step).difference(data)
     except UnsupportedError as error:
         return str(error)
     except StepsDifferError:
@@ -87,7 +89,7 @@ def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructur
     except Exception as error:
         # The step may need a batch of its own size, or compilation. Whatever else is wrong shows when it is taken.
         reason = repr(error)
-    logger.info("The step of %r cannot be tried with %d samples: %s", model.name, 2 * PART, reason)
+    logger.info("The %s of %r cannot be tried with %d samples: %s", step, model.name, 2 * PART, reason)
     return ""
 
 
@@ -95,9 +97,16 @@ class _Trial:
     """The trial of one step."""
 
     def __init__(
-        self, model: Any, engine: Engine, state: ProgramState, conditions: TrialConditions, form: ElementStructure
+        self,
+        model: Any,
+        engine: Engine,
+        state: ProgramState,
+        conditions: TrialConditions,
+        form: ElementStructure,
+        step: str,
     ) -> None:
         self._model = model
+        self._name = step
         self._state = state
         self._conditions = conditions
         self._ranks = LocalRanks()
@@ -114,7 +123,7 @@ class _Trial:
             samples = _few_samples(data, attempt)
             whole, other = self._whole(samples), self._whole(samples, other_seeds=True)
             ranks = self._of_ranks([_rows(samples, 0, PART), _rows(samples, PART, 2 * PART)])
-            found = _Comparison(self._model, before, whole, other, ranks)
+            found = _Comparison(self._model, self._name, before, whole, other, ranks)
             if (verdict := found.verdict()) or found.is_finite():
                 break
         return verdict
@@ -147,11 +156,19 @@ class _Trial:
         self._conditions.begin()
         engine.begin()
         try:
-            engine.train(part, share)
-            logs = {name: _array(value) for name, value in model_state.flat_logs(engine.logs()).items()}
+            logs = self._train(part, share) if self._name == "train_step" else self._test(part, share)
         finally:
             engine.end()
-        return self._results(logs)
+        return self._results({name: _array(value) for name, value in model_state.flat_logs(logs).items()})
+
+    def _train(self, part: Any, share: float) -> Mapping[str, Any]:
+        self._engine.train(part, share)
+        return self._engine.logs()
+
+    def _test(self, part: Any, share: float) -> Mapping[str, Any]:
+        start = self._engine.metric_rules.values()
+        self._engine.test(part, share)
+        return self._engine.merged_metrics(share, start, final=True)
 
     def _results(self, logs: dict[str, Array]) -> _Results:
         model = self._model
@@ -161,7 +178,7 @@ class _Trial:
         apart = {id(generator.state) for generator in seed_generators(model)}
         apart |= {id(variable) for optimizer in model_state.optimizers(model) for variable in optimizer.variables}
         trained = {id(variable) for variable in model.trainable_variables}
-        for variable in variables_of(model):
+        for variable in variables_of(model) if self._name == "train_step" else ():
             if id(variable) not in apart:
                 _add(weights if id(variable) in trained else state, variable.path, variable)
         for metric in model.metrics:
@@ -182,6 +199,7 @@ class _Comparison(NamedTuple):
     """Results of a step: before it, of the batch, of the batch with other seeds, and of the replicas."""
 
     model: Any
+    step: str
     before: _Results
     whole: _Results
     other: _Results
@@ -210,15 +228,15 @@ class _Comparison(NamedTuple):
             )
         if variable := self._different("metrics", self._allowed):
             return (
-                f"{start}the metric's variable {variable!r} differs after a step. What a train_step updates metrics "
+                f"{start}the metric's variable {variable!r} differs after a step. What a {self.step} updates metrics "
                 f"with must be one value for each sample, or a mean over samples; and what a metric keeps must be a "
                 f"sum. Compute everything else in its result()."
             )
         if log := self._different("logs", self._allowed):
             return (
-                f"{start}its step logs {log!r}, which for a batch does not follow from the values for the batch's "
-                f"parts (a norm, a root, a ratio). Log means over the samples and results of metrics, and compute "
-                f"everything else in the result() of a metric or, from results, in compute_metrics()."
+                f"{start}its {self.step} logs {log!r}, which for a batch does not follow from the values for the "
+                f"batch's parts (a norm, a root, a ratio). Log means over the samples and results of metrics, and "
+                f"compute everything else in the result() of a metric or, from results, in compute_metrics()."
             )
         return ""
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import layers, ops
 
-from tests.training.scenarios.common import FEATURES, compiled, features, fitted, numbers
+from tests.training.scenarios.common import BATCH, FEATURES, compiled, features, fitted, numbers
 from tests.training.scenarios.registry import BACKENDS, Setting, scenario
 
 
@@ -143,7 +143,7 @@ def own_train_step_that_clips_by_hand(setting: Setting) -> dict[str, Any]:
     return _trained(setting, _dense(_stepping(_clipped)))
 
 
-@scenario(error=_refused("its step logs 'norm'"))
+@scenario(error=_refused("its train_step logs 'norm'"))
 def own_train_step_that_logs_a_norm(setting: Setting) -> dict[str, Any]:
     return _trained(setting, _dense(_stepping(log=lambda gradients: {"norm": _norm(gradients)})))
 
@@ -218,3 +218,47 @@ def own_train_step_without_a_number_at_first(setting: Setting) -> dict[str, Any]
     x[:, 0] = -abs(x[:, 0])
     x[2:5, 0] *= -1  # of the chief's eight samples, of which the trial takes the first two again
     return fitted(compiled(setting, _dense(ByHand), loss=None), x, numbers())
+
+
+def _testing(log: Callable[[Any], dict[str, Any]]) -> type:
+    """A model with a `test_step` that logs what it computes of the errors of a batch."""
+
+    class Jax(keras.Model):
+        def test_step(self, state: Any, data: Any) -> Any:
+            trainable, others, metrics = state
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            prediction, others = self.stateless_call(trainable, others, x, training=False)
+            return log(prediction - y), (trainable, others, metrics)
+
+    class Other(keras.Model):
+        def test_step(self, data: Any) -> Any:
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            return log(self(x, training=False) - y)
+
+    return Jax if keras.backend.backend() == "jax" else Other
+
+
+def _evaluated(setting: Setting, log: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    model = compiled(setting, _dense(_testing(log)), loss="mse")
+    evaluated = model.evaluate(features()[:BATCH], numbers()[:BATCH], batch_size=BATCH, return_dict=True, verbose=0)
+    return {"evaluated": evaluated, **_validated(model)}
+
+
+def _validated(model: Any) -> dict[str, Any]:
+    return fitted(model, features(), numbers(), validation_data=(features(BATCH, seed=1), numbers(BATCH, seed=1)))
+
+
+@scenario(quick=BACKENDS)
+def own_test_step_that_logs_a_mean(setting: Setting) -> dict[str, Any]:
+    return _evaluated(setting, lambda error: {"square": ops.mean(ops.square(error)), "error": ops.mean(error)})
+
+
+@scenario(quick=("torch",), error=_refused("its test_step logs 'root'"))
+def own_test_step_that_logs_a_root(setting: Setting) -> dict[str, Any]:
+    return _evaluated(setting, lambda error: {"root": ops.sqrt(ops.mean(ops.square(error)))})
+
+
+@scenario(error=_refused("its test_step logs 'total'"))
+def own_test_step_of_validation_data_that_logs_a_sum(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, _dense(_testing(lambda error: {"total": ops.sum(error)})), loss="mse")
+    return _validated(model)
