@@ -295,11 +295,11 @@ def test_gpus_are_counted_without_a_backend(tmp_path: Path) -> None:
 
 def test_a_union_has_the_tasks_of_all() -> None:
     first = SimpleClusterResolver(
-        {"worker": ["a:1"], "ps": {0: "p:1"}}, task_type="worker", task_id=0, rpc_layer="grpc"
+        {"worker": ["a:1"], "ps": {1: "p:1"}}, task_type="worker", task_id=0, rpc_layer="grpc"
     )
-    second = SimpleClusterResolver({"worker": ["b:1"], "ps": {0: "p:1", 2: "q:1"}})
+    second = SimpleClusterResolver({"worker": ["b:1"], "ps": {1: "p:1", 2: "q:1"}})
     union = UnionResolver(first, second)
-    assert union.cluster_spec().as_dict() == {"worker": ["a:1", "b:1"], "ps": {0: "p:1", 2: "q:1"}}
+    assert union.cluster_spec().as_dict() == {"worker": ["a:1", "b:1"], "ps": {1: "p:1", 2: "q:1"}}
     assert (union.task(), union.rpc_layer) == (Task("worker", 0), "grpc")
     union.task_id = 1
     assert union.master() == "grpc://b:1"
@@ -309,12 +309,12 @@ def test_a_union_has_the_tasks_of_all() -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"ps": {0: "q:1"}}, "ps/0 is at p:1 according to one resolver, and at q:1"),
+        ({"ps": {1: "q:1"}}, "ps/1 is at p:1 according to one resolver, and at q:1"),
         ({"ps": ["p:1"]}, "one resolver gives a list"),
     ],
 )
 def test_resolvers_that_contradict_each_other(other: dict[str, Any], message: str) -> None:
-    one = SimpleClusterResolver({"ps": {0: "p:1", 1: "r:1", 3: "s:1"}})
+    one = SimpleClusterResolver({"ps": {1: "p:1", 3: "s:1"}})
     with pytest.raises(ConfigurationError, match=message):
         UnionResolver(one, SimpleClusterResolver(other)).cluster_spec()
 
