@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest import mock
 
 import jax
 import keras
@@ -100,6 +101,16 @@ def check_a_loop_of_the_program() -> None:
     np.testing.assert_array_equal(total, [4.0, 4.0])
 
 
+def check_the_engine_of_mirrored_strategy() -> None:
+    """Where there are several GPUs, MirroredStrategy chooses one program by itself."""
+    assert phalanx.MirroredStrategy(1).placement is None
+    with mock.patch("phalanx.strategies.mirrored_strategy.count_gpus", return_value=2):
+        assert phalanx.MirroredStrategy().num_replicas_in_sync == DEVICES
+    assert phalanx.MirroredStrategy(["/cpu:0", "CPU:2"], engine="spmd").local_devices == ("cpu:0", "cpu:2")
+    with pytest.raises(ConfigurationError, match="JAX sees cpu:0, cpu:1"):
+        phalanx.MirroredStrategy(["gpu:0"], engine="spmd")
+
+
 def check_refusals() -> None:
     mesh = keras.distribution.DeviceMesh((2, 2), ["data", "model"], keras.distribution.list_devices())
     misspelt = keras.distribution.LayoutMap(mesh)
@@ -141,4 +152,5 @@ if __name__ == "__main__":
     check_argument_bytes()
     check_where_variables_lie()
     check_a_loop_of_the_program()
+    check_the_engine_of_mirrored_strategy()
     check_refusals()
