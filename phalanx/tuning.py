@@ -127,8 +127,8 @@ def share_trials(tuner: Any, strategy: Strategy) -> None:
     """Let all replicas of a job train each trial of a KerasTuner tuner together, with the chief's hyperparameters.
 
     Call it on every replica, after the tuner is created and before `tuner.search`. Build the model in
-    `strategy.scope()`, or pass `distribution_strategy=strategy` to the tuner. Give each replica's tuner its own
-    `directory`.
+    `strategy.scope()`, and give each replica's tuner its own `directory`. (KerasTuner's `distribution_strategy` is for
+    TensorFlow's strategies.)
 
     Args:
         tuner: a `keras_tuner.Tuner`, such as `RandomSearch`, created with the same arguments on every replica.

@@ -8,10 +8,13 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 from keras import callbacks
 
 from phalanx.callbacks import OnChief
+from phalanx.errors import ConfigurationError
 from phalanx.training.callback_list import has_batch_hooks
+from phalanx.tuning import call_on_chief
 from tests.support.seeds import set_random_seed
 from tests.training.scenarios.common import CLASSES, SAMPLES, compiled, features, fitted, labels, regressor
 from tests.training.scenarios.registry import ONE_BACKEND, Setting, scenario
@@ -307,6 +310,20 @@ def known_loggers_run_on_the_chief(setting: Setting) -> dict[str, Any]:
     fitted(compiled(setting), callbacks=loggers)
     assert [bool(logger.seen) for logger in loggers] == [setting.rank == 0] * 2
     return {}
+
+
+@scenario(plain=False, quick=ONE_BACKEND)
+def what_the_chief_asks_for_all_receive(setting: Setting) -> dict[str, Any]:
+    """Its result, and that it failed: a search for hyperparameters must not go on without the others."""
+
+    def fail() -> None:
+        raise KeyError("units")
+
+    found = call_on_chief(lambda: {"asked by": setting.rank, "units": [8, None, "relu"]}, setting.strategy)
+    assert found["asked by"] == 0
+    with pytest.raises(KeyError if setting.rank == 0 else ConfigurationError, match="units"):
+        call_on_chief(fail, setting.strategy)
+    return {"found": found, "pruned": call_on_chief(lambda: np.bool_(True), setting.strategy)}
 
 
 @scenario()
