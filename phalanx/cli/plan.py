@@ -140,6 +140,7 @@ def plan_replicas(
     """Measure the program's step and the software's costs, and show what follows for 1 to `machines` machines."""
     from phalanx.planning.collective_costs import CollectiveCosts, Machines, NetworkLink
     from phalanx.planning.collective_trial import measure_costs
+    from phalanx.planning.examined_program import MAX_REPLICAS
     from phalanx.planning.scaling import ScalingModel, machine_counts, measured_counts
     from phalanx.planning.scaling_report import check_plot, describe_costs, describe_measurement, plot, render_table
 
@@ -148,8 +149,8 @@ def plan_replicas(
     link = NetworkLink.of_ethernet(bits_per_s, latency_ms / 1e3)
     costs = CollectiveCosts(link, measure_costs(encrypted=machines > 1))
     most = max(machines, PLOTTED_MACHINES) if plot_file is not None else machines
-    counts = [count * workers for count in sorted({*measured_counts(machines), most})]
-    measurements = [measure_step(count, workers, **program) for count in counts]
+    counts = {min(count * workers, MAX_REPLICAS) for count in (*measured_counts(machines), most)}
+    measurements = [measure_step(count, workers, **program) for count in sorted(counts)]
     model = ScalingModel(measurements, costs)
     click.echo(describe_measurement(measurements[-1]))
     click.echo(describe_costs(costs))

@@ -37,6 +37,8 @@ from phalanx.runtime.core_affinity import bind
 
 R = TypeVar("R", bound=msgspec.Struct)
 
+MAX_REPLICAS = 8192
+"""A program can be told of so many: a variable of the environment holds 128 KiB, and TF_CONFIG names each of them."""
 EXIT_S = 10.0
 """A program that has written its result has so long to exit."""
 POLL_S = 0.05
@@ -113,7 +115,7 @@ def _environment(request: PlanRequest, environment: Mapping[str, str]) -> dict[s
     if request.topology:  # one program on all devices, in a process that has no cluster
         settings |= _topology_variables(parse_topology(request.topology))
     else:
-        cluster = {"worker": [f"machine-{number}:8888" for number in range(request.replicas)]}
+        cluster = {"worker": [f"m{number}:1" for number in range(request.replicas)]}
         settings[TF_CONFIG] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})
     return {name: value for name, value in environment.items() if name not in _OF_A_JOB} | settings
 

@@ -10,14 +10,14 @@ import pytest
 from phalanx.config.environment import process_environment
 from phalanx.config.plan_request import PlanRequest
 from phalanx.errors import ConfigurationError, PhalanxError
-from phalanx.planning.examined_program import examine
+from phalanx.planning.examined_program import MAX_REPLICAS, examine
 from phalanx.planning.step_measurement import StepMeasurement
 from tests.support import fork_server
 from tests.support.backends import FIRST
 from tests.support.commands import ROOT, finish
 from tests.training.jobs import environment
 
-BOUND_S = 240.0
+BOUND_S = 500.0
 PROGRAM = str(ROOT / "tests/planning/program.py")
 WEIGHTS = 21 * 600 + 601
 MERGED = WEIGHTS + 2 * 2
@@ -35,7 +35,7 @@ def plan(folder: Path, *arguments: str) -> tuple[int | None, str]:
     )
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(560)
 def test_a_program_is_measured_and_ended_before_it_writes_anything(tmp_path: Path) -> None:
     options = ("--machines", "2", "--link", "1Gbit")
     code, output = plan(tmp_path, PROGRAM, *options, "--", str(tmp_path), "--batch-per-replica")
@@ -46,7 +46,7 @@ def test_a_program_is_measured_and_ended_before_it_writes_anything(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["compiled"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(560)
 def test_what_a_step_merges_is_known_to_the_byte(tmp_path: Path) -> None:
     request = PlanRequest(tmp_path / "result", replicas=4)
     found = examine(
@@ -95,6 +95,14 @@ def test_bad_input_is_refused_with_the_remedy(arguments: list[str], message: str
     outcome = CliRunner().invoke(command, arguments)
     assert outcome.exit_code != 0
     assert message in outcome.output + str(outcome.exception)
+
+
+def test_a_program_can_be_told_of_many_replicas(tmp_path: Path) -> None:
+    """The kernel limits each variable of an environment."""
+    request = PlanRequest(tmp_path / "result", replicas=MAX_REPLICAS)
+    tells = "import json, os; print(len(json.loads(os.environ['TF_CONFIG'])['cluster']['worker']), 'workers')"
+    with pytest.raises(PhalanxError, match=f"{MAX_REPLICAS} workers"):
+        examine(["-c", tells], request, StepMeasurement, {}, BOUND_S)
 
 
 def test_a_request_survives_the_environment() -> None:
