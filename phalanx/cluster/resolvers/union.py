@@ -15,7 +15,9 @@ class UnionResolver(ClusterResolver):
 
     Args:
         resolvers: at least one.
-        task_type, task_id, rpc_layer: see `ClusterResolver`.
+        task_type: see `ClusterResolver`.
+        task_id: see `ClusterResolver`.
+        rpc_layer: see `ClusterResolver`.
 
     Raises: ConfigurationError without resolvers; `cluster_spec()` raises it where two give one task another address, or
         one gives a list where another gives indices.
