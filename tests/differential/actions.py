@@ -29,6 +29,7 @@ class Actions:
             self.test_on_batch,
             self.change_and_fit,
             self.change_and_fit,
+            self.fit_another,
         ]
         for _ in range(self.w.number(0, 3)):
             self.w.one_of(kinds)()
@@ -155,6 +156,10 @@ class Actions:
                             layer.enable_lora(2)
                     """)
                 w.write(draw_compile(w, self.architecture))
+        elif change in ("int8", "float8"):
+            with w.in_scope():
+                w.write(f"model.quantize({change!r})")
+                w.write(draw_compile(w, self.architecture))
         elif change == "load":
             w.write("model.save(folder / 'model.keras')")
             with w.in_scope():
@@ -165,6 +170,16 @@ class Actions:
             w.write("model.load_weights(folder / 'model.weights.h5')")
         else:
             w.write(change)
+        self.fit()
+
+    def fit_another(self) -> None:
+        """Two models train in turn."""
+        w = self.w
+        with w.in_scope():
+            w.write("model, other = keras.models.clone_model(model), model")
+            w.write(draw_compile(w, self.architecture))
+        self.fit()
+        w.write("model, other = other, model")
         self.fit()
 
 
@@ -184,6 +199,8 @@ CHANGES = (
     "load",
     "load weights",
     "lora",
+    "int8",
+    "float8",
 )
 
 KEEP = """
