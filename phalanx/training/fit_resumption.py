@@ -19,7 +19,7 @@ from phalanx.checkpoint import checkpoint_directory
 from phalanx.checkpoint.checkpoint_callback import Checkpoint, CheckpointWriter
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, StoredCheckpoint
 from phalanx.engines.random_state import set_random_state
-from phalanx.errors import ConfigurationError, FrameError, SupersededError
+from phalanx.errors import ConfigurationError, FrameError, SupersededError, UnsupportedError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.training import state_sync
 from phalanx.training.fit_position import FitPosition
@@ -181,7 +181,9 @@ class FitResumption:
 def resumable(callbacks: Any, model: Any, replica: Replica) -> Iterator[FitResumption | None]:
     """Around a `fit`: what its `Checkpoint` does, if there is one among its callbacks.
 
-    Raises: ConfigurationError if there are several.
+    Raises:
+        ConfigurationError: there are several.
+        UnsupportedError: one program spans several processes.
     """
     found = [callback for callback in flatten_callbacks(callbacks) if isinstance(callback, Checkpoint)]
     if not found:
@@ -189,6 +191,12 @@ def resumable(callbacks: Any, model: Any, replica: Replica) -> Iterator[FitResum
         return
     if len(found) > 1:
         raise ConfigurationError(f"`fit` got {len(found)} Checkpoint callbacks; pass one, with the shorter interval.")
+    if replica.mesh_parts is not None:
+        raise UnsupportedError(
+            "phalanx.callbacks.Checkpoint: the chief writes it, and one program over several processes has no process "
+            "that holds all values. Save with phalanx.ShardedCheckpoint, in a callback's on_epoch_end for example, to "
+            "which every process writes its part."
+        )
     (checkpoint,) = found
     directory = Path(checkpoint.directory).absolute()
     number = _finished.get(directory, 0)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import msgspec
 from jax._src import distributed
+from jax.experimental import multihost_utils
 
 from phalanx.cluster.membership import Membership
 from phalanx.cluster.peer_watch import PeerWatch
@@ -132,6 +133,8 @@ def connect_processes(communicator: Communicator, timeout_s: float) -> JaxProces
     _processes = processes
     try:
         check_alike(membership, _all_devices(communicator))
+        # Gloo connects at the first collective, and waits 30 s: now all are here, later one may still import or read.
+        multihost_utils.sync_global_devices("phalanx")
     except BaseException:
         processes.close()
         raise
