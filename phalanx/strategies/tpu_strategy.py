@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
+from phalanx.config.plan_request import PlanRequest
 from phalanx.errors import UnsupportedError
 from phalanx.strategies.device_meshes import mirrored_placement
 from phalanx.strategies.spanning_job import on_mesh
 from phalanx.strategies.strategy import Strategy
 from phalanx.strategies.tpu_system import join_tpu_job
+from phalanx.training.replica import alone
 from phalanx.training.training_policy import TrainingPolicy
 
 
@@ -43,6 +45,8 @@ class TPUStrategy(Strategy):
                 "TPUStrategy(experimental_device_assignment=...): JAX assigns the cores. To divide a model over "
                 "several, write ModelParallelStrategy(mesh_shape=(data, model))."
             )
-        replica = join_tpu_job("TPUStrategy", tpu_cluster_resolver)
+        # `phalanx plan --topology` compiles for TPUs on a machine that has none.
+        is_planned = PlanRequest.from_environment() is not None
+        replica = alone() if is_planned else join_tpu_job("TPUStrategy", tpu_cluster_resolver)
         placement = mirrored_placement()
         super().__init__(on_mesh(replica, placement), tpu_cluster_resolver, TrainingPolicy(placement=placement))

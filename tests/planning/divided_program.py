@@ -14,7 +14,7 @@ import numpy as np
 import phalanx
 
 STRATEGIES = {
-    "mirrored": phalanx.MirroredStrategy,
+    "whole": phalanx.TPUStrategy,
     "sharded": phalanx.ShardedStrategy,
     "optimizer": lambda: phalanx.ShardedStrategy(level=1),
     "parallel": lambda: phalanx.ModelParallelStrategy(mesh_shape=(2, len(keras.distribution.list_devices()) // 2)),

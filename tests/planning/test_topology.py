@@ -63,7 +63,7 @@ def test_a_sharded_step_on_parts_of_a_cpu(tmp_path: Path) -> None:
 @needs_libtpu
 @pytest.mark.timeout(450)
 def test_a_mirrored_step_for_tpus_merges_gradients_and_gathers_nothing(tmp_path: Path) -> None:
-    measured = compile_for("v5e:2x2", "mirrored", 256, tmp_path)
+    measured = compile_for("v5e:2x2", "whole", 256, tmp_path)
     assert kinds(measured) == {"all-reduce"}
     assert measured.host_calls == ()
     assert sum(each.nbytes for each in measured.collectives) == pytest.approx(4 * measured.weights, rel=0.01)
@@ -77,7 +77,7 @@ def test_a_mirrored_step_for_tpus_merges_gradients_and_gathers_nothing(tmp_path:
 @pytest.mark.parametrize(
     ("strategy", "bytes_of_weight", "collectives"),
     [
-        ("mirrored", 12.0, {"all-reduce"}),
+        ("whole", 12.0, {"all-reduce"}),
         ("optimizer", 4 + 8 / 8, {"all-gather", "reduce-scatter"}),
         ("sharded", 12 / 8, {"all-gather", "reduce-scatter"}),
         ("parallel", 12 / 4, {"all-reduce", "all-gather", "reduce-scatter"}),
@@ -104,7 +104,7 @@ def test_dividing_the_state_moves_what_data_parallel_training_moves(tmp_path: Pa
         (tmp_path / strategy).mkdir()
         return sum(each.sent_bytes for each in compile_for("v5e:2x4", strategy, 2048, tmp_path / strategy).collectives)
 
-    plain = sent("mirrored")
+    plain = sent("whole")
     assert sent("optimizer") == pytest.approx(plain, rel=0.05)
     assert sent("sharded") <= 1.5 * plain
 
