@@ -14,6 +14,7 @@ from phalanx.config.environment import process_environment
 from phalanx.config.environment_variables import JOB_ID, LOCAL_REPLICAS
 from phalanx.devices.gpu_assignment import check_devices
 from phalanx.devices.gpu_count import count_gpus
+from phalanx.devices.tpu_count import count_tpus
 from phalanx.engines.spmd.placement import Placement
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.local_replicas import is_program, start_local_replicas
@@ -104,9 +105,11 @@ class MirroredStrategy(Strategy):
 
 
 def _fits_one_program() -> bool:
-    """Whether one JAX process sees several accelerators, and is no worker of a job."""
+    """Whether one JAX process sees several GPUs, or TPUs (a chip may be two devices), and is no worker of a job."""
     environment = process_environment()
-    return keras.backend.backend() == "jax" and JOB_ID not in environment and count_gpus(environment) > 1
+    if keras.backend.backend() != "jax" or JOB_ID in environment:
+        return False
+    return count_gpus(environment) > 1 or count_tpus() > 0
 
 
 def _place(devices: int | Sequence[str] | None, *, merges: bool) -> Placement:
