@@ -68,7 +68,7 @@ def test_without_workers_each_waiting_caller_gets_the_error(dispatcher: Dispatch
 
     thread = threading.Thread(target=fetch)
     thread.start()
-    with pytest.raises(RendezvousError, match="No worker came to run functions"):
+    with pytest.raises(RendezvousError, match="No worker connected to run functions"):
         dispatcher.join()
     thread.join(BOUND_S)
     assert len(errors) == 1

@@ -87,7 +87,7 @@ def test_network_interfaces_are_checked() -> None:
     check_interfaces(None, [HostShare("a", 1), HostShare("b", 1)])
     with pytest.raises(ConfigurationError, match="this host has no 'nowhere0'"):
         check_interfaces("lo,nowhere0", [HostShare("localhost", 2)])
-    with pytest.raises(ConfigurationError, match="follows from the hosts' names"):
+    with pytest.raises(ConfigurationError, match="the hosts' names determine which network"):
         check_interfaces("lo", [HostShare("a", 1), HostShare("b", 1)])
 
 

@@ -127,7 +127,7 @@ def test_a_chief_that_does_not_begin_its_session_is_named() -> None:
     schedule = schedule_of(NAMES[:2], start_s=SHORT_S)
     announcements = ChiefAnnouncements(schedule.members)
     schedule.members.attach(1, "incarnation 1")
-    with pytest.raises(RendezvousError, match="worker/0 has not come"):
+    with pytest.raises(RendezvousError, match="worker/0 did not join the job in time"):
         announcements.begin_session(1, 0)
     schedule.members.attach(0, "incarnation 0")
     schedule.members.detach(0, "incarnation 0", why="its host has not answered.")
