@@ -30,8 +30,8 @@ from phalanx.errors import ConfigurationError, LinkClosedError
 from phalanx.launcher.job_connection import ControlRequest
 from phalanx.monitoring.job_view import ACTIONS, RUNNING, JobView
 
-WATCHED_S = 0.5
-"""How often the job is asked for news while someone looks."""
+WATCHED_S = 0.75
+"""How often the job is asked for news while someone looks: each time costs the workers some cache."""
 UNWATCHED_S = 2.0
 MAX_BODY_BYTES = 4096
 _HEADERS = {
@@ -53,16 +53,15 @@ class Dashboard:
         port: of this server.
         control: whether the buttons may act.
 
-    Attributes:
-        is_closing: whether the server is about to end: the streams then end too.
     """
 
     def __init__(self, hub: JobHub, *, token: str, port: int, control: bool = False):
         self.hub = hub
-        self.is_closing = False
+        self._is_closing = False
         self._token, self._port, self._control = token, port, control
         self._watchers = 0
         self._woken = asyncio.Event()
+        self._news = asyncio.Event()  # another one after each look at the jobs
 
     def app(self) -> ASGIApp:
         """The application."""
@@ -77,6 +76,20 @@ class Dashboard:
             middleware=[Middleware(_Guard, token=self._token, port=self._port)],
             lifespan=self._lifespan,
         )
+
+    def close(self) -> None:
+        """The server is about to end: the streams end too."""
+        self._is_closing = True
+        self._tell_streams()
+
+    async def refresh(self) -> None:
+        """Look at the jobs, and let the streams say what has changed."""
+        await asyncio.to_thread(self.hub.update)
+        self._tell_streams()
+
+    def _tell_streams(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
 
     # Handlers.
 
@@ -100,6 +113,8 @@ class Dashboard:
         before: JobView | None = None
         try:
             while True:
+                # Not polled: each time a process wakes up, workers that use all cores lose more than it computes.
+                news = self._news
                 job = self.hub.find(name)
                 name = name if job is None else job.entry.job
                 listing = {"jobs": self.hub.listing(), "job": name if job is not None else None}
@@ -116,9 +131,9 @@ class Dashboard:
                 elif job is not None and job.follower.is_gone:  # its launcher was killed
                     yield _event({}, "over")
                     return
-                if self.is_closing:
+                if self._is_closing:
                     return
-                await asyncio.sleep(WATCHED_S / 2)
+                await news.wait()
         finally:
             self._watchers -= 1
 
@@ -129,7 +144,7 @@ class Dashboard:
         return await self._asked(job, ControlRequest("output", task=request.query_params.get("task", "")), text=True)
 
     async def show_metrics(self, request: Request) -> Response:
-        await asyncio.to_thread(self.hub.update)
+        await self.refresh()
         content, kind = prometheus_metrics.expose([job.view for job in self.hub.jobs.values()])
         return Response(content, media_type=kind)
 
@@ -175,7 +190,7 @@ class Dashboard:
 
     async def _follow(self) -> None:
         while True:
-            await asyncio.to_thread(self.hub.update)
+            await self.refresh()
             with contextlib.suppress(asyncio.TimeoutError):
                 self._woken.clear()
                 await asyncio.wait_for(self._woken.wait(), UNWATCHED_S if not self._watchers else WATCHED_S)

@@ -18,7 +18,7 @@ from phalanx.dashboard.dashboard_app import WATCHED_S, Dashboard
 from phalanx.dashboard.job_hub import JobHub
 
 NICENESS = 10
-LOOK_S = 0.1
+LOOK_S = 0.25
 LAST_LOOK_S = 2 * WATCHED_S
 """How long open pages have, once the job has ended, to learn of that."""
 
@@ -54,10 +54,10 @@ async def _serve(
     while not server.should_exit:
         await asyncio.sleep(LOOK_S)
         if waiting is not None and waiting.done():
-            await asyncio.to_thread(hub.update)
+            await dashboard.refresh()
             await asyncio.sleep(LAST_LOOK_S)
             server.should_exit = True
-    dashboard.is_closing = True  # open streams would keep the server from ending
+    dashboard.close()  # open streams would keep the server from ending
     await serving
 
 

@@ -156,13 +156,14 @@ def test_the_stream_says_what_changes_until_the_job_is_over(hub: JobHub, running
     recorder, _ = running
 
     async def read() -> list[tuple[str, Any]]:
-        stream = Dashboard(hub, token=TOKEN, port=PORT).events("")
+        dashboard = Dashboard(hub, token=TOKEN, port=PORT)
+        stream = dashboard.events("")
         found = [_parse(await anext(stream)) for _ in range(2)]
         recorder.noticed("news")
-        await asyncio.to_thread(hub.update)
+        await dashboard.refresh()
         found.append(_parse(await anext(stream)))
         recorder.record(events.JobEnded(120.0, 1, "worker/1 failed", page="why"))
-        await asyncio.to_thread(hub.update)
+        await dashboard.refresh()
         found += [_parse(event) async for event in stream]
         return found
 
