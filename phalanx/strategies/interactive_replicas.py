@@ -9,7 +9,8 @@ process has.
 from __future__ import annotations
 
 import atexit
-import logging
+import contextlib
+import itertools
 import threading
 import time
 import weakref
@@ -25,6 +26,7 @@ from phalanx.cluster.membership import Rank
 from phalanx.collectives.communicator import Communicator
 from phalanx.config.environment import temporary_variables
 from phalanx.engines import make_tensors
+from phalanx.engines.tensors import Tensors
 from phalanx.errors import (
     ConfigurationError,
     FrameError,
@@ -42,12 +44,12 @@ from phalanx.runtime.worker_traceback import WorkerTraceback
 from phalanx.strategies import replica_calls
 from phalanx.strategies.current_job import CurrentJob, leave_job
 from phalanx.strategies.replica_calls import (
-    MODELS_KEPT,
     PURPOSE,
     SERVER,
     Call,
     Done,
     Failed,
+    KeptModels,
     Message,
     PackedCall,
     Ready,
@@ -56,8 +58,6 @@ from phalanx.strategies.replica_calls import (
 from phalanx.training import model_dispatch
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
-
-logger = logging.getLogger(__name__)
 
 CAUSE_S = 5.0
 """A replica that fails says why before its connection closes, which the others notice at once."""
@@ -100,7 +100,7 @@ class InteractiveReplicas:
         call = replica_calls.pack(model, method, arguments, self.replica.cross_device_ops, self._tensors)
         session = self._session or self._restart()
         try:
-            if session.send(model, call):
+            if session.send(model, call, self._tensors):
                 model_dispatch.forget_trainer(model)  # what it knows of the others is not true of a new copy
         except BaseException:
             self.stop()
@@ -149,9 +149,9 @@ class _Session:
     """One set of processes, from their start to their end; and its job, of which this process is rank 0."""
 
     def __init__(self, devices: Sequence[str], join: Callable[[], CurrentJob]) -> None:
-        self._models: weakref.WeakKeyDictionary[Any, bytes] = weakref.WeakKeyDictionary()
-        self._known: list[bytes] = []  # as on each server, the last used last
-        self._answers: dict[Rank, Message] = {}
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._next_number = itertools.count()
+        self._digests: KeptModels[bytes] = KeptModels()  # of the models that the replicas have
         self._errors: dict[Rank, function_call.CallRaised] = {}
         self._processes: LocalReplicas | None = None
         with temporary_variables():
@@ -169,23 +169,25 @@ class _Session:
         self._timeout_s = self.job.identity.config.timeout_s
         atexit.register(self.close)
 
-    def send(self, model: Any, call: PackedCall) -> bool:
+    def send(self, model: Any, call: PackedCall, tensors: Tensors) -> bool:
         """Have all replicas begin this call; returns whether they have made the model for it.
 
         Raises: what a replica met when it unpacked the call; PeerLostError.
         """
         links = self._links.wait(self._timeout_s, self._check)
-        is_new = self._models.get(model) != call.digest or call.digest not in self._known
-        header = _encode(Call(call.method, call.digest, is_new))
-        buffers = [replica_calls.program_state(), call.arguments, *([call.model] if is_new else [])]
-        self._answers, self._errors = {}, {}
+        number = self._numbers.setdefault(model, next(self._next_number))
+        is_new = self._digests.get(number) != call.digest
+        header = _encode(Call(call.method, number, is_new, list(call.arguments)))
+        described = [replica_calls.pack_model(call.described, tensors)] if is_new else []
+        buffers = [replica_calls.session_state(), *described, *call.arguments.values()]
+        self._errors = {}
         for rank in links:
             self._send(rank, header, buffers)
         for rank in links:
             self._receive(rank, Ready)
         if (problem := self._first_error()) is not None:
             raise problem
-        self._remember(model, call.digest)
+        self._digests.note(number, call.digest)
         return is_new
 
     def finish(self) -> None:
@@ -199,12 +201,7 @@ class _Session:
         """Whether every replica has raised an error of this kind, so that none waits for another; tells them so."""
         if isinstance(error, PeerLostError):
             return False
-        for rank in self._links.links:
-            if rank not in self._errors:
-                try:
-                    self._receive(rank, Done, wait_s=CAUSE_S)
-                except PhalanxError:
-                    return False
+        self._collect_errors()
         kinds = {type(raised.error) for raised in self._errors.values()}
         if len(self._errors) < len(self._links.links) or kinds != {type(error)}:
             return False
@@ -216,12 +213,7 @@ class _Session:
         """The error of another replica, whose consequence this one is; None if it is its own."""
         if not isinstance(error, PeerLostError):
             return None
-        for rank in self._links.links:
-            if rank not in self._errors:
-                try:
-                    self._receive(rank, Done, wait_s=CAUSE_S)
-                except PhalanxError:
-                    continue
+        self._collect_errors()
         return self._first_error()
 
     def close(self) -> None:
@@ -253,6 +245,12 @@ class _Session:
         else:
             assert isinstance(answer, expected), answer
 
+    def _collect_errors(self) -> None:
+        """Learn, after a failure, which other replicas have raised something too."""
+        for rank in self._links.links.keys() - self._errors.keys():
+            with contextlib.suppress(PhalanxError):  # it was lost, or has not failed
+                self._receive(rank, Done, wait_s=CAUSE_S)
+
     def _lost(self, rank: Rank, error: Exception) -> PeerLostError:
         member = self.job.membership.members[rank]
         why = self._processes.failure if self._processes is not None else ""
@@ -270,12 +268,6 @@ class _Session:
             error.__cause__ = WorkerTraceback(self.job.membership.members[rank].task, raised.traceback)
             return error
         return None
-
-    def _remember(self, model: Any, digest: bytes) -> None:
-        self._models[model] = digest
-        if digest in self._known:
-            return
-        self._known = [*self._known, digest][-MODELS_KEPT:]
 
     def _check(self) -> None:
         if self._processes is not None and self._processes.failure:

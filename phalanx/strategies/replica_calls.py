@@ -12,8 +12,9 @@ import hashlib
 import io
 import pickle
 import sys
+from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import msgspec
@@ -38,16 +39,18 @@ MODELS_KEPT = 8
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """A method of a model to call. The buffers: `SessionState`, the arguments, perhaps the model.
+    """A method of a model to call. The buffers: `SessionState`, perhaps the model, and the arguments.
 
     Attributes:
-        model: the digest by which the model is known.
+        model: the number of the model in the session. Two models may be described alike, and are two all the same.
         has_model: whether the model travels too.
+        arguments: their names.
     """
 
     method: str
-    model: bytes
+    model: int
     has_model: bool
+    arguments: list[str]
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -69,21 +72,49 @@ class Settled(msgspec.Struct, frozen=True, tag=True):
 Message = Call | Ready | Done | Failed | Settled
 
 
-class PackedCall(NamedTuple):
-    """A call as it travels, or may travel if the replicas do not have the model."""
-
-    method: str
-    digest: bytes
-    model: bytes
-    arguments: bytes
-
-
 class ModelOfStrategy(NamedTuple):
     """A model, and how its strategy trains it."""
 
     copy: LayerCopy
     policy: TrainingPolicy
     cross_device_ops: CrossDeviceOps | None
+
+
+class PackedCall(NamedTuple):
+    """A call as it travels.
+
+    Attributes:
+        described: the model, which travels if the replicas do not have it yet.
+        digest: of what the replicas must have of it.
+        arguments: their pickles, by name.
+    """
+
+    method: str
+    described: ModelOfStrategy
+    digest: bytes
+    arguments: dict[str, bytes]
+
+
+Kept = TypeVar("Kept")
+
+
+class KeptModels(OrderedDict[int, Kept]):
+    """What is known of the models that were called last, by number; MODELS_KEPT at most.
+
+    The session and the replicas keep one each and use them alike, so that the session knows what the replicas have.
+    """
+
+    def use(self, number: int) -> Kept:
+        """What is known of a model, which is the last one called now."""
+        self.move_to_end(number)
+        return self[number]
+
+    def note(self, number: int, known: Kept) -> None:
+        """Learn something of a model, which is the last one called now."""
+        self[number] = known
+        self.move_to_end(number)
+        while len(self) > MODELS_KEPT:
+            self.popitem(last=False)
 
 
 class SessionState(NamedTuple):
@@ -104,28 +135,31 @@ def pack(
 
     Raises: UnsupportedError naming what cannot travel.
     """
-    what = f"The model {model.name!r}"
-    found = ModelOfStrategy(model_copies.copy_of(model), policy_of(model), cross_device_ops)
-    content = _pickled(found, what, tensors, {})
+    described = ModelOfStrategy(model_copies.copy_of(model), policy_of(model), cross_device_ops)
     # A copy that the others have is built by the call that has built the model here.
-    known_by = _pickled(found._replace(copy=found.copy.unbuilt()), what, tensors, {})
+    known_by = pack_model(described._replace(copy=described.copy.unbuilt()), tensors)
     places = {id(layer): number for number, layer in enumerate(model._flatten_layers())}
     pickles = {
         name: _pickled(value, f"{method}({name}=...)", tensors, places)
         for name, value in arguments.items()
         if value is not None
     }
-    return PackedCall(method, hashlib.sha256(known_by).digest(), content, pickle.dumps(pickles))
+    return PackedCall(method, described, hashlib.sha256(known_by).digest(), pickles)
 
 
-def program_state() -> bytes:
+def pack_model(described: ModelOfStrategy, tensors: Tensors) -> bytes:
+    """A model as it travels. Raises: UnsupportedError if it cannot."""
+    return _pickled(described, "The model", tensors, {})
+
+
+def session_state() -> bytes:
     return pickle.dumps(SessionState(list(sys.path), random_state()))
 
 
-def unpack_arguments(content: bytes | memoryview, model: Any) -> dict[str, Any]:
+def unpack_arguments(contents: Mapping[str, memoryview], model: Any) -> dict[str, Any]:
     """The arguments of a call, with this process's model where the caller's was."""
     layers = list(model._flatten_layers())
-    return {name: _Unpickler(io.BytesIO(value), layers).load() for name, value in pickle.loads(content).items()}
+    return {name: _Unpickler(io.BytesIO(content), layers).load() for name, content in contents.items()}
 
 
 def _pickled(thing: Any, what: str, tensors: Tensors, places: Mapping[int, int]) -> bytes:

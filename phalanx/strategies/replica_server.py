@@ -23,11 +23,11 @@ from phalanx.strategies import replica_calls
 from phalanx.strategies.current_job import join_job
 from phalanx.strategies.program_random_state import set_random_state
 from phalanx.strategies.replica_calls import (
-    MODELS_KEPT,
     PURPOSE,
     Call,
     Done,
     Failed,
+    KeptModels,
     Message,
     ModelOfStrategy,
     Ready,
@@ -57,7 +57,7 @@ class ReplicaServer:
     def __init__(self, replica: Replica, link: Link) -> None:
         self._replica = replica
         self._link = link
-        self._models: dict[bytes, tuple[Any, CrossDeviceOps | None]] = {}
+        self._models: KeptModels[tuple[Any, CrossDeviceOps | None]] = KeptModels()
 
     def run(self) -> None:
         """Serve until the session has ended.
@@ -95,18 +95,14 @@ class ReplicaServer:
         return isinstance(_MESSAGES.decode(header), Settled)
 
     def _prepare(self, call: Call, buffers: list[memoryview]) -> tuple[Any, dict[str, Any]]:
-        state: SessionState = pickle.loads(buffers[0])
+        state: SessionState = pickle.loads(buffers.pop(0))
         sys.path[:] = state.path
         if call.has_model:
-            described: ModelOfStrategy = pickle.loads(buffers[2])
+            described: ModelOfStrategy = pickle.loads(buffers.pop(0))
             with Strategy(self._replica, policy=described.policy).scope():
-                model = described.copy.make()
-            self._models.pop(call.model, None)
-            self._models[call.model] = model, described.cross_device_ops
-            while len(self._models) > MODELS_KEPT:
-                del self._models[next(iter(self._models))]
-        model, self._replica.cross_device_ops = self._models[call.model]
-        arguments = replica_calls.unpack_arguments(buffers[1], model)
+                self._models.note(call.model, (described.copy.make(), described.cross_device_ops))
+        model, self._replica.cross_device_ops = self._models.use(call.model)
+        arguments = replica_calls.unpack_arguments(dict(zip(call.arguments, buffers, strict=True)), model)
         set_random_state(state.random)
         return model, arguments
 

@@ -95,6 +95,21 @@ def train(model, name):
     }
 
 
+def twin(seed):
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential([keras.Input((3,), name="x"), keras.layers.Dense(1, name="y")], name="twin")
+    model.compile("sgd", "mse")
+    return model
+
+
+def alternate():
+    """Single batches of two models that are described alike; their outputs afterwards."""
+    first, second = twin(1), twin(2)
+    for model in (first, second, first, second):
+        model.train_on_batch(x, y)
+    return [model.predict(x[:5], verbose=0).tolist() for model in (first, second)]
+
+
 def failure(call):
     try:
         call()
@@ -119,6 +134,11 @@ with strategy.scope():
     model = make()
 
 train(model, "session")
+
+with strategy.scope():
+    found["alternating"] = alternate()
+
+found["alternating plainly"] = alternate()
 
 found["both"] = failure(lambda: model.fit(x, y[:3], verbose=0))
 if "SHORT" not in os.environ:

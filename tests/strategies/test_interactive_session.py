@@ -72,6 +72,7 @@ def check(found: dict[str, Any], *sessions: str) -> None:
             else:
                 other = found[session][name]
             np.testing.assert_allclose(other, values, rtol=1e-4, atol=1e-4, err_msg=f"{session}: {name}")
+    np.testing.assert_allclose(found["alternating"], found["alternating plainly"], rtol=1e-4, atol=1e-4)
     assert "cardinality" in found["both"]
     assert found["interrupted"].startswith("KeyboardInterrupt")
     assert "fit(x=...) cannot travel" in found["generator"]
