@@ -100,7 +100,7 @@ def _wait(process: subprocess.Popen[bytes], result: Path, timeout_s: float) -> N
         try:
             process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
-            return  # a program that goes on after SystemExit; what it was asked is answered
+            return  # a program that catches SystemExit and continues: the answer is there already
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -29,7 +29,7 @@ from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.runtime import process_exit, progress
 from phalanx.strategies import replica_context
 from phalanx.training import model_dispatch
-from phalanx.training.replica import Replica, alone
+from phalanx.training.replica import Replica
 from phalanx.training.steps.gradient_merge import GradientMerge
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
 
@@ -98,11 +98,6 @@ class Strategy:
     def computes_alone(self) -> bool:
         """Whether nothing is to be merged with other replicas: there are none, or one program computes everything."""
         return self._replica.is_alone or self.placement is not None
-
-    @property
-    def _merging_replica(self) -> Replica:
-        """Whose values `reduce` and `gather` merge: those of one program are of all processes already."""
-        return alone() if self.placement is not None else self._replica
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
@@ -218,7 +213,7 @@ class Strategy:
 
             def merge(arrays: list[Array]) -> list[Array]:
                 progress.enter("all_reduce")
-                return self._merging_replica.communicator.all_reduce(arrays, op)
+                return self._replica.communicator.all_reduce(arrays, op)
 
             def gradient(flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
                 del shapes
@@ -229,10 +224,10 @@ class Strategy:
 
             def merge(arrays: list[Array]) -> list[Array]:
                 progress.enter("all_reduce")
-                return _reduce_along(self._merging_replica, op, arrays, axis)
+                return _reduce_along(self._replica, op, arrays, axis)
 
             def gradient(flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
-                return _spread_along(self._merging_replica, op, flowing, shapes, axis)
+                return _spread_along(self._replica, op, flowing, shapes, axis)
 
             def shape_of(shape: Shape) -> Shape:
                 return _with_axis(shape, axis, ())
@@ -265,10 +260,10 @@ class Strategy:
 
         def merge(arrays: list[Array]) -> list[Array]:
             progress.enter("all_gather")
-            return [_gather_along(self._merging_replica, array, axis) for array in arrays]
+            return [_gather_along(self._replica, array, axis) for array in arrays]
 
         def gradient(flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
-            return _own_parts(self._merging_replica, flowing, shapes, axis)
+            return _own_parts(self._replica, flowing, shapes, axis)
 
         def shape_of(shape: Shape) -> Shape:
             return _with_axis(shape, axis, (None,))

@@ -102,16 +102,7 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
 def _begin_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption: FitResumption | None) -> ReplicaFit:
     """With the input, which an elastic job may have to cut again from here on."""
     elastic = replica_model.replica.elastic
-    source = replica_model.shard(
-        arguments.x,
-        arguments.y,
-        arguments.sample_weight,
-        batch_size=arguments.batch_size,
-        steps=arguments.steps_per_epoch,
-        shuffle=arguments.shuffle,
-        class_weight=arguments.class_weight,
-        seed=_shuffle_seed(replica_model, arguments, resumption),
-    )
+    source = shard_training_data(replica_model, arguments, _shuffle_seed(replica_model, arguments, resumption))
     state = ReplicaFitState(arguments=arguments, source=source)
     if elastic is None and resumption is None:
         return ReplicaFit(replica_model, state)
@@ -121,6 +112,24 @@ def _begin_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption:
     if resumption is None:
         return fit
     return replace(fit, checkpointing=FitCheckpointing(replica_model, state, recorder, resumption, fit.retry))
+
+
+def shard_training_data(replica_model: ReplicaModel, arguments: FitArguments, seed: int | None) -> ShardedInput:
+    """This rank's part of what `fit` trains on.
+
+    Args:
+        seed: of the orders of the samples; None: the source draws them.
+    """
+    return replica_model.shard(
+        arguments.x,
+        arguments.y,
+        arguments.sample_weight,
+        batch_size=arguments.batch_size,
+        steps=arguments.steps_per_epoch,
+        shuffle=arguments.shuffle,
+        class_weight=arguments.class_weight,
+        seed=seed,
+    )
 
 
 def _shuffle_seed(replica_model: ReplicaModel, arguments: FitArguments, resumption: FitResumption | None) -> int | None:

@@ -27,7 +27,7 @@ from phalanx.planning.program_measurement import ProgramMeasurement
 from phalanx.planning.step_measurement import StepMeasurement, write_result
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.fit_loop import FitLoop
-from phalanx.training.fit_setup import ReplicaFit, prepare_fit
+from phalanx.training.fit_setup import ReplicaFit, prepare_fit, shard_training_data
 from phalanx.training.joint_batches import JointBatch
 from phalanx.training.replica import Replica
 from phalanx.training.replica_coordination import ReplicaCoordination
@@ -67,16 +67,7 @@ def examine_fit(replica_model: ReplicaModel, arguments: FitArguments) -> NoRetur
 def _compile_step(replica_model: ReplicaModel, arguments: FitArguments, topology: DeviceTopology) -> ProgramMeasurement:
     from phalanx.engines.spmd.topology_step import measure_step  # imports JAX
 
-    source = replica_model.shard(
-        arguments.x,
-        arguments.y,
-        arguments.sample_weight,
-        batch_size=arguments.batch_size,
-        steps=arguments.steps_per_epoch,
-        shuffle=arguments.shuffle,
-        class_weight=arguments.class_weight,
-        seed=0,
-    )
+    source = shard_training_data(replica_model, arguments, seed=0)
     part = source.peek()
     samples = part.global_size or part.size * replica_model.replica.world_size
     data = map_leaves(lambda array: ArrayShape.with_rows(array, samples), part.data)

@@ -16,9 +16,9 @@ from keras import tree
 
 from phalanx.arrays.tree import map_leaves
 from phalanx.data.dataset_elements import ElementStructure
-from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch
-from phalanx.engines.metric_rules import COUNTER, MetricRules
+from phalanx.engines.metric_rules import COUNTER
+from phalanx.engines.replica.jax.arguments_engine import ArgumentsEngine
 from phalanx.engines.replica.jax.model_arguments import ModelArguments
 from phalanx.engines.spmd.global_arrays import fetch, put_like, put_part
 from phalanx.engines.spmd.placed_model import PlacedModel, making_placed
@@ -32,38 +32,21 @@ logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 
 
-class SpmdEngine:
+class SpmdEngine(ArgumentsEngine):
     """Steps of one Keras model on a mesh; see `phalanx.engines.engine.Engine`."""
 
     def __init__(self, model: Any, placement: Placement) -> None:
-        self._model = model
+        super().__init__(model, ModelArguments(model, fetch, put_like))
         self._placement = placement
         self._placed = PlacedModel(model, placement)
-        self._batches = BatchPacking()
         self._programs = StepPrograms(model, self._placed, placement, self._batches)
-        self._arguments = ModelArguments(model, fetch, put_like)
-        self.metric_rules = MetricRules(self._arguments.read_metrics, self._arguments.write_metrics)
         self.origins = LogOrigins(model)
         self._has_trained = False
         self._functions: dict[str, Callable[..., Any]] = {}
-        self._logs: dict[str, Any] = {}
         self._test_logs: dict[str, Any] = {}
 
     def retrace(self) -> None:
         self._functions.clear()
-
-    def expect(self, form: ElementStructure) -> None:
-        if form is not self._batches.form:
-            self._batches.form = form
-            self.retrace()
-
-    @property
-    def builds_from_a_batch(self) -> bool:
-        return model_state.is_unbuilt(self._model)
-
-    @property
-    def in_variables(self) -> bool:
-        return self._arguments.in_variables
 
     def build(self, data: Batch) -> None:
         with making_placed(self._placement):
@@ -72,12 +55,6 @@ class SpmdEngine:
             self.retrace()
         self.metric_rules.note(self._model.metrics_variables)
         self.metric_rules.decide([COUNTER] * len(self._model.metrics_variables))  # there is nothing to merge
-
-    def begin(self) -> None:
-        self._arguments.begin()
-
-    def end(self) -> None:
-        self._arguments.end()
 
     def train(self, data: Batch, share: float) -> None:
         if not self._has_trained:
@@ -103,18 +80,6 @@ class SpmdEngine:
 
     def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
         return None
-
-    def read(self, variables: Sequence[Any]) -> list[Array]:
-        return self._arguments.read(variables)
-
-    def write(self, values: Sequence[tuple[Any, Array]]) -> None:
-        self._arguments.write(values)
-
-    def layer_state(self) -> list[Any]:
-        return model_state.layer_state(self._model)
-
-    def logs(self) -> Mapping[str, Any]:
-        return self._logs
 
     def merged_metrics(
         self, share: float, start: Sequence[Array], *, final: bool, training: bool = False

@@ -25,9 +25,8 @@ from keras import tree
 from phalanx.arrays.tree import map_leaves
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
-from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch, MergeProtocol
-from phalanx.engines.metric_rules import MetricRules
+from phalanx.engines.replica.jax.arguments_engine import ArgumentsEngine
 from phalanx.engines.replica.jax.compiled_step import CompiledStep
 from phalanx.engines.replica.jax.local_step import LocalStep
 from phalanx.engines.replica.jax.model_arguments import ModelArguments
@@ -41,20 +40,16 @@ Array = np.ndarray[Any, Any]
 Values = list[Any]
 
 
-class JaxEngine:
+class JaxEngine(ArgumentsEngine):
     """Steps of one Keras model on the JAX backend; see `phalanx.engines.engine.Engine`."""
 
     def __init__(self, model: Any, merge: MergeProtocol) -> None:
-        self._model = model
+        super().__init__(model, ModelArguments(model))
         self._merge = merge
-        self._batches = BatchPacking()
         self._compiler = ModelCompiler(model)
-        self._arguments = ModelArguments(model)
         self._predict = self._compiler.jit(model.predict_step)
-        self.metric_rules = MetricRules(self._arguments.read_metrics, self._arguments.write_metrics)
         self._functions = StepFunctions(model, merge, self._compiler, self._batches, self.metric_rules)
         self.retrace()
-        self._logs: dict[str, Any] = {}
         self._tested: tuple[dict[str, Any], float] = {}, 1.0  # the logs of the newest test step, and its share
 
     def retrace(self) -> None:
@@ -65,34 +60,15 @@ class JaxEngine:
         self._test = CompiledStep(functions.test, jit, merge, donate=(2,))
         self._update = CompiledUpdate(functions)
 
-    def expect(self, form: ElementStructure) -> None:
-        if form is not self._batches.form:
-            self._batches.form = form
-            self.retrace()
-
     @property
     def origins(self) -> LogOrigins:
         return self._functions.origins
-
-    @property
-    def builds_from_a_batch(self) -> bool:
-        return model_state.is_unbuilt(self._model)
-
-    @property
-    def in_variables(self) -> bool:
-        return self._arguments.in_variables
 
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=self._batches.for_keras(map_leaves(_in_jax_dtype, data)))
         model_state.check_losses(self._model)
         model_state.check_layers(self._model)
         self.metric_rules.note(self._model.metrics_variables)
-
-    def begin(self) -> None:
-        self._arguments.begin()
-
-    def end(self) -> None:
-        self._arguments.end()
 
     def train(self, data: Batch, share: float) -> None:
         trainable, non_trainable, optimizer, metrics = self._arguments.get(with_optimizer=True)
@@ -115,18 +91,6 @@ class JaxEngine:
 
     def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
         return self._local_step.prepare(share, *self._arguments.get(with_optimizer=True), data)
-
-    def read(self, variables: Sequence[Any]) -> list[Array]:
-        return self._arguments.read(variables)
-
-    def write(self, values: Sequence[tuple[Any, Array]]) -> None:
-        self._arguments.write(values)
-
-    def layer_state(self) -> list[Any]:
-        return model_state.layer_state(self._model)
-
-    def logs(self) -> Mapping[str, Any]:
-        return self._logs
 
     def test(self, data: Batch, share: float) -> None:
         trainable, non_trainable, _, metrics = self._arguments.get(with_optimizer=False)
