@@ -21,7 +21,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import secrets
 import shutil
 import time
@@ -32,6 +31,7 @@ from typing import Any, BinaryIO
 
 import keras
 
+from phalanx.checkpoint.step_paths import check_keep, path_of_step, paths_by_step
 from phalanx.config.local_paths import local_path
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat.keras_internals import serialize_weights
@@ -53,7 +53,6 @@ _SEAL = b"PHALANX\x01"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _LENGTH_BYTES = 8
 _END_BYTES = _DIGEST_BYTES + _LENGTH_BYTES + len(_SEAL)
-_STEP_DIGITS = 9
 """Names sort like steps up to a billion; beyond, the numbers are compared."""
 
 Snapshot = memoryview
@@ -100,29 +99,22 @@ class CheckpointDirectory:
         keep: int | None = None,
         generation: Callable[[], int] = lambda: 0,
     ):
-        if keep is not None and keep < 1:
-            raise ConfigurationError(f"{keep} checkpoints are to be kept: pass a number from 1 up, or None for all.")
+        check_keep(keep)
         self.directory = local_path(directory, "directory")
         self._basename = basename
         self._keep = keep
         self.claim = WriteClaim(self.directory, basename, generation)
-        self._pattern = re.compile(re.escape(basename) + r"-(\d+)" + re.escape(SUFFIX))
 
     def is_at(self, path: Path) -> bool:
         """Whether a path consists of this directory and basename."""
         return path.name == self._basename and path.parent.absolute() == self.directory.absolute()
 
     def path_of(self, step: int) -> Path:
-        return self.directory / f"{self._basename}-{step:0{_STEP_DIGITS}}{SUFFIX}"
+        return path_of_step(self.directory, self._basename, SUFFIX, step)
 
     def paths(self) -> list[Path]:
         """All checkpoints, damaged ones included, in the order of their steps."""
-        try:
-            names = os.listdir(self.directory)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        found = [(int(match[1]), name) for name in names if (match := self._pattern.fullmatch(name))]
-        return [self.directory / name for _, name in sorted(found)]
+        return [path for _, path in paths_by_step(self.directory, self._basename, SUFFIX)]
 
     def save(self, model: Any, step: int, state: Mapping[str, Any] | None = None) -> Path:
         """Write the model's present weights and optimizer state; then delete the checkpoints that are not kept.

@@ -12,7 +12,6 @@ checkpoint can be restored on another mesh, by another number of processes, and 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import json
@@ -30,6 +29,7 @@ import keras
 import numpy as np
 
 from phalanx.checkpoint.checkpoint_directory import sync_directory
+from phalanx.checkpoint.step_paths import check_keep, path_of_step, paths_by_step
 from phalanx.config.local_paths import local_path
 from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
 from phalanx.keras_compat.weight_entries import load_weight_entries, weight_entries
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".orbax"
 WEIGHTS, ENTRIES = "weights", "entries.json"
 DEFAULT_BASENAME = "model"
-_STEP_DIGITS = 9
 _OPTIMIZER = re.compile(r"(^|/)\w*optimizer/")
 _SHOWN = 3
 """How many variables an error names."""
@@ -72,8 +71,7 @@ class ShardedCheckpoint:
     def __init__(
         self, directory: str | os.PathLike[str], *, basename: str = DEFAULT_BASENAME, keep: int | None = None
     ) -> None:
-        if keep is not None and keep < 1:
-            raise ConfigurationError(f"{keep} checkpoints are to be kept: pass a number from 1 up, or None for all.")
+        check_keep(keep)
         self.directory = local_path(directory, "directory").absolute()
         self.claim = WriteClaim(self.directory, basename)
         self._basename = basename
@@ -156,20 +154,16 @@ class ShardedCheckpoint:
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of a step is, or would be."""
-        return self.directory / f"{self._basename}-{step:0{_STEP_DIGITS}}{SUFFIX}"
+        return path_of_step(self.directory, self._basename, SUFFIX, step)
 
     def paths(self) -> list[Path]:
         """All checkpoints, in the order of their steps."""
-        pattern = re.compile(re.escape(self._basename) + r"-(\d+)" + re.escape(SUFFIX))
-        with contextlib.suppress(FileNotFoundError):
-            found = [(int(match[1]), name) for name in os.listdir(self.directory) if (match := pattern.fullmatch(name))]
-            return [self.directory / name for _, name in sorted(found)]
-        return []
+        return [path for _, path in paths_by_step(self.directory, self._basename, SUFFIX)]
 
     @property
     def steps(self) -> list[int]:
         """The steps of all checkpoints, the newest last."""
-        return [int(path.name.removesuffix(SUFFIX).rpartition("-")[2]) for path in self.paths()]
+        return [step for step, _ in paths_by_step(self.directory, self._basename, SUFFIX)]
 
     def restore(self, model: Any, step: int | None = None) -> Mapping[str, Any] | None:
         """Put a checkpoint into the model, whatever mesh it was saved on; each process reads what it holds.

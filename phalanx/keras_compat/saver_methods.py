@@ -10,6 +10,8 @@ from typing import Any
 
 import keras
 
+from phalanx.config.local_paths import is_url
+
 ORBAX = [keras.callbacks.OrbaxCheckpoint] if hasattr(keras.callbacks, "OrbaxCheckpoint") else []  # not in Keras 3.12
 _METHODS: dict[type, tuple[str, tuple[str, ...]]] = {
     keras.callbacks.ModelCheckpoint: ("filepath", ("_save_model",)),
@@ -23,7 +25,7 @@ SAVERS = tuple(_METHODS)
 def written_path(callback: Any) -> Path | None:
     """Where one of `SAVERS` writes: a file, a directory, or a pattern for several; None if in no local file system."""
     path = str(getattr(callback, _entry(callback)[0]))
-    return None if "://" in path else Path(path).absolute()
+    return None if is_url(path) else Path(path).absolute()
 
 
 def writing_methods(callback: Any) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.local_paths import is_url
 from phalanx.keras_compat.trainer_hook import SAVED_SUFFIXES, KerasMethod
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.replica import Replica
@@ -56,7 +57,7 @@ def save(
 
 def _single_file(filepath: Any, suffixes: tuple[str, ...]) -> Path | None:
     """The file that is written; None if it is several, or not in this file system."""
-    if not isinstance(filepath, str | os.PathLike) or "://" in str(filepath):
+    if not isinstance(filepath, str | os.PathLike) or is_url(filepath):
         return None
     place = Path(os.path.realpath(filepath))
     return place if str(filepath).endswith(suffixes) and place.parent.is_dir() and not place.is_dir() else None
