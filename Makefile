@@ -17,7 +17,7 @@ PACKAGE_torch := torch==2.13.0
 # them out.
 TESTED_WITH_jax := optax orbax-checkpoint
 
-.PHONY: pictures demo test test-slow test-lowest chaos differential lint docs dist bench bench-servers bench-recovery bench-peers clean
+.PHONY: pictures demo test test-slow test-lowest gpu-check chaos differential lint docs dist bench bench-servers bench-recovery bench-peers clean
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +55,13 @@ test: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
 
 test-slow: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
 	BACKENDS="$(BACKENDS)" $(PY) -m pytest -m slow $(ARGS)
+
+# On a machine with a GPU, by an interpreter that has the GPU builds of these backends, Keras and pytest: replicas that
+# share the GPU, and one program on it, train what plain Keras trains there.
+GPU_PYTHON ?= python3
+gpu-check:
+	TEST_ON_GPU=1 BACKENDS="$(BACKENDS)" $(GPU_PYTHON) -m pytest -m "not slow" --dist loadgroup -n $(AT_ONCE) tests/gpu \
+		tests/training/test_one_program.py tests/training/test_scenarios.py tests/strategies/test_mirrored_strategy.py $(ARGS)
 
 # As long as it is told: make chaos ARGS="--seconds 3600 --seed 7 --backend torch"
 chaos: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test

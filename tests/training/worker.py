@@ -2,7 +2,7 @@
 
     python -m tests.training.worker plain TABLE FOLDER SCENARIO...                        Keras alone
     phalanx run --workers 2 -m tests.training.worker job TABLE FOLDER SCENARIO...         a rank
-    python -m tests.training.worker sharded-3 TABLE FOLDER SCENARIO...                    one program on CPU devices
+    python -m tests.training.worker sharded-3 TABLE FOLDER SCENARIO...                    one program
 
 TABLE is a module with a dict `SCENARIOS`, such as tests.training.scenarios.
 
@@ -25,6 +25,7 @@ import keras
 import numpy as np
 
 import phalanx
+from tests.support.backends import ON_GPU
 from tests.support.seeds import set_random_seed
 from tests.training.scenarios.registry import Scenario, Setting
 
@@ -45,21 +46,25 @@ def main(kind: str, table: str, folder: Path, names: list[str]) -> None:
 
 
 def one_program(kind: str) -> Any:
-    """A strategy of one program on four CPU devices, that divides small models too; None for plain Keras."""
+    """A strategy of one program on four CPU devices, or on the GPUs of the machine, that divides small models too; None
+    for plain Keras."""
     if kind == "plain":
         return None
     import jax
 
     from phalanx.engines.spmd import placement
 
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 4)
+    if not ON_GPU:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 4)
     placement.MIN_SHARDED_SIZE = 4
+    # Few of the small models are wide enough for four shards.
+    devices = jax.device_count()
+    mesh_shape = (2, devices // 2) if devices > 1 else (1, 1)
     makers: dict[str, Callable[[], Any]] = {
         "mirrored": lambda: phalanx.MirroredStrategy(engine="spmd"),
-        # Few of the small models are wide enough for four shards.
-        **{f"sharded-{n}": partial(phalanx.ShardedStrategy, n, mesh_shape=(2, 2)) for n in (1, 2, 3)},
-        "model-parallel": lambda: phalanx.ModelParallelStrategy(mesh_shape=(2, 2)),
+        **{f"sharded-{n}": partial(phalanx.ShardedStrategy, n, mesh_shape=mesh_shape) for n in (1, 2, 3)},
+        "model-parallel": lambda: phalanx.ModelParallelStrategy(mesh_shape=mesh_shape),
     }
     return makers[kind]()
 
