@@ -51,7 +51,7 @@ def _measure(step: AheadOfTime, devices: int) -> dict[str, Any]:
         if OUT_OF_MEMORY not in str(error):
             raise
         return {"refusal": _first_sentences(str(error))}
-    memory, costs, text = compiled.memory_analysis(), compiled.cost_analysis(), compiled.as_text()
+    memory, costs, text = compiled.memory_analysis(), compiled.cost_analysis() or {}, compiled.as_text()
     return {
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
