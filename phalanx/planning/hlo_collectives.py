@@ -99,7 +99,7 @@ def find_host_calls(text: str) -> list[str]:
 def _collective(match: re.Match[str], line: _Line, group: int, count: int) -> HloCollective:
     kind, start = match["kind"], match["start"] is not None
     shapes = list(_SHAPE.finditer(match["type"]))
-    if start and kind == "all-gather":
+    if start and kind in ("all-gather", "reduce-scatter"):
         shapes = shapes[len(shapes) // 2 :]  # operands, then results
     elif start and kind == "collective-permute":
         shapes = shapes[:1]  # operand, result, contexts

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from tests.support.backends import ON_GPU
 from tests.support.commands import ROOT, die_with_parent
 
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # of <sys/prctl.h>
@@ -130,7 +131,7 @@ def fork_from_now_on(template: Template) -> None:
 def _template_of(environment: Mapping[str, str]) -> Template | None:
     """The template for the backend that an environment names; started if this is the first request for it."""
     backend = environment.get("KERAS_BACKEND")
-    if sys.platform != "linux" or backend not in IMPORTED_BACKENDS:
+    if sys.platform != "linux" or backend not in IMPORTED_BACKENDS or ON_GPU:  # CUDA's libraries may not be forked
         return None
     if backend not in _templates:
         _templates[backend] = _start_template(environment)
