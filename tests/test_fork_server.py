@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tests.support import fork_server
-from tests.support.backends import BACKENDS, FIRST
+from tests.support.backends import FIRST, slow_after_the_first
 from tests.support.commands import ROOT, die_with_parent
-from tests.training.jobs import environment
+from tests.support.programs import environment
 
 BOUND_S = 100.0
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -54,7 +54,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, output
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", slow_after_the_first())
 def test_it_finds_what_a_started_one_finds(start: Start, tmp_path: Path, backend: str) -> None:
     script = tmp_path / "described.py"
     script.write_text(DESCRIBE)

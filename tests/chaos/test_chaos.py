@@ -131,15 +131,10 @@ def test_a_short_schedule(tmp_path, tmp_path_factory):
     bring_about(tmp_path / "job", shape, chosen, reference(tmp_path_factory, shape))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("backend", "seed"),
-    [
-        pytest.param(backend, seed, marks=[] if seed == 0 and backend == FIRST else pytest.mark.slow)
-        for backend in BACKENDS
-        for seed in range(20)
-    ],
-)
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_five_kills_at_random_moments(tmp_path, tmp_path_factory, backend, seed):
     """The chief among the victims. A member that has the state of the job is never the last one that is killed."""
     shape = Shape(backend, timeout_s=TIMEOUT_S)

@@ -134,7 +134,7 @@ def reduce_elementwise(setting: Setting) -> dict[str, Any]:
     return {"merged": merged}
 
 
-@scenario(plain=False, needs=("tensorflow",))
+@scenario(plain=False, needs=("tensorflow",), quick=("tensorflow",))
 def reduce_op_of_tensorflow(setting: Setting) -> dict[str, Any]:
     import tensorflow as tf
 

@@ -12,7 +12,7 @@ import pytest
 from keras import layers, optimizers
 
 from tests.training.scenarios.common import BATCH, compiled, features, fitted, labels
-from tests.training.scenarios.registry import BACKENDS, Setting, add, scenario
+from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, add, scenario
 
 
 class _Bare(optimizers.schedules.LearningRateSchedule):
@@ -52,7 +52,7 @@ RATES: dict[str, Callable[[], Any]] = {
     "function": lambda: lambda: keras.ops.convert_to_tensor(0.05, "float32"),
 }
 for _name, _rate in RATES.items():
-    add(f"learning_rate_{_name}", _with_rate(_rate), quick=BACKENDS if _name == "without_get_config" else ())
+    add(f"learning_rate_{_name}", _with_rate(_rate), quick=ONE_BACKEND if _name == "without_get_config" else ())
 
 
 @scenario(quick=BACKENDS)

@@ -9,7 +9,7 @@ import keras
 from keras import ops, optimizers
 
 from tests.training.scenarios.common import BATCH, classifier, compiled, features, fitted, labels
-from tests.training.scenarios.registry import BACKENDS, Setting, add, scenario
+from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, add, scenario
 from tests.training.scenarios.steps import STEPS
 
 
@@ -219,7 +219,7 @@ def optimizer_compiled_again_with_other_settings(setting: Setting) -> dict[str, 
     return {"first": first, "second": fitted(model)} | _state(model)
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=ONE_BACKEND)
 def lora_and_int8(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, optimizer=optimizers.Adam(0.05))
     found: dict[str, Any] = {"first": fitted(model)}

@@ -23,7 +23,7 @@ from tests.training.scenarios.common import (
     regressor,
     weights,
 )
-from tests.training.scenarios.registry import BACKENDS, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
 
 
 @scenario(quick=BACKENDS)
@@ -92,7 +92,7 @@ def _sentences(samples: int = 33) -> Any:
     return tokens
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=ONE_BACKEND)
 def masked_sequences_labelled_by_token(setting: Setting) -> dict[str, Any]:
     """The mean over the tokens that are not masked, over all ranks."""
 
@@ -187,7 +187,7 @@ RELATING = {
 }
 
 
-@scenario(quick=BACKENDS, quick_of_three=True)
+@scenario(quick=BACKENDS)
 def losses_that_relate_samples(setting: Setting) -> dict[str, Any]:
     """Over the global batch, with parts of unequal size, an empty one, and sample weights."""
     found = {}
@@ -201,7 +201,7 @@ def losses_that_relate_samples(setting: Setting) -> dict[str, Any]:
     return found
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=ONE_BACKEND)
 def losses_that_are_one_number(setting: Setting) -> dict[str, Any]:
     """A sum over the batch: as a loss function, with sample weights, from compute_loss and from add_loss; a mean."""
 

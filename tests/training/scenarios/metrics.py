@@ -24,7 +24,7 @@ from tests.training.scenarios.common import (
 from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=ONE_BACKEND)
 def metrics_of_two_classes(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
         return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(1, activation="sigmoid")])
@@ -135,7 +135,7 @@ class Counted(keras.metrics.Metric):
         return {variable.name: ops.sum(ops.cast(variable, "float32")) for variable in self.variables}
 
 
-@scenario(quick=BACKENDS, quick_of_three=True)
+@scenario(quick=BACKENDS)
 def metric_state_of_every_kind(setting: Setting) -> dict[str, Any]:
     """Whatever its aggregation and dtype, wherever it starts: sums, steps, extremes, means and what is newest."""
     model = compiled(setting, regressor, loss="mse", metrics=[Counted()])

@@ -24,7 +24,7 @@ from tests.training.scenarios.common import (
 from tests.training.scenarios.registry import BACKENDS, Setting, scenario
 
 
-@scenario(quick=BACKENDS, quick_of_three=True)
+@scenario(quick=BACKENDS)
 def sequential_adam(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, optimizer=keras.optimizers.Adam(0.02), metrics=["accuracy"])
     return fitted(model) | observed(model)
@@ -59,7 +59,7 @@ class Subclassed(keras.Model):
         return self.out(self.hidden(inputs))
 
 
-@scenario(quick=BACKENDS, quick_of_three=True)
+@scenario(quick=BACKENDS)
 def subclassed_adam_class_weight(setting: Setting) -> dict[str, Any]:
     model = compiled(
         setting,

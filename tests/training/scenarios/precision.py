@@ -77,7 +77,7 @@ def _trained_in_float8(setting: Setting, batch_size: int = 11, **arguments: Any)
     return {"weights": model.get_weights(), "evaluate": model.evaluate(features(), labels(), verbose=0)}
 
 
-@scenario(quick=BACKENDS, quick_of_three=True)
+@scenario(quick=BACKENDS)
 def float8(setting: Setting) -> dict[str, Any]:
     """The largest value of the global batch decides on the scales, and gradients are rounded as they are there."""
     return _trained_in_float8(setting)

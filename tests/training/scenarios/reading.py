@@ -278,7 +278,7 @@ def partial_groups_of_steps_of_a_generator(setting: Setting) -> dict[str, Any]:
     return _groups(setting, lambda taken: _numbered(9, taken))
 
 
-@scenario(needs=("tensorflow",), backends=("jax", "tensorflow"), quick=("jax",))
+@scenario(needs=("tensorflow",), backends=("jax", "tensorflow"))
 def partial_groups_of_steps_of_unknown_length(setting: Setting) -> dict[str, Any]:
     import tensorflow as tf
 

@@ -209,7 +209,7 @@ class MeansOfSteps(keras.Model):
         return super().compute_metrics(x, y, y_pred, sample_weight)  # type: ignore[no-any-return]
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=ONE_BACKEND)
 def means_of_steps(setting: Setting) -> dict[str, Any]:
     """Trained, tested and given as a metric function; the ranks' parts of the last batch differ in size."""
 
@@ -508,7 +508,7 @@ def _trained_gan(setting: Setting, keeps: str, **arguments: Any) -> dict[str, An
     return {**found, "optimizer": [ops.convert_to_numpy(variable) for variable in model.optimizer.variables]}
 
 
-@scenario(backends=("jax",), quick=BACKENDS, quick_of_three=True)
+@scenario(backends=("jax",), quick=BACKENDS)
 def two_optimizers_on_jax(setting: Setting) -> dict[str, Any]:
     return _trained_gan(setting, "model")
 
