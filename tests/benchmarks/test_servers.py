@@ -14,7 +14,7 @@ import pytest
 from benchmarks.server_calls import ADAM, BARE, Calls
 from benchmarks.servers import Growth, Limits, markdown, save
 from tests.support.backends import BACKENDS
-from tests.training.jobs import ROOT
+from tests.support.commands import ROOT
 
 BOUND_S = 150
 

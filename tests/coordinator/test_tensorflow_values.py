@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.programs import check_python
 
 pytestmark = pytest.mark.tensorflow
 
@@ -75,6 +73,4 @@ def test_ragged_tensors_and_methods_travel_as_they_are(tmp_path: object) -> None
     program = f"{tmp_path}/program.py"
     with open(program, "w") as file:  # AutoGraph reads the source
         file.write(PROGRAM)
-    environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False)
-    assert "travelled" in done.stdout, done.stderr
+    assert "travelled" in check_python(program, backend="tensorflow")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.programs import check_python
 
 pytestmark = pytest.mark.tensorflow
 
@@ -56,11 +54,4 @@ for seed in (keras.utils.set_random_seed, tf.random.set_seed):
 
 @pytest.mark.parametrize("shuffle", ["all", "batch"])
 def test_on_tensorflow_with_a_seed_and_without(shuffle: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, shuffle],
-        env={**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    check_python("-c", PROGRAM, shuffle, backend="tensorflow")

@@ -13,7 +13,7 @@ from tests.differential.programs import TOLERANCES
 from tests.support import fork_server
 from tests.support.backends import BACKENDS
 from tests.support.commands import finish
-from tests.training.jobs import environment
+from tests.support.programs import environment
 
 BOUND_S = 900.0
 """Against hanging only."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 
 import pytest
 
 from phalanx.engines.accelerations.registry import KNOWN, enabled_accelerations
 from phalanx.errors import ConfigurationError
 from tests.support.backends import BACKENDS
+from tests.support.programs import run_python
 
 
 @pytest.mark.parametrize(
@@ -54,12 +52,6 @@ print(len(updater.groups))
 
 @pytest.mark.parametrize(("text", "groups"), [("none", 2), ("-torch_fused_adam", 1)])
 def test_engines_ask_the_variable(text: str, groups: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "KERAS_BACKEND": BACKENDS[-1], "PHALANX_ACCELERATIONS": text},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert done.stdout.split()[-1] == str(groups)
+    code, output = run_python("-c", PROGRAM, backend=BACKENDS[-1], variables={"PHALANX_ACCELERATIONS": text})
+    assert code == 0, output
+    assert output.split()[-1] == str(groups)

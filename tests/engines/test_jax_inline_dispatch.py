@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.programs import run_python
 
 pytestmark = pytest.mark.jax
 
@@ -23,12 +21,6 @@ print(float(jax.jit(lambda x: 2 * x)(jnp.float32(21))))
 
 @pytest.mark.parametrize(("cores", "asynchronous"), [("1", False), ("2", True)])
 def test_inline_only_on_one_core(cores: str, asynchronous: bool) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "PJRT_NPROC": cores},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["asynchronous", str(asynchronous), "42.0"]
+    code, output = run_python("-c", PROGRAM, backend="jax", variables={"PJRT_NPROC": cores})
+    assert code == 0, output
+    assert output.split() == ["asynchronous", str(asynchronous), "42.0"]

@@ -12,7 +12,7 @@ from phalanx.errors import ConfigurationError, PeerLostError
 from tests.support import fork_server
 from tests.support.backends import BACKENDS
 from tests.support.commands import finish
-from tests.training.jobs import environment
+from tests.support.programs import environment
 
 pytestmark = [
     pytest.mark.jax,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
 import pytest
 
 from tests.support.backends import BACKENDS, slow_after_the_first
+from tests.support.commands import finish
+from tests.support.programs import check_python, environment
 
 PROGRAM = """
 import os, phalanx
@@ -24,19 +24,15 @@ else:
 """
 
 
-def run(backend: str, before: str) -> list[str]:
-    environment = {**os.environ, "KERAS_BACKEND": backend, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    program = [sys.executable, "-c", PROGRAM.format(before=before)]
-    found = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr
-    return found.stdout.split("\n")[:-1]
-
-
 @pytest.mark.parametrize("backend", slow_after_the_first())
 def test_memory_grows(backend: str) -> None:
-    assert run(backend, "") == ["true false", "3.0"]
+    """In a process of its own: a fork has imported PyTorch."""
+    code, output = finish([sys.executable, "-c", PROGRAM.format(before="")], environment(backend), bound_s=120)
+    assert code == 0, output
+    assert output.splitlines()[-2:] == ["true false", "3.0"]
 
 
 @pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "torch"])
 def test_it_is_too_late_once_the_backend_has_begun(backend: str) -> None:
-    assert run(backend, "import keras; keras.ops.ones(3)") == ["refused True"]
+    program = PROGRAM.format(before="import keras; keras.ops.ones(3)")
+    assert check_python("-c", program, backend=backend).splitlines()[-1] == "refused True"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import fork_server
 from tests.support.commands import finish
-from tests.training.jobs import environment
+from tests.support.programs import environment
 
 BOUND_S = 250.0
 

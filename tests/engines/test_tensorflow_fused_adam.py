@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.programs import check_python
 
 pytestmark = pytest.mark.tensorflow
 
@@ -82,12 +80,5 @@ assert not calls
 
 
 def test_one_pass_gives_the_same_weights_and_state() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "KERAS_BACKEND": "tensorflow"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("ok") == 11
+    output = check_python("-c", PROGRAM, backend="tensorflow", bound_s=200)
+    assert output.count("ok") == 11

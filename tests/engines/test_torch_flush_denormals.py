@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import pytest
 
-from tests.support import fork_server
-from tests.support.commands import finish
+from tests.support.programs import check_python
 
 pytestmark = pytest.mark.torch
 
@@ -120,7 +116,5 @@ print("settings ok")
 
 
 def test_weights_are_the_same_and_state_has_no_denormals() -> None:
-    environment = {**os.environ, "KERAS_BACKEND": "torch"}
-    code, output = finish([sys.executable, "-c", PROGRAM], environment, bound_s=120, start=fork_server.popen)
-    assert code == 0, output
+    output = check_python("-c", PROGRAM, backend="torch")
     assert output.count("ok") == 7 + 5 + 1

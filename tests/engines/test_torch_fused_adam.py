@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.programs import check_python
 
 pytestmark = pytest.mark.torch
 
@@ -99,12 +97,5 @@ refused(lambda: optimizers.Adam(0.01), twice=True)
 
 
 def test_one_pass_gives_the_same_weights_and_state() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "KERAS_BACKEND": "torch"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("ok") == 9
+    output = check_python("-c", PROGRAM, backend="torch", bound_s=200)
+    assert output.count("ok") == 9

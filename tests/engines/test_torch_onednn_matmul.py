@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import pytest
 
 from tests.support.backends import BACKENDS
-from tests.support.commands import ROOT, finish
+from tests.support.programs import check_python
 
 PROGRAM = """
 import itertools
@@ -136,6 +133,4 @@ assert not made, "the user allows bfloat16"
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="of PyTorch")
 def test_products_are_the_same_by_either_library() -> None:
-    environment = {**os.environ, "KERAS_BACKEND": "torch", "PYTHONPATH": str(ROOT)}
-    code, output = finish([sys.executable, "-c", PROGRAM], environment, bound_s=300)
-    assert code == 0, output
+    check_python("-c", PROGRAM, backend="torch", bound_s=300)

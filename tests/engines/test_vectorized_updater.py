@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import pytest
 
 from tests.support.backends import slow_after_the_first
-from tests.support.commands import ROOT, finish
+from tests.support.programs import check_python
 
 PROGRAM = """
 import itertools
@@ -99,6 +96,4 @@ for optimizer in Adam(clipnorm=1.0), SGD(global_clipnorm=1.0), Lamb():
 
 @pytest.mark.parametrize("backend", slow_after_the_first())
 def test_a_vector_of_variables_is_updated_as_they_are(backend: str) -> None:
-    environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    code, output = finish([sys.executable, "-c", PROGRAM], environment, bound_s=300)
-    assert code == 0, output
+    check_python("-c", PROGRAM, backend=backend, bound_s=300)

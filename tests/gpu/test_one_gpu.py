@@ -12,7 +12,7 @@ import pytest
 from phalanx.devices import gpu_figures
 from tests.support.backends import BACKENDS, ON_GPU
 from tests.support.commands import finish
-from tests.training.jobs import environment
+from tests.support.programs import environment
 
 pytestmark = [pytest.mark.skipif(not ON_GPU, reason="needs a GPU and TEST_ON_GPU=1"), pytest.mark.timeout(600)]
 

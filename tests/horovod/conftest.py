@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import fork_server
 from tests.support.commands import finish
-from tests.training.jobs import environment
+from tests.support.programs import environment
 
 CASES = Path(__file__).parent / "cases"
 BOUND_S = 170.0

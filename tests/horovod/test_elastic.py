@@ -15,7 +15,7 @@ import pytest
 from tests.support import fork_server
 from tests.support.backends import BACKENDS, FIRST
 from tests.support.commands import ROOT, finish
-from tests.training.jobs import environment
+from tests.support.programs import environment
 
 PROGRAMS = Path(__file__).parent / "elastic"
 BOUND_S = 200.0

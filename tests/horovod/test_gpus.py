@@ -11,7 +11,7 @@ import pytest
 from phalanx.horovod.visible_gpus import init_for
 from tests.support.backends import BACKENDS
 from tests.support.commands import finish
-from tests.training.jobs import environment
+from tests.support.programs import environment
 
 PROGRAM = """
 import os

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.backends import BACKENDS
-from tests.support.commands import ROOT, finish
+from tests.support.programs import check_python
 
 PROGRAM = """
 import sys
@@ -57,16 +55,10 @@ beside_tensorflow = pytest.mark.skipif(
 
 @beside_tensorflow
 def test_tensorflow_is_not_imported_to_describe_an_optimizer_on_jax() -> None:
-    _run(["-c", PROGRAM])
+    check_python("-c", PROGRAM, backend="jax")
 
 
 @beside_tensorflow
 def test_tensorflow_is_not_imported_to_compare_what_ranks_were_told(tmp_path: Path) -> None:
     (tmp_path / "training.py").write_text(TRAINING)
-    _run(["-m", "phalanx", "run", "--workers", "2", str(tmp_path / "training.py")])
-
-
-def _run(arguments: list[str]) -> None:
-    environment = {**os.environ, "KERAS_BACKEND": "jax", "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    code, output = finish([sys.executable, *arguments], environment, bound_s=120)
-    assert code == 0, output
+    check_python("-m", "phalanx", "run", "--workers", "2", str(tmp_path / "training.py"), backend="jax")

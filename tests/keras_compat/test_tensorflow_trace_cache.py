@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.programs import check_python, run_python
 
 pytestmark = pytest.mark.tensorflow
 
@@ -159,38 +157,24 @@ assert function(tf.ones(2), True).numpy().tolist() == [2.0, 2.0]
 """
 
 
-def _run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "KERAS_BACKEND": "tensorflow", "CUDA_VISIBLE_DEVICES": "-1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
 def test_an_error_in_the_middle_of_a_graph_counts_as_what_it_was() -> None:
-    done = _run(LOST_IN_A_GRAPH)
-    assert done.stdout == "as it is\n"
-    assert done.returncode == 71, done.stderr
-    assert "direct cause" in done.stderr
+    code, output = run_python("-c", LOST_IN_A_GRAPH, backend="tensorflow")
+    assert "as it is\n" in output
+    assert code == 71, output
+    assert "direct cause" in output
 
 
 @pytest.mark.slow
 def test_batches_of_several_kinds() -> None:
-    done = _run(PROGRAM)
-    assert done.returncode == 0, done.stderr
-    name, count = done.stdout.split()
+    name, count = check_python("-c", PROGRAM, backend="tensorflow", bound_s=240).split()[-2:]
     assert name == "traces"
     # One for each structure, and one more where the size is found to vary.
     assert 2 <= int(count) <= 4
 
 
 def test_traces_are_called_with_tensors_in_their_own_order() -> None:
-    done = _run(CALLS)
-    assert done.returncode == 0, done.stderr
+    check_python("-c", CALLS, backend="tensorflow")
 
 
 def test_the_first_call_of_the_host_may_come_in_a_later_trace() -> None:
-    done = _run(LATER)
-    assert done.returncode == 0, done.stderr
+    check_python("-c", LATER, backend="tensorflow")

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.support import fork_server
-from tests.training.jobs import ROOT, environment
+from tests.support.commands import ROOT
+from tests.support.programs import environment
 
 BOUND_S = 240.0
 """Against hanging; a loaded machine may take a good part of it."""

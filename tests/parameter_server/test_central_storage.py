@@ -20,8 +20,9 @@ from tests.launcher.conftest import Launcher, launcher, wait_until
 from tests.parameter_server.central import NAMES
 from tests.support import fork_server
 from tests.support.backends import BACKENDS, FIRST
+from tests.support.commands import ROOT
+from tests.support.programs import environment
 from tests.training.compare import assert_close
-from tests.training.jobs import ROOT, environment
 
 __all__ = ["launcher"]
 

@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from tests.support.backends import FIRST
-from tests.training.jobs import ROOT, environment
+from tests.support.commands import ROOT
+from tests.support.programs import environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

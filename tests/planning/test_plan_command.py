@@ -15,7 +15,7 @@ from phalanx.planning.step_measurement import StepMeasurement
 from tests.support import fork_server
 from tests.support.backends import FIRST
 from tests.support.commands import ROOT, finish
-from tests.training.jobs import environment
+from tests.support.programs import environment
 
 BOUND_S = 500.0
 PROGRAM = str(ROOT / "tests/planning/program.py")

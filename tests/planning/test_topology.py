@@ -17,7 +17,7 @@ from phalanx.planning.program_measurement import ProgramMeasurement
 from phalanx.planning.program_report import bounds, fits, render
 from tests.support.backends import BACKENDS
 from tests.support.commands import ROOT
-from tests.training.jobs import environment
+from tests.support.programs import environment
 
 BOUND_S = 400.0
 PROGRAM = str(ROOT / "tests/planning/divided_program.py")

@@ -11,7 +11,7 @@ from phalanx.errors import ConfigurationError
 from tests.support import fork_server
 from tests.support.backends import BACKENDS, FIRST
 from tests.support.commands import finish
-from tests.training.jobs import environment
+from tests.support.programs import environment
 
 PROGRAM = """
 import keras

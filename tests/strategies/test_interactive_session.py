@@ -17,7 +17,7 @@ import pytest
 from phalanx.launcher.worker_program import Program, runs_tests
 from tests.support.backends import BACKENDS
 from tests.support.commands import die_with_parent
-from tests.training.jobs import environment
+from tests.support.programs import environment
 
 BOUND_S = 1200.0
 SESSION = Path(__file__).parent / "interactive_session.py"

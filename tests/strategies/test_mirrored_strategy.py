@@ -15,7 +15,7 @@ from phalanx.errors import ConfigurationError
 from tests.support import fork_server
 from tests.support.backends import BACKENDS
 from tests.support.commands import finish
-from tests.training.jobs import environment
+from tests.support.programs import environment
 
 BOUND_S = 240.0
 PROGRAM = Path(__file__).parent / "mirrored_program.py"

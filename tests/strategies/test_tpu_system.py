@@ -13,7 +13,7 @@ from phalanx.strategies.tpu_system import topology_of
 from tests.support import fork_server
 from tests.support.backends import BACKENDS
 from tests.support.commands import finish
-from tests.training.jobs import environment
+from tests.support.programs import environment
 
 NO_TPU = """
 import phalanx

@@ -19,7 +19,8 @@ from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, Damaged
 from phalanx.errors import ConfigurationError
 from tests.supervisor.models import make_data, make_model, state_of
 from tests.support.backends import FIRST
-from tests.training.jobs import ROOT, environment
+from tests.support.commands import ROOT
+from tests.support.programs import environment
 
 OTHER_UID = 65534
 

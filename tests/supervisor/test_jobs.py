@@ -24,7 +24,7 @@ from tests.supervisor.models import STEPS, make_data, make_model
 from tests.support import fork_server
 from tests.support.backends import BACKENDS, FIRST
 from tests.support.commands import ROOT, finish
-from tests.training.jobs import environment
+from tests.support.programs import environment
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 from collections.abc import Sequence
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import fork_server
-from tests.support.backends import DEVICE_SETTINGS, ON_GPU
-from tests.support.commands import ROOT, finish
+from tests.support.commands import finish
+from tests.support.programs import environment
 
 START_BOUND_S = 90.0
 SCENARIO_BOUND_S = 30.0
@@ -58,25 +57,3 @@ def run_scenarios(
     settings = environment(backend, folder.parent / "compiled")
     code, output = finish(command, settings, bound_s=bound_s, start=fork_server.popen)
     return Findings(folder, world_size, f"{output}\nexit code {code}")
-
-
-def environment(backend: str, cache: Path) -> dict[str, str]:
-    """What a job runs in: nothing of a job that this test may be part of itself.
-
-    On JAX nearly all of a scenario's time is compilation: it is made cheap, and shared between scenarios and jobs.
-    """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PHALANX_")}
-    inherited.pop("TF_CONFIG", None)
-    return {
-        **inherited,
-        "KERAS_BACKEND": backend,
-        "PYTHONPATH": str(ROOT),
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        **DEVICE_SETTINGS,
-        **({} if ON_GPU else {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}),
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        # A rank that waits for too long reports it well before the bound of the test.
-        "PHALANX_TIMEOUT": "240",
-    }

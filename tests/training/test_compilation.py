@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
-from tests.training.jobs import ROOT, environment
+from tests.support.backends import FIRST
+from tests.support.programs import check_python
 
 PROGRAM = """
 import threading
@@ -27,13 +24,5 @@ begun.wait()
 """
 
 
-def test_the_end_of_the_program_waits_for_what_is_being_compiled_and_leaves_out_the_rest(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=environment("jax", tmp_path),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout.split()) == (0, ["first"]), done.stderr
+def test_the_end_of_the_program_waits_for_what_is_being_compiled_and_leaves_out_the_rest() -> None:
+    assert check_python("-c", PROGRAM, backend=FIRST).split() == ["first"]

@@ -14,8 +14,8 @@ import pytest
 from tests.support import fork_server
 from tests.support.backends import BACKENDS
 from tests.support.commands import finish
+from tests.support.programs import environment
 from tests.training.compare import assert_close
-from tests.training.jobs import environment
 
 BOUND_S = 600.0
 """Against hanging only."""

@@ -23,7 +23,8 @@ import pytest
 from phalanx.errors import PeerLostError
 from tests.support import fork_server
 from tests.support.backends import BACKENDS
-from tests.training.jobs import ROOT, environment
+from tests.support.commands import ROOT
+from tests.support.programs import environment
 
 WORLD_SIZE = 3
 START_BOUND_S = 120.0

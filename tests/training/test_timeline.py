@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.backends import FIRST
-from tests.support.commands import ROOT, die_with_parent
+from tests.support.programs import run_python
 from tests.support.traces import ROUNDING_US, Events, named, names_of_processes, names_of_tracks, read
-from tests.training.jobs import environment
 
-BOUND_S = 120.0
 STEPS = 16
 """4 epochs of 4."""
 
 
-def run(folder: Path, *arguments: str) -> tuple[Events, int]:
+def run(folder: Path, *arguments: str) -> tuple[Events, int | None]:
     """The events of a job, and its exit code."""
     path = folder / "t.json"
-    command = [sys.executable, "-m", "phalanx", "run", "--workers", "2", "--timeline-filename", str(path)]
-    done = subprocess.run(
-        [*command, "-m", "tests.training.timeline_program", *arguments],
-        cwd=ROOT,
-        env=environment(FIRST, folder / "compiled"),
-        capture_output=True,
-        text=True,
-        timeout=BOUND_S,
-        preexec_fn=die_with_parent,
-    )
-    assert path.exists(), done.stdout + done.stderr
-    return read(path), done.returncode
+    command = ["-m", "phalanx", "run", "--workers", "2", "--timeline-filename", str(path)]
+    code, output = run_python(*command, "-m", "tests.training.timeline_program", *arguments, backend=FIRST)
+    assert path.exists(), output
+    return read(path), code
 
 
 def test_all_ranks_are_in_one_file_with_the_parts_of_each_step(tmp_path: Path) -> None:

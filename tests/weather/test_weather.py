@@ -18,8 +18,8 @@ from tests.chaos.trial import trial, undisturbed
 from tests.support.backends import BACKENDS, FIRST
 from tests.support.commands import finish
 from tests.support.network import Network
+from tests.support.programs import environment
 from tests.support.weather import LINE_S, Way, Weather
-from tests.training.jobs import environment
 
 RAIN = Weather(delay_ms=25, jitter_ms=10)
 STORM = Weather(delay_ms=50, jitter_ms=25, loss=0.01, mbits=8)
