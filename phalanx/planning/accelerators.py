@@ -1,7 +1,8 @@
 """What accelerators can do, and the names of their topologies.
 
 Sources: Google's specifications, https://cloud.google.com/tpu/docs/v5e, v5p and v6e. They give the interconnect of
-a chip, all ports together; a collective along one axis of the torus uses one port in each direction.
+a chip, all ports together; a collective along one axis of the torus uses one port in each direction. NVIDIA's data
+sheets of the A100 (80 GB, SXM), H100 (SXM) and H200; a GPU sends over all of its NVLinks at once.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import re
 from dataclasses import dataclass
 
 from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.planning.gpu_targets import A100, H100, H200, GpuTarget
 
 CPU = "cpu"
 MAX_DEVICES = 4096
 GIB = 2**30
+CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +26,15 @@ class Accelerator:
     """One device of a topology.
 
     Attributes:
-        flops: of bf16 products in a second, as TPUs compute products of float32 too, unless told otherwise.
+        flops: of products of float32 in a second, unless told otherwise: TPUs compute them in bf16, GPUs in TF32.
         memory_bytes: of a device.
         memory_bytes_per_s: of this memory.
-        port_bytes_per_s: of one port of the interconnect, one way.
-        dimensions: of its torus.
+        port_bytes_per_s: of what a collective uses of the interconnect, one way.
+        dimensions: of its torus; 1 for GPUs, which are those of a host.
         example: of a topology.
         type_name: of the machine type, before the number of chips or cores.
         cores_counted: by how much that number is more than that of devices.
+        gpu: what XLA has to know of a GPU; None for a TPU.
     """
 
     flops: float
@@ -39,15 +43,21 @@ class Accelerator:
     port_bytes_per_s: float
     dimensions: int
     example: str
-    type_name: str
+    type_name: str = ""
     cores_counted: int = 1
+    gpu: GpuTarget | None = None
 
 
 ACCELERATORS = {
     "v5e": Accelerator(197e12, 16 * GIB, 819e9, 50e9, 2, "v5e:2x4", "v5litepod"),
     "v5p": Accelerator(459e12, 95 * GIB, 2765e9, 100e9, 3, "v5p:2x2x2", "v5p", cores_counted=2),
     "v6e": Accelerator(918e12, 32 * GIB, 1640e9, 100e9, 2, "v6e:4x4", "v6e"),
+    "a100": Accelerator(156e12, 80e9, 2039e9, 300e9, 1, "a100:8", gpu=A100),
+    "h100": Accelerator(494e12, 80e9, 3350e9, 450e9, 1, "h100:8", gpu=H100),
+    "h200": Accelerator(494e12, 141e9, 4800e9, 450e9, 1, "h200:8", gpu=H200),
 }
+MAX_GPUS = 8
+"""Of a host. Between hosts they are slower than NVLink by an amount that depends on the network."""
 
 _KNOWN = ", ".join([*(each.example for each in ACCELERATORS.values()), "cpu:4"])
 
@@ -68,8 +78,8 @@ class DeviceTopology:
 
     @property
     def tpu_variables(self) -> dict[str, str]:
-        """What `libtpu` reads instead of asking a TPU host's metadata; none for a CPU."""
-        if self.accelerator is None:
+        """What `libtpu` reads instead of asking a TPU host's metadata; none for CPUs and GPUs."""
+        if self.accelerator is None or self.accelerator.gpu:
             return {}
         chips = self.devices * self.accelerator.cores_counted
         return {
@@ -89,12 +99,13 @@ def parse_topology(text: str) -> DeviceTopology:
     if accelerator is None and kind != CPU:
         raise ConfigurationError(f"{text!r} is no topology that phalanx plan knows. Write one such as {_KNOWN}.")
     dimensions = 1 if accelerator is None else accelerator.dimensions
+    most = MAX_GPUS if accelerator and accelerator.gpu else MAX_DEVICES
     sizes = [int(size) for size in shape.split("x")] if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) else []
-    if len(sizes) != dimensions or math.prod(sizes) > MAX_DEVICES:
+    if len(sizes) != dimensions or math.prod(sizes) > most:
         example = "cpu:4" if accelerator is None else accelerator.example
         raise ConfigurationError(
             f"{text!r}: the devices of {kind} are arranged in {dimensions} dimension{'s' * (dimensions > 1)}. Write a "
-            f"topology such as {example}, with {MAX_DEVICES:,} devices at most."
+            f"topology such as {example}, with {most:,} devices at most."
         )
     return DeviceTopology(f"{kind}:{shape}", math.prod(sizes), accelerator)
 
@@ -108,14 +119,23 @@ def check_compiler(topology: DeviceTopology, backend: str | None) -> None:
 
     Raises:
         UnsupportedError: Keras is to run on another backend than JAX.
-        ConfigurationError: the compiler for TPUs is not installed.
+        ConfigurationError: the compiler for these devices is not installed.
     """
     if backend not in (None, "", "jax"):
         raise UnsupportedError(
             f"A step is compiled for many devices on JAX alone, and Keras is to run on {backend!r}. Set "
             f"KERAS_BACKEND=jax, or plan for replicas: --machines 64 --link 10Gbit."
         )
-    if topology.accelerator is not None and importlib.util.find_spec("libtpu") is None:
+    if topology.accelerator is None:
+        return
+    if topology.accelerator.gpu:
+        if not any(importlib.util.find_spec(plugin) for plugin in CUDA_PLUGINS):
+            raise ConfigurationError(
+                f'{topology.name} needs JAX with CUDA, which is not installed: pip install "jax[cuda13]". It needs no '
+                f"GPU. The compiler alone, 400 MB, is in jax-cuda13-plugin and jax-cuda13-pjrt: pip install --no-deps, in "
+                f"the version of jax."
+            )
+    elif importlib.util.find_spec("libtpu") is None:
         raise ConfigurationError(
             f'{topology.name} needs the compiler for TPUs, which is not installed: pip install "phalanx[tpu]". It '
             f"needs no TPU. With it installed, set JAX_PLATFORMS=cpu for programs that do not look for one."

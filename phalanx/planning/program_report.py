@@ -20,11 +20,13 @@ class Bound(NamedTuple):
 
 
 def bounds(measurement: ProgramMeasurement, topology: DeviceTopology) -> list[Bound]:
-    """The least times of a step on these devices, the longest first; none for a CPU, whose figures differ too much."""
+    """The least times of a step on these devices, the longest first, without what the compiler does not
+    tell; none for a CPU, whose figures differ too much."""
     device = topology.accelerator
     if device is None:
         return []
     sent = sum(collective.sent_bytes for collective in measurement.collectives)
+    links = "NVLink" if device.gpu else "one port in each direction"
     found = [
         Bound(
             "compute",
@@ -39,10 +41,11 @@ def bounds(measurement: ProgramMeasurement, topology: DeviceTopology) -> list[Bo
         Bound(
             "interconnect",
             sent / device.port_bytes_per_s,
-            f"{byte_count(sent)} at {byte_count(device.port_bytes_per_s)}/s, one port in each direction",
+            f"{byte_count(sent)} at {byte_count(device.port_bytes_per_s)}/s, {links}",
         ),
     ]
-    return sorted(found, key=lambda bound: -bound.seconds)
+    known = [bound for bound in found if bound.seconds or bound.what == "interconnect"]
+    return sorted(known, key=lambda bound: -bound.seconds)
 
 
 def fits(measurement: ProgramMeasurement, topology: DeviceTopology) -> bool | None:

@@ -1,1 +1,1 @@
-"""What only a machine with a GPU can show; `make gpu-check` runs these, and the scenarios of `tests/training`, there."""
+"""What only a machine with a GPU can show; `make gpu-check` runs these and the scenarios of `tests/training` there."""

@@ -1,4 +1,4 @@
-"""What is read from the text of compiled programs. The lines are those that XLA printed for TPUs and for CPUs."""
+"""What is read from the text of compiled programs. The lines are those that XLA printed for TPUs, GPUs and CPUs."""
 
 from __future__ import annotations
 
@@ -37,6 +37,15 @@ metadata={op_name="jit(step)/transpose(jvp())/dot_general" stack_frame_id=7}
   %all-gather.31 = bf16[64,2048]{1,0:T(8,128)(2,1)S(1)} all-gather(%convert.2), channel_id=1, replica_groups=[2,4]<=[8]
   %all-reduce.9 = f32[]{:T(128)} all-reduce(%x), channel_id=11, replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}
   %get-tuple-element = f32[1024,2048]{1,0:T(8,128)S(1)} get-tuple-element(%all-reduce.6), index=0
+}
+"""
+
+GPU = """\
+ENTRY %main.1_spmd (param: f32[512,1024]) -> f32[512,1024] {
+  %reduce-scatter-start = ((f32[2048,1024]{1,0}, f32[2048,16]{1,0}), (f32[512,1024]{1,0}, f32[512,16]{1,0})) \
+reduce-scatter-start(%bitcast.94, %gemm_fusion_dot.18), channel_id=12, replica_groups=mesh['axis_0'=4] {'axis_0'}, \
+use_global_device_ids=true, dimensions={0}, to_apply=%add.clone
+  %reduce-scatter-done = (f32[512,1024]{1,0}, f32[512,16]{1,0}) reduce-scatter-done(%reduce-scatter-start)
 }
 """
 
@@ -102,3 +111,9 @@ def test_callbacks_and_transfers_are_found() -> None:
     assert find_host_calls(TPU) == []
     assert find_host_calls("%s = token[] send(%a, %b), channel_id=1, is_host_transfer=true") == ["host transfer"]
     assert find_host_calls("%i = ((f32[]), token[]) infeed(%t)") == ["infeed"]
+
+
+def test_an_asynchronous_reduce_scatter_shows_its_operands_too() -> None:
+    [found] = find_collectives(GPU, 4)
+    assert (found.kind, found.group) == ("reduce-scatter", 4)
+    assert found.nbytes == 4 * (2048 * 1024 + 2048 * 16)

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.config.plan_request import PlanRequest
 from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
-from phalanx.planning.accelerators import check_compiler, parse_topology
+from phalanx.planning.accelerators import CUDA_PLUGINS, check_compiler, parse_topology
 from phalanx.planning.examined_program import examine
 from phalanx.planning.hlo_collectives import HloCollective
 from phalanx.planning.program_measurement import ProgramMeasurement
@@ -94,6 +94,33 @@ def test_what_each_strategy_needs_on_eight_tpus(
 
 
 @needs_jax
+@pytest.mark.skipif(
+    all(importlib.util.find_spec(plugin) is None for plugin in CUDA_PLUGINS), reason="JAX with CUDA is not installed"
+)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("topology", "strategy", "bytes_of_weight", "collectives"),
+    [
+        ("h200:4", "optimizer", 4 + 8 / 4, {"all-gather", "reduce-scatter"}),
+        ("h100:8", "sharded", 12 / 8, {"all-gather", "reduce-scatter"}),
+        ("a100:4", "sharded", 12 / 4, {"all-gather", "reduce-scatter"}),
+    ],
+)
+def test_what_strategies_need_on_gpus(
+    topology: str, strategy: str, bytes_of_weight: float, collectives: set[str], tmp_path: Path
+) -> None:
+    measured = compile_for(topology, strategy, 1024, tmp_path)
+    assert measured.argument_bytes == pytest.approx(bytes_of_weight * measured.weights, rel=0.05)
+    assert kinds(measured) == collectives
+    samples = measured.global_batch / measured.devices
+    assert measured.flops == pytest.approx(
+        6 * measured.weights * samples, rel=0.25
+    )  # the first layer has no input gradient
+    assert fits(measured, parse_topology(topology))
+
+
+@needs_jax
 @needs_libtpu
 @pytest.mark.slow
 @pytest.mark.timeout(900)
@@ -112,10 +139,11 @@ def test_dividing_the_state_moves_what_data_parallel_training_moves(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("v9:2x2", r"no topology that phalanx plan knows.*v5e:2x4, v5p:2x2x2, v6e:4x4, cpu:4"),
+        ("v9:2x2", r"no topology that phalanx plan knows.*v5e:2x4, v5p:2x2x2, v6e:4x4, a100:8, h100:8, h200:8, cpu:4"),
         ("v5e", "arranged in 2 dimensions"),
         ("v5e:2x2x2", r"arranged in 2 dimensions.*v5e:2x4"),
         ("v5e:0x4", "v5e:2x4"),
+        ("h100:16", r"1 dimension\..*h100:8, with 8 devices at most"),
         ("cpu:2x2", r"1 dimension\..*cpu:4"),
         ("cpu:99999", "at most"),
     ],
@@ -142,6 +170,8 @@ def test_another_backend_and_a_missing_compiler_are_errors(monkeypatch: pytest.M
     check_compiler(parse_topology("cpu:4"), "jax")
     with pytest.raises(ConfigurationError, match=r"phalanx\[tpu\]"):
         check_compiler(parse_topology("v5e:2x4"), None)
+    with pytest.raises(ConfigurationError, match=r"h100:8 needs JAX with CUDA.*jax\[cuda13\].*needs no GPU"):
+        check_compiler(parse_topology("h100:8"), None)
 
 
 def measurement(**figures: object) -> ProgramMeasurement:

@@ -39,6 +39,8 @@ def measure_step(model: Any, placement: Placement | None, data: Batch, topology:
     weights = sum(math.prod(variable.shape) for variable in model.trainable_variables)
     samples = next(int(leaf.shape[0]) for leaf in keras.tree.flatten(data) if leaf is not None)
     measured = _measure(step, topology.devices)
+    if not measured.get("flops") and "refusal" not in measured:  # the compiler for GPUs counts none
+        measured["flops"] = _flops(ahead_of_time(model, placement, data, None)) / topology.devices
     return ProgramMeasurement(
         devices=topology.devices, mesh=str(placement), weights=weights, global_batch=samples, **measured
     )
@@ -65,6 +67,11 @@ def _measure(step: AheadOfTime, devices: int) -> dict[str, Any]:
     }
 
 
+def _flops(step: AheadOfTime) -> float:
+    """Of all devices together, before the compiler divides the step."""
+    return float(step.function.lower(*step.arguments).cost_analysis().get("flops", 0.0))
+
+
 def _first_sentences(error: str) -> str:
     """How much memory the compiler would need, without its list of the largest values."""
     text = " ".join(error.partition(OUT_OF_MEMORY)[2].lstrip(": ").split())
@@ -77,6 +84,10 @@ def _mirrored() -> Placement:
 
 
 def _devices(topology: DeviceTopology) -> list[Any]:
+    if topology.accelerator is not None and topology.accelerator.gpu is not None:
+        target = topology.accelerator.gpu.as_text()
+        slices = f"1x1x{topology.devices}"  # slices, hosts of each, devices of each
+        return list(topologies.get_topology_desc(topology.name, "cuda", topology=slices, target_config=target).devices)
     try:
         found = topologies.get_topology_desc(topology.name, "tpu").devices
     except jax.errors.JaxRuntimeError as error:
