@@ -111,10 +111,9 @@ SIGNATURES = {
 }
 """The first parameters of the collectives, as inspect.signature shows them; Phalanx may have more after them."""
 
-OF_TENSORFLOW_1 = "acts on the graph of TensorFlow 1, and raises an error in TensorFlow 2"
 NOT_HERE = {
-    "BroadcastGlobalVariablesHook": OF_TENSORFLOW_1,
-    "broadcast_global_variables": OF_TENSORFLOW_1,
+    f"{module}.broadcast_global_variables": "acts on the session of TensorFlow 1 that Keras 2 had"
+    for module in ("keras", "tensorflow.keras")
 }
 """Names that are left out on purpose, with the reason."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+
 from phalanx.horovod import exported_names, visible_gpus
 from phalanx.horovod.exported_names import *  # noqa: F403
 from phalanx.horovod.gradient_reduction import GradientReduction
@@ -11,12 +13,25 @@ from phalanx.horovod.operations import Average
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.tensorflow import elastic, mpi_ops
 from phalanx.horovod.tensorflow.compression import Compression
-from phalanx.horovod.tensorflow.functions import broadcast_object_fn, broadcast_variables
+from phalanx.horovod.tensorflow.functions import (
+    BroadcastGlobalVariablesHook,
+    broadcast_global_variables,
+    broadcast_object_fn,
+    broadcast_variables,
+)
 from phalanx.horovod.tensorflow.mpi_ops import *  # noqa: F403
+from phalanx.horovod.tensorflow.session_calls import is_for_session, reserve_threads
+from phalanx.horovod.tensorflow.session_optimizer import GradientAccumulation, SessionOptimizer
 from phalanx.horovod.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
-init = visible_gpus.init_for("tensorflow")
-"""As `basics.init`, and this process computes on the GPU of its local rank."""
+_init = visible_gpus.init_for("tensorflow")
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """As `init` of every framework, and this process computes on the GPU of its local rank."""
+    _init(comm, process_sets)
+    if is_for_session():
+        reserve_threads()  # programs create their session next
 
 
 def DistributedOptimizer(
@@ -38,11 +53,25 @@ def DistributedOptimizer(
 ) -> Any:
     """See `phalanx.horovod.keras.DistributedOptimizer`; for Keras optimizers, with Keras on TensorFlow.
 
-    The arguments are in the order of `horovod.tensorflow`; `use_locking` is ignored.
+    It also takes optimizers of TensorFlow 1 (`tf.compat.v1.train`), and wraps them. Their gradients are reduced in
+    `compute_gradients`. With `backward_passes_per_step`, run `tf.compat.v1.local_variables_initializer()` too.
+
+    The arguments are in the order of `horovod.tensorflow`; `use_locking` is for optimizers of TensorFlow 1.
     """
+    reduction = GradientReduction(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        return SessionOptimizer(
+            optimizer,
+            reduction,
+            scales_local=scale_local_gradients,
+            accumulation=GradientAccumulation(backward_passes_per_step, averages=average_aggregated_gradients)
+            if backward_passes_per_step > 1
+            else None,
+            name=name,
+            use_locking=use_locking,
+        )
     from phalanx.horovod.keras.optimizer import Aggregation, distribute_optimizer
 
-    reduction = GradientReduction(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
     aggregation = Aggregation(backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
     return distribute_optimizer(optimizer, reduction, aggregation)
 
@@ -62,11 +91,13 @@ def check_num_rank_power_of_2(num_rank: int) -> bool:
 __all__ = [
     *exported_names.__all__,
     *mpi_ops.__all__,
+    "BroadcastGlobalVariablesHook",
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",
+    "broadcast_global_variables",
     "broadcast_object_fn",
     "broadcast_variables",
     "check_num_rank_power_of_2",

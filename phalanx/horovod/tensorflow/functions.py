@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import tensorflow as tf
+
+from phalanx.errors import UnsupportedError
 from phalanx.horovod.object_collectives import allgather_object, broadcast_object
 from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.tensorflow.mpi_ops import broadcast_
+from phalanx.horovod.tensorflow.session_calls import is_for_session
 
 
 def broadcast_variables(
@@ -15,7 +19,7 @@ def broadcast_variables(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
-) -> None:
+) -> Any:
     """Overwrite variables with the values that they have on rank `root_rank`.
 
     Args:
@@ -23,8 +27,58 @@ def broadcast_variables(
         root_rank: rank in the job whose values are sent.
         process_set: the ranks that take part.
         inplace: ignored; the result is the same.
+
+    Returns: in a graph that a session runs, the operation that does it, for `session.run`; else None.
     """
-    broadcast_([tensorflow_variable(variable) for variable in variables], root_rank, process_set=process_set)
+    broadcast = broadcast_(
+        [tensorflow_variable(variable) for variable in variables], root_rank, process_set=process_set
+    )
+    return tf.group(*broadcast) if is_for_session() else None
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """The operation that overwrites all global variables of the present graph with those of rank `root_rank`.
+
+    For programs of TensorFlow 1, after the variables have been created.
+
+    Args:
+        root_rank: rank in the job whose values are sent.
+
+    Raises: UnsupportedError in eager code, which has no list of all variables.
+    """
+    if tf.executing_eagerly():
+        raise UnsupportedError(
+            "broadcast_global_variables() needs the graph of TensorFlow 1, which knows all variables. In eager code, "
+            "call broadcast_variables(model.variables, root_rank)."
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
+    """A hook of a session of TensorFlow 1: when it has been created, all ranks get the global variables of one.
+
+    So all begin with the same random weights, or with the checkpoint that this rank restored.
+
+    Args:
+        root_rank: rank in the job whose values are sent.
+        device: ignored: values travel through the host.
+    """
+
+    def __init__(self, root_rank: int, device: str = ""):
+        super().__init__()
+        self._root_rank = root_rank
+        self._broadcast: Any = None
+        self._graph: Any = None
+
+    def begin(self) -> None:
+        """Add the operation to the graph; called before that is finalized."""
+        graph = tf.compat.v1.get_default_graph()
+        if self._graph is not graph:
+            self._graph, self._broadcast = graph, broadcast_global_variables(self._root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Broadcast; called when the variables have their first values."""
+        session.run(self._broadcast)
 
 
 def broadcast_object_fn(
@@ -39,4 +93,12 @@ def tensorflow_variable(variable: Any) -> Any:
     return variable if callable(getattr(variable, "value", None)) else getattr(variable, "value", variable)
 
 
-__all__ = ["allgather_object", "broadcast_object", "broadcast_object_fn", "broadcast_variables", "tensorflow_variable"]
+__all__ = [
+    "BroadcastGlobalVariablesHook",
+    "allgather_object",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "tensorflow_variable",
+]

@@ -1,4 +1,4 @@
-"""Calls of the host from TensorFlow: at once in eager code, as a node of the graph inside `tf.function`."""
+"""Calls of the host from TensorFlow: at once in eager code, else as a node of the graph."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from phalanx.engines.replica.tensorflow.host_calls import call_in_graph
 from phalanx.errors import CollectiveMismatchError
 from phalanx.horovod.exceptions import HorovodInternalError
 from phalanx.horovod.operations import refuse_second_gradient
+from phalanx.horovod.tensorflow.session_calls import call_in_session, is_for_session
 
 Array = np.ndarray[Any, Any]
 HostFunction = Callable[[list[Array]], Sequence[Any]]
@@ -33,7 +34,8 @@ _counters: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKe
 def call_host(function: HostFunction, tensors: Sequence[Any], like: Sequence[tuple[Any, Any]]) -> list[Any]:
     """The results of a function of the tensors' values, as tensors.
 
-    In a graph, calls run one after another in the order of the program, which is the same on every rank.
+    In a `tf.function`, calls run one after another in the order of the program, which is the same on every rank. In a
+    graph that a session runs they have no order.
 
     Args:
         function: takes a list of arrays and returns one for each result.
@@ -49,10 +51,11 @@ def call_host(function: HostFunction, tensors: Sequence[Any], like: Sequence[tup
                 raise MismatchError(error) from error.__cause__
             raise
         return [tf.convert_to_tensor(array, dtype) for array, (dtype, _) in zip(results, like, strict=True)]
+    call = call_in_session if is_for_session() else call_in_graph
     if not like:
-        call_in_graph(lambda *arrays: function(list(arrays)) and None, tensors, [])
+        call(lambda *arrays: function(list(arrays)) and None, tensors, [])
         return []
-    results = call_in_graph(lambda *arrays: function(list(arrays)), tensors, [dtype for dtype, _ in like])
+    results = call(lambda *arrays: function(list(arrays)), tensors, [dtype for dtype, _ in like])
     for result, (_, shape) in zip(results, like, strict=True):
         result.set_shape(shape)
     return list(results)
@@ -100,8 +103,9 @@ def name_in_graph(kind: str) -> str | None:
     if tf.executing_eagerly():
         return None
     graph = tf.compat.v1.get_default_graph()
-    # Bodies of loops and branches lie in the graph of the function, whose outer graph belongs to no function.
-    while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
+    # Bodies of loops and branches lie in the graph of the function, whose outer graph belongs to no function. A session
+    # runs that one, and the names of functions in it have numbers that may differ between ranks.
+    while hasattr(graph if is_for_session() else getattr(graph, "outer_graph", None), "outer_graph"):
         graph = graph.outer_graph
     number = next(_counters.setdefault(graph, itertools.count()))
     return f"{kind}.{getattr(graph, 'name', 'graph')}.{number}"

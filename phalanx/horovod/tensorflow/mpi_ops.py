@@ -1,4 +1,4 @@
-"""Collectives of TensorFlow's tensors, in eager code and inside `tf.function`. Names and meaning are Horovod's.
+"""Collectives of TensorFlow's tensors, in eager code and in graphs. Names and meaning are Horovod's.
 
 Each has a gradient. None works inside `tf.function(jit_compile=True)`, since XLA cannot call the host. In a graph, a
 `HorovodInternalError` arrives as a `tf.errors.OpError` with the same text. Of `tf.IndexedSlices`, an allreduce gathers
@@ -25,6 +25,7 @@ from phalanx.horovod.operations import Arguments, Average, Sum, barrier, join
 from phalanx.horovod.process_sets import ProcessSet, get_process_set_ids_and_ranks, global_process_set
 from phalanx.horovod.tensorflow.compression import Compression
 from phalanx.horovod.tensorflow.host_functions import call_host, call_host_once, name_in_graph
+from phalanx.horovod.tensorflow.session_calls import is_for_session
 
 Around = Callable[[Callable[[], Any]], Any]
 
@@ -163,13 +164,13 @@ def broadcast_(
         name: identifies the operation; equal on all ranks.
         process_set: the ranks that take part.
 
-    Returns: the variables.
+    Returns: the variables; in a graph that a session runs, the assignments, which run when they are fetched.
     """
     variables = list(variables)
     arguments = Arguments(name or name_in_graph("broadcast_variables"), process_set, root_rank=root_rank)
-    for variable, value in zip(variables, run_collective(OperationKind.BROADCAST, variables, arguments), strict=True):
-        variable.assign(value)
-    return variables
+    values = run_collective(OperationKind.BROADCAST, variables, arguments)
+    assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
+    return assigned if is_for_session() else variables
 
 
 def _sparse_allreduce(slices: Any, arguments: Arguments) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import tensorflow as tf
@@ -39,6 +39,28 @@ def reduce_gradients(gradients: Sequence[Any], reduction: GradientReduction, nam
         )
 
     return reduce_present(gradients, reduce)
+
+
+def reduce_shared(
+    gradients: Sequence[Any], local: Set[int], reduction: GradientReduction, *, scales_local: bool
+) -> list[Any]:
+    """As `reduce_gradients`, but some gradients stay this rank's own; on a rank that trains alone, all do.
+
+    Args:
+        gradients: tensors or `tf.IndexedSlices`.
+        local: indices of those that are not reduced.
+        reduction: how the others are.
+        scales_local: whether those that are not reduced are divided by the number of ranks.
+    """
+    process_set = reduction.process_set
+    if not process_set.included():
+        return list(gradients)
+    shared = [None if index in local else each for index, each in enumerate(gradients)]
+    reduced: list[Any] = reduce_gradients(shared, reduction)
+    for index in local:
+        own = gradients[index]
+        reduced[index] = divided_by_size(own, process_set) if scales_local and own is not None else own
+    return reduced
 
 
 def DistributedGradientTape(
@@ -125,16 +147,8 @@ class _ReducingTape:
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
         """See `tf.GradientTape.gradient`."""
         gradients = super().gradient(target, sources, output_gradients, **kwargs)  # type: ignore[misc]
-        process_set = self._hvd_reduction.process_set
-        if not process_set.included():
-            return gradients
         flat = tf.nest.flatten(gradients)
         identities = [id(tensorflow_variable(source)) for source in tf.nest.flatten(sources)]
         local = {index for index, identity in enumerate(identities) if identity in self._hvd_local}
-        shared = [None if index in local else each for index, each in enumerate(flat)]
-        reduced = reduce_gradients(shared, self._hvd_reduction)
-        for index in local:
-            own = flat[index]
-            scales = self._hvd_scales_local and own is not None
-            reduced[index] = divided_by_size(own, process_set) if scales else own
+        reduced = reduce_shared(flat, local, self._hvd_reduction, scales_local=self._hvd_scales_local)
         return tf.nest.pack_sequence_as(gradients, reduced)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import threading
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import phalanx.horovod.tensorflow as hvd
+
+v1 = tf.compat.v1
 
 DTYPES = (tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
@@ -14,6 +20,35 @@ DTYPES = (tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bfloat
 def _both(function):
     """The function as it is, and compiled to a graph."""
     return function, tf.function(function)
+
+
+def check_collectives_of_a_session_wait_side_by_side() -> None:
+    """Each rank begins with those that the other one comes to last: every one of them holds a thread meanwhile.
+
+    The first case, because the first operation of a process decides how many threads it has.
+    """
+    others, half, size = threading.Event(), 8, hvd.size()
+    begun = itertools.count(1)
+
+    def begins(array, is_first):
+        if not is_first:
+            assert others.wait(30)
+        elif next(begun) == half:
+            others.set()
+        return array
+
+    with tf.Graph().as_default():
+        fed = v1.placeholder(tf.float32, [2])
+        merged = []
+        for index in range(2 * half):
+            is_first = (index < half) == (hvd.rank() % 2 == 0)
+            passed = tf.numpy_function(functools.partial(begins, is_first=is_first), [fed * index], tf.float32)
+            passed.set_shape(fed.shape)
+            merged.append(hvd.allreduce(passed, op=hvd.Sum))
+        with v1.Session() as session:
+            found = session.run(merged, {fed: [1.0, hvd.rank()]})
+    total = sum(range(size))
+    np.testing.assert_allclose(found, [[index * size, index * total] for index in range(2 * half)])
 
 
 def check_allreduce_of_every_dtype_eager_and_in_a_graph() -> None:
@@ -182,9 +217,72 @@ def check_slices_are_gathered_or_made_dense() -> None:
             hvd.allreduce(slices, **arguments)
 
 
-def check_a_graph_of_tensorflow_1_is_refused() -> None:
-    with tf.Graph().as_default(), pytest.raises(NotImplementedError, match="that a session runs"):
-        hvd.allreduce(tf.ones(2))
+def _session_problem():
+    """Loss and variables of a linear regression in the present graph, the batch of this rank, and the batch of all ranks."""
+    x, y = v1.placeholder(tf.float32, [None, 3]), v1.placeholder(tf.float32, [None, 1])
+    table = v1.get_variable("table", initializer=tf.fill([5, 3], 0.5))
+    weights = v1.get_variable("weights", initializer=tf.fill([3, 1], 0.1 * (1 + hvd.rank())))
+    rows = v1.placeholder(tf.int32, [None])
+    loss = tf.reduce_mean(tf.square(tf.matmul(x * tf.gather(table, rows), weights) - y))
+    random = np.random.default_rng(3)
+    inputs = random.normal(size=(hvd.size() * 4, 3)).astype("float32")
+    chosen = random.integers(0, 5, len(inputs))
+    targets = inputs.sum(axis=1, keepdims=True)
+
+    def batch(part):
+        return {x: inputs[part], y: targets[part], rows: chosen[part]}
+
+    mine = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
+    return loss, [table, weights], batch(mine), batch(slice(None))
+
+
+@pytest.mark.filterwarnings("ignore")
+def check_an_optimizer_of_tensorflow_1_trains_as_one_process() -> None:
+    def train(distribute, steps, batch_index, **options):
+        with tf.Graph().as_default():
+            loss, variables, *batches = _session_problem()
+            step = v1.train.get_or_create_global_step()
+            optimizer = v1.train.AdagradOptimizer(0.5)
+            if distribute:
+                optimizer = hvd.DistributedOptimizer(optimizer, **options)
+            train_op = optimizer.minimize(loss, global_step=step)
+            hook = hvd.BroadcastGlobalVariablesHook(0)
+            with v1.train.MonitoredTrainingSession(hooks=[hook], summary_dir=None) as session:
+                for _ in range(steps):
+                    session.run(train_op, batches[batch_index])
+                return session.run([step, *variables, optimizer.get_slot(variables[1], "accumulator")])
+
+    expected = train(False, 3, 1)
+    for options in ({}, {"sparse_as_dense": True}, {"compression": hvd.Compression.fp16}):
+        found = train(True, 3, 0, **options)
+        rtol = 1e-2 if "compression" in options else 1e-5
+        for one, many in zip(expected, found, strict=True):
+            np.testing.assert_allclose(many, one, rtol=rtol, err_msg=str(options))
+    accumulated = train(True, 6, 0, backward_passes_per_step=2, average_aggregated_gradients=True)
+    for one, many in zip(expected, accumulated, strict=True):
+        np.testing.assert_allclose(many, one, rtol=1e-5)
+
+
+def check_local_variables_and_names_of_an_optimizer_of_tensorflow_1() -> None:
+    with tf.Graph().as_default():
+        loss, variables, mine, _ = _session_problem()
+        with pytest.raises(ValueError, match="DistributedOptimizer already"):
+            hvd.DistributedOptimizer(hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0)))
+        optimizer = hvd.DistributedOptimizer(v1.train.MomentumOptimizer(1.0, 0.9))
+        optimizer.register_local_var(variables[1])
+        (merged, _), (own, _) = optimizer.compute_gradients(loss, variables)
+        plain = v1.gradients(loss, variables)
+        train_op = optimizer.apply_gradients([(own, variables[1])])
+        assert optimizer.get_slot_names() == ["momentum"]
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            session.run(hvd.broadcast_global_variables(0))
+            found, kept, expected = session.run([merged.indices, own, plain[1]], mine)
+            session.run(train_op, mine)
+    assert len(found) == 4 * hvd.size()
+    np.testing.assert_allclose(kept, expected / hvd.size(), rtol=1e-6)
+    with pytest.raises(RuntimeError, match="broadcast_variables"):
+        hvd.broadcast_global_variables(0)
 
 
 def check_the_tape_trains_as_one_process() -> None:

@@ -1,0 +1,143 @@
+"""An optimizer of TensorFlow 1 that reduces gradients over the ranks first. Names and meaning are Horovod's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from phalanx.errors import ConfigurationError
+from phalanx.horovod.gradient_reduction import GradientReduction
+from phalanx.horovod.tensorflow.functions import tensorflow_variable
+from phalanx.horovod.tensorflow.tape import reduce_shared
+
+v1 = tf.compat.v1
+Gradients = list[Any]
+
+
+class SessionOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
+    """Wraps an optimizer of `tf.compat.v1.train`, whose gradients `compute_gradients` returns reduced over the ranks.
+
+    Args:
+        optimizer: computes and applies gradients, and keeps the slots.
+        reduction: how gradients are reduced.
+        scales_local: whether gradients that are not reduced are divided by the number of ranks.
+        accumulation: of the gradients of several runs; None reduces and applies those of each run.
+        name: of the operations.
+        use_locking: as for every optimizer of TensorFlow 1.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        reduction: GradientReduction,
+        *,
+        scales_local: bool = True,
+        accumulation: GradientAccumulation | None = None,
+        name: str | None = None,
+        use_locking: bool = False,
+    ):
+        if isinstance(optimizer, SessionOptimizer):
+            raise ConfigurationError("this optimizer is a DistributedOptimizer already.")
+        super().__init__(name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking)
+        self._optimizer = optimizer
+        self._reduction = reduction
+        self._scales_local = scales_local
+        self._accumulation = accumulation
+        self._local: set[int] = set()  # identities of variables
+
+    def register_local_var(self, variable: Any) -> None:
+        """Do not reduce the gradients of this variable."""
+        self._local.add(id(tensorflow_variable(variable)))
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Pairs of a gradient, reduced over the ranks, and its variable; see the wrapped optimizer."""
+        pairs = self._optimizer.compute_gradients(*args, **kwargs)
+        variables = [variable for _, variable in pairs]
+        local = {index for index, each in enumerate(variables) if id(tensorflow_variable(each)) in self._local}
+
+        def reduce(gradients: Sequence[Any]) -> Gradients:
+            return reduce_shared(gradients, local, self._reduction, scales_local=self._scales_local)
+
+        gradients = [gradient for gradient, _ in pairs]
+        reduced = reduce(gradients) if self._accumulation is None else self._accumulation.add(gradients, reduce)
+        return list(zip(reduced, variables, strict=True))
+
+    def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        """See the wrapped optimizer. While gradients accumulate, this changes nothing, not even the global step."""
+
+        def apply() -> Any:
+            return self._optimizer.apply_gradients(*args, **kwargs)
+
+        return apply() if self._accumulation is None else self._accumulation.when_due(lambda: tf.group(apply()))
+
+    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
+        """See the wrapped optimizer."""
+        return self._optimizer.get_slot(*args, **kwargs)
+
+    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
+        """See the wrapped optimizer."""
+        return self._optimizer.get_slot_names(*args, **kwargs)
+
+    def variables(self) -> Any:
+        """See the wrapped optimizer."""
+        return self._optimizer.variables()
+
+
+class GradientAccumulation:
+    """Gradients of several runs of a graph add up, in local variables, and are reduced and applied in the last of them.
+
+    Args:
+        passes: how many runs add up.
+        averages: whether they are averaged instead.
+    """
+
+    def __init__(self, passes: int, *, averages: bool):
+        self._passes = passes
+        self._averages = averages
+        self._is_due: Any = None
+
+    def add(self, gradients: Sequence[Any], reduce: Callable[[Sequence[Any]], Gradients]) -> Gradients:
+        """Add this run's gradients. Returns the reduced sums in the last of the runs, and zeros in the others."""
+        if tf.executing_eagerly():
+            raise ConfigurationError(
+                "backward_passes_per_step of an optimizer of TensorFlow 1 needs a graph. In eager code, use an "
+                "optimizer of Keras."
+            )
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        values = [tf.convert_to_tensor(gradients[index]) for index in present]
+        sums = [_local_variable(tf.zeros(value.shape, value.dtype)) for value in values]
+        count = _local_variable(tf.constant(0))
+        with tf.control_dependencies([total.assign_add(value) for total, value in zip(sums, values, strict=True)]):
+            self._is_due = tf.equal(tf.identity(count.assign_add(1)) % self._passes, 0)
+
+        def merge() -> Gradients:
+            divisor = self._passes if self._averages else 1
+            everything: Gradients = [None] * len(gradients)
+            for index, total in zip(present, sums, strict=True):
+                everything[index] = total.read_value() / divisor
+            reduced = reduce(everything)
+            with tf.control_dependencies([reduced[index] for index in present]):
+                cleared = [total.assign(tf.zeros_like(total)) for total in sums]
+            with tf.control_dependencies(cleared):
+                return [tf.identity(reduced[index]) for index in present]
+
+        merged = v1.cond(self._is_due, merge, lambda: [tf.zeros_like(value) for value in values])
+        result: Gradients = [None] * len(gradients)
+        for index, value in zip(present, tf.nest.flatten(merged), strict=True):
+            result[index] = value
+        return result
+
+    def when_due(self, apply: Callable[[], Any]) -> Any:
+        """An operation that applies gradients in the last of the runs."""
+        if self._is_due is None:
+            raise ConfigurationError(
+                "with backward_passes_per_step, apply_gradients() needs the gradients that compute_gradients() of the "
+                "same optimizer returned: call that first, or call minimize()."
+            )
+        return v1.cond(self._is_due, apply, tf.no_op)
+
+
+def _local_variable(initial: Any) -> Any:
+    return v1.Variable(initial, trainable=False, collections=[v1.GraphKeys.LOCAL_VARIABLES], use_resource=True)
