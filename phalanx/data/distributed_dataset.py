@@ -104,11 +104,17 @@ class DistributedDataset:
 
     def __iter__(self) -> DistributedIterator:
         check_outside()
+        return DistributedIterator(map(self._converted, self._begin()), self.element_spec)
+
+    def _begin(self) -> Iterator[Any]:
+        """The elements of the next epoch, of NumPy arrays."""
         epoch = self._epochs
         self._epochs += 1
         shares = self._sharded.shares(epoch)
-        elements = (self._element(share) for share in (shares if self._any_rank is None else self._jointly(shares)))
-        return DistributedIterator(elements, self.element_spec)
+        return map(_arrays, shares if self._any_rank is None else self._jointly(shares))
+
+    def _converted(self, element: Any) -> Any:
+        return element if self._convert is None else map_leaves(self._convert, element)
 
     def _jointly(self, shares: Iterator[LocalShare]) -> Iterator[LocalShare]:
         """Equally many shares on every rank: ranks whose data has ended get shares of size 0 until that of all has."""
@@ -159,9 +165,9 @@ class DistributedDataset:
         """What each rank reads and why."""
         return self._sharded.description.explain()
 
-    def _element(self, share: LocalShare) -> Any:
-        data = share.data if share.size else map_leaves(lambda array: array[:0], stand_in(share.data))
-        return data if self._convert is None else map_leaves(self._convert, data)
+
+def _arrays(share: LocalShare) -> Any:
+    return share.data if share.size else map_leaves(lambda array: array[:0], stand_in(share.data))
 
 
 class DistributedIterator:
@@ -205,9 +211,10 @@ def check_outside() -> None:
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and tensorflow.inside_function():
         raise UnsupportedError(
-            "A distributed dataset was created or iterated inside a tf.function, which would see one batch forever. "
-            "Create and iterate it outside, and pass each batch to the tf.function. (What a ClusterCoordinator's "
-            "dataset function returns may be a tf.data.Dataset itself, which a tf.function can iterate.)"
+            "A distributed dataset was created inside a tf.function, or iterated there while Keras does not run on "
+            "TensorFlow: the function would see one batch forever. Create it outside, and pass it, its iterator or "
+            "each batch to the tf.function. (What a ClusterCoordinator's dataset function returns may be a "
+            "tf.data.Dataset itself, which a tf.function can iterate.)"
         )
 
 
@@ -219,13 +226,14 @@ def distribute_dataset(
     seed: int,
     convert: Callable[[Any], Any] | None = None,
     any_rank: Callable[[bool], bool] | None = None,
+    kind: type[DistributedDataset] = DistributedDataset,
 ) -> DistributedDataset:
     """`strategy.experimental_distribute_dataset`: the dataset's batch is the global batch, each rank gets
     its part. Takes any dataset that `fit` takes."""
     if isinstance(dataset, DistributedDataset):
         return dataset
     check_outside()
-    return DistributedDataset(
+    return kind(
         source_registry.make_source(InputRequest(dataset, rank=rank, world_size=world_size, seed=seed)),
         rank=rank,
         world_size=world_size,
@@ -243,13 +251,14 @@ def distribute_from_function(
     seed: int,
     convert: Callable[[Any], Any] | None = None,
     any_rank: Callable[[bool], bool] | None = None,
+    kind: type[DistributedDataset] = DistributedDataset,
 ) -> DistributedDataset:
     """`strategy.distribute_datasets_from_function`: `function(InputContext)` returns this rank's own dataset,
     batched with the local batch size. It is neither cut nor compared with those of other ranks."""
     check_outside()
     dataset = function(InputContext(world_size, rank, world_size))
     own = source_registry.make_source(InputRequest(dataset, rank=0, world_size=1, seed=seed + rank))
-    return DistributedDataset(
+    return kind(
         PerRankSource(own),
         rank=rank,
         world_size=world_size,

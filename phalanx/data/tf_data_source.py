@@ -203,12 +203,13 @@ def _same_everywhere(dataset: Any, seed: int, is_shared: bool) -> Any:
 
 
 def _elements(dataset: Any) -> Iterator[Any]:
+    already_exists = tf.errors.AlreadyExistsError  # the module may be gone when the interpreter closes the generator
     with tf.device("CPU:0"):  # host memory, whatever accelerators TensorFlow sees
         iterator = iter(dataset)
     try:
         for element in iterator:
             yield map_leaves(to_numpy, element)
-    except tf.errors.AlreadyExistsError as error:
+    except already_exists as error:
         raise ConfigurationError(
             f"Two replicas on one host write the same file of Dataset.cache(filename): {error.message} Put the rank "
             f"into the name, cache(f'{{path}}-{{strategy.rank}}'), or cache in memory, cache(). Remove the lockfile."

@@ -7,6 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from phalanx.data import DistributedDataset
+from phalanx.keras_compat.tensorflow_replica_count import Contexts
+
 Array = np.ndarray[Any, Any]
 HostFunction = Callable[[list[Array]], list[Array]]
 Shape = Sequence[int | None]
@@ -26,6 +29,11 @@ class Tensors(Protocol):
     @property
     def merges_in_apply(self) -> bool:
         """Whether an `optimizer.apply` inside `strategy.run` can merge its gradients first, at this moment."""
+        ...
+
+    @property
+    def distributed_dataset(self) -> type[DistributedDataset]:
+        """The class of this replica's part of a dataset, which compiled functions may be able to iterate."""
         ...
 
     def from_host(self, array: Array) -> Any:
@@ -61,6 +69,11 @@ class Tensors(Protocol):
     def trace_apart(key: Callable[[], Hashable | None]) -> None:
         """Trace compiled functions for each value of `key()` apart, where a trace keeps decisions made in Python:
         whether to merge may depend on the key."""
+        ...
+
+    @staticmethod
+    def count_replicas(contexts: Contexts) -> None:
+        """Let the backend's own functions that divide by the number of replicas ask `contexts` for it."""
         ...
 
     def reduce(self, thing: Any) -> Any:

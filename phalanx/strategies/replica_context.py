@@ -20,6 +20,7 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.strategies: list[Strategy] = []
         self.replicas: list[ReplicaContext] = []
+        self.reads_own = 0
 
 
 _stack = _Stack()
@@ -114,6 +115,21 @@ def _outside() -> Iterator[None]:
         yield
     finally:
         _stack.replicas = replicas
+
+
+@contextmanager
+def reading_own() -> Iterator[None]:
+    """Where variables that are merged on read have this replica's values, outside of `run` too."""
+    _stack.reads_own += 1
+    try:
+        yield
+    finally:
+        _stack.reads_own -= 1
+
+
+def reads_jobs_values() -> bool:
+    """Whether variables that are merged on read have the job's values here."""
+    return not _stack.replicas and not _stack.reads_own
 
 
 def has_strategy() -> bool:

@@ -28,6 +28,7 @@ from phalanx.keras_compat import trainer_hook
 from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.runtime import process_exit, progress
 from phalanx.strategies import replica_context
+from phalanx.strategies.replica_parts import MetricParts
 from phalanx.training import model_dispatch
 from phalanx.training.replica import Replica
 from phalanx.training.steps.gradient_merge import GradientMerge
@@ -62,8 +63,10 @@ class Strategy:
         self._policy = policy
         self._merge = GradientMerge(replica, policy.compression)
         self._cluster_resolver = cluster_resolver
+        self._metric_parts = MetricParts(self)
         self._tensors = make_tensors()
         self._tensors.trace_apart(replica_context.trace_key)
+        self._tensors.count_replicas(replica_context)
         process_exit.add_cause_finder(self._tensors.failure_behind)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -182,14 +185,19 @@ class Strategy:
                 "See docs/how-to/planning.md."
             )
         install_hook()
+        if not self.computes_alone:
+            self._metric_parts.prepare()
         with replica_context.running(self), running_placed(self.placement):
             try:
-                return fn(*args, **(kwargs or {}))
+                result = fn(*args, **(kwargs or {}))
             except Exception as error:
                 behind = self._tensors.failure_behind(error)  # no `:=`, which AutoGraph cannot convert
                 if behind is not None:
                     raise behind from None
                 raise
+        if not self.computes_alone:
+            self._metric_parts.find_new()
+        return result
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """The replicas' values merged into one, on every replica.
@@ -208,7 +216,8 @@ class Strategy:
         if self.placement is not None:
             return value if axis is None else keras.tree.map_structure(lambda leaf: _reduced(leaf, op, axis), value)
         if op is ReduceOp.MEAN:
-            value = keras.tree.map_structure(_as_float, value)
+            with replica_context.reading_own():
+                value = keras.tree.map_structure(_as_float, value)
         if axis is None:
 
             def merge(arrays: list[Array]) -> list[Array]:
@@ -245,7 +254,8 @@ class Strategy:
         """A structure with its leaves merged; None, such as the gradient of what is not used, stays None."""
         leaves = keras.tree.flatten(value)
         present = [leaf for leaf in leaves if leaf is not None]
-        merged = iter(self._tensors.call(merge, present, shape_of=shape_of, gradient=gradient) if present else ())
+        with replica_context.reading_own():
+            merged = iter(self._tensors.call(merge, present, shape_of=shape_of, gradient=gradient) if present else ())
         return keras.tree.pack_sequence_as(value, [None if leaf is None else next(merged) for leaf in leaves])
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -316,6 +326,7 @@ class Strategy:
             "rank": self.rank,
             "world_size": self._replica.world_size,
             "seed": int.from_bytes(chiefs),
+            "kind": self._tensors.distributed_dataset,
             "convert": self._tensors.from_host if self.placement is None else partial(put_on_mesh, self.placement),
             "any_rank": self._replica.any,
         }
@@ -323,7 +334,9 @@ class Strategy:
 
 def install_hook() -> None:
     """Have Keras ask for the current strategy; safe to call again."""
-    trainer_hook.install(model_dispatch.ModelDispatcher(_current_member, _merge_gradients, _current_policy))
+    trainer_hook.install(
+        model_dispatch.ModelDispatcher(_current_member, _merge_gradients, _current_policy, _note_metric)
+    )
 
 
 def reduce_op_of(value: Any) -> ReduceOp:
@@ -444,6 +457,12 @@ def _current_policy() -> TrainingPolicy:
 def _current_member() -> model_dispatch.Member | None:
     strategy = replica_context.current_strategy()
     return None if strategy is None else strategy._member
+
+
+def _note_metric(metric: Any) -> None:
+    strategy = replica_context.current_strategy()
+    if strategy is not None and not strategy.computes_alone:
+        strategy._metric_parts.note(metric)
 
 
 def _merge_gradients(gradients: list[Any], variables: list[Any]) -> list[Any]:

@@ -9,13 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx.data import DistributedDataset
 from phalanx.engines.replica.jax.split_step import host_call
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.keras_compat.keras_internals import in_stateless_scope
+from phalanx.keras_compat.tensorflow_replica_count import Contexts
 
 
 class JaxTensors:
     """See `phalanx.engines.tensors.Tensors`."""
+
+    distributed_dataset = DistributedDataset
 
     @property
     def merges_in_apply(self) -> bool:
@@ -54,6 +58,10 @@ class JaxTensors:
     @staticmethod
     def trace_apart(key: Callable[[], Hashable | None]) -> None:
         pass  # compiled functions merge nothing
+
+    @staticmethod
+    def count_replicas(contexts: Contexts) -> None:
+        pass  # it has none
 
     def reduce(self, thing: Any) -> Any:
         return NotImplemented

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from phalanx.engines.replica.tensorflow.graph_iteration import GraphDataset
 from phalanx.engines.replica.tensorflow.host_calls import call_in_graph
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.tensorflow_replica_count import Contexts, count_replicas
 from phalanx.keras_compat.tensorflow_trace_cache import trace_apart
 
 Array = np.ndarray[Any, Any]
@@ -21,6 +23,7 @@ class TensorFlowTensors:
     """See `phalanx.engines.tensors.Tensors`."""
 
     merges_in_apply = True
+    distributed_dataset = GraphDataset
 
     def from_host(self, array: Array) -> Any:
         return tf.convert_to_tensor(array)
@@ -89,6 +92,10 @@ class TensorFlowTensors:
     @staticmethod
     def trace_apart(key: Callable[[], Hashable | None]) -> None:
         trace_apart(key)
+
+    @staticmethod
+    def count_replicas(contexts: Contexts) -> None:
+        count_replicas(contexts)
 
     def reduce(self, thing: Any) -> Any:
         if isinstance(thing, tf.types.experimental.PolymorphicFunction):

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from phalanx.data import DistributedDataset
 from phalanx.engines.replica.torch.host_copies import from_host, to_host
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
+from phalanx.keras_compat.tensorflow_replica_count import Contexts
 from phalanx.keras_compat.torch_internals import get_device
 
 Array = np.ndarray[Any, Any]
@@ -19,6 +21,7 @@ class TorchTensors:
     """See `phalanx.engines.tensors.Tensors`."""
 
     merges_in_apply = True
+    distributed_dataset = DistributedDataset
 
     def from_host(self, array: Array) -> Any:
         return from_host(np.array(array, copy=True), get_device())
@@ -46,6 +49,10 @@ class TorchTensors:
     @staticmethod
     def trace_apart(key: Callable[[], Hashable | None]) -> None:
         pass  # nothing is traced
+
+    @staticmethod
+    def count_replicas(contexts: Contexts) -> None:
+        pass  # it has none
 
     def reduce(self, thing: Any) -> Any:
         return NotImplemented

@@ -1,0 +1,59 @@
+"""Lets `tf.nn.compute_average_loss` and `tf.nn.scale_regularization_loss` count our replicas.
+
+They divide by the number of replicas of TensorFlow's own current strategy, which is 1 here: a loss, and its gradients,
+would be as many times too large as there are replicas. What they ask for it is the module `distribute_lib` in
+`tensorflow.python.ops.nn_impl_distribute`. Tested with TensorFlow 2.21.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+
+class Contexts(Protocol):
+    """What stands for TensorFlow's module inside our scopes."""
+
+    def has_strategy(self) -> bool: ...
+
+    def in_cross_replica_context(self) -> bool: ...
+
+    def current_strategy(self) -> Any: ...
+
+
+class _InScopes:
+    """TensorFlow's module outside of our scopes, ours inside."""
+
+    def __init__(self, tensorflows: Any, ours: Contexts) -> None:
+        self._tensorflows, self._ours = tensorflows, ours
+
+    def get_strategy(self) -> Any:
+        return self._ours.current_strategy() if self._ours.has_strategy() else self._tensorflows.get_strategy()
+
+    def has_strategy(self) -> bool:
+        return self._ours.has_strategy() or bool(self._tensorflows.has_strategy())
+
+    def in_cross_replica_context(self) -> bool:
+        current = self._ours if self._ours.has_strategy() else self._tensorflows
+        return bool(current.in_cross_replica_context())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensorflows, name)
+
+
+def count_replicas(contexts: Contexts) -> None:
+    """Let the two functions ask `contexts` from now on. Safe to call twice."""
+    try:
+        from tensorflow.python.ops import nn_impl_distribute
+
+        module = nn_impl_distribute.distribute_lib
+    except (ImportError, AttributeError):
+        logger.warning(
+            "This version of TensorFlow does not let tf.nn.compute_average_loss count replicas: pass "
+            "global_batch_size, and call phalanx.scale_regularization_loss."
+        )
+        return
+    if not isinstance(module, _InScopes):
+        nn_impl_distribute.distribute_lib = _InScopes(module, contexts)
