@@ -131,7 +131,7 @@ def _observe(rules: MetricRules, batch: Values, update: Update) -> list[list[Tri
         return rules.values()
 
     start = rules.values()
-    later = after(start, 0, 1)
+    later = after(start, 0, rows)  # all of them: a single one may leave alone what the others change
     # One sample differs from all others more than two halves from each other.
     trials = [
         (cut / rows, (begun, after(begun, 0, cut), after(begun, cut, rows), after(begun, 0, rows)))

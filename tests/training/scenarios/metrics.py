@@ -108,6 +108,7 @@ class Counted(keras.metrics.Metric):
         self.moving = self.add_variable((), "ones", name="moving", aggregation="mean")
         self.newest = keras.Variable(0.0, name="newest")
         self.plain = keras.Variable(0.0, name="plain")
+        self.above = self.add_variable((), "zeros", name="above")  # the first sample is below
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         size = ops.shape(y_pred)[0]
@@ -124,11 +125,12 @@ class Counted(keras.metrics.Metric):
         self.moving.assign(0.9 * self.moving + 0.1 * mean)
         self.newest.assign(mean)
         self.plain.assign_add(ops.cast(size, "float32"))
+        self.above.assign(ops.maximum(self.above, ops.max(y_true)))
 
     def reset_state(self) -> None:
         if self.keeps:
             return
-        for variable, value in zip(self.variables, [7, 0, 0, -1e9, 1, False, 1, 0, 0, 1, 0, 0], strict=True):
+        for variable, value in zip(self.variables, [7, 0, 0, -1e9, 1, False, 1, 0, 0, 1, 0, 0, 0], strict=True):
             variable.assign(ops.cast(ops.broadcast_to(value, variable.shape), variable.dtype))
 
     def result(self) -> Any:
