@@ -17,7 +17,7 @@ PACKAGE_torch := torch==2.13.0
 # them out.
 TESTED_WITH_jax := optax orbax-checkpoint
 
-.PHONY: pictures demo test test-slow test-lowest gpu-check chaos differential lint docs dist bench bench-servers bench-recovery bench-peers clean
+.PHONY: pictures demo test test-slow test-lowest gpu-check chaos differential keras-tests lint docs dist bench bench-servers bench-recovery bench-peers clean
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -70,6 +70,10 @@ chaos: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
 # As long as it is told: make differential ARGS="--minutes 60 --backend torch --seed 7"
 differential: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
 	$(PY) -m tests.differential.run $(ARGS)
+
+# Keras's own tests on replicas: make keras-tests ARGS="--backend torch --workers 2"
+keras-tests: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
+	$(PY) -m tests.differential.keras_tests $(ARGS)
 
 lint: .venv-lint/.installed
 	.venv-lint/bin/ruff check .
