@@ -25,6 +25,7 @@ import numpy as np
 from keras import tree
 
 from phalanx.arrays.tree import map_leaves
+from phalanx.collectives.reduction import is_float
 from phalanx.engines.engine import Engine
 from phalanx.engines.metric_rules import MetricRule, MetricRules
 from phalanx.engines.step_layout import EXTREMES, MergeWeight
@@ -155,7 +156,7 @@ def _changes() -> Iterator[Change]:
 
             def change(batch: Values, values: Any = values, chosen: Any = chosen) -> Values:
                 def changed(array: Array) -> Array:
-                    is_number = array.dtype.kind == "f" or (values is _reflected and array.dtype.kind in "iu")
+                    is_number = is_float(array.dtype) or (values is _reflected and array.dtype.kind in "iu")
                     return np.asarray(values(array), array.dtype) if is_number else array
 
                 y, outputs, weight = (map_leaves(changed, e) if i in chosen else e for i, e in enumerate(batch))
@@ -248,7 +249,7 @@ def _update(model: Any, batch: Values, share: float) -> None:
 
 
 def _with_another(array: Array) -> Array:
-    other = array * array.dtype.type(0.5) if array.dtype.kind == "f" else array
+    other = array * array.dtype.type(0.5) if is_float(array.dtype) else array
     return np.concatenate([array, other])
 
 

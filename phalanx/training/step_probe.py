@@ -20,6 +20,7 @@ import keras
 import numpy as np
 
 from phalanx.arrays.tree import leaves, map_leaves
+from phalanx.collectives.reduction import is_float
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import make_engine
 from phalanx.engines.engine import Engine
@@ -343,7 +344,7 @@ def _few_samples(data: Any, attempt: int) -> Any:
 
     def few(array: Array) -> Array:
         found = np.asarray(array)[chosen]
-        if size < 2 * PART and found.dtype.kind == "f":  # the same again says nothing of what relates samples
+        if size < 2 * PART and is_float(found.dtype):  # the same again says nothing of what relates samples
             factors = 1.0 - 0.1 * (np.arange(2 * PART) // size)
             found = found * factors.reshape(-1, *[1] * (found.ndim - 1)).astype(found.dtype)
         return found

@@ -159,6 +159,29 @@ def metric_state_of_every_kind(setting: Setting) -> dict[str, Any]:
     }
 
 
+class Largest(keras.metrics.Metric):
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(ops.maximum(self.value, ops.max(ops.cast(y_pred, "float32"))))
+
+    def result(self) -> Any:
+        return self.value + 0.0
+
+
+@scenario(quick=("torch",))
+def maximum_of_single_predictions_in_half_precision(setting: Setting) -> dict[str, Any]:
+    """The chief has one prediction, which alone does not tell a maximum from a mean."""
+
+    def build() -> Any:
+        return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(1, "sigmoid", dtype="mixed_bfloat16")])
+
+    model = compiled(setting, build, loss="mse", metrics=[Largest()])
+    return fitted(model, features()[:12], numbers()[:12], batch_size=2)["history"]  # type: ignore[no-any-return]
+
+
 @scenario(quick=BACKENDS)
 def metric_that_is_not_reset(setting: Setting) -> dict[str, Any]:
     """Every epoch and evaluation begins with what the last one has counted, which counts once."""
