@@ -6,36 +6,52 @@ import atexit
 import hashlib
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import keras
 
 from phalanx.config.environment_variables import SECRET
 from phalanx.coordinator import function_effects
+from phalanx.coordinator.accepted_workers import PURPOSE
 from phalanx.coordinator.coordinated_variables import ChiefVariables
 from phalanx.coordinator.coordinator_messages import MakeObject
 from phalanx.coordinator.dispatcher import Dispatcher
 from phalanx.coordinator.function_pickling import pack, unpack
 from phalanx.coordinator.function_server import FunctionServer
+from phalanx.coordinator.method_calls import MethodCalls
 from phalanx.coordinator.outgoing_references import OutgoingReferences
 from phalanx.coordinator.remote_values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues, RemoteValue
 from phalanx.coordinator.scheduled_calls import ScheduledCall
 from phalanx.engines import make_tensors
 from phalanx.errors import ConfigurationError, UnsupportedError
-from phalanx.strategies.parameter_server_strategy import ParameterServerStrategy
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.scope_registry import ScopedName
+
+if TYPE_CHECKING:
+    from phalanx.strategies.parameter_server_strategy import ParameterServerStrategy
+
+
+@runtime_checkable
+class ServedStrategy(Protocol):
+    """A `ParameterServerStrategy`: it knows this process among the workers; None in an evaluator."""
+
+    _served_by: ParameterServerWorker | None
 
 
 class ClusterCoordinator:
     """Runs functions on the workers of a cluster with parameter servers.
 
-    Every task runs the same program. On the chief (task `chief`, else worker 0) this returns;
-    on the other workers the constructor runs functions until the chief's program is over, and then exits the process
-    with code 0. So create layers, models, optimizers and metrics before, in `strategy.scope()`, on all tasks alike: a
-    function that refers to them uses those of its worker. Everything else that a function refers to is sent to the
+    The other workers may run `phalanx.Server(...).join()` and nothing else: then only the chief (task `chief`) has a
+    program, and what that makes in `strategy.scope()` (layers, models, optimizers and metrics) is made on the workers
+    too, before a function that refers to it runs.
+
+    Or every task runs the same program. On the chief (task `chief`, else worker 0) this returns; on the other workers
+    the constructor runs functions until the chief's program is over, and then exits the process with code 0. So create
+    layers, models, optimizers and metrics before, in `strategy.scope()`, on all tasks alike.
+
+    A function that refers to them uses those of its worker. Everything else that a function refers to is sent to the
     worker with it.
 
     Inside a function `optimizer.apply` and `apply_gradients` send the gradients to the servers, which update
@@ -73,13 +89,21 @@ class ClusterCoordinator:
         worker.made.settle()
         me = worker.client.identity
         self._lock = threading.RLock()  # one thread at a time packs, and speaks to the servers
-        self._references = OutgoingReferences({"strategy": strategy, "coordinator": self}, worker.made, make_tensors())
-        self._variables = ChiefVariables(worker, trainers=len(me.tasks) - 1)
+        tensors, fixed = make_tensors(), {"strategy": strategy, "coordinator": self}
+        self._references = OutgoingReferences(fixed, worker.made, tensors, lambda: self._dispatcher.wait_for_worker())
+        self._variables = ChiefVariables(worker, len(me.tasks) - 1, self._references.owner)
         self._account = function_effects.EffectAccumulator(worker.made)
         self._account_lock = threading.Lock()
-        self._dispatcher = Dispatcher(me, self._note_answer, worker.client.unreachable_tasks)
-        self._dispatcher.start()
-        atexit.register(self._dispatcher.close)
+        calls = worker.calls if isinstance(worker.calls, MethodCalls) else None
+        self._definitions = None if calls is None else calls.definitions
+        if calls is not None:
+            self._dispatcher = calls.dispatcher
+            self._dispatcher.on_answer = self._note_answer
+        else:
+            self._dispatcher = Dispatcher(me, self._note_answer, worker.client.unreachable_tasks)
+            self._dispatcher.start()
+            atexit.register(self._dispatcher.close)
+        self._dispatcher.accept(PURPOSE)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_dispatcher", "_lock"):  # of the chief's
@@ -171,7 +195,7 @@ class ClusterCoordinator:
         """
         with self._lock:
             dataset = PerWorkerDataset(self._references.number, self._iterate)
-            self._dispatcher.broadcast(MakeObject(dataset.number), [self._pack_maker(dataset_fn)])
+            self._dispatcher.workers.broadcast(MakeObject(dataset.number), [self._pack_maker(dataset_fn)])
             return dataset
 
     def create_per_worker_values(self, fn: Callable[..., Any]) -> PerWorkerValues:
@@ -180,7 +204,7 @@ class ClusterCoordinator:
             raise ConfigurationError(f"create_per_worker_values() got {fn!r}; pass a function.")
         with self._lock:
             values = PerWorkerValues(self._references.number)
-            self._dispatcher.broadcast(MakeObject(values.number), [self._pack_maker(fn)])
+            self._dispatcher.workers.broadcast(MakeObject(values.number), [self._pack_maker(fn)])
             return values
 
     # Internal.
@@ -195,14 +219,23 @@ class ClusterCoordinator:
 
     def _prepare(self, used: set[ScopedName]) -> None:
         """Declare on the servers the variables that functions use."""
-        if self._variables.is_ready(used):
+        is_defined = self._definitions is None or self._definitions.knows(used)
+        if is_defined and self._variables.is_ready(used):
             return
         self._dispatcher.join()  # running functions must not see them change
         self._take_changes()
         begin = self._variables.begin(used)
+        own = () if begin is None else (name[0] for name in begin.variables if name is not None)
+        self._define({*used, *own})
         if begin is not None:
             values = pack(function_effects.untrained(self._worker.made), self._references, "The state of layers")
-            self._dispatcher.broadcast(begin, [values])
+            self._dispatcher.workers.broadcast(begin, [values])
+
+    def _define(self, names: Collection[ScopedName]) -> None:
+        """Have workers that run no program of their own make these."""
+        if self._definitions is not None and names:
+            self._definitions.require(names)
+            self._definitions.announce(self._dispatcher)
 
     def _settle(self) -> None:
         with self._lock:
@@ -218,7 +251,7 @@ class ClusterCoordinator:
     def _iterate(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
         with self._lock:
             iterator = PerWorkerIterator(self._references.number, dataset)
-            self._dispatcher.broadcast(MakeObject(iterator.number, iterator_of=dataset.number))
+            self._dispatcher.workers.broadcast(MakeObject(iterator.number, iterator_of=dataset.number))
             return iterator
 
     def _pack_maker(self, maker: Any) -> bytes:
@@ -229,12 +262,13 @@ class ClusterCoordinator:
                 "The function that creates per-worker values refers to results of functions or to other per-worker "
                 "values. Pass those to schedule() as separate arguments."
             )
+        self._define(noted.names)
         return pickle
 
     def _drop_forgotten(self) -> None:
         forgotten = self._references.forgotten
         while forgotten:
-            self._dispatcher.forget(forgotten.popleft())
+            self._dispatcher.workers.forget(forgotten.popleft())
 
     def _note_answer(self, changes: memoryview, global_step: int) -> None:
         """In a thread of the dispatcher: what a function has changed."""
@@ -247,14 +281,22 @@ class ClusterCoordinator:
         return unpack(pickle, self._references.load if as_tensors else self._references.load_on_host)
 
 
+def coordinator_of_worker(strategy: ParameterServerStrategy, worker: ParameterServerWorker) -> ClusterCoordinator:
+    """What functions call by the name of the coordinator, on a worker that runs no program of its own."""
+    coordinator = object.__new__(ClusterCoordinator)
+    coordinator._strategy = strategy
+    worker.coordinator = coordinator
+    return coordinator
+
+
 def _check(strategy: Any) -> ParameterServerWorker:
     """This task's place, if it can have a coordinator."""
-    if not isinstance(strategy, ParameterServerStrategy):
+    if not isinstance(strategy, ServedStrategy):
         raise ConfigurationError(
             f"A ClusterCoordinator schedules functions for a ParameterServerStrategy; it got {strategy!r}."
         )
-    worker = strategy._member
-    if not isinstance(worker, ParameterServerWorker):
+    worker = strategy._served_by
+    if worker is None:
         raise ConfigurationError(
             "The evaluator runs no scheduled functions. Let it do its own work before you create the "
             "ClusterCoordinator: `if strategy.cluster_resolver.task_type == 'evaluator': ...`."

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import keras
 import numpy as np
 
-from phalanx.coordinator.coordinator_messages import Begin
+from phalanx.coordinator.coordinator_messages import Begin, VariableName
 from phalanx.coordinator.function_effects import untrained
+from phalanx.coordinator.function_pickling import References
 from phalanx.engines.tensors import Tensors
 from phalanx.errors import DisagreementError, PhalanxError, UnsupportedError
 from phalanx.keras_compat.keras_internals import in_stateless_scope
@@ -32,8 +33,9 @@ def _variables(made: ScopeRegistry, optimizer: Any) -> list[Any]:
     return list(found.values())
 
 
-def _served(worker: ParameterServerWorker, merge: ParameterServerMerge, optimizer: Any) -> RemoteVariables:
-    variables = _variables(worker.made, optimizer)
+def _served(
+    worker: ParameterServerWorker, merge: ParameterServerMerge, optimizer: Any, variables: list[Any]
+) -> RemoteVariables:
     if optimizer is None:
         optimizer = keras.optimizers.SGD(0.0)  # the servers only keep the values
     if not optimizer.built:
@@ -42,10 +44,17 @@ def _served(worker: ParameterServerWorker, merge: ParameterServerMerge, optimize
 
 
 class ChiefVariables:
-    """The coordinator's side. Used by the program's thread."""
+    """The coordinator's side. Used by the program's thread.
 
-    def __init__(self, worker: ParameterServerWorker, trainers: int) -> None:
+    Args:
+        owner: the name of a variable; None if it belongs to nothing made in scope.
+    """
+
+    def __init__(
+        self, worker: ParameterServerWorker, trainers: int, owner: Callable[[Any], VariableName | None]
+    ) -> None:
         self._worker = worker
+        self._owner = owner
         self._merge = ParameterServerMerge(worker, trainers)
         self._served: RemoteVariables | None = None
         self._optimizer: ScopedName | None = None
@@ -63,7 +72,8 @@ class ChiefVariables:
         """
         optimizer = self._choose(used)
         found = None if optimizer is None else self._worker.made.find(optimizer)
-        if not _variables(self._worker.made, found):
+        variables = _variables(self._worker.made, found)
+        if not variables:
             if found is not None:
                 raise UnsupportedError(
                     f"{type(found).__name__} has nothing to train, because the models have no variables yet. Give "
@@ -72,10 +82,10 @@ class ChiefVariables:
             return None
         self._fit = self._worker.next_fit()
         self._optimizer = optimizer
-        self._served = _served(self._worker, self._merge, found)
+        self._served = _served(self._worker, self._merge, found, variables)
         self._served.begin(self._fit)
         self._pulled = None
-        return Begin(self._fit, optimizer)
+        return Begin(self._fit, optimizer, tuple(map(self._owner, variables)))
 
     def is_ready(self, used: Collection[ScopedName]) -> bool:
         """Whether the servers have what the next function needs; tells them the learning rate, if they do."""
@@ -135,13 +145,19 @@ class ChiefVariables:
 class WorkerVariables:
     """A worker's side. Used by the thread that runs functions.
 
+    Args:
+        references: find the chief's variables by their names, where this task runs no program of its own; None: its
+            program has made the same.
+
     Attributes:
         failure: the error of the last exchange with the servers, which a compiled function would hide in its own.
     """
 
-    def __init__(self, worker: ParameterServerWorker, trainers: int, tensors: Tensors) -> None:
+    def __init__(
+        self, worker: ParameterServerWorker, trainers: int, tensors: Tensors, references: References | None
+    ) -> None:
         self._worker = worker
-        self._trainers = trainers
+        self._references = references
         self._tensors = tensors
         self._merge = ParameterServerMerge(worker, trainers)
         self._served: RemoteVariables | None = None
@@ -149,7 +165,11 @@ class WorkerVariables:
         self._assigned: Sequence[Array | None] | None = None
         self.failure: PhalanxError | None = None
         for _, optimizer in worker.made.optimizers():
-            redirect_apply(optimizer, self._refuse)
+            self.refuse(optimizer)
+
+    def refuse(self, optimizer: Any) -> None:
+        """Let a function that applies this optimizer raise an error, until the servers run it."""
+        redirect_apply(optimizer, self._refuse)
 
     def begin(self, begin: Begin) -> None:
         """The coordinator has declared the variables: compare, and take part. If it has declared others since, that is
@@ -162,13 +182,24 @@ class WorkerVariables:
                     f"The coordinator trains with the optimizer {begin.optimizer}, which this task's program has not "
                     f"created. Every task must run the same program."
                 )
-        self._served = _served(self._worker, self._merge, optimizer)
+        self._served = _served(self._worker, self._merge, optimizer, self._find(begin, optimizer))
         self._numbers = {id(v): number for number, v in enumerate(self._served.variables)}
         self._assigned = None
         if self._served.begin(begin.fit) is None:
             self._served = None
         elif optimizer is not None:
             redirect_apply(optimizer, self._apply)
+
+    def _find(self, begin: Begin, optimizer: Any) -> list[Any]:
+        """This task's own of the variables that the chief has declared."""
+        if self._references is None:
+            return _variables(self._worker.made, optimizer)
+        if None in begin.variables:
+            raise UnsupportedError(
+                "The optimizer was built with variables that belong to no layer. Workers that run no program of their "
+                "own get what is made in strategy.scope(): make each variable with add_weight() of a layer."
+            )
+        return [self._references.load(("variable", *name[0], name[1])) for name in begin.variables if name is not None]
 
     def pull(self) -> None:
         """Before a function: the newest values."""

@@ -10,7 +10,43 @@ import msgspec
 
 from phalanx.training.scope_registry import ScopedName
 
-# From the coordinator.
+VariableName = tuple[ScopedName, int]
+"""The object made in scope that a variable belongs to, and which of its variables it is."""
+
+# From the coordinator, to workers that run no program of their own.
+
+
+class Serve(msgspec.Struct, frozen=True, tag="serve"):
+    """How to take part in the job. Buffer: `WorkerSettings`."""
+
+
+class Define(msgspec.Struct, frozen=True, tag="define"):
+    """Make what the chief's program has made in the strategy's scope. Buffers: a `Definition` for each object.
+
+    Attributes:
+        names: for each object, its own and those of what is in it, in the order of `parts_of`; "" for what has none.
+        digests: of what the objects are made of. One that was made of the same before is kept.
+        dtype_policy: Keras's, at the chief.
+    """
+
+    names: tuple[tuple[ScopedName, ...], ...]
+    digests: tuple[bytes, ...]
+    dtype_policy: str
+
+
+class CallMethod(msgspec.Struct, frozen=True, tag="method"):
+    """Call a method of a model, in which all workers take part. Buffers: `MethodState`; the arguments.
+
+    Attributes:
+        fit: the number of the `fit`.
+    """
+
+    model: ScopedName
+    method: str
+    fit: int
+
+
+# From the coordinator, to all workers.
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -18,10 +54,12 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
     Attributes:
         optimizer: which one updates them; None: none does.
+        variables: the variables, in order; None for one that belongs to nothing made in scope.
     """
 
     fit: int
     optimizer: ScopedName | None
+    variables: tuple[VariableName | None, ...] = ()
 
 
 class KeepObject(msgspec.Struct, frozen=True, tag="keep"):
@@ -96,12 +134,16 @@ class FunctionRaised(msgspec.Struct, frozen=True, tag="raised"):
     missed: str = ""
 
 
+class WorkerFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """A worker without a program ends: with an error in a method, or in what it was to prepare. Buffer: the error."""
+
+
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
     """Yes."""
 
 
-Order = Begin | KeepObject | MakeObject | ForgetObject | CallFunction | Ping | StopWorker
-Answer = FunctionReturned | FunctionRaised | Pong
+Order = Serve | Define | CallMethod | Begin | KeepObject | MakeObject | ForgetObject | CallFunction | Ping | StopWorker
+Answer = FunctionReturned | FunctionRaised | WorkerFailed | Pong
 
 FUNCTIONS_KEPT = 256
 """Functions that a worker keeps unpickled, those used last. Both ends count in the same way."""

@@ -1,92 +1,69 @@
-"""The coordinator's links: sends functions to workers, receives their answers, and notices lost workers.
+"""Which function runs where and when, and what callers wait for: the coordinator's functions and its workers.
 
-Each worker has a thread that sends to it and one that receives from it. The queue decides which function runs where.
-One condition protects all shared state; sockets are read and written without it.
+The queue decides which function runs where. One condition protects all shared state, that of the links included
+(`accepted_workers`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
-import msgspec
-
-from phalanx.cluster.admission import PROBE, ProbeService, admit_worker, link_name
 from phalanx.cluster.peer_dialing import identify_task
 from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.cluster.task_identity import TaskIdentity
-from phalanx.coordinator.coordinator_messages import (
-    Answer,
-    Begin,
-    ForgetObject,
-    FunctionRaised,
-    FunctionReturned,
-    MakeObject,
-    Ping,
-    Pong,
-    StopWorker,
-)
+from phalanx.coordinator.accepted_workers import AcceptedWorkers
+from phalanx.coordinator.coordinator_messages import Answer, FunctionRaised, FunctionReturned, Pong, WorkerFailed
 from phalanx.coordinator.remote_values import RemoteValue
 from phalanx.coordinator.scheduled_calls import ScheduledCall, ScheduledCalls
-from phalanx.coordinator.worker_connection import Message, WorkerConnection
-from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError, PeerLostError, PhalanxError, RendezvousError
+from phalanx.coordinator.worker_connection import WorkerConnection
+from phalanx.errors import PeerLostError, PhalanxError, RendezvousError
 from phalanx.runtime import function_call as calls
 from phalanx.runtime.worker_traceback import WorkerTraceback
-from phalanx.transport.handshake import Hello, Welcome
-from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
 
-PURPOSE = "coordinator"
 POLL_S = 0.5
 """Longest time between two checks of the clock. Every change of state ends the wait at once."""
-PING_S = 5.0
-"""Between two pings. A worker's death is noticed without them; that it is stopped is not."""
 PROBE_S = 5.0
 """How long a server may take to answer a probe after a worker has lost it."""
-CLOSE_S = 5.0
-"""How long `close` waits for busy workers."""
-
-_ANSWERS = msgspec.msgpack.Decoder(Answer)
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class Dispatcher:
-    """Owns the listening port, the links to the workers and their threads.
+    """Runs functions on workers.
 
     Args:
         me: this task.
         on_answer: called with each result that counts: the pickle of its effects, and the worker's global step.
             Calls do not overlap.
-        silent: names of workers that were lost because they did not answer, and have not returned. Kept up to date.
+        silent: see `AcceptedWorkers`.
+
+    Attributes:
+        workers: those that are connected.
+        on_answer: see the argument.
     """
 
     def __init__(self, me: TaskIdentity, on_answer: Callable[[memoryview, int], None], silent: set[str]) -> None:
         self._me = me
-        self._silent = silent
-        self._on_answer = on_answer
-        self._names = {rank: str(task) for rank, task in enumerate(me.tasks) if rank != me.rank}
+        self.on_answer = on_answer
         self._changed = threading.Condition()  # protects all attributes below
+        self.workers = AcceptedWorkers(me, self._changed, self, silent)
         self._calls = ScheduledCalls()
-        self._workers: dict[int, WorkerConnection] = {}
-        self._broadcasts: list[tuple[Begin | MakeObject, Sequence[bytes]]] = []  # also sent to workers that join later
-        self._link_numbers = itertools.count()
         self._alone_since = time.monotonic()
         self._has_had_workers = False
-        self._closing = False
         self._paused = False
-        self._listener = me.open_listener()
-        self._listener.register(PURPOSE, self)
-        self._listener.register(PROBE, ProbeService(me))
 
     def start(self) -> None:
-        """Accept workers."""
-        self._listener.start()
+        """Listen."""
+        self.workers.start()
+
+    def accept(self, purpose: str) -> None:
+        """From now on, accept workers that come for this purpose."""
+        self._alone_since = time.monotonic()
+        self.workers.accept(purpose)
 
     # Called by the program's thread.
 
@@ -97,40 +74,17 @@ class Dispatcher:
             self._calls.add(call)
             self._changed.notify_all()
 
-    def broadcast(self, order: Begin | MakeObject, buffers: Sequence[bytes] = ()) -> None:
-        """Send a message to all workers, and to those that join later; these receive only the last `Begin`."""
-        with self._changed:
-            if isinstance(order, Begin):
-                self._broadcasts = [sent for sent in self._broadcasts if not isinstance(sent[0], Begin)]
-            self._broadcasts.append((order, buffers))
-            for worker in self._workers.values():
-                worker.outbox.append((order, buffers))
-            self._changed.notify_all()
-
-    def forget(self, number: int) -> None:
-        """Let workers drop the per-worker value, or the large array, of this number."""
-        with self._changed:
-            self._broadcasts = [
-                (order, buffers)
-                for order, buffers in self._broadcasts
-                if isinstance(order, Begin) or order.number != number
-            ]
-            for worker in self._workers.values():
-                worker.kept.discard(number)
-                worker.outbox.append((ForgetObject(number), ()))
-            self._changed.notify_all()
-
     def is_done(self) -> bool:
         """Whether all calls are finished; raises as `join`."""
         with self._changed:
             self.raise_failure()
-            if self._calls.queue.unfinished and not self._workers:
+            if self._calls.queue.unfinished and not self.workers:
                 self._fail_if_alone_too_long()
                 self.raise_failure()
             return not self._calls.queue.unfinished
 
     def raise_failure(self) -> None:
-        """If a call has failed, wait until none runs and raise its error, once."""
+        """If a call has failed, or a worker in a method of a model, wait until none runs and raise its error, once."""
         with self._changed:
             if self._calls.has_failed:
                 self.join()
@@ -161,26 +115,24 @@ class Dispatcher:
         with self._changed:
             self._wait(lambda: result.is_finished)
 
+    def wait_for_worker(self) -> bool:
+        """Wait until a worker is there; returns whether one is that runs no program of its own.
+
+        Raises: RendezvousError or PeerLostError if none comes in time.
+        """
+        with self._changed:
+            self._wait(lambda: bool(self.workers) or self._calls.has_failed)
+            self._calls.raise_failure()
+            return self.workers.has_servers
+
     def close(self) -> None:
         """Stop all workers and close the port. Safe to call twice."""
-        with self._changed:
-            if self._closing:
-                return
-            self._closing = True
-            for worker in self._workers.values():
-                worker.outbox.append((StopWorker(), ()))
-            self._changed.notify_all()
-            # The workers hang up. If this end did, a message that they are sending could lose them ours.
-            self._changed.wait_for(lambda: not self._workers, timeout=CLOSE_S)
-            links = [worker.link for worker in self._workers.values()]
-        for link in links:
-            link.close()
-        self._listener.close()
+        self.workers.close()
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         """Wait with the lock held, but not forever without a worker."""
         while not condition():
-            if not self._workers:
+            if not self.workers:
                 self._fail_if_alone_too_long()
             self._changed.wait(POLL_S)
 
@@ -189,91 +141,42 @@ class Dispatcher:
         limit_s = config.timeout_s if self._has_had_workers else max(config.rendezvous_timeout_s, config.timeout_s)
         if time.monotonic() - self._alone_since >= limit_s:
             # Raised by each result that a caller waits for, and by `join`.
-            self._calls.fail_all(_no_worker_error(self._names.values(), limit_s, were_here=self._has_had_workers))
+            names = self.workers.names.values()
+            self._calls.fail_all(_no_worker_error(names, limit_s, were_here=self._has_had_workers))
             self._changed.notify_all()
 
-    # The listener's service.
+    # See `WorkerEvents`.
 
-    def admit(self, hello: Hello) -> Welcome:
-        def link_of(number: int) -> tuple[str, Link] | None:
-            with self._changed:
-                present = self._workers.get(number)
-            return None if present is None else (present.incarnation, present.link)
+    def entered(self, worker: WorkerConnection) -> None:
+        self._has_had_workers = True
+        self._calls.give_up(self._calls.queue.enter(worker.number, worker.incarnation), worker.name)
 
-        return admit_worker(self._me, hello, self._names, link_of)
+    def left(self, worker: WorkerConnection) -> None:
+        if not self.workers:
+            self._alone_since = time.monotonic()
+        self._calls.give_up(self._calls.queue.leave(worker.number, worker.incarnation), worker.name)
 
-    def adopt(self, hello: Hello, link: Link) -> None:
-        number = self._me.rank_of(hello.task)
-        assert number is not None, "checked when it was admitted"
-        with self._changed:
-            incarnation = link_name(hello.incarnation, next(self._link_numbers))
-            worker = WorkerConnection(number, hello.task, incarnation, link, deque(self._broadcasts))
-            former = self._workers.get(number)
-            if self._closing:
-                worker.outbox.append((StopWorker(), ()))
-            self._workers[number] = worker
-            self._has_had_workers = True
-            self._silent.discard(hello.task)
-            self._calls.give_up(self._calls.queue.enter(number, incarnation), hello.task)
+    def feed(self, worker: WorkerConnection) -> bool:
+        number = None if self._paused else self._calls.queue.next_for(worker.number, worker.incarnation)
+        if number is None:
+            return False
+        try:
+            worker.enqueue(number, self._calls[number])
+        except Exception as error:  # a large array may have been donated since the call was scheduled
+            call = self._calls.finish(worker.number, worker.incarnation, number)
+            assert call is not None, "it was handed out just now"
+            self._calls.fail(call, error)
             self._changed.notify_all()
-        if former is not None:
-            former.link.close()
-        for body in (self._send_to, self._receive_from):
-            threading.Thread(target=body, args=(worker,), name=f"phalanx-{hello.task}", daemon=True).start()
+        return True
 
-    # The threads of one worker.
-
-    def _send_to(self, worker: WorkerConnection) -> None:
-        try:
-            while (message := self._next_message(worker)) is not None:
-                order, buffers = message
-                worker.link.send(
-                    _encode(order), buffers, deadline=time.monotonic() + self._me.config.timeout_s + PING_S
-                )
-                worker.last_sent_at = time.monotonic()
-                if isinstance(order, StopWorker):
-                    worker.link.finish()
-                    return
-        except (LinkClosedError, LinkTimeoutError, FrameError) as error:
-            self._lose(worker, str(error))
-
-    def _next_message(self, worker: WorkerConnection) -> Message | None:
-        """Wait for the next message to this worker; None once it is gone."""
-        with self._changed:
-            while self._workers.get(worker.number) is worker:
-                if worker.outbox:
-                    return worker.outbox.popleft()
-                number = None if self._paused else self._calls.queue.next_for(worker.number, worker.incarnation)
-                if number is not None:
-                    try:
-                        worker.enqueue(number, self._calls[number])
-                    except Exception as error:  # a large array may have been donated since the call was scheduled
-                        call = self._calls.finish(worker.number, worker.incarnation, number)
-                        assert call is not None, "it was handed out just now"
-                        self._calls.fail(call, error)
-                        self._changed.notify_all()
-                    continue
-                if time.monotonic() - worker.last_sent_at > PING_S:
-                    return Ping(), ()
-                self._changed.wait(PING_S)
-            return None
-
-    def _receive_from(self, worker: WorkerConnection) -> None:
-        limit_s = self._me.config.timeout_s + PING_S
-        try:
-            while True:
-                header, buffers = worker.link.receive(deadline=time.monotonic() + limit_s)
-                self._handle(worker, _ANSWERS.decode(header), buffers)
-        except (LinkClosedError, LinkTimeoutError, FrameError, msgspec.MsgspecError) as error:
-            if isinstance(error, LinkTimeoutError):
-                self._silent.add(worker.name)
-            self._lose(worker, str(error))
-
-    def _handle(self, worker: WorkerConnection, answer: Answer, buffers: list[memoryview]) -> None:
+    def answered(self, worker: WorkerConnection, answer: Answer, buffers: list[memoryview]) -> None:
         if isinstance(answer, Pong):
             return
+        if isinstance(answer, WorkerFailed):
+            self.fail(_error_of(worker.name, buffers[0]))
+            return
         if isinstance(answer, FunctionRaised) and answer.missed and _is_reachable(self._me, answer.missed):
-            self._lose(worker, f"it does not reach {answer.missed}, which answers here.")
+            self.workers.lose(worker, f"it does not reach {answer.missed}, which answers here.")
             return
         raised = _error_of(worker.name, buffers[0]) if isinstance(answer, FunctionRaised) else None
         with self._changed:
@@ -282,7 +185,7 @@ class Dispatcher:
                 return
             if isinstance(answer, FunctionReturned):
                 try:
-                    self._on_answer(buffers[1], answer.global_step)
+                    self.on_answer(buffers[1], answer.global_step)
                     call.result.succeed(buffers[0])
                 except Exception as error:  # its effects cannot be read here
                     raised = error
@@ -290,17 +193,11 @@ class Dispatcher:
                 self._calls.fail(call, raised)
             self._changed.notify_all()
 
-    def _lose(self, worker: WorkerConnection, why: str) -> None:
-        worker.link.close()
+    def fail(self, error: BaseException) -> None:
+        logger.error("%s", error)
         with self._changed:
-            if self._workers.get(worker.number) is not worker:
-                return  # it has reconnected since
-            del self._workers[worker.number]
-            if not self._workers:
-                self._alone_since = time.monotonic()
-            if not self._closing:
-                logger.warning("Lost %s: %s Its function runs on another worker.", worker.name, why)
-            self._calls.give_up(self._calls.queue.leave(worker.number, worker.incarnation), worker.name)
+            if not self._calls.has_failed:
+                self._calls.fail_all(error)
             self._changed.notify_all()
 
 

@@ -113,16 +113,19 @@ class References:
             raise _not_made(f"The {type(thing).__name__} {getattr(thing, 'name', '')!r}")
         return name
 
-    def _owner(self, variable: Any) -> tuple[ScopedName, int]:
-        """The thing made in scope whose variable it is, and which of them."""
+    def owner(self, variable: Any) -> tuple[ScopedName, int] | None:
+        """The thing made in scope whose variable it is, and which of them; None if there is none."""
         if id(variable) not in self._owners:
             self._owners = {}
             for name, made in (*self._made.layers(), *self._made.optimizers(), *self._made.metrics()):
                 for index, own in enumerate(made.variables):
                     self._owners.setdefault(id(own), (name, index))
-        if id(variable) not in self._owners:
+        return self._owners.get(id(variable))
+
+    def _owner(self, variable: Any) -> tuple[ScopedName, int]:
+        if (found := self.owner(variable)) is None:
             raise _not_made(f"What the variable {variable.path!r} belongs to")
-        return self._owners[id(variable)]
+        return found
 
 
 def _not_made(what: str) -> UnsupportedError:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,10 +44,17 @@ class NotedReference:
 
 
 class OutgoingReferences(References):
-    """References from the coordinator. One thread at a time may pack with it; any may load."""
+    """References from the coordinator. One thread at a time may pack with it; any may load.
 
-    def __init__(self, fixed: Mapping[str, Any], made: ScopeRegistry, tensors: Tensors) -> None:
+    Args:
+        takes_later_objects: whether what was made since the registry was settled may be referred to.
+    """
+
+    def __init__(
+        self, fixed: Mapping[str, Any], made: ScopeRegistry, tensors: Tensors, takes_later_objects: Callable[[], bool]
+    ) -> None:
         super().__init__(fixed, made, tensors)
+        self._takes_later_objects = takes_later_objects
         self._by_value = References(fixed, made, tensors)
         self._noted = NotedReference()
         self._keeps = False
@@ -112,6 +119,9 @@ class OutgoingReferences(References):
         return super()._other(thing)
 
     def _name(self, thing: Any) -> ScopedName:
+        found = self._made.name_of(thing)
+        if found is not None and self._made.find(found) is None and self._takes_later_objects():
+            self._made.settle(again=True)
         name = super()._name(thing)
         self._noted.names.add(name)
         return name

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.coordinator.coordinator_messages import FUNCTIONS_KEPT, CallFunction, KeepObject, Order
@@ -12,6 +13,22 @@ from phalanx.coordinator.scheduled_calls import ScheduledCall
 from phalanx.transport.link import Link
 
 Message = tuple[Order, Sequence[bytes | memoryview]]
+
+
+class DeferredMessage:
+    """A message that is packed when a worker first needs it. Any thread may ask."""
+
+    def __init__(self, pack: Callable[[], Message]) -> None:
+        self._pack = pack
+        self._lock = threading.Lock()
+        self._packed: Message | None = None
+
+    def packed(self) -> Message:
+        """The message. Raises: what packing it raises."""
+        with self._lock:
+            if self._packed is None:
+                self._packed = self._pack()
+            return self._packed
 
 
 @dataclass(eq=False)
@@ -23,6 +40,7 @@ class WorkerConnection:
         name: its task, such as `worker/1`.
         incarnation: identifies its process and this link.
         link: the open link to it.
+        has_program: whether it runs the chief's program too.
         outbox: messages to send before the next function.
         functions: digests of the functions that it has, most recently used last.
         kept: numbers of the large values that it has.
@@ -33,7 +51,8 @@ class WorkerConnection:
     name: str
     incarnation: str
     link: Link
-    outbox: deque[Message]
+    has_program: bool
+    outbox: deque[Message | DeferredMessage]
     functions: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     kept: set[int] = field(default_factory=set)
     last_sent_at: float = field(default_factory=time.monotonic)

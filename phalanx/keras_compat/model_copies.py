@@ -23,6 +23,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.keras_internals import keras_trainer
 from phalanx.keras_compat.model_state import optimizers
 from phalanx.keras_compat.object_config import configuration_of, serialized, without_tensorflow
+from phalanx.keras_compat.object_names import name_counters, naming_from
 from phalanx.keras_compat.patching import set_untracked
 
 MAIN = "__main__"
@@ -30,10 +31,15 @@ _CONSTRUCTION, _COMPILATION = "_phalanx_construction", "_phalanx_compilation"
 
 
 class Arguments(NamedTuple):
-    """What a class or method was called with."""
+    """What a class or method was called with.
+
+    Attributes:
+        names: how many objects of each kind Keras had named by then, so that copies get the same names.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    names: Mapping[str, int]
 
 
 class LayerCopy(NamedTuple):
@@ -74,11 +80,11 @@ class LayerCopy(NamedTuple):
     def _made(self) -> Any:
         vars(sys.modules[MAIN]).update(self.definitions)
         if self.kind is not None:
-            made = self.kind(*self.construction.args, **self.construction.kwargs)
+            with naming_from(self.construction.names):
+                made = self.kind(*self.construction.args, **self.construction.kwargs)
         else:
             made = keras.saving.deserialize_keras_object(self.config, custom_objects=self.definitions, safe_mode=False)
-        if self.shapes and not made.built:
-            made.build_from_config(self.shapes)
+        self.build(made)
         for number, layer in enumerate(made._flatten_layers()):
             if layer.trainable != (number not in self.frozen):
                 layer.trainable = number not in self.frozen
@@ -86,6 +92,15 @@ class LayerCopy(NamedTuple):
             made.compile(*self.compilation.args, **self.compilation.kwargs)
             self._build_optimizers(made)
         return made
+
+    def build(self, made: Any) -> None:
+        """Build a copy that was made, perhaps before the layer was built, as the layer is built now."""
+        if self.shapes and not made.built:
+            made.build_from_config(self.shapes)
+            # Of a model without a build() of its own, Keras builds what is inside, and does not say so.
+            made.built = made.built or all(layer.built for layer in made._flatten_layers(include_self=False))
+        if self.compilation is not None and made.compiled:
+            self._build_optimizers(made)
 
     def _build_optimizers(self, model: Any) -> None:
         """Build them for the variables of then: a layer may have been frozen since."""
@@ -105,7 +120,7 @@ def _recording_new(original: Callable[..., Any]) -> Callable[..., Any]:
     def recording(kind: Any, *args: Any, **kwargs: Any) -> Any:
         thing = original(kind, *args, **kwargs)
         if isinstance(thing, keras.layers.Layer) and _is_own(kind):
-            set_untracked(thing, **{_CONSTRUCTION: Arguments(args, kwargs)})
+            set_untracked(thing, **{_CONSTRUCTION: Arguments(args, kwargs, name_counters())})
             if isinstance(thing, keras.Model) and kind.compile is not keras_trainer().compile:
                 set_untracked(thing, compile=_recording_compile(thing, kind.compile))
         return thing
@@ -125,7 +140,7 @@ def copy_of(layer: Any) -> LayerCopy:
     shapes = layer.get_build_config() if layer.built else None
     return LayerCopy(
         type(layer) if is_recorded else None,
-        construction if is_recorded else Arguments((), {}),
+        construction if is_recorded else Arguments((), {}, {}),
         config,
         _definitions(config),
         shapes,
@@ -179,7 +194,7 @@ def _recording_compile(model: Any, compile_: Callable[..., Any]) -> Callable[...
     def method(*args: Any, **kwargs: Any) -> Any:
         target = reference()
         result = compile_(target, *args, **kwargs)
-        set_untracked(target, **{_COMPILATION: Arguments(args, kwargs)})
+        set_untracked(target, **{_COMPILATION: Arguments(args, kwargs, {})})
         return result
 
     return method
@@ -195,7 +210,7 @@ def _compilation(model: Any) -> Arguments | None:
             f"The model {model.name!r} has its own compile(), and was made before the strategy, so what compile() was "
             f"given is not known. Make and compile the model in strategy.scope()."
         )
-    return Arguments((), dict(model._compile_config.config))
+    return Arguments((), dict(model._compile_config.config), {})
 
 
 def _optimized(model: Any) -> tuple[tuple[int, ...], ...]:

@@ -6,13 +6,14 @@ from functools import cache
 
 from phalanx.strategies import replica_context
 from phalanx.strategies.central_storage_strategy import CentralStorageStrategy
+from phalanx.strategies.cluster_server import Server
 from phalanx.strategies.current_job import leave_job
 from phalanx.strategies.local_sgd_strategy import DiLoCoStrategy, LocalSGDStrategy
 from phalanx.strategies.mirrored_strategy import MirroredStrategy
 from phalanx.strategies.model_parallel_strategy import ModelParallelStrategy
 from phalanx.strategies.multi_worker_strategy import MultiWorkerMirroredStrategy
 from phalanx.strategies.one_device_strategy import DefaultStrategy, OneDeviceStrategy
-from phalanx.strategies.parameter_server_strategy import ParameterServerStrategy, Server
+from phalanx.strategies.parameter_server_strategy import ParameterServerStrategy
 from phalanx.strategies.replica_context import (
     ReplicaContext,
     current_replica_context,

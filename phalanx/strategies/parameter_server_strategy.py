@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,14 +15,15 @@ import numpy as np
 from phalanx.cluster import timeline_relay
 from phalanx.cluster.resolvers.auto_resolver import as_resolver
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
-from phalanx.cluster.resolvers.simple import SimpleClusterResolver
-from phalanx.cluster.spec import EVALUATOR, PS, ClusterSpec
+from phalanx.cluster.spec import CHIEF, EVALUATOR, PS, ClusterSpec
 from phalanx.cluster.task_comparison import MIXED_BACKENDS, JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.compression import BFloat16, Compression, Float16
 from phalanx.compression import resolve as resolve_compression
 from phalanx.config.environment import set_variables
 from phalanx.config.job_config import JobConfig
+from phalanx.coordinator.method_calls import MethodCalls
+from phalanx.coordinator.worker_server import WorkerSettings
 from phalanx.data import DistributedDataset, InputContext
 from phalanx.devices import gpu_figures
 from phalanx.devices.gpu_count import HIDE_GPUS
@@ -34,10 +35,10 @@ from phalanx.parameter_server.server.parameter_server import ParameterServer, sn
 from phalanx.parameter_server.server.shard_group import RETURN_S, SNAPSHOT_S
 from phalanx.parameter_server.server_messages import UpdateRules
 from phalanx.runtime import process_exit, progress, telemetry
-from phalanx.strategies.program_random_state import random_state, set_random_state
 from phalanx.strategies.strategy import Strategy
 from phalanx.training import model_dispatch
 from phalanx.training.parameter_server_worker import ParameterServerWorker
+from phalanx.training.program_random_state import random_state, set_random_state
 from phalanx.training.replica import alone
 
 logger = logging.getLogger(__name__)
@@ -46,9 +47,10 @@ logger = logging.getLogger(__name__)
 class ParameterServerStrategy(Strategy):
     """Training with parameter servers (`tf.distribute.ParameterServerStrategy`).
 
-    Every task of the cluster runs the same program. On a task of type `ps`, the constructor serves until the job is
-    over and then exits the process with code 0. On other tasks it waits until the servers are there; `fit` then trains
-    on the batches that the first server hands out to the workers. The optimizer runs on the servers.
+    Servers keep the variables and run the optimizer; `fit` trains on the batches that the first server hands out to the
+    workers. Either only the task `chief` has this program, and `ps` and workers run `phalanx.Server(...).join()`. Or
+    every task runs the same program: on a task of type `ps` the constructor serves until the job is over, and then
+    exits the process with code 0; on other tasks it waits until the servers are there.
 
     Args:
         cluster_resolver: describes the cluster and this task. None: TF_CONFIG, or the environment of Slurm, MPI or
@@ -95,7 +97,7 @@ class ParameterServerStrategy(Strategy):
         embedding_rows: bool | str = "auto",
     ):
         resolver = as_resolver(cluster_resolver)
-        me = _identify(resolver)
+        me = identify_task_of(resolver)
         if me.task.type == PS:
             set_variables(HIDE_GPUS)  # gradients come by the host's memory, and a GPU's belongs to the workers
             serve(me, snapshot_dir, snapshot_seconds, replication)
@@ -106,10 +108,10 @@ class ParameterServerStrategy(Strategy):
         if embedding_rows not in ("auto", True, False):
             raise ConfigurationError(f"embedding_rows is {embedding_rows!r}; write True, False or 'auto'.")
         super().__init__(alone(), resolver)
-        self._worker: ParameterServerWorker | None = None
+        self._served_by: ParameterServerWorker | None = None
         if me.task.type != EVALUATOR:
             return_s = RETURN_S if snapshot_dir is not None or replication > 1 else 0.0
-            self._worker = _join(
+            self._served_by = join_as_worker(
                 me,
                 rules,
                 variable_partitioner,
@@ -118,24 +120,40 @@ class ParameterServerStrategy(Strategy):
                 me.config.return_timeout_s or return_s,
                 is_replicated=replication > 1,
             )
+            if me.task.type == CHIEF and me.config.secret and len(me.tasks) > 1:
+                self._accept_workers(self._served_by)
+
+    @classmethod
+    def of_worker(cls, worker: ParameterServerWorker, resolver: ClusterResolver) -> ParameterServerStrategy:
+        """The strategy of a worker that runs no program of its own."""
+        strategy = cls.__new__(cls)
+        Strategy.__init__(strategy, alone(), resolver)
+        strategy._served_by = worker
+        return strategy
+
+    def _accept_workers(self, worker: ParameterServerWorker) -> None:
+        """As the chief: let workers take part that run no program of their own."""
+        if worker.calls is None:
+            worker.calls = calls = MethodCalls(worker, self, self._tensors)
+            calls.start(lambda: _settings_of(worker))
 
     @property
     def _member(self) -> model_dispatch.Member:
-        return self._replica if self._worker is None else self._worker
+        return self._replica if self._served_by is None else self._served_by
 
     @property
     def rank(self) -> int:
         """This worker's number; 0 is the chief."""
-        return 0 if self._worker is None else self._worker.number
+        return 0 if self._served_by is None else self._served_by.number
 
     @property
     def is_chief(self) -> bool:
-        return self._worker is not None and self._worker.is_chief
+        return self._served_by is not None and self._served_by.is_chief
 
     @property
     def num_replicas_in_sync(self) -> int:
         """How many workers make one update together: 1 in asynchronous training."""
-        return self._worker.workers if self._worker is not None and self._worker.rules.synchronous else 1
+        return self._served_by.workers if self._served_by is not None and self._served_by.rules.synchronous else 1
 
     @property
     def global_step(self) -> int:
@@ -143,22 +161,22 @@ class ParameterServerStrategy(Strategy):
 
         It is not contiguous: other workers make updates in between.
         """
-        return 0 if self._worker is None else self._worker.global_step
+        return 0 if self._served_by is None else self._served_by.global_step
 
     @property
     def _in_function(self) -> bool:
         """Whether this is a worker of a `ClusterCoordinator`, which runs each function by itself."""
-        return self._worker is not None and self._worker.in_function
+        return self._served_by is not None and self._served_by.in_function
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this worker has sent to the servers."""
-        return 0 if self._worker is None else self._worker.client.bytes_sent
+        return 0 if self._served_by is None else self._served_by.client.bytes_sent
 
     @property
     def bytes_received(self) -> int:
         """Bytes that the servers have sent to this worker."""
-        return 0 if self._worker is None else self._worker.client.bytes_received
+        return 0 if self._served_by is None else self._served_by.client.bytes_received
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         if self._in_function:
@@ -181,7 +199,7 @@ class ParameterServerStrategy(Strategy):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: Any = None
     ) -> DistributedDataset:
-        worker = self._worker
+        worker = self._served_by
         if worker is None:
             return super().distribute_datasets_from_function(dataset_fn, options)
         if self._in_function:
@@ -192,63 +210,12 @@ class ParameterServerStrategy(Strategy):
 
     def explain_sharding(self, dataset: Any, *, batch_size: int | None = None) -> str:
         """Which part of an input of `fit` the workers read: batches are assigned while they train."""
-        workers = 1 if self._worker is None else self._worker.workers
+        workers = 1 if self._served_by is None else self._served_by.workers
         return f"Each of the {workers} workers takes whole batches of the input, as the first server hands them out."
 
     def _input_arguments(self) -> dict[str, Any]:
         # Every worker has the whole dataset; the head decides which of its batches it trains on.
         return {**super()._input_arguments(), "rank": 0, "world_size": 1}
-
-
-class Server:
-    """A parameter server that is started explicitly (`tf.distribute.Server`).
-
-    Args:
-        server_or_cluster_def: the cluster: a `ClusterSpec` or a dict.
-        job_name: "ps".
-        task_index: number of this server.
-        protocol: ignored; accepted as by `tf.distribute.Server`.
-        config: ignored.
-        start: ignored.
-        replication: as for `ParameterServerStrategy`.
-        snapshot_dir: as for `ParameterServerStrategy`.
-        snapshot_seconds: as for `ParameterServerStrategy`.
-
-    Raises: ConfigurationError for another job than "ps".
-
-    >>> phalanx.Server({"ps": ["a:2222"], "worker": ["b:2222"]}, job_name="ps", task_index=0).join()  # doctest: +SKIP
-    """
-
-    def __init__(
-        self,
-        server_or_cluster_def: ClusterSpec | dict[str, Any],
-        job_name: str = PS,
-        task_index: int = 0,
-        protocol: Any = None,
-        config: Any = None,
-        start: bool = True,
-        *,
-        replication: int = 1,
-        snapshot_dir: str | os.PathLike[str] | None = None,
-        snapshot_seconds: float = SNAPSHOT_S,
-    ):
-        del protocol, config, start
-        if job_name != PS:
-            raise ConfigurationError(
-                f"A Server of job {job_name!r} has nothing to serve. Create a ParameterServerStrategy in the "
-                f"processes of workers and chief."
-            )
-        spec = ClusterSpec(server_or_cluster_def)
-        self._me = _identify(SimpleClusterResolver(spec, task_type=job_name, task_id=task_index))
-        self._durability = snapshot_dir, snapshot_seconds, replication
-
-    def join(self) -> NoReturn:
-        """Serve until the job is over, then exit the process with code 0.
-
-        `tf.distribute.Server.join` does not return either: programs expect only workers below it.
-        """
-        serve(self._me, *self._durability)
-        sys.exit(0)
 
 
 def serve(me: TaskIdentity, snapshot_dir: str | os.PathLike[str] | None, snapshot_s: float, replication: int) -> None:
@@ -289,12 +256,25 @@ def _check_replication(me: TaskIdentity, replication: int) -> None:
         )
 
 
+def _settings_of(worker: ParameterServerWorker) -> WorkerSettings:
+    reconnection = worker.client.reconnection
+    return WorkerSettings(
+        worker.rules,
+        worker.partitioner,
+        worker.compression,
+        worker.embedding_rows,
+        reconnection.return_s,
+        worker.client.is_replicated,
+        [*sys.path],
+    )
+
+
 RANDOM_STATE = "random state"
 
 _member: tuple[ClusterSpec, ParameterServerWorker] | None = None
 
 
-def _join(
+def join_as_worker(
     me: TaskIdentity,
     rules: UpdateRules,
     partitioner: Partitioner | None,
@@ -356,7 +336,7 @@ def _share_random_state(worker: ParameterServerWorker) -> None:
         set_random_state(bytes(state))
 
 
-def _identify(resolver: ClusterResolver) -> TaskIdentity:
+def identify_task_of(resolver: ClusterResolver) -> TaskIdentity:
     spec, task = resolver.cluster_spec(), resolver.task()
     if not spec or not any(known.type == PS for known in spec.tasks):
         raise ConfigurationError(

@@ -7,7 +7,6 @@ a callback was given, travel as references.
 
 from __future__ import annotations
 
-import copyreg
 import hashlib
 import io
 import pickle
@@ -16,19 +15,16 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
-import keras
 import msgspec
 
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
 from phalanx.engines.tensors import Tensors
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_copies
-from phalanx.keras_compat.callback_bases import OnChief
 from phalanx.keras_compat.model_copies import LayerCopy
-from phalanx.runtime.pickling import Pickler
-from phalanx.strategies.program_random_state import random_state
-from phalanx.training.callback_list import runs_on_chief
+from phalanx.training.call_pickling import CallPickler
 from phalanx.training.model_dispatch import policy_of
+from phalanx.training.program_random_state import random_state
 from phalanx.training.training_policy import TrainingPolicy
 
 PURPOSE = "replica-calls"
@@ -168,10 +164,9 @@ def _pickled(thing: Any, what: str, tensors: Tensors, places: Mapping[int, int])
         what: names it in errors.
         places: of the layers that the other replicas have, by their ids; others travel with their weights.
     """
-    file = io.BytesIO()
-    pickler = _Pickler(file, tensors, places)
+    pickler = CallPickler(tensors, lambda thing: places.get(id(thing)), with_weights=bool(places))
     try:
-        pickler.dump(thing)
+        return pickler.pickled(thing)
     except UnsupportedError:
         raise
     except Exception as error:  # whatever the pickling code of some class raises
@@ -180,27 +175,6 @@ def _pickled(thing: Any, what: str, tensors: Tensors, places: Mapping[int, int])
             f"keras.utils.PyDataset, a DataLoader or a tf.data.Dataset rather than a running generator, or put the "
             f"training into a function and call phalanx.launch(function, workers=N)."
         ) from error
-    return file.getvalue()
-
-
-class _Pickler(Pickler):
-    def __init__(self, file: io.BytesIO, tensors: Tensors, places: Mapping[int, int]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._tensors = tensors
-        self._places = places
-
-    def persistent_id(self, thing: Any) -> int | None:
-        return self._places.get(id(thing))
-
-    def reducer_override(self, thing: Any) -> Any:
-        if isinstance(thing, OnChief):
-            return OnChief, (thing.create(),)
-        if isinstance(thing, keras.callbacks.Callback) and runs_on_chief(thing):
-            return copyreg.__newobj__, (type(thing),)  # type: ignore[attr-defined]  # there it is never called
-        for reduced in (model_copies.reduced(thing, with_weights=bool(self._places)), self._tensors.reduce(thing)):
-            if reduced is not NotImplemented:
-                return reduced
-        return super().reducer_override(thing)
 
 
 class _Unpickler(pickle.Unpickler):

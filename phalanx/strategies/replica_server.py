@@ -21,7 +21,6 @@ from phalanx.parameter_server.server_dialing import connect
 from phalanx.runtime import function_call
 from phalanx.strategies import replica_calls
 from phalanx.strategies.current_job import join_job
-from phalanx.strategies.program_random_state import set_random_state
 from phalanx.strategies.replica_calls import (
     PURPOSE,
     Call,
@@ -35,6 +34,7 @@ from phalanx.strategies.replica_calls import (
     Settled,
 )
 from phalanx.strategies.strategy import Strategy
+from phalanx.training.program_random_state import set_random_state
 from phalanx.training.replica import Replica
 from phalanx.transport.link import Link
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import keras
@@ -196,7 +196,8 @@ def _refuse_own_functions(model: Any, member: Member, method: str, *, validates:
 def _entering(member: Member, model: Any, method: str, arguments: dict[str, Any]) -> Iterator[None]:
     """Around a call of a model's method, in which all members take part."""
     if not isinstance(member, Replica):
-        yield
+        with nullcontext() if member.calls is None else member.calls.calling(model, method, arguments):
+            yield
         return
     is_nested = member.calling_thread is not None  # the others come to it by themselves
     with in_method(member, method):

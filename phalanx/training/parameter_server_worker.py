@@ -12,6 +12,7 @@ from phalanx.parameter_server.client import HEAD, ParameterServerClient
 from phalanx.parameter_server.partitioners import Partitioner
 from phalanx.parameter_server.server_messages import BeginSession, Broadcast, FitOver, RequestBroadcast, UpdateRules
 from phalanx.runtime.telemetry import WorkerTraffic
+from phalanx.training.replica import ReplicaCalls
 from phalanx.training.scope_registry import ScopeRegistry
 
 Array = np.ndarray[Any, Any]
@@ -34,6 +35,8 @@ class ParameterServerWorker:
         made: the objects that the program has created in the strategy's scope.
         coordinator: the `ClusterCoordinator` of this process, if there is one.
         in_function: whether this process runs functions that a coordinator has scheduled.
+        calls: on the chief: takes calls of a model's methods to workers that run no program of their own; None: there
+            are none.
     """
 
     client: ParameterServerClient
@@ -48,8 +51,8 @@ class ParameterServerWorker:
     made: ScopeRegistry = field(default_factory=ScopeRegistry)
     coordinator: Any = None
     in_function: bool = False
-    _fits: int = field(default=-1)
-    _sessions: int = field(default=-1)
+    calls: ReplicaCalls | None = None
+    _last: dict[str, int] = field(default_factory=lambda: {"fit": -1, "session": -1})
     _broadcasts: dict[str, tuple[Broadcast, list[Array]]] = field(default_factory=dict)
 
     @property
@@ -65,14 +68,18 @@ class ParameterServerWorker:
 
     def next_fit(self) -> int:
         """Numbers the calls of `fit` in the program, equally on all workers."""
-        self._fits += 1
-        return self._fits
+        self._last["fit"] += 1
+        return self._last["fit"]
+
+    def begin_at(self, fit: int) -> None:
+        """Let the next `fit` be that of this number."""
+        self._last["fit"] = fit - 1
 
     def requests_to_repeat(self) -> list[tuple[BeginSession | Broadcast, list[Array]]]:
         """On the chief: its broadcasts and the beginning of its session, for a head that comes back."""
         begun: list[tuple[BeginSession | Broadcast, list[Array]]] = []
-        if self._sessions >= 0:
-            begun.append((BeginSession(self._sessions), []))
+        if self._last["session"] >= 0:
+            begun.append((BeginSession(self._last["session"]), []))
         return [*begun, *self._broadcasts.values()]
 
     def broadcast(self, subject: str, arrays: list[Array], fit: int = -1) -> None:
@@ -114,13 +121,13 @@ class ParameterServerWorker:
 
         Raises: CollectiveTimeoutError or PeerLostError naming the chief.
         """
-        self._sessions += 1
-        self.client.request(HEAD, BeginSession(self._sessions))
+        self._last["session"] += 1
+        self.client.request(HEAD, BeginSession(self._last["session"]))
 
     @property
     def last_fit(self) -> int:
         """The number of the last `fit`; -1 before the first."""
-        return self._fits
+        return self._last["fit"]
 
     def describe(self) -> str:
         rules = self.rules

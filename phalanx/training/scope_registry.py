@@ -46,11 +46,28 @@ class ScopeRegistry:
         self._names[made] = ScopedName(kind, self._counts[kind])
         self._counts[kind] += 1
 
-    def settle(self) -> None:
-        """Keep the objects that have been created until now; only these can be found from here on."""
+    def put(self, name: ScopedName, made: Any) -> None:
+        """Name an object as another task names its own."""
+        self._names[made] = name
+        self._settled = {**(self._settled or {}), name: made}
+        self._by_kind.clear()
+
+    def settle(self, *, again: bool = False) -> None:
+        """Keep the objects that have been created until now; only these can be found from here on.
+
+        Args:
+            again: keep those too that have been created since the last time.
+        """
         if self._settled is None:
             gc.collect()  # dropped objects are gone on every task, not only where the collector has run
-            self._settled = {name: made for made, name in self._names.items()}
+            self._settled = self.present()
+        elif again:
+            self._settled = {**self.present(), **self._settled}
+            self._by_kind.clear()
+
+    def present(self) -> dict[ScopedName, Any]:
+        """The objects that exist now, in the order in which they were created."""
+        return {name: made for made, name in self._names.items()}
 
     def name_of(self, thing: Any) -> ScopedName | None:
         """The name of an object; None if it was not created in the scope."""
@@ -58,7 +75,7 @@ class ScopeRegistry:
 
     def find(self, name: ScopedName) -> Any:
         """The object of a name; None if it did not exist when `settle` was called."""
-        return (self._settled or {}).get(name)
+        return (self.present() if self._settled is None else self._settled).get(name)
 
     def layers(self) -> list[tuple[ScopedName, Any]]:
         return self._of(keras.layers.Layer)

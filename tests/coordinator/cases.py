@@ -21,6 +21,7 @@ import numpy as np
 
 import phalanx
 from phalanx.coordinator import ClusterCoordinator
+from tests.coordinator.serving import serve_if_asked
 from tests.support.seeds import set_random_seed
 
 WORKERS_COME_S = 60.0
@@ -455,6 +456,27 @@ def training_like_one_process(coordinator: ClusterCoordinator, world: World) -> 
     }
 
 
+def made_later(coordinator: ClusterCoordinator, world: World) -> Any:
+    """Workers without a program get what is made after the coordinator, and after functions have run."""
+    coordinator.schedule(lambda: 1)
+    coordinator.join()
+    with coordinator.strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        mean = keras.metrics.Mean()
+    weights = model.layers[-1].kernel
+
+    def function() -> tuple[float, bool, bool]:
+        mean.update_state([2.0, 4.0])
+        predicted = keras.ops.convert_to_numpy(model(np.ones((1, 2), "float32")))
+        return float(predicted[0, 0]), model.layers[-1].kernel is weights, model is world.model
+
+    values = coordinator.fetch([coordinator.schedule(function) for _ in range(4)])
+    coordinator.join()
+    model.layers[-1].kernel.assign(keras.ops.full((2, 1), 3.0))
+    changed = coordinator.schedule(function).fetch()
+    return {"values": values, "changed": changed, "mean": float(mean.result())}
+
+
 CASES: dict[str, Callable[[ClusterCoordinator, World], Any]] = {
     case.__name__: case
     for case in (
@@ -462,11 +484,13 @@ CASES: dict[str, Callable[[ClusterCoordinator, World], Any]] = {
         *(own_datasets, own_values, metrics, functions_are_kept, values_that_the_program_sets, run_inside, own_batches),
         *(state_of_layers, own_numbers),
         *(training, training_like_one_process),
+        made_later,
     )
 }
 
 
 def main() -> None:
+    serve_if_asked()
     folder = Path(sys.argv[1])
     strategy = phalanx.ParameterServerStrategy()
     world = World(strategy.scope())

@@ -11,6 +11,7 @@ import keras
 
 import phalanx
 from phalanx.coordinator import ClusterCoordinator
+from tests.coordinator.serving import serve_if_asked
 
 FUNCTIONS = 6
 BOUND_S = 200.0
@@ -24,6 +25,7 @@ def until(condition, what: str) -> None:
 
 
 def main() -> None:
+    serve_if_asked()
     folder, kind = Path(sys.argv[1]), sys.argv[2]
     strategy = phalanx.ParameterServerStrategy()
     with strategy.scope():

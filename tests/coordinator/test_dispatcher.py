@@ -16,8 +16,9 @@ from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
+from phalanx.coordinator.accepted_workers import PURPOSE
 from phalanx.coordinator.coordinator_messages import CallFunction, FunctionRaised, FunctionReturned, Ping
-from phalanx.coordinator.dispatcher import PURPOSE, Dispatcher
+from phalanx.coordinator.dispatcher import Dispatcher
 from phalanx.coordinator.remote_values import RemoteValue
 from phalanx.coordinator.scheduled_calls import ScheduledCall
 from phalanx.errors import LinkClosedError, PeerLostError, RendezvousError
@@ -45,6 +46,7 @@ def identities() -> tuple[TaskIdentity, TaskIdentity]:
 def dispatcher(identities: tuple[TaskIdentity, TaskIdentity]) -> Iterator[Dispatcher]:
     made = Dispatcher(identities[0], lambda changes, step: None, set())
     made.start()
+    made.accept(PURPOSE)
     yield made
     made.close()
 

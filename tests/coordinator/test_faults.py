@@ -26,6 +26,7 @@ from phalanx.parameter_server.server_messages import UpdateRules
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from tests.coordinator import counting
 from tests.coordinator.program import FUNCTIONS
+from tests.coordinator.serving import SERVERS
 from tests.parameter_server.tasks import Tasks
 from tests.support.backends import FIRST
 
@@ -59,8 +60,11 @@ def pid_of(tasks: Tasks, name: str) -> int:
     return tasks.processes[name].pid
 
 
-def test_a_killed_workers_function_runs_elsewhere_and_the_worker_comes_back(start: Start) -> None:
-    tasks = start("comes back")
+@pytest.mark.parametrize("settings", [SERVERS, pytest.param({}, marks=pytest.mark.slow)], ids=["servers", "programs"])
+def test_a_killed_workers_function_runs_elsewhere_and_the_worker_comes_back(
+    start: Start, settings: dict[str, str]
+) -> None:
+    tasks = start("comes back", **settings)
     tasks.wait_for(lambda: len(running(tasks)) == 2, "both workers run a function")
     killed = pid_of(tasks, "worker/1")
     begun = running(tasks)[killed]
@@ -278,7 +282,7 @@ def strategy_of(
         | rules
     )
     strategy = object.__new__(phalanx.ParameterServerStrategy)
-    strategy._worker = ParameterServerWorker(client, 0, len(me.tasks), all_rules, None, None, "")
+    strategy._served_by = ParameterServerWorker(client, 0, len(me.tasks), all_rules, None, None, "")
     return strategy
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.coordinator.cases import CASES
+from tests.coordinator.serving import SERVERS
 from tests.parameter_server.tasks import Tasks
 from tests.support.backends import BACKENDS, FIRST
 from tests.training.compare import assert_close
@@ -24,22 +25,31 @@ pytestmark = [
 
 ALONE = ("training_like_one_process",)
 """Cases for a single worker, whose chief is worker 0."""
+SERVED = ("made_later",)
+"""Cases for workers that run no program of their own."""
 Found = Callable[[str, str], Any]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What the chief found in a case; all cases for as many workers run in one job."""
+@pytest.fixture(scope="module", params=["programs", pytest.param("servers", marks=pytest.mark.slow)])
+def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found:
+    """What the chief found in a case; all cases for as many workers run in one job. Its workers run the program too, or
+    serve."""
     finished: dict[tuple[str, bool], Path] = {}
+    settings = SERVERS if request.param == "servers" else {}
 
     def of(backend: str, name: str) -> Any:
         alone = name in ALONE
+        if (name in SERVED and not settings) or (alone and settings):
+            pytest.skip("the case is for other workers")
         if (backend, alone) not in finished:
             folder = finished[backend, alone] = tmp_path_factory.mktemp(f"{backend}-{alone}")
-            names = [case for case in CASES if (case in ALONE) == alone]
+            names = [case for case in CASES if (case in ALONE) == alone and (settings or case not in SERVED)]
             program = ["-m", "tests.coordinator.cases", str(folder), *names]
             # The chief is a task of its own in one job, and worker 0 in the other.
-            with Tasks(folder, program, servers=1 + alone, workers=2, backend=backend, chief=not alone) as tasks:
+            servers = 1 + alone
+            with Tasks(
+                folder, program, servers=servers, workers=2, backend=backend, chief=not alone, settings=settings
+            ) as tasks:
                 codes = tasks.ends()
                 (folder / "said").write_text(f"{codes}\n{tasks.everything()}")
         file = finished[backend, alone] / name
@@ -171,6 +181,13 @@ def test_the_servers_train(found: Found, backend: str) -> None:
     assert result["accuracy"] > 0.8
     assert result["counted"] == 96, "every sample of the last epoch, once"
     assert result["iterations"] == result["global_step"] == 12 * 6
+
+
+def test_workers_without_a_program_get_what_is_made_later(found: Found, backend: str) -> None:
+    result = found(backend, "made_later")
+    assert result["values"] == [(2.0, True, False)] * 4
+    assert result["changed"] == (6.0, True, False)
+    assert result["mean"] == 3.0
 
 
 @pytest.mark.slow

@@ -273,11 +273,6 @@ def test_arguments_that_do_not_fit_are_refused(cluster: None, arguments: dict[st
         phalanx.ParameterServerStrategy(**arguments)  # type: ignore[arg-type]
 
 
-def test_a_server_of_workers_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="has nothing to serve"):
-        phalanx.Server({"worker": ["localhost:1"], "ps": ["localhost:2"]}, job_name="worker")
-
-
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [

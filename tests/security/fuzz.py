@@ -138,7 +138,7 @@ def targets() -> dict[str, Target]:
 
     from phalanx.collectives.host.mesh import AbortNotice, CollectiveDescription
     from phalanx.compression import codec
-    from phalanx.coordinator import dispatcher, function_server
+    from phalanx.coordinator import accepted_workers, chief_session
     from phalanx.data.sample_ledger import SampleLedger
     from phalanx.elastic import coordinator_client, coordinator_server, membership_messages
     from phalanx.errors import FrameError, HandshakeError
@@ -199,8 +199,8 @@ def targets() -> dict[str, Target]:
         "abort notices": of_type(AbortNotice),
         "compressed gradients": Target(lambda c: codec._unpacked(np.frombuffer(c, np.uint8)), (FrameError,), [packed]),
         "horovod requests": plain(negotiator._DECODER.decode),
-        "function answers": plain(dispatcher._ANSWERS.decode),
-        "function orders": plain(function_server._ORDERS.decode),
+        "function answers": plain(accepted_workers._ANSWERS.decode),
+        "function orders": plain(chief_session._ORDERS.decode),
         "agent commands": plain(msgspec.json.Decoder(Command).decode, b'{"type":"prepare","workers":1}'),
         "agent answers": plain(msgspec.json.Decoder(Answer).decode, b'{"type":"prepared","ports":[1]}'),
         "crash reports": plain(msgspec.json.Decoder(CrashReport).decode, b"{}"),

@@ -1,0 +1,265 @@
+"""The coordinator's end of its links: accepts workers, sends what they are to do, and notices lost ones.
+
+Each worker has a thread that sends to it and one that receives from it. Sockets are read and written without the lock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from phalanx.cluster.admission import PROBE, ProbeService, admit_worker, link_name
+from phalanx.cluster.task_identity import TaskIdentity
+from phalanx.coordinator.coordinator_messages import Answer, Begin, ForgetObject, MakeObject, Ping, StopWorker
+from phalanx.coordinator.worker_connection import DeferredMessage, Message, WorkerConnection
+from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
+from phalanx.transport.handshake import Hello, Welcome
+from phalanx.transport.link import Link
+
+logger = logging.getLogger(__name__)
+
+PURPOSE = "coordinator"
+"""Of the links from workers that run the chief's program too."""
+SERVER_PURPOSE = "worker server"
+"""Of the links from workers that run no program of their own."""
+METHOD = "method"
+"""The role of the message by which workers without a program call the method that runs now."""
+PING_S = 5.0
+"""Between two pings. A worker's death is noticed without them; that it is stopped is not."""
+CLOSE_S = 5.0
+"""How long `close` waits for busy workers."""
+
+_ANSWERS = msgspec.msgpack.Decoder(Answer)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class WorkerEvents(Protocol):
+    """What happens to workers. `entered`, `left` and `feed` are called with the lock held."""
+
+    def entered(self, worker: WorkerConnection) -> None:
+        """A worker is there."""
+        ...
+
+    def left(self, worker: WorkerConnection) -> None:
+        """A worker is lost."""
+        ...
+
+    def feed(self, worker: WorkerConnection) -> bool:
+        """Put the next function into the outbox of a worker that has nothing else to do, if there is one."""
+        ...
+
+    def answered(self, worker: WorkerConnection, answer: Answer, buffers: list[memoryview]) -> None:
+        """A worker has answered."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """A message for workers cannot be packed."""
+        ...
+
+
+class AcceptedWorkers:
+    """Owns the listening port, the links to the workers and their threads.
+
+    Args:
+        me: this task.
+        changed: protects all state, here and in what handles `events`; notified when some has changed.
+        silent: names of workers that were lost because they did not answer, and have not returned. Kept up to date.
+
+    Attributes:
+        names: of the workers, by rank.
+        greeting: packs the first message to a worker that runs no program of its own.
+    """
+
+    def __init__(self, me: TaskIdentity, changed: threading.Condition, events: WorkerEvents, silent: set[str]) -> None:
+        self._me = me
+        self._changed = changed
+        self._events = events
+        self._silent = silent
+        self.names = {rank: str(task) for rank, task in enumerate(me.tasks) if rank != me.rank}
+        self.greeting: Callable[[], Message] | None = None
+        self._workers: dict[int, WorkerConnection] = {}
+        self._broadcasts: list[tuple[Begin | MakeObject, Sequence[bytes]]] = []  # also sent to workers that join later
+        self._of_servers: dict[str, DeferredMessage] = {}  # what workers without a program get besides, by its role
+        self._link_numbers = itertools.count()
+        self._closing = False
+        self._listener = me.open_listener()
+        self._listener.register(PROBE, ProbeService(me))
+
+    def start(self) -> None:
+        """Listen."""
+        self._listener.start()
+
+    def accept(self, purpose: str) -> None:
+        """From now on, accept workers that come for this purpose."""
+        self._listener.register(purpose, self)
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether a worker is there that runs no program of its own."""
+        with self._changed:
+            return any(not worker.has_program for worker in self._workers.values())
+
+    def broadcast(self, order: Begin | MakeObject, buffers: Sequence[bytes] = ()) -> None:
+        """Send a message to all workers, and to those that join later; these receive only the last `Begin`."""
+        with self._changed:
+            if isinstance(order, Begin):
+                self._broadcasts = [sent for sent in self._broadcasts if not isinstance(sent[0], Begin)]
+            self._broadcasts.append((order, buffers))
+            for worker in self._workers.values():
+                worker.outbox.append((order, buffers))
+            self._changed.notify_all()
+
+    def forget(self, number: int) -> None:
+        """Let workers drop the per-worker value, or the large array, of this number."""
+        with self._changed:
+            self._broadcasts = [
+                (order, buffers)
+                for order, buffers in self._broadcasts
+                if isinstance(order, Begin) or order.number != number
+            ]
+            for worker in self._workers.values():
+                worker.kept.discard(number)
+                worker.outbox.append((ForgetObject(number), ()))
+            self._changed.notify_all()
+
+    def tell_servers(self, role: str, pack: Callable[[], Message]) -> None:
+        """Send a message to all workers that run no program of their own, and to those that join later, instead of the
+        former one of its role. It is packed once a worker needs it.
+
+        Raises: what packing it raises, if a worker is there that needs it.
+        """
+        message = DeferredMessage(pack)
+        if self.has_servers:
+            message.packed()
+        with self._changed:
+            self._of_servers[role] = message
+            for worker in self._workers.values():
+                if not worker.has_program:
+                    worker.outbox.append(message)
+            self._changed.notify_all()
+
+    def withdraw(self, role: str) -> None:
+        """Do not send the message of this role to workers that join later."""
+        with self._changed:
+            self._of_servers.pop(role, None)
+
+    def lose(self, worker: WorkerConnection, why: str) -> None:
+        """Close the link to a worker, which does no more."""
+        worker.link.close()
+        with self._changed:
+            if self._workers.get(worker.number) is not worker:
+                return  # it has reconnected since
+            del self._workers[worker.number]
+            if not self._closing:
+                logger.warning("Lost %s: %s Its function runs on another worker.", worker.name, why)
+            self._events.left(worker)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop all workers and close the port. Safe to call twice."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            for worker in self._workers.values():
+                worker.outbox.append((StopWorker(), ()))
+            self._changed.notify_all()
+            # The workers hang up. If this end did, a message that they are sending could lose them ours.
+            self._changed.wait_for(lambda: not self._workers, timeout=CLOSE_S)
+            links = [worker.link for worker in self._workers.values()]
+        for link in links:
+            link.close()
+        self._listener.close()
+
+    # The listener's service.
+
+    def admit(self, hello: Hello) -> Welcome:
+        def link_of(number: int) -> tuple[str, Link] | None:
+            with self._changed:
+                present = self._workers.get(number)
+            return None if present is None else (present.incarnation, present.link)
+
+        return admit_worker(self._me, hello, self.names, link_of)
+
+    def adopt(self, hello: Hello, link: Link) -> None:
+        number = self._me.rank_of(hello.task)
+        assert number is not None, "checked when it was admitted"
+        with self._changed:
+            incarnation = link_name(hello.incarnation, next(self._link_numbers))
+            has_program = hello.purpose == PURPOSE
+            outbox = deque(self._broadcasts if has_program else self._all_broadcasts())
+            worker = WorkerConnection(number, hello.task, incarnation, link, has_program, outbox)
+            former = self._workers.get(number)
+            if self._closing:
+                worker.outbox.append((StopWorker(), ()))
+            self._workers[number] = worker
+            self._silent.discard(hello.task)
+            self._events.entered(worker)
+            self._changed.notify_all()
+        if former is not None:
+            former.link.close()
+        for body in (self._send_to, self._receive_from):
+            threading.Thread(target=body, args=(worker,), name=f"phalanx-{hello.task}", daemon=True).start()
+
+    def _all_broadcasts(self) -> Iterator[Message | DeferredMessage]:
+        """What a worker without a program gets: what it must have, what may refer to that, and what runs now."""
+        if self.greeting is not None:
+            yield DeferredMessage(self.greeting)
+        yield from (message for role, message in self._of_servers.items() if role != METHOD)
+        yield from self._broadcasts
+        if METHOD in self._of_servers:
+            yield self._of_servers[METHOD]
+
+    # The threads of one worker.
+
+    def _send_to(self, worker: WorkerConnection) -> None:
+        try:
+            while (message := self._next_message(worker)) is not None:
+                try:
+                    order, buffers = message.packed() if isinstance(message, DeferredMessage) else message
+                except Exception as error:  # of whatever cannot travel
+                    self._events.fail(error)
+                    continue
+                worker.link.send(
+                    _encode(order), buffers, deadline=time.monotonic() + self._me.config.timeout_s + PING_S
+                )
+                worker.last_sent_at = time.monotonic()
+                if isinstance(order, StopWorker):
+                    worker.link.finish()
+                    return
+        except (LinkClosedError, LinkTimeoutError, FrameError) as error:
+            self.lose(worker, str(error))
+
+    def _next_message(self, worker: WorkerConnection) -> Message | DeferredMessage | None:
+        """Wait for the next message to this worker; None once it is gone."""
+        with self._changed:
+            while self._workers.get(worker.number) is worker:
+                if worker.outbox:
+                    return worker.outbox.popleft()
+                if self._events.feed(worker):
+                    continue
+                if time.monotonic() - worker.last_sent_at > PING_S:
+                    return Ping(), ()
+                self._changed.wait(PING_S)
+            return None
+
+    def _receive_from(self, worker: WorkerConnection) -> None:
+        limit_s = self._me.config.timeout_s + PING_S
+        try:
+            while True:
+                header, buffers = worker.link.receive(deadline=time.monotonic() + limit_s)
+                self._events.answered(worker, _ANSWERS.decode(header), buffers)
+        except (LinkClosedError, LinkTimeoutError, FrameError, msgspec.MsgspecError) as error:
+            if isinstance(error, LinkTimeoutError):
+                self._silent.add(worker.name)
+            self.lose(worker, str(error))

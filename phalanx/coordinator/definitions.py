@@ -1,0 +1,209 @@
+"""What the chief's program has made in the scope, as it travels to workers that run no program of their own.
+
+Layers (models too), optimizers and metrics travel as what makes them (`keras_compat/model_copies`). A *root* is one
+that is in no other; what is in it travels with it, and keeps its identity: workers find the parts of their copy in the
+order of `parts_of`, under the names that the chief's have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from phalanx.coordinator.coordinator_messages import Define
+from phalanx.coordinator.dispatcher import Dispatcher
+from phalanx.engines.tensors import Tensors
+from phalanx.errors import PhalanxError, UnsupportedError
+from phalanx.keras_compat.model_copies import LayerCopy, copy_of
+from phalanx.keras_compat.model_state import optimizers
+from phalanx.training.call_pickling import CallPickler
+from phalanx.training.remote_variables import to_host
+from phalanx.training.scope_registry import KINDS, ScopedName, ScopeRegistry
+
+Array = np.ndarray[Any, Any]
+
+DEFINITIONS = "definitions"
+NAMELESS = ScopedName("", 0)
+
+
+class Definition(NamedTuple):
+    """One root.
+
+    Attributes:
+        made_from: what makes a layer; or an optimizer or a metric itself.
+        state: the values of `state_of`.
+        paths: of `trained_by_servers`, and then of `state_of`, by which tasks compare their models.
+    """
+
+    made_from: Any
+    state: list[Array]
+    paths: list[str]
+
+
+def parts_of(root: Any) -> list[Any]:
+    """What was made with an object: itself, the layers in it and their metrics, and a model's optimizers."""
+    found = {id(root): root}
+    if isinstance(root, keras.layers.Layer):
+        for layer in root._flatten_layers():
+            found |= {id(part): part for part in (layer, *layer._metrics)}
+    if isinstance(root, keras.Model):
+        found |= {id(optimizer): optimizer for optimizer in optimizers(root)}
+    return list(found.values())
+
+
+def trained_by_servers(root: Any) -> list[Any]:
+    """The variables of a layer that servers may train, if it is built."""
+    return list(root.trainable_weights) if isinstance(root, keras.layers.Layer) and root.built else []
+
+
+def state_of(root: Any) -> list[Any]:
+    """The variables of a layer that servers do not train, if it is built; not those of metrics."""
+    if not isinstance(root, keras.layers.Layer) or not root.built:
+        return []
+    generators = [generator for layer in root._flatten_layers() for generator in layer._seed_generators]
+    return [*root.non_trainable_weights, *(generator.state for generator in generators)]
+
+
+class OutgoingDefinitions:
+    """What workers without a program must have by now. Any thread may use it.
+
+    Args:
+        made: what the program has made in the scope.
+        tensors: of this task's backend.
+    """
+
+    def __init__(self, made: ScopeRegistry, tensors: Tensors) -> None:
+        self._made = made
+        self._tensors = tensors
+        self._lock = threading.RLock()  # protects what follows
+        self._required: dict[ScopedName, None] = {}
+        self._roots: dict[ScopedName, ScopedName] = {}
+        self._shared: dict[ScopedName, UnsupportedError] = {}
+        self._announced: tuple[Define, list[bool]] | None = None  # and what was built then
+
+    def require(self, names: Iterable[ScopedName]) -> bool:
+        """Workers must have these. Returns: whether that is news."""
+        with self._lock:
+            new = set(names) - self._roots.keys()
+            if new:
+                self._survey()
+            roots = {self._roots[name] for name in names if name in self._roots} - self._required.keys()
+            self._required |= dict.fromkeys(roots)
+            for former in [name for name in self._required if self._roots[name] != name]:
+                del self._required[former]  # it is in another object by now
+            return bool(roots)
+
+    def knows(self, names: Collection[ScopedName]) -> bool:
+        """Whether all of these are required already."""
+        with self._lock:
+            return all(self._roots.get(name) in self._required for name in names)
+
+    def announce(self, dispatcher: Dispatcher) -> None:
+        """Have workers make what they must have and do not have yet. Raises: as `pack`."""
+        if not dispatcher.workers.has_servers:
+            self._announced = None
+            dispatcher.workers.tell_servers(DEFINITIONS, self.pack)
+            return
+        message, _ = self.pack()
+        present = self._made.present()
+        now = message, [bool(getattr(present[root], "built", True)) for root in self._required if root in present]
+        if now != self._announced:
+            self._announced = now
+            dispatcher.workers.tell_servers(DEFINITIONS, self.pack)
+
+    def pack(self) -> tuple[Define, list[bytes]]:
+        """The message that has workers make all that they must have.
+
+        Raises: UnsupportedError naming what cannot travel.
+        """
+        with self._lock:
+            packed: dict[ScopedName, tuple[bytes, bytes]] = {}
+            present = self._made.present()
+            for root in self._required:
+                if root in present:
+                    self._pack(root, packed, set())
+            names = tuple(
+                tuple(self._made.name_of(part) or NAMELESS for part in parts_of(present[root])) for root in packed
+            )
+            digests = tuple(digest for digest, _ in packed.values())
+            policy = keras.config.dtype_policy().name
+            return Define(names, digests, policy), [content for _, content in packed.values()]
+
+    def _survey(self) -> None:
+        """Find out what is in what."""
+        present = self._made.present()
+        parts = {name: parts_of(made) for name, made in present.items() if isinstance(made, keras.layers.Layer)}
+        inner = {id(part) for own in parts.values() for part in own[1:] if not _is_optimizer(part)}
+        for name, made in present.items():
+            if id(made) in inner:
+                continue
+            for part in parts.get(name, [made]):
+                own = self._made.name_of(part)
+                if own is None:
+                    continue
+                root = self._roots.get(own, name)
+                if root in (name, own):
+                    self._roots[own] = name
+                elif _has_state(part) and name not in self._shared:
+                    self._shared[name] = _sharing(made, present.get(root), part)
+        for name in present:
+            self._roots.setdefault(name, name)
+
+    def _pack(self, root: ScopedName, packed: dict[ScopedName, tuple[bytes, bytes]], begun: set[ScopedName]) -> None:
+        """Pack a root, after those that it refers to."""
+        if root in packed:
+            return
+        if root in self._shared:
+            raise self._shared[root]
+        made = self._made.present()[root]
+        begun.add(root)
+
+        def refer(thing: Any) -> Any:
+            name = self._made.name_of(thing) if isinstance(thing, KINDS) else None
+            other = self._roots.get(name) if name is not None else None
+            if name is None or other not in self._made.present() or (other in begun and other not in packed):
+                return None
+            self._pack(other, packed, begun)
+            return "made", *name
+
+        what = f"The {type(made).__name__} {getattr(made, 'name', '')!r}"
+        try:
+            made_from = copy_of(made) if isinstance(made, keras.layers.Layer) else made
+            unbuilt = made_from.unbuilt() if isinstance(made_from, LayerCopy) else made_from
+            digest = hashlib.blake2b(self._pickled(unbuilt, refer), digest_size=16).digest()
+            state = state_of(made)
+            paths = [variable.path for variable in (*trained_by_servers(made), *state)]
+            content = self._pickled(Definition(made_from, [to_host(v) for v in state], paths), refer)
+        except PhalanxError as error:
+            raise type(error)(f"{what} cannot travel to workers that run no program of their own: {error}") from error
+        except Exception as error:  # whatever the pickling code of some class raises
+            raise UnsupportedError(
+                f"{what} cannot travel to workers that run no program of their own: {str(error).rstrip('.')}. Give its "
+                f"class a get_config() (see keras.saving), or run the same program on all tasks."
+            ) from error
+        packed[root] = digest, content
+
+    def _pickled(self, thing: Any, refer: Any) -> bytes:
+        return CallPickler(self._tensors, refer, with_weights=False).pickled(thing)
+
+
+def _is_optimizer(part: Any) -> bool:
+    return isinstance(part, keras.optimizers.Optimizer)
+
+
+def _has_state(part: Any) -> bool:
+    """Whether two copies of a layer could come to differ."""
+    return isinstance(part, keras.layers.Layer) and (not part.built or bool(part.variables))
+
+
+def _sharing(made: Any, other: Any, part: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"The layer {part.name!r} is a part of {getattr(other, 'name', '')!r} and of {made.name!r}: workers "
+        f"without a program of their own would have it twice. Put one of the two into the other, or run the same "
+        f"program on all tasks."
+    )

@@ -1,0 +1,108 @@
+"""The chief's calls of `fit`, which workers without a program make too, with their copies of the model."""
+
+from __future__ import annotations
+
+import atexit
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from phalanx.coordinator.accepted_workers import METHOD, SERVER_PURPOSE
+from phalanx.coordinator.coordinator_messages import CallMethod, Serve
+from phalanx.coordinator.definitions import OutgoingDefinitions
+from phalanx.coordinator.dispatcher import Dispatcher
+from phalanx.coordinator.worker_connection import Message
+from phalanx.coordinator.worker_server import MethodState, WorkerSettings
+from phalanx.engines.tensors import Tensors
+from phalanx.errors import PhalanxError, UnsupportedError
+from phalanx.keras_compat.model_copies import record_construction
+from phalanx.keras_compat.object_names import name_counters
+from phalanx.training.call_pickling import CallPickler
+from phalanx.training.parameter_server_worker import ParameterServerWorker
+from phalanx.training.program_random_state import random_state
+from phalanx.training.scope_registry import KINDS, ScopedName
+
+
+class MethodCalls:
+    """See `phalanx.training.replica.ReplicaCalls`. The servers keep the workers together, so none is waited for here.
+
+    Args:
+        worker: this process, the chief.
+        strategy: its strategy, to which arguments may refer.
+
+    Attributes:
+        dispatcher: has the links to the workers.
+        definitions: what they must have.
+    """
+
+    def __init__(self, worker: ParameterServerWorker, strategy: Any, tensors: Tensors) -> None:
+        self._worker = worker
+        self._strategy = strategy
+        self._tensors = tensors
+        self._is_calling = False
+        client = worker.client
+        self.definitions = OutgoingDefinitions(worker.made, tensors)
+        self.dispatcher = Dispatcher(client.identity, lambda changes, step: None, client.unreachable_tasks)
+
+    def start(self, greeting: Callable[[], WorkerSettings]) -> None:
+        """Accept workers until the end of the program.
+
+        Args:
+            greeting: what they are told first.
+        """
+        record_construction()
+        self.dispatcher.workers.greeting = lambda: (Serve(), [pickle.dumps(greeting())])
+        self.dispatcher.start()
+        self.dispatcher.accept(SERVER_PURPOSE)
+        atexit.register(self.dispatcher.close)
+
+    @contextmanager
+    def calling(self, model: Any, method: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+        """Around a call of a model's method: workers that come before it has ended make it too.
+
+        Raises: UnsupportedError naming what cannot travel; what a worker has raised.
+        """
+        if method != "fit" or self._is_calling:
+            yield  # the chief alone evaluates and predicts; workers come to a nested call by themselves
+            return
+        made = self._worker.made
+        made.note(model)  # it may have been constructed before the scope
+        name = made.name_of(model)
+        assert name is not None, "it was noted just now"
+        fit, state = self._worker.last_fit + 1, MethodState(random_state(), name_counters())
+        self.definitions.require([name])
+        self.definitions.announce(self.dispatcher)
+        self.dispatcher.workers.tell_servers(METHOD, lambda: self._pack(name, method, arguments, fit, state))
+        self._is_calling = True
+        try:
+            yield
+        finally:
+            self._is_calling = False
+            self.dispatcher.workers.withdraw(METHOD)
+        self.dispatcher.raise_failure()
+
+    def _pack(
+        self, name: ScopedName, method: str, arguments: Mapping[str, Any], fit: int, state: MethodState
+    ) -> Message:
+        made = self._worker.made
+
+        def refer(thing: Any) -> Any:
+            if thing is self._strategy:
+                return "fixed", "strategy"
+            own = made.name_of(thing) if isinstance(thing, KINDS) else None
+            return ("made", *own) if own is not None and self.definitions.knows([own]) else None
+
+        contents = {}
+        for argument, value in arguments.items():
+            try:
+                contents[argument] = CallPickler(self._tensors, refer, with_weights=True).pickled(value)
+            except PhalanxError:
+                raise
+            except Exception as error:  # whatever the pickling code of some class raises
+                raise UnsupportedError(
+                    f"{method}({argument}=...) cannot travel to workers that run no program of their own: "
+                    f"{str(error).rstrip('.')}. Pass arrays, a keras.utils.PyDataset, a DataLoader or a "
+                    f"tf.data.Dataset rather than a running generator, or run the same program on all tasks."
+                ) from error
+        return CallMethod(name, method, fit), [pickle.dumps(state), pickle.dumps(contents)]

@@ -1,0 +1,204 @@
+"""A worker that runs no program of its own: it makes what the chief's program has made, and calls what that calls.
+
+It takes part in `fit` with its copy of the model, and runs scheduled functions (`FunctionServer`). The chief tells a
+worker that comes again all that it needs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+
+from phalanx.cluster.task_identity import TaskIdentity
+from phalanx.compression import BFloat16, Float16
+from phalanx.coordinator.accepted_workers import SERVER_PURPOSE
+from phalanx.coordinator.chief_session import ChiefSession, Reply
+from phalanx.coordinator.coordinator_messages import CallMethod, Define, Order, Serve, WorkerFailed
+from phalanx.coordinator.definitions import NAMELESS, Definition, parts_of, state_of, trained_by_servers
+from phalanx.coordinator.function_pickling import unpack
+from phalanx.coordinator.function_server import FunctionServer, draw_own_seeds
+from phalanx.engines.random_state import draw_own_numbers, random_state
+from phalanx.keras_compat.model_copies import LayerCopy
+from phalanx.keras_compat.object_names import set_name_counters, set_path
+from phalanx.parameter_server.partitioners import Partitioner
+from phalanx.parameter_server.server_messages import UpdateRules
+from phalanx.runtime import function_call
+from phalanx.training.parameter_server_worker import ParameterServerWorker
+from phalanx.training.program_random_state import set_random_state
+from phalanx.training.scope_registry import ScopedName, ScopeRegistry
+
+
+class WorkerSettings(NamedTuple):
+    """What the chief's strategy was given, as far as it concerns workers; and where its program imports from."""
+
+    rules: UpdateRules
+    partitioner: Partitioner | None
+    compression: Float16 | BFloat16 | None
+    embedding_rows: bool | str
+    return_s: float
+    is_replicated: bool
+    path: list[str]
+
+
+class MethodState(NamedTuple):
+    """What of the chief's program a method depends on besides its arguments."""
+
+    random: bytes
+    names: dict[str, int]
+
+
+class WorkerServer:
+    """Serves the chief's program.
+
+    Args:
+        me: this task.
+        join: makes this process a worker, and returns its strategy.
+        make_coordinator: makes what functions call by the name of the coordinator.
+    """
+
+    def __init__(
+        self,
+        me: TaskIdentity,
+        join: Callable[[WorkerSettings], tuple[Any, ParameterServerWorker]],
+        make_coordinator: Callable[[Any, ParameterServerWorker], Any],
+    ) -> None:
+        self._me = me
+        self._join = join
+        self._make_coordinator = make_coordinator
+        self._strategy: Any = None
+        self._worker: ParameterServerWorker | None = None
+        self._functions: FunctionServer | None = None
+        self._digests: dict[ScopedName, bytes] = {}
+        self._failure: Exception | None = None
+
+    def run(self) -> None:
+        """Serve until the chief's program is over. Raises: see `ChiefSession.run`; what a method has raised here."""
+        ChiefSession(self._me, SERVER_PURPOSE, self, self._is_job_over).run()
+
+    def _is_job_over(self) -> bool:
+        return self._worker is not None and self._worker.client.is_job_over()
+
+    # An OrderHandler.
+
+    @property
+    def is_calling(self) -> bool:
+        """Whether a function runs. A `fit` ends by itself, as the servers know that the chief's has ended."""
+        return self._functions is not None and self._functions.is_calling
+
+    def begin(self) -> None:
+        """The chief begins with `Serve`."""
+
+    def check(self) -> None:
+        """End after an error: a worker that has left a `fit` would be waited for, if its process lived."""
+        if self._failure is not None:
+            raise self._failure
+        if self._functions is not None:
+            self._functions.check()
+
+    def handle(self, order: Order, buffers: list[memoryview]) -> Reply | None:
+        """Do as told; returns the answer, if one is wanted."""
+        try:
+            return self._handle(order, buffers)
+        except Exception as error:
+            self._failure = error
+            return WorkerFailed(), [function_call.encode_error(error)]
+
+    def _handle(self, order: Order, buffers: list[memoryview]) -> Reply | None:
+        if isinstance(order, Serve):
+            self._serve(unpack(buffers[0], _refuse))
+            return None
+        functions, worker = self._functions, self._worker
+        assert functions is not None, "the chief begins with `Serve`"
+        assert worker is not None, "the two are made together"
+        worker.in_function = not isinstance(order, CallMethod)
+        if isinstance(order, Define):
+            self._define(order, buffers)
+            return None
+        if isinstance(order, CallMethod):
+            self._call(order, buffers)
+            return None
+        return functions.handle(order, buffers)
+
+    def _serve(self, settings: WorkerSettings) -> None:
+        """Take part, with nothing that a former process of the chief has made."""
+        sys.path[:] = settings.path
+        self._strategy, self._worker = self._join(settings)
+        self._worker.made = ScopeRegistry()
+        self._digests = {}
+        coordinator = self._make_coordinator(self._strategy, self._worker)
+        self._functions = FunctionServer(self._strategy, self._worker, coordinator, has_program=False)
+        draw_own_numbers(random_state(), self._worker.number)
+
+    def _define(self, order: Define, buffers: list[memoryview]) -> None:
+        """Make what is new, and build what the chief has built since."""
+        keras.config.set_dtype_policy(order.dtype_policy)
+        for names, digest, content in zip(order.names, order.digests, buffers, strict=True):
+            try:
+                self._make(names, digest, content)
+            except Exception as error:  # it is raised where the object is used
+                error.add_note(f"This happened where {self._me.task} made its own {names[0]}.")
+                self._functions_of_worker.references.not_made |= dict.fromkeys(names, error)
+
+    def _make(self, names: tuple[ScopedName, ...], digest: bytes, content: memoryview) -> None:
+        functions, worker = self._functions_of_worker, self._worker
+        assert worker is not None
+        with self._strategy.scope():
+            definition: Definition = unpack(content, functions.references.load)
+            copy = definition.made_from
+            is_known = self._digests.get(names[0]) == digest
+            made = worker.made.find(names[0]) if is_known else copy.make() if isinstance(copy, LayerCopy) else copy
+            if is_known and isinstance(copy, LayerCopy):
+                copy.build(made)
+        _name(made, definition)
+        if is_known:
+            return
+        _set_state(made, definition)
+        parts = parts_of(made)
+        for name, part in zip(names, parts, strict=True):
+            if name != NAMELESS:
+                worker.made.put(name, part)
+                functions.references.not_made.pop(name, None)
+            if isinstance(part, keras.optimizers.Optimizer):
+                functions.variables.refuse(part)
+        draw_own_seeds([part for part in parts if isinstance(part, keras.layers.Layer)], worker.number)
+        self._digests[names[0]] = digest
+
+    @property
+    def _functions_of_worker(self) -> FunctionServer:
+        assert self._functions is not None, "the chief begins with `Serve`"
+        return self._functions
+
+    def _call(self, order: CallMethod, buffers: list[memoryview]) -> None:
+        """Call a method of a model."""
+        load, worker = self._functions_of_worker.references.load, self._worker
+        assert worker is not None
+        model = load(("made", *order.model))
+        state: MethodState = unpack(buffers[0], load)
+        contents: dict[str, bytes] = unpack(buffers[1], load)
+        arguments = {name: unpack(content, load) for name, content in contents.items()}
+        set_random_state(state.random)
+        set_name_counters(state.names)
+        worker.begin_at(order.fit)
+        getattr(model, order.method)(**arguments)
+
+
+def _name(made: Any, definition: Definition) -> None:
+    """Give the variables of a copy the paths of the chief's."""
+    variables = [*trained_by_servers(made), *state_of(made)]
+    if len(variables) == len(definition.paths):
+        for variable, path in zip(variables, definition.paths, strict=True):
+            set_path(variable, path)
+
+
+def _set_state(made: Any, definition: Definition) -> None:
+    variables = state_of(made)
+    if len(variables) == len(definition.state):
+        for variable, value in zip(variables, definition.state, strict=True):
+            variable.assign(value)
+
+
+def _refuse(reference: tuple[Any, ...]) -> Any:
+    raise AssertionError(f"settings refer to nothing, not to {reference}")

@@ -1,0 +1,127 @@
+"""`Server`: a task of a cluster that runs no program of its own (`tf.distribute.Server`)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, NoReturn
+
+from phalanx.cluster.resolvers.simple import SimpleClusterResolver
+from phalanx.cluster.spec import CHIEF, PS, WORKER, ClusterSpec
+from phalanx.config.environment_variables import SECRET
+from phalanx.coordinator.cluster_coordinator import coordinator_of_worker
+from phalanx.coordinator.worker_server import WorkerServer, WorkerSettings
+from phalanx.engines import prepare
+from phalanx.errors import ConfigurationError
+from phalanx.parameter_server.server.shard_group import SNAPSHOT_S
+from phalanx.runtime import process_exit, progress
+from phalanx.strategies.parameter_server_strategy import (
+    ParameterServerStrategy,
+    identify_task_of,
+    join_as_worker,
+    serve,
+)
+from phalanx.strategies.strategy import install_hook
+from phalanx.training.parameter_server_worker import ParameterServerWorker
+
+
+class Server:
+    """A task `ps` or `worker` that serves the program of the task `chief` (`tf.distribute.Server`).
+
+    A `ps` keeps variables and runs the optimizer. A `worker` makes what the chief's program makes in the scope of its
+    `ParameterServerStrategy`, runs the functions that a `ClusterCoordinator` schedules, and takes part in `fit`. When
+    it is killed and started again, it continues.
+
+    The chief sends code to workers, so the job needs a secret: `phalanx run` creates one; otherwise, set PHALANX_SECRET
+    on all tasks.
+
+    Args:
+        server_or_cluster_def: the cluster: a `ClusterSpec` or a dict.
+        job_name: "ps" or "worker".
+        task_index: number of this server.
+        protocol: ignored; accepted as by `tf.distribute.Server`.
+        config: ignored.
+        start: ignored: `join` starts to serve.
+        replication: as for `ParameterServerStrategy`; only for "ps".
+        snapshot_dir: as for `ParameterServerStrategy`; only for "ps".
+        snapshot_seconds: as for `ParameterServerStrategy`; only for "ps".
+
+    Raises: ConfigurationError for another job, and for a worker without a chief or without a secret.
+
+    >>> phalanx.Server({"ps": ["a:2222"], "worker": ["b:2222"]}, job_name="ps", task_index=0).join()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        server_or_cluster_def: ClusterSpec | dict[str, Any],
+        job_name: str = PS,
+        task_index: int = 0,
+        protocol: Any = None,
+        config: Any = None,
+        start: bool = True,
+        *,
+        replication: int = 1,
+        snapshot_dir: str | os.PathLike[str] | None = None,
+        snapshot_seconds: float = SNAPSHOT_S,
+    ):
+        del protocol, config, start
+        if job_name not in (PS, WORKER):
+            raise ConfigurationError(
+                f"A Server of job {job_name!r} has nothing to serve: servers are the tasks 'ps' and 'worker'. The "
+                f"process of the chief creates a ParameterServerStrategy."
+            )
+        spec = ClusterSpec(server_or_cluster_def)
+        self._resolver = SimpleClusterResolver(spec, task_type=job_name, task_id=task_index)
+        self._me = identify_task_of(self._resolver)
+        if job_name == WORKER:
+            self._check_worker(spec)
+        self._durability = snapshot_dir, snapshot_seconds, replication
+
+    @property
+    def target(self) -> str:
+        """The address of this task, as TensorFlow writes it."""
+        return f"grpc://{self._me.address}"
+
+    def start(self) -> None:
+        """Does nothing: `join` starts to serve."""
+
+    def join(self) -> NoReturn:
+        """Serve until the job is over, then exit the process with code 0.
+
+        `tf.distribute.Server.join` does not return either: programs expect only the chief below it.
+        """
+        if self._me.task.type == PS:
+            serve(self._me, *self._durability)
+        else:
+            process_exit.install()
+            prepare()
+            install_hook()
+            progress.report("waits for the chief")
+            WorkerServer(self._me, self._take_part, coordinator_of_worker).run()
+        sys.exit(0)
+
+    def _take_part(self, settings: WorkerSettings) -> tuple[ParameterServerStrategy, ParameterServerWorker]:
+        """As a worker: join the job on the terms of the chief."""
+        worker = join_as_worker(
+            self._me,
+            settings.rules,
+            settings.partitioner,
+            settings.compression,
+            settings.embedding_rows,
+            settings.return_s,
+            is_replicated=settings.is_replicated,
+        )
+        return ParameterServerStrategy.of_worker(worker, self._resolver), worker
+
+    def _check_worker(self, spec: ClusterSpec) -> None:
+        if not any(task.type == CHIEF for task in spec.tasks):
+            raise ConfigurationError(
+                f"{self._me.task} would serve the program of the chief, and the cluster has none: {spec.as_dict()}. "
+                f"Add a task 'chief' (`phalanx run --ps 1 --chief --workers 2`), or run the same program on all tasks, "
+                f"without Server."
+            )
+        if not self._me.config.secret:
+            raise ConfigurationError(
+                f"The chief sends code to {self._me.task}, so no one else may be able to: set {SECRET} to the same "
+                f"random value for all tasks, or start the job with `phalanx run`, which does so."
+            )

@@ -1,0 +1,96 @@
+"""What the chief's program has made, as it travels to workers without a program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from phalanx.coordinator.definitions import OutgoingDefinitions, parts_of
+from phalanx.coordinator.function_pickling import unpack
+from phalanx.engines import make_tensors
+from phalanx.errors import UnsupportedError
+from phalanx.training.scope_registry import ScopedName, ScopeRegistry
+
+
+class Scope:
+    """The objects of a program, and what arrives of them."""
+
+    def __init__(self, *made: Any) -> None:
+        self.made = ScopeRegistry()
+        for thing in made:
+            for part in parts_of(thing):
+                self.made.note(part)
+        self.outgoing = OutgoingDefinitions(self.made, make_tensors())
+
+    def arrived(self, *required: Any) -> dict[ScopedName, Any]:
+        self.outgoing.require([name for thing in required if (name := self.made.name_of(thing)) is not None])
+        order, contents = self.outgoing.pack()
+        found: dict[ScopedName, Any] = {}
+
+        def load(reference: tuple[Any, ...]) -> Any:
+            return found[ScopedName(*reference[1:])]
+
+        for names, content in zip(order.names, contents, strict=True):
+            definition = unpack(content, load)
+            layer = definition.made_from
+            root = layer.make() if hasattr(layer, "make") else layer
+            found |= dict(zip(names, parts_of(root), strict=True))
+        return found
+
+    def of(self, thing: Any, found: dict[ScopedName, Any]) -> Any:
+        name = self.made.name_of(thing)
+        assert name is not None
+        return found[name]
+
+
+def test_what_is_in_an_object_or_shared_by_two_keeps_its_identity() -> None:
+    encoder = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+    accuracy = keras.metrics.MeanSquaredError()
+    model = keras.Sequential([encoder, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=[accuracy])
+    scope = Scope(encoder, accuracy, model)
+    found = scope.arrived(model)
+    copy = scope.of(model, found)
+    assert copy.layers[0] is scope.of(encoder, found)
+    assert copy.optimizer is scope.of(model.optimizer, found)
+    copy.evaluate(np.ones((2, 2)), np.ones((2, 1)), verbose=0)
+    assert scope.of(accuracy, found) in copy._compile_metrics.metrics
+    assert float(scope.of(accuracy, found).count) == 2
+    assert float(accuracy.count) == 0
+
+
+def test_what_is_required_is_sent_and_nothing_else() -> None:
+    one, other = keras.layers.Dense(1), keras.layers.Dense(2)
+    scope = Scope(one, other)
+    assert set(scope.arrived(one)) == {scope.made.name_of(one)}
+    assert scope.outgoing.knows([scope.made.name_of(one)])
+    assert not scope.outgoing.knows([scope.made.name_of(other)])
+    assert set(scope.arrived(other)) == {scope.made.name_of(one), scope.made.name_of(other)}
+
+
+def test_two_models_with_a_common_layer_are_refused_by_name() -> None:
+    inputs = keras.Input((2,))
+    hidden = keras.layers.Dense(3, name="common")(inputs)
+    first = keras.Model(inputs, keras.layers.Dense(1)(hidden), name="first")
+    second = keras.Model(inputs, hidden, name="second")
+    scope = Scope(first, second)
+    assert scope.of(first, scope.arrived(first)).name == "first"
+    with pytest.raises(UnsupportedError, match="'common' is a part of 'first' and of 'second'"):
+        scope.arrived(second)
+
+
+def test_what_cannot_travel_is_named() -> None:
+    class Metric(keras.metrics.Mean):
+        def __init__(self, generator: Any) -> None:
+            super().__init__()
+            self.generator = generator
+
+        def get_config(self) -> dict[str, Any]:
+            return {"generator": self.generator}
+
+    metric = Metric(number for number in range(3))
+    with pytest.raises(UnsupportedError, match=r"The Metric .* cannot travel .*generator"):
+        Scope(metric).arrived(metric)
