@@ -27,22 +27,29 @@ def names_of(framework: str) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, int], tuple[Outcome, str]]:
-    """`outcomes(framework, backend, world_size)`: how the cases ended, and what the job printed."""
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str, int], tuple[Outcome, str]]:
+    """`outcomes(framework, backend, world_size)`: how the selected cases ended, and what the job printed."""
+    selected: dict[tuple[str, str, int], list[str]] = {}
+    for item in request.session.items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if {"framework", "backend", "world_size", "case"} <= parameters.keys():
+            job = parameters["framework"], parameters["backend"], parameters["world_size"]
+            selected.setdefault(job, []).append(parameters["case"])
     known: dict[tuple[str, str, int], tuple[Outcome, str]] = {}
 
     def of(framework: str, backend: str, world_size: int) -> tuple[Outcome, str]:
         key = framework, backend, world_size
         if key not in known:
             folder = tmp_path_factory.mktemp(f"{framework}-{backend}-{world_size}")
-            known[key] = _run(framework, backend, world_size, folder)
+            known[key] = _run(*key, folder, selected[key])
         return known[key]
 
     return of
 
 
-def _run(framework: str, backend: str, world_size: int, folder: Path) -> tuple[Outcome, str]:
-    names = names_of(framework)
+def _run(framework: str, backend: str, world_size: int, folder: Path, names: list[str]) -> tuple[Outcome, str]:
     run = [sys.executable, "-m", "phalanx", "run", "-np", str(world_size)]
     code, output = finish(
         [*run, "-m", "tests.horovod.worker", framework, str(folder), *names],

@@ -23,6 +23,20 @@ JOBS = [
 ]
 """Framework, Keras backend, ranks, whether only the slow tests run it."""
 
+OF_KERAS_ON_TENSORFLOW = frozenset(
+    {
+        "check_fit_trains_as_one_process_on_the_global_batches",
+        "check_options_of_the_optimizer",
+        "check_backward_passes_per_step",
+        "check_loss_scaling_takes_the_same_decisions_on_every_rank",
+        "check_loops_of_ones_own",
+        "check_functions_of_tensors",
+        "check_sync_batch_normalization_trains_as_one_process",
+        "check_elastic_state_of_a_model",
+    }
+)
+"""What has code of its own in a graph. The other cases take the path that PyTorch takes, and are slow here."""
+
 
 def _parameters() -> list[Any]:
     return [
@@ -32,12 +46,16 @@ def _parameters() -> list[Any]:
             size,
             name,
             id=f"{framework}-{backend}-{size}-{name.removeprefix('check_')}",
-            marks=[pytest.mark.slow] if slow else [],
+            marks=[pytest.mark.slow] if slow or _is_as_on_pytorch(framework, backend, name) else [],
         )
         for framework, backend, size, slow in JOBS
         if framework == "numpy" or backend in BACKENDS
         for name in names_of(framework)
     ]
+
+
+def _is_as_on_pytorch(framework: str, backend: str, case: str) -> bool:
+    return (framework, backend) == ("keras", "tensorflow") and case not in OF_KERAS_ON_TENSORFLOW
 
 
 @pytest.mark.timeout(BOUND_S + 30)
