@@ -67,7 +67,7 @@ KINDS: Sequence[Kind] = (
     Kind("shared3-small-packs", ("a",) * 3, "shared memory", SMALL_PACKS),
     Kind("ring2", ("a", "a"), "ring", RING),
     Kind("ring3", ("a", "b", "c"), "ring"),
-    Kind("ring4-small-packs", ("a", "b", "c", "d"), "ring", SMALL_PACKS_RING),
+    Kind("ring3-small-packs", ("a", "b", "c"), "ring", SMALL_PACKS_RING),
     Kind("hierarchical-even", ("a", "a", "b", "b"), "hierarchical"),
     Kind("hierarchical-uneven", ("a", "b", "a", "a", "c"), "hierarchical"),
     Kind("hierarchical-no-memory", ("a", "a", "b"), "hierarchical", segment_methods=()),
