@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.backends import BACKENDS, FIRST
+from tests.support.programs import check_python, run_python
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -29,17 +30,10 @@ class Run:
 
     def __init__(self, folder: Path, backend: str, workers: str, *arguments: str, epochs: int = EPOCHS):
         folder.mkdir()
-        command = [sys.executable, "-m", "phalanx", "run", "-v", "--workers", workers, str(PROGRAM), str(folder)]
-        done = subprocess.run(
-            [*command, "--epochs", str(epochs), *arguments],
-            env={**os.environ, "KERAS_BACKEND": backend},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=BOUND_S,
-            check=False,
+        command = ["-m", "phalanx", "run", "-v", "--workers", workers, str(PROGRAM), str(folder)]
+        self.code, self.output = run_python(
+            *command, "--epochs", str(epochs), *arguments, backend=backend, bound_s=BOUND_S
         )
-        self.output, self.code = done.stdout, done.returncode
         assert not list(SHARED_MEMORY.glob("phalanx*"))
         for pid in re.findall(r"started on localhost, pid (\d+)", self.output):
             assert not _is_ours(int(pid)), f"process {pid} is left"
@@ -73,7 +67,7 @@ class Run:
 
 def _is_ours(pid: int) -> bool:
     try:
-        return PROGRAM.name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"fork_template" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
@@ -197,16 +191,9 @@ def test_wrong_numbers_of_workers(workers, text):
 
 
 def test_a_loop_of_ones_own(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "phalanx", "run", "--workers", "1:3", str(PROGRAM.with_name("loop.py")), str(tmp_path)],
-        env={**os.environ, "KERAS_BACKEND": FIRST},
-        capture_output=True,
-        text=True,
-        timeout=BOUND_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "worker/1 joined" in done.stdout + done.stderr  # at the first call in which all take part
+    command = ["-m", "phalanx", "run", "--workers", "1:3", str(PROGRAM.with_name("loop.py")), str(tmp_path)]
+    output = check_python(*command, backend=FIRST, bound_s=BOUND_S)
+    assert "worker/1 joined" in output  # at the first call in which all take part
     results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("result-*"))]
     assert {result[0] for result in results} == {float(sum(range(480)))}
     assert all(resets >= 1 for _, _, resets in results[:1])
@@ -215,15 +202,8 @@ def test_a_loop_of_ones_own(tmp_path):
 @pytest.mark.slow
 def test_a_loop_of_ones_own_that_fits(tmp_path):
     """A loss within a `fit` is survived there, and who was lost comes back at a commit, to what the others have."""
-    done = subprocess.run(
-        [sys.executable, "-m", "phalanx", "run", "--workers", "2:3", PROGRAM.with_name("fits.py"), tmp_path],
-        env={**os.environ, "KERAS_BACKEND": FIRST},
-        capture_output=True,
-        text=True,
-        timeout=BOUND_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = ["-m", "phalanx", "run", "--workers", "2:3", str(PROGRAM.with_name("fits.py")), str(tmp_path)]
+    check_python(*command, backend=FIRST, bound_s=BOUND_S)
     results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("result-*"))]
     assert len(results) == 3
     epochs, sizes, weights = results[0]

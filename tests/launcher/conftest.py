@@ -39,6 +39,7 @@ class Launcher:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen
         self.mark = uuid.uuid4().hex
         self.environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "PHALANX_GRACE": "1"}
         # Of a terminal that tests run in, not of the one they make: COLUMNS and LINES.
@@ -63,7 +64,7 @@ class Launcher:
             "start_new_session": True,
             **options,
         }
-        return subprocess.Popen([sys.executable, *arguments], **settings)  # type: ignore[call-overload]
+        return self.popen([sys.executable, *arguments], **settings)
 
     def python(self, *arguments: str, **options: object) -> Launched:
         process = self.start(*arguments, **options)
@@ -78,11 +79,13 @@ class Launcher:
         return self.start("-m", "phalanx", "run", *arguments, **options)
 
     def processes(self) -> list[psutil.Process]:
-        """The processes of this test that still run (zombies of a lazy init do not)."""
+        """The processes of this test that still run (zombies of a lazy init do not). A fork, which shows its template's
+        environment, is known by its folder."""
         found = []
         for process in psutil.process_iter():
             try:
-                marked = process.pid != os.getpid() and process.environ().get(MARK) == self.mark
+                is_ours = process.environ().get(MARK) == self.mark or process.cwd() == str(self.folder)
+                marked = process.pid != os.getpid() and is_ours
                 if marked and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):

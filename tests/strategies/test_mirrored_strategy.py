@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,9 @@ ONE_OF_EACH_FORM = [
 pytestmark = pytest.mark.timeout(600)
 
 
+Plain = Callable[[str], dict[str, Any]]
+
+
 def run(folder: Path, backend: str, kind: str, **variables: str) -> tuple[str, dict[str, Any]]:
     """What the program printed and found."""
     out = folder / f"{kind}.json"
@@ -42,8 +47,13 @@ def run(folder: Path, backend: str, kind: str, **variables: str) -> tuple[str, d
     return output, json.loads(out.read_text())
 
 
-def check(folder: Path, backend: str, devices: str, ops: str, words: str) -> None:
-    _, plain = run(folder, backend, "plain")
+@pytest.fixture(scope="module")
+def plain_of(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """What plain Keras finds on a backend."""
+    return functools.cache(lambda backend: run(tmp_path_factory.mktemp("plain"), backend, "plain")[1])
+
+
+def check(folder: Path, backend: str, plain: dict[str, Any], devices: str, ops: str, words: str) -> None:
     output, found = run(folder, backend, "mirrored", DEVICES=devices, OPS=ops)
     assert output.splitlines()[-1] == words  # and the other replicas print nothing
     assert [*found["history"]] == [*plain["history"]]
@@ -57,16 +67,18 @@ def check(folder: Path, backend: str, devices: str, ops: str, words: str) -> Non
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_program_started_by_python_trains_as_one_process(backend: str, tmp_path: Path) -> None:
-    check(tmp_path, backend, *ONE_OF_EACH_FORM[0])
+def test_a_program_started_by_python_trains_as_one_process(backend: str, tmp_path: Path, plain_of: Plain) -> None:
+    check(tmp_path, backend, plain_of(backend), *ONE_OF_EACH_FORM[0])
 
 
 @pytest.mark.parametrize(("devices", "ops", "words"), ONE_OF_EACH_FORM[1:])
 @pytest.mark.parametrize(
     "backend", [name if name == "torch" else pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS]
 )
-def test_each_form_of_the_arguments(backend: str, devices: str, ops: str, words: str, tmp_path: Path) -> None:
-    check(tmp_path, backend, devices, ops, words)
+def test_each_form_of_the_arguments(
+    backend: str, devices: str, ops: str, words: str, tmp_path: Path, plain_of: Plain
+) -> None:
+    check(tmp_path, backend, plain_of(backend), devices, ops, words)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ from phalanx.checkpoint import checkpoint_directory
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, DamagedCheckpointError, read
 from phalanx.errors import ConfigurationError
 from tests.supervisor.models import make_data, make_model, state_of
+from tests.support import fork_server
 from tests.support.backends import FIRST
 from tests.support.commands import ROOT
-from tests.support.programs import environment
+from tests.support.programs import check_python, environment
 
 OTHER_UID = 65534
 
@@ -177,21 +178,9 @@ directory.save(model, 3)
 """
 
 
-def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        env=environment(FIRST, Path("/nonexistent")) | {"JAX_ENABLE_COMPILATION_CACHE": "false"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def test_a_disk_that_is_full_leaves_nothing_half_and_the_process_alive(tmp_path: Path) -> None:
-    done = run(FULL, tmp_path, 20_000)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("The checkpoint of step 2 cannot be written (File too large)") == 9, done.stdout
+    output = check_python("-c", FULL, str(tmp_path), "20000", backend=FIRST)
+    assert output.count("The checkpoint of step 2 cannot be written (File too large)") == 9, output
     assert [read(path).step for path in sorted(tmp_path.glob("*.h5"))] == [1, 3]
 
 
@@ -213,9 +202,9 @@ while True:
 def test_whoever_is_killed_while_writing_leaves_whole_checkpoints(tmp_path: Path, rounds: int) -> None:
     for round_ in range(rounds):
         folder = tmp_path / str(round_)
-        process = subprocess.Popen(
+        process = fork_server.popen(
             [sys.executable, "-c", KILLED, str(folder)],
-            env=environment(FIRST, tmp_path / "compiled"),
+            env=environment(FIRST),
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,

@@ -65,6 +65,7 @@ def main() -> None:
         optimizer = keras.optimizers.SGD(0.1) if "diloco" in sys.argv else keras.optimizers.Adam(1e-2)
         model.compile(optimizer, loss, metrics=["accuracy"])
     folder.mkdir(exist_ok=True)
+    (folder / f"process.{strategy.rank}").write_text(str(os.getpid()))
     history = model.fit(
         x,
         y,

@@ -15,7 +15,9 @@ import pytest
 
 from phalanx.errors import PreemptedError
 from tests.launcher.conftest import Launcher, wait_until
+from tests.support import fork_server
 from tests.support.backends import BACKENDS, FIRST, slow_after_the_first
+from tests.support.programs import environment
 
 pytestmark = pytest.mark.timeout(900)
 PROGRAM = str(Path(__file__).with_name("resumed_program.py"))
@@ -27,6 +29,8 @@ END_BOUND_S = 300.0
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
     launcher = Launcher(tmp_path)
     launcher.environment.pop("PHALANX_GRACE")
+    launcher.environment |= environment(FIRST)
+    launcher.popen = fork_server.popen
     try:
         yield launcher
         launcher.assert_all_gone()
@@ -42,18 +46,18 @@ class Program:
     """The program of the tests, started in a folder once and again."""
 
     def __init__(self, launcher: Launcher, backend: str, *arguments: str, folder: str = "checkpoints"):
-        launcher.environment["KERAS_BACKEND"] = backend
+        launcher.environment |= environment(backend)
         self.launcher = launcher
         self.folder = launcher.folder / folder
         self.result = launcher.folder / f"{folder}.npz"
         self._arguments = (PROGRAM, str(self.folder), str(self.result), *arguments)
 
-    def start(self, workers: str, *options: str, **environment: str) -> Any:
-        settings = {**self.launcher.environment, **environment}
+    def start(self, workers: str, *options: str, **variables: str) -> Any:
+        settings = {**self.launcher.environment, **variables}
         return self.launcher.start_run("--workers", workers, *options, *self._arguments, env=settings)
 
-    def run(self, workers: str, *options: str, code: int = 0, **environment: str) -> str:
-        process = self.start(workers, *options, **environment)
+    def run(self, workers: str, *options: str, code: int = 0, **variables: str) -> str:
+        process = self.start(workers, *options, **variables)
         return self.end(process, code)
 
     def end(self, process: Any, code: int) -> str:
@@ -70,6 +74,10 @@ class Program:
             return progress.exists() and int(progress.read_text() or 0) >= steps
 
         wait_until(there, bound_s=START_BOUND_S)
+
+    def worker(self, rank: int) -> int:
+        """The process id of a rank."""
+        return int((self.folder / f"process.{rank}").read_text())
 
     def equals(self, reference: dict[str, Any]) -> None:
         with np.load(self.result) as found:
@@ -178,7 +186,7 @@ def test_a_job_that_is_told_to_end_saves_and_goes_on_when_started_again(
     program = Program(launcher, FIRST)
     process = program.start(workers, PAUSE="0.2", EVERY="1000")
     program.reaches(19, process)
-    os.kill(process.pid if told == "launcher" else worker(launcher, 1), signal.SIGTERM)
+    os.kill(process.pid if told == "launcher" else program.worker(1), signal.SIGTERM)
     said = program.end(process, PreemptedError.exit_code)
     assert "The job was preempted after" in said
     assert "Traceback" not in said
@@ -218,15 +226,6 @@ def test_a_job_that_dies_again_and_again_is_given_up(launcher: Launcher) -> None
     ended = launcher.run("--workers", "1", "--max-restarts", "2", launcher.script("import os; os.kill(os.getpid(), 9)"))
     assert ended.code == 128 + signal.SIGKILL
     assert "(2 of 2)" in ended.out + ended.err
-
-
-def worker(launcher: Launcher, rank: int) -> int:
-    """The process id of a task."""
-    for process in launcher.processes():
-        environment = process.environ()
-        if f'"index": {rank}}}' in environment.get("TF_CONFIG", "") and "bootstrap.py" in " ".join(process.cmdline()):
-            return process.pid
-    raise AssertionError(f"worker/{rank} does not run")
 
 
 BACKUPS = """
@@ -277,7 +276,6 @@ if rank == 0:
 
 
 def test_backups_of_keras_in_the_middle_of_epochs_go_on_at_their_step(launcher: Launcher) -> None:
-    launcher.environment["KERAS_BACKEND"] = FIRST
     process = launcher.start_run("--workers", "2", launcher.script(BACKUPS))
     out, err = process.communicate(timeout=END_BOUND_S)
     assert process.returncode == 0, out + err
