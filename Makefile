@@ -17,7 +17,7 @@ PACKAGE_torch := torch==2.13.0
 # them out.
 TESTED_WITH_jax := optax orbax-checkpoint
 
-.PHONY: pictures demo test test-slow test-lowest gpu-check chaos differential keras-tests lint docs dist bench bench-servers bench-recovery bench-peers clean
+.PHONY: pictures demo test test-slow test-lowest test-cloud gpu-check chaos differential keras-tests lint docs dist bench bench-servers bench-recovery bench-peers clean
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -62,6 +62,17 @@ GPU_PYTHON ?= python3
 gpu-check:
 	TEST_ON_GPU=1 BACKENDS="$(BACKENDS)" $(GPU_PYTHON) -m pytest -m "not slow" --dist loadgroup -n $(AT_ONCE) tests/gpu \
 		tests/training/test_one_program.py tests/training/test_scenarios.py tests/strategies/test_mirrored_strategy.py $(ARGS)
+
+# An environment of its own: see the group `s3` in pyproject.toml.
+.venv-s3/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-s3
+	.venv-s3/bin/python -m pip install --quiet --disable-pip-version-check $(GROUPS_PIP)
+	.venv-s3/bin/python -m pip install --quiet --disable-pip-version-check jax -e ".[cloud]" --group test --group s3
+	@touch $@
+
+# Paths of cloud storage, also on a server that speaks S3.
+test-cloud: .venv-s3/.installed
+	BACKENDS=jax .venv-s3/bin/python -m pytest tests/storage $(ARGS)
 
 # As long as it is told: make chaos ARGS="--seconds 3600 --seed 7 --backend torch"
 chaos: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
@@ -142,4 +153,4 @@ test-lowest:
 	BACKENDS=$(firstword $(subst =, ,$(LOWEST))) .venv-lowest/bin/python -m pytest -m "not slow" $(or $(ARGS),tests/launcher tests/transport tests/collectives)
 
 clean:
-	rm -rf $(VENV) .venv-lint .venv-docs .venv-peers .venv-dist .venv-lowest build dist site
+	rm -rf $(VENV) .venv-lint .venv-s3 .venv-docs .venv-peers .venv-dist .venv-lowest build dist site

@@ -21,6 +21,7 @@ PACKAGE = Path("phalanx")
 LAYERS = (
     ("errors", "version", "compat"),
     ("config",),
+    ("storage",),
     ("arrays", "monitoring"),
     ("keras_compat",),
     ("transport",),

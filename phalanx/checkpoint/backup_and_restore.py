@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import keras
 
 from phalanx.keras_compat.callback_bases import flatten_callbacks
+from phalanx.keras_compat.remote_files import exists, read_text
 
 
 def saves_mid_epoch(callbacks: Any) -> bool:
@@ -25,10 +25,9 @@ def step_of_backup(callbacks: Any) -> int:
     callback = _find(callbacks)
     if callback is None:
         return 0
-    metadata = Path(callback._training_metadata_path)
-    if not metadata.exists() or not Path(callback._weights_path).exists():
+    if not (exists(callback._training_metadata_path) and exists(callback._weights_path)):
         return 0
-    return int(json.loads(metadata.read_text())["batch"]) + 1
+    return int(json.loads(read_text(callback._training_metadata_path))["batch"]) + 1
 
 
 def _find(callbacks: Any) -> Any:

@@ -8,15 +8,16 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, Snapshot, sync_directory
+from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, Snapshot
 from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
 from phalanx.keras_compat.callback_bases import ChiefCallback
 from phalanx.monitoring import timeline
 from phalanx.monitoring.worker_figures import SavedCheckpoint
 from phalanx.runtime import telemetry
+from phalanx.storage.files import write_file
+from phalanx.storage.paths import StoragePath
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class CheckpointWriter:
         if self._error is not None:
             raise self._error
 
-    def write(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> Path | None:
+    def write(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> StoragePath | None:
         """Write a checkpoint now, after one that is being written; None, after a warning, if it cannot be written."""
         self.wait()
         return self._write(content, step, state)
@@ -135,7 +136,7 @@ class CheckpointWriter:
         except PhalanxError as error:
             self._error = error
 
-    def _write(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> Path | None:
+    def _write(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> StoragePath | None:
         try:
             with timeline.current.span(timeline.CHECKPOINTS, "checkpoint", {"step": step}):
                 path = self._checkpoints.write(content, step, state())
@@ -146,16 +147,9 @@ class CheckpointWriter:
             return None
 
 
-def write_ledger(path: Path, content: Mapping[str, Any]) -> None:
+def write_ledger(path: StoragePath, content: Mapping[str, Any]) -> None:
     """Write the readable ledger, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "w") as file:
-            json.dump(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_directory(path.parent)
+        write_file(path, json.dumps(content).encode())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         logger.warning("The ledger %s cannot be written: %s.", path, error.strerror or error)

@@ -10,7 +10,8 @@ the model from the configuration of its layers, which a model with custom classe
 program that restores has the model anyway.
 
 The file is built in memory, written under a temporary name in the same directory, flushed to the disk, and then
-renamed. A process that is killed leaves a file that is ignored; the digest detects a disk that loses blocks.
+renamed (a store copies it to its name). A process that is killed leaves a file that is ignored; the digest detects a
+disk that loses blocks.
 """
 
 from __future__ import annotations
@@ -21,21 +22,19 @@ import hashlib
 import json
 import logging
 import os
-import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import keras
 
-from phalanx.checkpoint.step_paths import check_keep, path_of_step, paths_by_step
-from phalanx.config.local_paths import local_path
+from phalanx.checkpoint.step_names import check_keep, name_of_step, names_by_step
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat.keras_internals import serialize_weights
 from phalanx.runtime.write_claim import WriteClaim
+from phalanx.storage.files import list_files, list_names, local_copy, put_in_place, read_end, rename, staged
+from phalanx.storage.paths import PathArgument, StoragePath, storage_path
 from phalanx.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -53,7 +52,8 @@ _SEAL = b"PHALANX\x01"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _LENGTH_BYTES = 8
 _END_BYTES = _DIGEST_BYTES + _LENGTH_BYTES + len(_SEAL)
-"""Names sort like steps up to a billion; beyond, the numbers are compared."""
+_BLOCK_BYTES = 1 << 23
+"""How much is written at once: a store's file keeps a copy of what one call writes."""
 
 Snapshot = memoryview
 """A model's weights and optimizer state at one moment, as HDF5."""
@@ -73,7 +73,7 @@ class StoredCheckpoint:
         state: what else was saved, of JSON's types.
     """
 
-    path: Path
+    path: StoragePath
     step: int
     state: Mapping[str, Any]
 
@@ -93,30 +93,30 @@ class CheckpointDirectory:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: PathArgument,
         *,
         basename: str = DEFAULT_BASENAME,
         keep: int | None = None,
         generation: Callable[[], int] = lambda: 0,
     ):
         check_keep(keep)
-        self.directory = local_path(directory, "directory")
+        self.directory = storage_path(directory, "directory")
         self._basename = basename
         self._keep = keep
         self.claim = WriteClaim(self.directory, basename, generation)
 
-    def is_at(self, path: Path) -> bool:
+    def is_at(self, path: StoragePath) -> bool:
         """Whether a path consists of this directory and basename."""
         return path.name == self._basename and path.parent.absolute() == self.directory.absolute()
 
-    def path_of(self, step: int) -> Path:
-        return path_of_step(self.directory, self._basename, SUFFIX, step)
+    def path_of(self, step: int) -> StoragePath:
+        return self.directory / name_of_step(self._basename, SUFFIX, step)
 
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[StoragePath]:
         """All checkpoints, damaged ones included, in the order of their steps."""
-        return [path for _, path in paths_by_step(self.directory, self._basename, SUFFIX)]
+        return [self.directory / name for _, name in names_by_step(self.directory, self._basename, SUFFIX)]
 
-    def save(self, model: Any, step: int, state: Mapping[str, Any] | None = None) -> Path:
+    def save(self, model: Any, step: int, state: Mapping[str, Any] | None = None) -> StoragePath:
         """Write the model's present weights and optimizer state; then delete the checkpoints that are not kept.
 
         Args:
@@ -129,7 +129,7 @@ class CheckpointDirectory:
         """
         return self.write(serialize_weights(model), step, state)
 
-    def write(self, content: Snapshot, step: int, state: Mapping[str, Any] | None = None) -> Path:
+    def write(self, content: Snapshot, step: int, state: Mapping[str, Any] | None = None) -> StoragePath:
         """As `save`, from a snapshot of the model; in any thread, one at a time."""
         path = self.path_of(step)
         saved_state = {
@@ -141,16 +141,10 @@ class CheckpointDirectory:
         }
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            with _temporary(path) as temporary:
-                with open(temporary, "wb") as file:
-                    _write_sealed(file, content, saved_state)
-                    file.flush()
-                    os.fsync(file.fileno())
-                with self.claim.writing():
-                    os.replace(temporary, path)
-                    sync_directory(self.directory)
-                    self._set_aside(path)
-                    self._delete_old()
+            with staged(path, lambda file: _write_sealed(file, content, saved_state)) as whole, self.claim.writing():
+                put_in_place(whole, path)
+                self._set_aside(path)
+                self._delete_old()
         except OSError as error:
             raise OSError(
                 error.errno or errno.EIO,
@@ -176,7 +170,7 @@ class CheckpointDirectory:
             if damaged and tidy:
                 with self.claim.writing():
                     for other in damaged:
-                        os.replace(other, other.with_name(other.name + DAMAGED))
+                        rename(other, other.with_name(other.name + DAMAGED))
         return checkpoint
 
     def newest(self) -> StoredCheckpoint | None:
@@ -186,9 +180,9 @@ class CheckpointDirectory:
         """
         return self._newest()[0]
 
-    def _newest(self) -> tuple[StoredCheckpoint | None, list[Path]]:
+    def _newest(self) -> tuple[StoredCheckpoint | None, list[StoragePath]]:
         """The newest whole checkpoint, and the damaged ones that are newer."""
-        damaged: list[tuple[Path, str]] = []
+        damaged: list[tuple[StoragePath, str]] = []
         for path in reversed(self.paths()):
             try:
                 return read(path), [path for path, _ in damaged]
@@ -209,38 +203,41 @@ class CheckpointDirectory:
         """
         # Where nothing can be written, checkpoints may still be read; the first that is written reports it.
         with contextlib.suppress(OSError), self.claim.writing():
-            for path in self.directory.glob(f".{self._basename}-*"):
-                path.unlink(missing_ok=True)
+            for name in list_names(self.directory):
+                if name.startswith(f".{self._basename}-"):
+                    (self.directory / name).unlink(missing_ok=True)
 
-    def _set_aside(self, written: Path) -> None:
+    def _set_aside(self, written: StoragePath) -> None:
         """Rename checkpoints of later steps than the one that was just written: the training has gone back, and must
         not resume from them."""
         paths = self.paths()
         for path in paths[paths.index(written) + 1 :] if written in paths else ():
-            os.replace(path, path.with_name(path.name + ABANDONED))
+            rename(path, path.with_name(path.name + ABANDONED))
 
     def _delete_old(self) -> None:
         if self._keep is None:
             return
-        abandoned = sorted(self.directory.glob(f"{self._basename}-*{SUFFIX}{ABANDONED}"), key=os.path.getmtime)
-        for path in [*self.paths()[: -self._keep], *abandoned[: -self._keep]]:
+        prefix, suffix = f"{self._basename}-", f"{SUFFIX}{ABANDONED}"
+        files = [file for file in list_files(self.directory) if file.name.startswith(prefix)]
+        abandoned = sorted((file.written_ns, file.name) for file in files if file.name.endswith(suffix))
+        for path in [*self.paths()[: -self._keep], *(self.directory / name for _, name in abandoned[: -self._keep])]:
             path.unlink(missing_ok=True)
 
 
-def read(path: Path) -> StoredCheckpoint:
+def read(path: StoragePath) -> StoredCheckpoint:
     """A checkpoint's step and state, after its digest was verified.
 
     Raises:
         DamagedCheckpointError: the file is not whole.
         OSError: it does not exist, or cannot be read.
     """
-    with open(path, "rb") as file:
-        end = _end_of(file)
+    with local_copy(path) as copy, open(copy, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        end = _parse_end(read_end(copy, _END_BYTES))
         if end is None:
             raise DamagedCheckpointError(f"{path} is damaged: it has no seal, so it was cut off.")
         digest, length = end
-        body_bytes = os.fstat(file.fileno()).st_size - _END_BYTES
-        file.seek(0)
+        body_bytes = size - _END_BYTES
         found = hashlib.sha256()
         for block in _blocks(file, body_bytes):
             found.update(block)
@@ -254,13 +251,12 @@ def read(path: Path) -> StoredCheckpoint:
             raise DamagedCheckpointError(f"{path} is damaged: its state is no checkpoint's ({error!r}).") from error
 
 
-def is_sealed(path: Path) -> bool:
+def is_sealed(path: StoragePath) -> bool:
     """Whether a file ends with Phalanx's seal, and so was complete when it got its name."""
-    with open(path, "rb") as file:
-        return _end_of(file) is not None
+    return _parse_end(read_end(path, _END_BYTES)) is not None
 
 
-def load(model: Any, path: Path) -> None:
+def load(model: Any, path: StoragePath) -> None:
     """Put weights and optimizer state of a whole checkpoint into a model.
 
     Raises: ConfigurationError if it is of another model.
@@ -269,7 +265,8 @@ def load(model: Any, path: Path) -> None:
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
     try:
-        model.load_weights(path)
+        with local_copy(path) as copy:
+            model.load_weights(copy)
     except (ValueError, KeyError) as error:
         raise ConfigurationError(
             f"The checkpoint {path} is of another model: {error} Build the model that it was saved from, or pass "
@@ -277,56 +274,18 @@ def load(model: Any, path: Path) -> None:
         ) from error
 
 
-def sync_directory(directory: Path) -> None:
-    """Flush the names in a directory to the disk, so that they survive a power failure."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:  # some network file systems do not support it
-        if error.errno not in (errno.EINVAL, errno.EROFS, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def copy_atomically(source: Path, target: Path) -> None:
-    """Copy a file, so that the target is the former file or the whole new one at all times."""
-    with _temporary(target) as temporary:
-        shutil.copyfile(source, temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    sync_directory(target.parent)
-
-
-@contextlib.contextmanager
-def _temporary(path: Path) -> Iterator[Path]:
-    """A temporary name for a file of this process, in the same directory; removed on exit if it still exists."""
-    # Keras requires its suffix. The dot hides the file from readers of checkpoints.
-    stem = path.name.removesuffix(SUFFIX)
-    # Processes of two containers may have the same process id.
-    temporary = path.with_name(f".{stem}.{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}")
-    try:
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _write_sealed(file: BinaryIO, content: Snapshot, state: Mapping[str, Any]) -> None:
     digest = hashlib.sha256(content)
     body = json.dumps({**state, CONTENT: digest.hexdigest()}).encode()
     digest.update(body)
-    file.write(content)
+    for begin in range(0, len(content), _BLOCK_BYTES):
+        file.write(content[begin : begin + _BLOCK_BYTES])
     file.write(body + digest.digest() + len(body).to_bytes(_LENGTH_BYTES, "big") + _SEAL)
 
 
-def _end_of(file: BinaryIO) -> tuple[bytes, int] | None:
+def _parse_end(end: bytes) -> tuple[bytes, int] | None:
     """The digest and the length of the state, from the end of a file; None if it does not end with the seal."""
-    if os.fstat(file.fileno()).st_size < _END_BYTES:
-        return None
-    file.seek(-_END_BYTES, os.SEEK_END)
-    end = file.read(_END_BYTES)
-    if not end.endswith(_SEAL):
+    if len(end) < _END_BYTES or not end.endswith(_SEAL):
         return None
     return end[:_DIGEST_BYTES], int.from_bytes(end[_DIGEST_BYTES : _DIGEST_BYTES + _LENGTH_BYTES], "big")
 

@@ -28,12 +28,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from phalanx.checkpoint.checkpoint_directory import sync_directory
-from phalanx.checkpoint.step_paths import check_keep, path_of_step, paths_by_step
-from phalanx.config.local_paths import local_path
+from phalanx.checkpoint.step_names import check_keep, name_of_step, names_by_step
 from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
 from phalanx.keras_compat.weight_entries import load_weight_entries, weight_entries
 from phalanx.runtime.write_claim import WriteClaim
+from phalanx.storage.files import sync_directory
+from phalanx.storage.paths import local_path
 from phalanx.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -154,16 +154,16 @@ class ShardedCheckpoint:
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of a step is, or would be."""
-        return path_of_step(self.directory, self._basename, SUFFIX, step)
+        return self.directory / name_of_step(self._basename, SUFFIX, step)
 
     def paths(self) -> list[Path]:
         """All checkpoints, in the order of their steps."""
-        return [path for _, path in paths_by_step(self.directory, self._basename, SUFFIX)]
+        return [self.directory / name for _, name in names_by_step(self.directory, self._basename, SUFFIX)]
 
     @property
     def steps(self) -> list[int]:
         """The steps of all checkpoints, the newest last."""
-        return [step for step, _ in paths_by_step(self.directory, self._basename, SUFFIX)]
+        return [step for step, _ in names_by_step(self.directory, self._basename, SUFFIX)]
 
     def restore(self, model: Any, step: int | None = None) -> Mapping[str, Any] | None:
         """Put a checkpoint into the model, whatever mesh it was saved on; each process reads what it holds.

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +15,8 @@ from phalanx.errors import ConfigurationError
 from phalanx.evaluator.checkpoint_watcher import KERAS_SUFFIX, FoundCheckpoint
 from phalanx.keras_compat.keras_internals import MonitorCallback
 from phalanx.runtime.write_claim import WriteClaim
+from phalanx.storage.files import copy_file, write_file
+from phalanx.storage.paths import StoragePath
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ class BestCheckpoint:
         mode: "min", "max", or "auto": as Keras knows of the metric.
     """
 
-    def __init__(self, directory: Path, model: Any, monitor: str, mode: str = "auto"):
+    def __init__(self, directory: StoragePath, model: Any, monitor: str, mode: str = "auto"):
         if mode not in ("auto", "min", "max"):
             raise ConfigurationError(f"mode is {mode!r}; write 'min', 'max' or 'auto'.")
         self._directory = directory
@@ -43,7 +42,7 @@ class BestCheckpoint:
         self._rule = MonitorCallback(monitor=self._monitor, mode=mode)
         self._rule.set_model(model)
         self.value: float | None = None
-        self.path: Path | None = None
+        self.path: StoragePath | None = None
         self._recall()
 
     def consider(self, found: FoundCheckpoint, logs: Mapping[str, Any]) -> bool:
@@ -81,23 +80,20 @@ class BestCheckpoint:
         suffix = KERAS_SUFFIX if found.name.endswith(KERAS_SUFFIX) else checkpoint_directory.SUFFIX
         place = self._directory / f"{NAME}{suffix}"
         with self._claim.writing():
-            checkpoint_directory.copy_atomically(found.copy, place)
+            copy_file(found.copy, place)
             self._note({"monitor": self._monitor, "checkpoint": found.name, "step": found.step, "metrics": dict(logs)})
         self.value, self.path = value, place
         logger.info("Step %d is the best so far: %s is %g.", found.step, self._monitor, value)
         return True
 
     def _note(self, content: Mapping[str, Any]) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            written = Path(folder) / "best.json"
-            written.write_text(json.dumps(content, indent=1))
-            checkpoint_directory.copy_atomically(written, self._directory / f"{NAME}.json")
+        write_file(self._directory / f"{NAME}.json", json.dumps(content, indent=1).encode())
 
     def _recall(self) -> None:
         """What an evaluator before this one has kept."""
         place = self._directory / f"{NAME}.json"
         try:
-            content = json.loads(place.read_text())
+            content = json.loads(place.read_bytes())
             known = content.get("monitor") == self._monitor and self._monitor in content["metrics"]
             value = float(content["metrics"][self._monitor]) if known else None
         except FileNotFoundError:
@@ -108,6 +104,6 @@ class BestCheckpoint:
         if value is not None:
             self.value = value
             kept = [self._directory / f"{NAME}{suffix}" for suffix in (checkpoint_directory.SUFFIX, KERAS_SUFFIX)]
-            self.path = next((path for path in kept if os.path.exists(path)), None)
+            self.path = next((path for path in kept if path.exists()), None)
             if self.path is None:
                 self.value = None

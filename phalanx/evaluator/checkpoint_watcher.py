@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import enum
 import logging
-import os
 import re
 import shutil
-import stat
 import time
 import zipfile
 from collections.abc import Callable
@@ -29,6 +27,9 @@ import h5py
 
 from phalanx.checkpoint import checkpoint_directory
 from phalanx.checkpoint.checkpoint_directory import SUFFIX, DamagedCheckpointError
+from phalanx.storage.files import copy_unchanged, list_files
+from phalanx.storage.paths import StoragePath
+from phalanx.storage.remote_path import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +42,6 @@ a file before its content."""
 
 _WEIGHTS_IN_KERAS = "model.weights.h5"
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
-
-Identity = tuple[int, int, int]
-"""Inode, bytes and time of the last change: another one is another checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,7 @@ class CheckpointWatcher:
     """
 
     def __init__(
-        self, directory: Path, scratch: Path, *, ignored: str = "", clock: Callable[[], float] = time.monotonic
+        self, directory: StoragePath, scratch: Path, *, ignored: str = "", clock: Callable[[], float] = time.monotonic
     ):
         self._directory = directory
         self._scratch = scratch
@@ -130,24 +128,17 @@ class CheckpointWatcher:
     def _look(self) -> list[str]:
         """The names of the pending files, in the order in which they were last written."""
         try:
-            entries = [entry for entry in os.scandir(self._directory) if self._is_checkpoint(entry.name)]
+            files = [file for file in list_files(self._directory) if self._is_checkpoint(file.name)]
             self._is_there = True
         except FileNotFoundError:  # not yet, or for the moment: what was taken is remembered
             self._is_there = False
             return []
         times: dict[str, tuple[int, str]] = {}
-        for entry in entries:
-            try:
-                status = entry.stat()
-            except FileNotFoundError:  # deleted since, as one of the oldest
-                continue
-            if not stat.S_ISREG(status.st_mode):
-                continue
-            identity = (status.st_ino, status.st_size, status.st_mtime_ns)
-            known = self._files.get(entry.name)
-            if known is None or known.identity != identity:
-                self._files[entry.name] = _File(identity, self._clock())
-            times[entry.name] = (status.st_mtime_ns, entry.name)
+        for file in files:
+            known = self._files.get(file.name)
+            if known is None or known.identity != file.identity:
+                self._files[file.name] = _File(file.identity, self._clock())
+            times[file.name] = (file.written_ns, file.name)
         for name in self._files.keys() - times.keys():
             self._contents.pop(name, None)
             if self._files.pop(name).state is _State.PENDING:
@@ -167,8 +158,10 @@ class CheckpointWatcher:
             alone_s = self._clock() - file.since
             if not ours and alone_s < DELIVERY_TIMEOUT_S:
                 return None
-            copy = self._copy(path, file.identity)
-            if copy is None:  # it is being written
+            for old in self._scratch.iterdir():
+                old.unlink()
+            copy = self._scratch / name
+            if not copy_unchanged(path, file.identity, copy):  # it is being written
                 return None
             found = _open(name, copy, self._scratch)
         except FileNotFoundError:
@@ -183,18 +176,6 @@ class CheckpointWatcher:
             return None  # saved once more: the same weights, in another epoch
         self._contents[name] = found.content
         return found
-
-    def _copy(self, path: Path, identity: Identity) -> Path | None:
-        """A copy of the file as it was all the while; None if it was written meanwhile."""
-        for old in self._scratch.iterdir():
-            old.unlink()
-        copy = self._scratch / path.name
-        with open(path, "rb") as source, open(copy, "wb") as target:
-            shutil.copyfileobj(source, target, 1 << 20)
-            of_copied = os.fstat(source.fileno())
-        now = os.stat(path)
-        same = all((s.st_ino, s.st_size, s.st_mtime_ns) == identity for s in (of_copied, now))
-        return copy if same else None
 
 
 def _open(name: str, copy: Path, scratch: Path) -> FoundCheckpoint:

@@ -17,7 +17,6 @@ from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import EVALUATOR
 from phalanx.config.environment_variables import RENDEZVOUS_TIMEOUT
 from phalanx.config.job_config import JobConfig
-from phalanx.config.local_paths import local_path
 from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.evaluator import best_checkpoint, completion_marker
 from phalanx.evaluator.best_checkpoint import BestCheckpoint
@@ -25,12 +24,14 @@ from phalanx.evaluator.checkpoint_watcher import CheckpointWatcher, FoundCheckpo
 from phalanx.evaluator.end_of_job import JobEndDetector, JobSignPoller, patience
 from phalanx.monitoring.event_writer import EventWriter
 from phalanx.runtime import progress
+from phalanx.storage.paths import is_url, storage_path
 from phalanx.training.steps.optimizer_properties import inner_optimizer, set_step_count
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
-"""Between two looks into the directory."""
+STORE_POLL_S = 5.0
+"""Between two looks into the directory; those into a store are paid for."""
 DEFAULT_PATIENCE_S = 3600.0
 """An hour: longer than anybody's time between two checkpoints."""
 LOGS = "validation"
@@ -104,11 +105,12 @@ class SidecarEvaluator:
             )
         self._model = model
         self._data = data
-        self._directory = local_path(checkpoint_dir, "checkpoint_dir")
+        self._directory = storage_path(checkpoint_dir, "checkpoint_dir")
         if self._directory.exists() and not self._directory.is_dir():
             raise ConfigurationError(
                 f"checkpoint_dir is {str(self._directory)!r}, which is a file, and not a directory."
             )
+        self._poll_s = STORE_POLL_S if is_url(checkpoint_dir) else POLL_S
         self._steps = steps
         self._max_evaluations = max_evaluations
         self._callbacks = callbacks
@@ -122,7 +124,7 @@ class SidecarEvaluator:
                 f"This process is {self._task}, which takes part in training, whose end an evaluator would wait for. "
                 f"Start it as a task of type 'evaluator' (`phalanx run --evaluator`, or task.type in TF_CONFIG)."
             )
-        self._writer = None if log_dir is None else EventWriter(local_path(log_dir, "log_dir") / LOGS)
+        self._writer = None if log_dir is None else EventWriter(storage_path(log_dir, "log_dir") / LOGS)
         self._best = None if monitor is None else BestCheckpoint(self._directory, model, monitor, mode)
         self.evaluations = 0
 
@@ -158,7 +160,7 @@ class SidecarEvaluator:
                     over = over or end.is_over(
                         signs.look(), time.monotonic(), announced=completion_marker.is_announced(self._directory)
                     )
-                    time.sleep(POLL_S)
+                    time.sleep(self._poll_s)
             finally:
                 if self._writer is not None:
                     self._writer.close()
@@ -191,7 +193,7 @@ class SidecarEvaluator:
         except (ValueError, KeyError, OSError) as error:
             # Keras may have closed a file in the middle of the model, to open it again.
             if watch.put_back(found):
-                time.sleep(POLL_S)
+                time.sleep(self._poll_s)
                 return
             raise ConfigurationError(
                 f"The checkpoint {self._directory / found.name} is of another model: {error} Build the same model in "

@@ -5,12 +5,12 @@ Tested with Keras 3.12 and 3.15.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import keras
 
-from phalanx.config.local_paths import is_url
+from phalanx.storage.paths import StoragePath, is_url, storage_path
+from phalanx.storage.remote_path import has_store
 
 ORBAX = [keras.callbacks.OrbaxCheckpoint] if hasattr(keras.callbacks, "OrbaxCheckpoint") else []  # not in Keras 3.12
 _METHODS: dict[type, tuple[str, tuple[str, ...]]] = {
@@ -22,10 +22,14 @@ _METHODS: dict[type, tuple[str, tuple[str, ...]]] = {
 SAVERS = tuple(_METHODS)
 
 
-def written_path(callback: Any) -> Path | None:
-    """Where one of `SAVERS` writes: a file, a directory, or a pattern for several; None if in no local file system."""
-    path = str(getattr(callback, _entry(callback)[0]))
-    return None if is_url(path) else Path(path).absolute()
+def written_path(callback: Any) -> StoragePath | None:
+    """Where one of `SAVERS` writes: a file, a directory, or a pattern for several; None for a URL that is left to Keras
+    (`remote_files`)."""
+    attribute = _entry(callback)[0]
+    path = str(getattr(callback, attribute))
+    if is_url(path) and (isinstance(callback, tuple(ORBAX)) or not has_store(path)):
+        return None
+    return storage_path(path, attribute).absolute()
 
 
 def writing_methods(callback: Any) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ nothing: it passes the call, with Keras's own method, to the dispatcher.
     Layer, Optimizer, Metric .__init__              -> dispatcher.register_object
     Optimizer.apply                                 -> dispatcher.merge_gradients, then Keras's own
     BatchNormalization._moments                     -> see `global_batch_norm`
+    paths that are URLs                             -> see `remote_files`, `mirrored_logs`
 
 `choose_train_function` is independent of that: Horovod's interface chooses the function with which Keras's own `fit`
 takes its steps.
@@ -28,6 +29,7 @@ from typing import Any, Protocol
 
 import keras
 
+from phalanx.keras_compat import mirrored_logs, remote_files
 from phalanx.keras_compat.global_batch_norm import accepting_synchronized, synchronizing
 from phalanx.keras_compat.keras_internals import keras_trainer
 from phalanx.keras_compat.optimizer_applies import stray_merge
@@ -121,11 +123,14 @@ def install(dispatcher: KerasDispatcher) -> None:
     _patches.replace(keras.layers.BatchNormalization, "_moments", synchronizing)
     for kind in OBJECT_KINDS:
         _patches.replace(defining_class(kind, "__init__"), "__init__", _registering_object)
+    remote_files.install()
+    mirrored_logs.install(_patches)
 
 
 def uninstall() -> None:
     """Restore Keras's own methods. Safe to call twice."""
     _patches.restore()
+    remote_files.uninstall()
     _keras_methods.clear()
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from phalanx.errors import ConfigurationError
+from phalanx.storage.mirror import MirroredFolder
+from phalanx.storage.paths import StoragePath
 
 PACKAGE = "tensorboardX"
 
@@ -26,28 +27,36 @@ class EventWriter:
     Raises: ConfigurationError naming the package that is not installed.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]):
+    def __init__(self, directory: StoragePath):
         if not is_available():
             raise ConfigurationError(
-                f"Event files for TensorBoard in {os.fspath(directory)!r} need the package {PACKAGE}, which is not "
+                f"Event files for TensorBoard in {str(directory)!r} need the package {PACKAGE}, which is not "
                 f"installed: `pip install {PACKAGE}` (or `pip install 'phalanx[tensorboard]'`)."
             )
-        self._directory = os.fspath(directory)
+        self._directory = directory
+        self._folder: MirroredFolder | None = None
         self._writer: Any = None
 
     def scalars(self, values: Mapping[str, Any], step: int) -> None:
         """Write numbers by name; they are in the file when this returns. Numbers of an array (a score for each class)
-        have their index after the name: `f1_score/0`."""
-        if self._writer is None:
-            self._writer = importlib.import_module(PACKAGE).SummaryWriter(logdir=self._directory)
+        have their index after the name: `f1_score/0`.
+
+        Raises: OSError if they cannot be written.
+        """
+        if self._folder is None:
+            self._folder = MirroredFolder(self._directory)
+            self._writer = importlib.import_module(PACKAGE).SummaryWriter(logdir=str(self._folder.path))
         for name, value in values.items():
             numbers = np.asarray(value, np.float64)
             for index in np.ndindex(numbers.shape):
                 self._writer.add_scalar("/".join([name, *map(str, index)]), float(numbers[index]), step)
         self._writer.flush()
+        self._folder.upload()
 
     def close(self) -> None:
         """Safe to call twice."""
-        if self._writer is not None:
-            writer, self._writer = self._writer, None
-            writer.close()
+        if self._folder is not None:
+            folder, self._folder = self._folder, None
+            self._writer.close()
+            folder.upload()
+            folder.close()

@@ -10,14 +10,13 @@ run supersedes an earlier one; another run takes over from a process that is dea
                itself with `.NAME.owner`. So no file appears there after another process has claimed the directory.
 
 The kernel, or the server of a network file system, releases the locks of a dead process. On a file system without locks
-the owner is compared as well, but a process that stops between comparing and writing is not noticed.
+and in a store (`phalanx.storage`) the owner is compared as well, but a process that stops between comparing and writing
+is not noticed, and a process of another run counts as dead.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import logging
 import os
 import secrets
@@ -26,13 +25,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
 from phalanx.config.job_config import run_of_job
 from phalanx.errors import ConfigurationError, SupersededError
+from phalanx.runtime.owner_records import owner_record
+from phalanx.storage.paths import StoragePath
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +39,9 @@ DYING_S = 30.0
 """How long a process of another run on this host is waited for: one that has lost its launcher ends within 25 s."""
 LEASE_S = 120.0
 """The same for one on another host: the server of a network file system releases the locks of a dead host later."""
-LOCK_S = 120.0
-"""How long another process may take to put a file in its place."""
 POLL_S = 0.05
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
-_lost: set[Path] = set()  # what other processes have claimed from this one, which may not claim it back
+_lost: set[StoragePath] = set()  # what other processes have claimed from this one, which may not claim it back
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -89,13 +85,11 @@ class WriteClaim:
         generation: number of the present membership, in elastic jobs.
     """
 
-    def __init__(self, directory: Path, name: str, generation: Callable[[], int] = lambda: 0):
+    def __init__(self, directory: StoragePath, name: str, generation: Callable[[], int] = lambda: 0):
         self.directory = directory
-        self._owner_path = directory.absolute() / f".{name}.owner"
-        self._lock_path = directory.absolute() / f".{name}.lock"
+        self._record = owner_record(directory.absolute(), name)
         self._generation = generation
-        self._mutex = threading.RLock()  # protects what follows; held while a file is written
-        self._alive: BinaryIO | None = None  # the owner's file, locked
+        self._mutex = threading.RLock()  # protects the record; held while a file is written
 
     def acquire(self) -> None:
         """Claim the directory, unless this process has it. Waits for a process of another run that may be dying.
@@ -106,7 +100,7 @@ class WriteClaim:
             OSError: the claim cannot be written.
         """
         with self._mutex:
-            if self._alive is not None:
+            if self._record.is_mine:
                 return
             self.directory.mkdir(parents=True, exist_ok=True)
             me, started_at, has_noticed = self._me(), time.monotonic(), False
@@ -116,7 +110,7 @@ class WriteClaim:
                     raise ConfigurationError(
                         f"{self.directory} is in use: {owner} writes to it, and is alive. Two jobs cannot have the "
                         f"same directory of checkpoints. End the other one, or pass another directory. To take over "
-                        f"from a job that you cannot reach, delete {self._owner_path}: it then stops before it writes "
+                        f"from a job that you cannot reach, delete {self._record.path}: it then stops before it writes "
                         f"again."
                     )
                 if not has_noticed:
@@ -132,29 +126,23 @@ class WriteClaim:
         """
         with self._mutex:
             self.acquire()
-            with _locked(self._lock_path):
+            with self._record.locked():
                 owner = self._read()
                 if owner is None or owner.process != _process():
-                    self._drop()
-                    _lost.add(self._owner_path)
+                    self._record.drop()
+                    _lost.add(self._record.path)
                     raise self._superseded(owner)
                 yield
 
     def release(self) -> None:
         """Let others claim the directory. Safe to call twice."""
         with self._mutex:
-            if self._alive is None:
+            if not self._record.is_mine:
                 return
-            self._drop()
+            self._record.drop()
             with contextlib.suppress(OSError):  # the directory is gone: nothing is left to write
                 if (owner := self._read()) is None or owner.process != _process():
-                    _lost.add(self._owner_path)
-
-    def _drop(self) -> None:
-        if self._alive is not None:
-            _unlock(self._alive)
-            self._alive.close()
-            self._alive = None
+                    _lost.add(self._record.path)
 
     def _me(self) -> Owner:
         run, attempt = run_of_job()
@@ -162,43 +150,26 @@ class WriteClaim:
 
     def _try(self, me: Owner) -> Owner | None:
         """Claim the directory; returns its owner if that is of another run and alive."""
-        with _locked(self._lock_path):
+        with self._record.locked():
             owner = self._read()
             if owner is not None and owner.process != me.process:
-                of_run, has_lost = me.is_of_run(owner), self._owner_path in _lost
+                of_run, has_lost = me.is_of_run(owner), self._record.path in _lost
                 is_later = of_run and me.token > owner.token
                 if (of_run and me.token < owner.token) or (has_lost and not is_later):
                     raise self._superseded(owner)
-                if not of_run and _is_locked(self._owner_path):
+                if not of_run and self._record.is_alive():
                     return owner
-            self._take(me)
+            self._record.take(msgspec.json.encode(me))
+            _lost.discard(self._record.path)
             return None
-
-    def _take(self, me: Owner) -> None:
-        for left in self._owner_path.parent.glob(f"{self._owner_path.name}.*"):  # of a killed process
-            left.unlink(missing_ok=True)
-        temporary = self._owner_path.with_name(f"{self._owner_path.name}.{secrets.token_hex(4)}")
-        file = open(temporary, "wb")  # noqa: SIM115  # open, and so locked, for as long as the claim lasts
-        try:
-            _lock(file)
-            file.write(msgspec.json.encode(me))
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(temporary, self._owner_path)
-        except BaseException:
-            file.close()
-            temporary.unlink(missing_ok=True)
-            raise
-        self._alive = file
-        _lost.discard(self._owner_path)
 
     def _read(self) -> Owner | None:
         try:
-            return msgspec.json.decode(self._owner_path.read_bytes(), type=Owner)
+            return msgspec.json.decode(self._record.path.read_bytes(), type=Owner)
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError as error:
-            logger.warning("%s is damaged and ignored: %s", self._owner_path, error)
+            logger.warning("%s is damaged and ignored: %s", self._record.path, error)
             return None
 
     def _superseded(self, owner: Owner | None) -> SupersededError:
@@ -219,48 +190,3 @@ def _process() -> str:
     if _own[0] != os.getpid():
         _own = os.getpid(), secrets.token_hex(8)
     return _own[1]
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Inside, no other process has this file locked. Raises OSError if one keeps it locked for too long."""
-    deadline = time.monotonic() + LOCK_S
-    while True:
-        with open(path, "ab") as file:
-            if _lock(file):
-                try:
-                    is_current = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-                except FileNotFoundError:
-                    is_current = False
-                if is_current:  # else the directory was emptied meanwhile
-                    try:
-                        yield
-                    finally:
-                        _unlock(file)
-                    return
-        if time.monotonic() > deadline:
-            raise OSError(errno.ETIMEDOUT, "Another process has locked it, and may be stopped", str(path))
-        time.sleep(POLL_S)
-
-
-def _is_locked(path: Path) -> bool:
-    with open(path, "ab") as file:
-        return not _lock(file)
-
-
-def _unlock(file: BinaryIO) -> None:
-    # Not only closed: a child that was forked meanwhile has the lock too.
-    with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(file.fileno(), fcntl.LOCK_UN)
-
-
-def _lock(file: BinaryIO) -> bool:
-    """Lock a file until it is closed; whether that succeeded. True on a file system without locks."""
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-    return True

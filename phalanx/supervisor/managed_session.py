@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -30,6 +29,7 @@ from phalanx.keras_compat.model_state import sync_jax_state
 from phalanx.monitoring import timeline
 from phalanx.monitoring.event_writer import EventWriter
 from phalanx.runtime import progress
+from phalanx.storage.paths import StoragePath, storage_path
 from phalanx.supervisor.boundary_requests import BoundaryRequests
 from phalanx.supervisor.looper_threads import LooperThreads
 from phalanx.training import model_dispatch
@@ -140,13 +140,15 @@ class ManagedSession:
             self.boundary()
         return self._loops.should_stop()
 
-    def save(self, save_path: str | os.PathLike[str] | None = None, global_step: int | None = None) -> Path | None:
+    def save(
+        self, save_path: str | os.PathLike[str] | None = None, global_step: int | None = None
+    ) -> StoragePath | None:
         """See `Saver.save`."""
         if not self.is_chief:
             return None
         if not self._is_ours:
             timeout_s = JobConfig.from_environment().timeout_s
-            path: Path | None = self.requests.call(lambda: self.save(save_path, global_step), timeout_s)
+            path: StoragePath | None = self.requests.call(lambda: self.save(save_path, global_step), timeout_s)
             return path
         directory = self._directory_of(save_path)
         progress.enter("checkpoint")
@@ -165,7 +167,7 @@ class ManagedSession:
         if self.progress.is_running:
             raise ConfigurationError("restore() in the middle of fit() would be undone by it: call it before.")
         try:
-            checkpoint = checkpoint_directory.read(Path(save_path))
+            checkpoint = checkpoint_directory.read(storage_path(save_path, "save_path"))
         except checkpoint_directory.DamagedCheckpointError as error:
             raise ConfigurationError(
                 f"{error} Give another one, or none to restore the newest complete one."
@@ -290,7 +292,7 @@ class ManagedSession:
 
     def _directory_of(self, save_path: str | os.PathLike[str] | None) -> CheckpointDirectory:
         if save_path is not None:
-            path = Path(save_path)
+            path = storage_path(save_path, "save_path")
             own = self._directory
             if own is not None and own.is_at(path):
                 return own

@@ -19,12 +19,12 @@ from phalanx.checkpoint.checkpoint_directory import DEFAULT_BASENAME, Checkpoint
 from phalanx.cluster.resolvers.auto_resolver import resolve
 from phalanx.config.environment_variables import RENDEZVOUS_TIMEOUT
 from phalanx.config.job_config import JobConfig
-from phalanx.config.local_paths import local_path
 from phalanx.errors import ConfigurationError, PeerLostError, RendezvousError
 from phalanx.evaluator.completion_marker import announce_beginning, announce_end
 from phalanx.keras_compat.patching import overridden_methods
 from phalanx.monitoring import event_writer
 from phalanx.monitoring.event_writer import EventWriter
+from phalanx.storage.paths import storage_path
 from phalanx.strategies.replica_context import current_strategy
 from phalanx.supervisor.looper_threads import LooperThreads
 from phalanx.supervisor.managed_session import ManagedSession, SessionServices
@@ -97,7 +97,7 @@ class Supervisor:
                 raise ConfigurationError(f"{name} is {seconds!r}; write a number of seconds, 0 or more.")
         if saver is not None and saver != Supervisor.USE_DEFAULT and not isinstance(saver, Saver):
             raise ConfigurationError(f"saver is {saver!r}; pass a phalanx.Saver, or None to save nothing.")
-        self._logdir = None if logdir is None else local_path(logdir, "logdir")
+        self._logdir = None if logdir is None else storage_path(logdir, "logdir")
         self._given_chief = is_chief
         self._is_chief = _is_chief_here() if is_chief is None else bool(is_chief)
         self._save_model_secs = save_model_secs

@@ -12,7 +12,6 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint import checkpoint_directory
@@ -21,6 +20,7 @@ from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, StoredC
 from phalanx.engines.random_state import set_random_state
 from phalanx.errors import ConfigurationError, FrameError, SupersededError, UnsupportedError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
+from phalanx.storage.paths import StoragePath, storage_path
 from phalanx.training import state_sync
 from phalanx.training.fit_position import FitPosition
 from phalanx.training.preemption import PreemptionNotice, notified_by_signals
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 STATE = "fit"
 """Key of the encoded `FitSnapshot` in a checkpoint's state."""
 
-_finished: dict[Path, int] = {}  # number of calls of `fit` that have finished in this process, by directory
+_finished: dict[StoragePath, int] = {}  # number of calls of `fit` that have finished in this process, by directory
 
 
 @dataclass(kw_only=True)
@@ -198,7 +198,7 @@ def resumable(callbacks: Any, model: Any, replica: Replica) -> Iterator[FitResum
             "which every process writes its part."
         )
     (checkpoint,) = found
-    directory = Path(checkpoint.directory).absolute()
+    directory = storage_path(checkpoint.directory, "directory").absolute()
     number = _finished.get(directory, 0)
     resumption = FitResumption(checkpoint, model, replica, number)
     checkpoint.driven, replica.notice = True, resumption.notice

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from keras.callbacks import CallbackList
@@ -12,6 +11,7 @@ from keras.callbacks import CallbackList
 from phalanx.keras_compat.patching import override_methods, restore_methods
 from phalanx.keras_compat.saver_methods import SAVERS, writing_methods, written_path
 from phalanx.runtime.write_claim import WriteClaim
+from phalanx.storage.paths import StoragePath
 
 
 def claim_paths(callbacks: CallbackList, generation: Callable[[], int] = lambda: 0) -> None:
@@ -54,7 +54,7 @@ class _ClaimedMethod:
             return self._method(*args, **kwargs)
 
 
-def _claim(path: Path, generation: Callable[[], int]) -> WriteClaim:
+def _claim(path: StoragePath, generation: Callable[[], int]) -> WriteClaim:
     while "{" in str(path.parent):  # a pattern: which directories there will be is not known
         path = path.parent
     return WriteClaim(path.parent, path.name, generation)

@@ -8,8 +8,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from phalanx.config.local_paths import is_url
 from phalanx.keras_compat.trainer_hook import SAVED_SUFFIXES, KerasMethod
+from phalanx.storage.paths import is_url
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.replica import Replica
 

@@ -13,6 +13,8 @@ from keras import callbacks
 
 from phalanx.callbacks import OnChief
 from phalanx.errors import ConfigurationError
+from phalanx.storage.files import list_names
+from phalanx.storage.remote_path import RemotePath
 from phalanx.training.callback_list import has_batch_hooks
 from phalanx.tuning import call_on_chief
 from tests.support.seeds import set_random_seed
@@ -238,6 +240,21 @@ def only_the_chief_writes(setting: Setting) -> dict[str, Any]:
     written = sorted(path.name for path in folder.rglob("[!.]*") if path.is_file())
     assert setting.rank == 0 or written == [], written
     return {"own_written": written, "weights": model.get_weights()}
+
+
+@scenario(quick=ONE_BACKEND)
+def the_chief_writes_to_a_store(setting: Setting) -> dict[str, Any]:
+    """Each rank's `memory://` is its own; what the chief has written there, it resumes from."""
+    run = f"memory://the_chief_writes_to_a_store/{setting.rank}"
+    backup = callbacks.BackupAndRestore(f"{run}/backup", delete_checkpoint=False)
+    saved = callbacks.ModelCheckpoint(f"{run}/{{epoch}}.weights.h5", save_weights_only=True)
+    fitted(compiled(setting), callbacks=[saved, backup, callbacks.CSVLogger(f"{run}/log.csv")])
+    found = fitted(compiled(setting), callbacks=[callbacks.BackupAndRestore(f"{run}/backup")], epochs=3)
+    written = sorted(list_names(RemotePath(run)))
+    shown = [name for name in written if not name.startswith(".")]
+    assert shown == (["1.weights.h5", "2.weights.h5", "log.csv"] if setting.rank == 0 else []), written
+    assert setting.world_size == 1 or setting.rank or ".backup.owner" in written, "claimed"
+    return found
 
 
 @scenario()

@@ -1,0 +1,29 @@
+"""The names of checkpoints say their steps: `model-000000120.suffix`."""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.errors import ConfigurationError
+from phalanx.storage.files import list_names
+from phalanx.storage.paths import StoragePath
+
+_STEP_DIGITS = 9
+"""Names sort like steps up to a billion; beyond, the numbers are compared."""
+
+
+def name_of_step(basename: str, suffix: str, step: int) -> str:
+    """What the checkpoint of a step is called, or would be."""
+    return f"{basename}-{step:0{_STEP_DIGITS}}{suffix}"
+
+
+def names_by_step(directory: StoragePath, basename: str, suffix: str) -> list[tuple[int, str]]:
+    """The steps and names of all checkpoints, damaged ones included, in the order of their steps."""
+    pattern = re.compile(re.escape(basename) + r"-(\d+)" + re.escape(suffix))
+    return sorted((int(match[1]), name) for name in list_names(directory) if (match := pattern.fullmatch(name)))
+
+
+def check_keep(keep: int | None) -> None:
+    """Raise ConfigurationError unless at least one checkpoint is kept; None keeps all."""
+    if keep is not None and keep < 1:
+        raise ConfigurationError(f"{keep} checkpoints are to be kept: pass a number from 1 up, or None for all.")

@@ -1,0 +1,73 @@
+"""Lets Keras's `TensorBoard` write to a store: TensorFlow's event writers know few of them, and none through `fsspec`.
+
+The callback writes to a temporary folder, which is uploaded after each epoch and each evaluation. Where the store's
+package is not installed, the URL is TensorFlow's.
+
+Tested with Keras 3.12 and 3.15.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import keras
+
+from phalanx.keras_compat.patching import ClassPatches
+from phalanx.storage.mirror import MirroredFolder
+from phalanx.storage.paths import is_url
+from phalanx.storage.remote_path import RemotePath, has_store
+
+logger = logging.getLogger(__name__)
+
+_folders: WeakKeyDictionary[Any, MirroredFolder] = WeakKeyDictionary()
+
+
+def install(patches: ClassPatches) -> None:
+    """Patch the callback's class."""
+    patches.replace(keras.callbacks.TensorBoard, "set_model", _redirecting)
+    for name in ("on_epoch_end", "on_test_end", "on_train_end"):
+        patches.replace(keras.callbacks.TensorBoard, name, _uploading)
+
+
+def _redirecting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def set_model(self: Any, model: Any) -> None:
+        url = self.log_dir
+        if not is_url(url) or not has_store(url):
+            original(self, model)
+            return
+        _folders[self] = MirroredFolder(RemotePath(url))
+        self.log_dir = str(_folders[self].path)
+        try:
+            original(self, model)
+        finally:
+            self.log_dir = url
+
+    return set_model
+
+
+def _uploading(original: Callable[..., Any]) -> Callable[..., Any]:
+    is_last = original.__name__ == "on_train_end"
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        folder = _folders.get(self)
+        if folder is None:
+            return
+        try:
+            if not is_last:
+                for writer in self._writers.values():
+                    writer.flush()
+            folder.upload()
+        except OSError as error:
+            logger.warning("The logs cannot be written to %s: %s. Training continues.", self.log_dir, error)
+        if is_last:
+            folder.close()
+            del _folders[self]
+
+    return method

@@ -1,0 +1,161 @@
+"""Where `write_claim` writes down who owns a directory: in files that are locked, or in an object of a store."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from phalanx.storage.files import write_file
+from phalanx.storage.paths import StoragePath
+from phalanx.storage.remote_path import RemotePath
+
+LOCK_S = 120.0
+"""How long another process may take to put a file in its place."""
+POLL_S = 0.05
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+class OwnerRecord(Protocol):
+    """Says who owns a directory."""
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this object has taken it, and not dropped it since."""
+        ...
+
+    @property
+    def path(self) -> StoragePath:
+        """The record, which `take` writes."""
+        ...
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Inside, no other process changes the owner, as far as there are locks."""
+        ...
+
+    def is_alive(self) -> bool:
+        """Whether the owner is known to live."""
+        ...
+
+    def take(self, content: bytes) -> None:
+        """Write the record, and be alive until `drop`."""
+        ...
+
+    def drop(self) -> None:
+        """Be alive no more. Safe to call twice."""
+        ...
+
+
+def owner_record(directory: StoragePath, name: str) -> OwnerRecord:
+    """The record `.NAME.owner` of a directory."""
+    if isinstance(directory, RemotePath):
+        return OwnerObject(directory / f".{name}.owner")
+    return OwnerFile(directory / f".{name}.owner", directory / f".{name}.lock")
+
+
+class OwnerObject:
+    """In a store, which has no locks: the last process that takes the record has it."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self.path = path
+        self.is_mine = False
+
+    def locked(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def is_alive(self) -> bool:
+        return False
+
+    def take(self, content: bytes) -> None:
+        write_file(self.path, content)
+        self.is_mine = True
+
+    def drop(self) -> None:
+        self.is_mine = False
+
+
+class OwnerFile:
+    """In a file system: the owner's file is locked for as long as it lives, the lock's while it changes."""
+
+    def __init__(self, path: Path, lock_path: Path) -> None:
+        self.path = path
+        self._lock_path = lock_path
+        self._alive: BinaryIO | None = None  # the owner's file, locked
+
+    @property
+    def is_mine(self) -> bool:
+        return self._alive is not None
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Raises OSError if another process keeps it locked for too long."""
+        deadline = time.monotonic() + LOCK_S
+        while True:
+            with open(self._lock_path, "ab") as file:
+                if _lock(file):
+                    try:
+                        is_current = os.path.samestat(os.fstat(file.fileno()), os.stat(self._lock_path))
+                    except FileNotFoundError:
+                        is_current = False
+                    if is_current:  # else the directory was emptied meanwhile
+                        try:
+                            yield
+                        finally:
+                            _unlock(file)
+                        return
+            if time.monotonic() > deadline:
+                reason = "Another process has locked it, and may be stopped"
+                raise OSError(errno.ETIMEDOUT, reason, str(self._lock_path))
+            time.sleep(POLL_S)
+
+    def is_alive(self) -> bool:
+        with open(self.path, "ab") as file:
+            return not _lock(file)
+
+    def take(self, content: bytes) -> None:
+        for left in self.path.parent.glob(f"{self.path.name}.*"):  # of a killed process
+            left.unlink(missing_ok=True)
+        temporary = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")
+        file = open(temporary, "wb")  # noqa: SIM115  # open, and so locked, for as long as the claim lasts
+        try:
+            _lock(file)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+        except BaseException:
+            file.close()
+            temporary.unlink(missing_ok=True)
+            raise
+        self._alive = file
+
+    def drop(self) -> None:
+        if self._alive is not None:
+            _unlock(self._alive)
+            self._alive.close()
+            self._alive = None
+
+
+def _unlock(file: BinaryIO) -> None:
+    # Not only closed: a child that was forked meanwhile has the lock too.
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(file.fileno(), fcntl.LOCK_UN)
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Lock a file until it is closed; whether that succeeded. True on a file system without locks."""
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True

@@ -1,0 +1,150 @@
+"""Reading, writing and listing files, in a file system or in a store.
+
+A file that others read is written in two steps: whole under another name in its folder (`staged`), and then moved to
+its own (`put_in_place`), which is one step of the file system or of the store. Between the two, a writer checks that it
+still may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from phalanx.storage.paths import StoragePath
+from phalanx.storage.remote_path import Identity, RemotePath, StoredFile
+
+
+@contextlib.contextmanager
+def staged(path: StoragePath, write: Callable[[BinaryIO], None]) -> Iterator[StoragePath]:
+    """New content for a file, whole and on the disk under another name in its folder; removed on exit if still there.
+
+    Args:
+        write: writes the content.
+    """
+    # Processes of two containers may have the same process id. The dot hides the file from readers.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        if isinstance(temporary, RemotePath):
+            temporary.write(write)
+        else:
+            with open(temporary, "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def put_in_place(staging: StoragePath, path: StoragePath) -> None:
+    """Give staged content its name."""
+    rename(staging, path)
+    sync_directory(path.parent)
+
+
+def write_file(path: StoragePath, content: bytes) -> None:
+    """Write a file, so that it has the former or the whole new content at all times."""
+    with staged(path, lambda file: _write(file, content)) as staging:
+        put_in_place(staging, path)
+
+
+def copy_file(source: Path, target: StoragePath) -> None:
+    """Copy a local file, so that the target has the former or the whole new content at all times."""
+    with open(source, "rb") as content, staged(target, lambda file: shutil.copyfileobj(content, file, 1 << 20)) as new:
+        put_in_place(new, target)
+
+
+def rename(path: StoragePath, target: StoragePath) -> None:
+    """Give a file another name in its file system or store; an existing target is replaced."""
+    if isinstance(path, RemotePath):
+        assert isinstance(target, RemotePath)
+        path.replace(target)
+    else:
+        os.replace(path, str(target))
+
+
+def list_names(directory: StoragePath) -> list[str]:
+    """The names of all that is in a directory, of a store's files alone; none if it does not exist."""
+    if isinstance(directory, RemotePath):
+        return [file.name for file in directory.files()]
+    try:
+        return os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def list_files(directory: StoragePath) -> list[StoredFile]:
+    """The files of a directory. Raises: FileNotFoundError, unless a store has no folders."""
+    if isinstance(directory, RemotePath):
+        return directory.files()
+    found = []
+    for entry in os.scandir(directory):
+        try:
+            status = entry.stat()
+        except FileNotFoundError:  # deleted since
+            continue
+        if stat.S_ISREG(status.st_mode):
+            found.append(StoredFile(entry.name, _identity(status), status.st_mtime_ns))
+    return found
+
+
+def copy_unchanged(path: StoragePath, identity: Identity, copy: Path) -> bool:
+    """Copy a file that others may write to a local one; whether it had this identity all the while."""
+    if isinstance(path, RemotePath):
+        path.download(copy)
+        return path.identity() == identity
+    with open(path, "rb") as source, open(copy, "wb") as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+        of_copied = os.fstat(source.fileno())
+    return all(_identity(status) == identity for status in (of_copied, os.stat(path)))
+
+
+def read_end(path: StoragePath, count: int) -> bytes:
+    """The last bytes of a file, at most so many."""
+    if isinstance(path, RemotePath):
+        return path.read_end(count)
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - count))
+        return file.read(count)
+
+
+@contextlib.contextmanager
+def local_copy(path: StoragePath) -> Iterator[Path]:
+    """The file in a file system: itself, or a copy that is removed on exit."""
+    if not isinstance(path, RemotePath):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
+        copy = Path(folder) / path.name
+        path.download(copy)
+        yield copy
+
+
+def sync_directory(directory: StoragePath) -> None:
+    """Flush the names in a directory to the disk, so that they survive a power failure. A store has done so."""
+    if isinstance(directory, RemotePath):
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:  # some network file systems do not support it
+        if error.errno not in (errno.EINVAL, errno.EROFS, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _identity(status: os.stat_result) -> Identity:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _write(file: BinaryIO, content: bytes) -> None:
+    file.write(content)

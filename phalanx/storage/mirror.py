@@ -1,0 +1,47 @@
+"""A folder for programs that can only write to a file system, such as the writers of TensorBoard's event files."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from phalanx.storage.files import copy_file
+from phalanx.storage.paths import StoragePath
+from phalanx.storage.remote_path import Identity, RemotePath
+
+
+class MirroredFolder:
+    """A local folder whose files appear in another one: that one itself, or a temporary one for one in a store.
+
+    Attributes:
+        path: the local folder.
+    """
+
+    def __init__(self, target: StoragePath) -> None:
+        self._target = target
+        self._uploaded: dict[Path, Identity] = {}
+        self.path = Path(tempfile.mkdtemp(prefix="phalanx-")) if isinstance(target, RemotePath) else target
+
+    def upload(self) -> None:
+        """Let what has changed since the last time appear. Each file appears whole: no store appends to its objects.
+
+        Raises: OSError.
+        """
+        if not isinstance(self._target, RemotePath):
+            return
+        for path in sorted(each for each in self.path.rglob("*") if each.is_file()):
+            status = path.stat()
+            identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+            if self._uploaded.get(path) != identity:
+                target = self._target
+                for part in path.relative_to(self.path).parts:
+                    target = target / part
+                target.parent.mkdir()
+                copy_file(path, target)
+                self._uploaded[path] = identity
+
+    def close(self) -> None:
+        """Remove the temporary folder. Safe to call twice."""
+        if isinstance(self._target, RemotePath):
+            shutil.rmtree(self.path, ignore_errors=True)

@@ -1,0 +1,155 @@
+"""Checkpoints, claims, the evaluator and the supervisor with a directory in a store."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import phalanx
+from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
+from phalanx.errors import SupersededError
+from phalanx.evaluator import sidecar_evaluator
+from phalanx.evaluator.checkpoint_watcher import DELIVERY_TIMEOUT_S, CheckpointWatcher
+from phalanx.runtime import write_claim
+from phalanx.runtime.write_claim import Owner, WriteClaim
+from phalanx.storage.files import list_names, write_file
+from phalanx.storage.remote_path import RemotePath
+from tests.supervisor.models import STEPS, make_data, make_model
+
+
+@pytest.fixture(params=["memory", "s3"])
+def store(request: pytest.FixtureRequest) -> RemotePath:
+    found: RemotePath = request.getfixturevalue(request.param)
+    return found
+
+
+def names(store: RemotePath) -> list[str]:
+    return sorted(name for name in list_names(store) if not name.startswith("."))
+
+
+def test_checkpoints_come_back_and_the_oldest_are_deleted(store: RemotePath) -> None:
+    model = make_model()
+    directory = CheckpointDirectory(store, keep=2)
+    for step in (1, 2, 3):
+        directory.save(model, step, {"epoch": step})
+    assert names(store) == ["model.ckpt-000000002.weights.h5", "model.ckpt-000000003.weights.h5"]
+    other = make_model(seed=2)
+    found = CheckpointDirectory(str(store)).restore(other)
+    assert found is not None
+    assert (found.step, found.state["epoch"]) == (3, 3)
+    for one, another in zip(other.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, another)
+
+
+def test_a_damaged_checkpoint_and_what_killed_processes_left_are_not_in_the_way(store: RemotePath) -> None:
+    directory = CheckpointDirectory(store)
+    directory.save(make_model(), 1)
+    newest = directory.save(make_model(), 2)
+    write_file(newest, newest.read_bytes()[:-1])
+    write_file(store / ".model.ckpt-000000003.weights.h5.77-abc", b"a part")
+    directory.sweep()
+    found = directory.restore(make_model())
+    assert found is not None
+    assert found.step == 1
+    assert names(store) == ["model.ckpt-000000001.weights.h5", "model.ckpt-000000002.weights.h5.damaged"]
+
+
+def test_a_writer_that_another_one_has_succeeded_writes_nothing_more(
+    store: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former = CheckpointDirectory(store)
+    former.save(make_model(), 1)
+    owner = msgspec.json.decode((store / ".model.ckpt.owner").read_bytes(), type=Owner)
+    later = msgspec.structs.replace(owner, process="another", host="elsewhere")
+    write_file(store / ".model.ckpt.owner", msgspec.json.encode(later))
+    with pytest.raises(SupersededError, match=r"may no longer write to .*elsewhere"):
+        former.save(make_model(), 2)
+    with pytest.raises(SupersededError):
+        former.save(make_model(), 2)
+    assert names(store) == ["model.ckpt-000000001.weights.h5"]
+    assert not [name for name in list_names(store) if "000000002" in name], "no staged content is left"
+
+
+@pytest.mark.parametrize(("attempt", "is_refused"), [(2, True), (0, False)])
+def test_of_one_run_the_later_attempt_owns_a_directory(
+    memory: RemotePath, attempt: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_claim, "run_of_job", lambda: ("run", 1))
+    write_file(memory / ".fit0.owner", msgspec.json.encode(Owner("run", attempt, 0, "another", "elsewhere", 7)))
+    claim = WriteClaim(memory, "fit0")
+    if is_refused:
+        with pytest.raises(SupersededError):
+            claim.acquire()
+    else:
+        claim.acquire()
+        claim.release()
+
+
+def test_fit_resumes_from_a_store(store: RemotePath) -> None:
+    from phalanx.training import fit_resumption
+
+    def train() -> tuple[Any, Any]:
+        model = make_model()
+        saved = phalanx.callbacks.Checkpoint(str(store), every_steps=4)
+        history = model.fit(*make_data(), batch_size=16, epochs=2, verbose=0, callbacks=[saved])
+        return model, history
+
+    first, history = train()
+    fit_resumption._finished.clear()  # as in another process
+    again, resumed = train()
+    assert resumed.history == history.history
+    for one, another in zip(again.get_weights(), first.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, another)
+    ledger = json.loads((store / "fit0-ledger.json").read_bytes())
+    assert ledger
+
+
+def test_a_supervisor_saves_to_a_store_and_an_evaluator_reads_from_it(
+    store: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboardX")
+    model = make_model()
+    logdir = str(store / "run")
+    with phalanx.Supervisor(logdir, save_summaries_secs=60).managed_session(model) as session:
+        model.fit(*make_data(), batch_size=16, epochs=1, verbose=0)
+        path = session.save()
+        assert str(path).startswith(logdir)
+    assert [name for name in names(store / "run") if name.startswith("events.")], "the steps per second"
+    evaluator = phalanx.SidecarEvaluator(
+        make_model(seed=2), make_data(), logdir, log_dir=str(store / "logs"), verbose=0, patience_s=0.1
+    )
+    monkeypatch.setattr(evaluator, "_poll_s", 0.01)
+    evaluator.start()
+    assert evaluator.evaluations == 1
+    best = json.loads((store / "run" / "best_evaluation.json").read_bytes())
+    assert best["step"] == STEPS
+    assert evaluator.best == pytest.approx(model.evaluate(*make_data(), verbose=0)[0], rel=1e-5)
+    assert names(store / "logs" / "validation")[0].startswith("events.")
+    with phalanx.Supervisor(logdir).managed_session(make_model(seed=3)) as session:
+        assert session.restored is not None
+        assert session.restored.step == STEPS
+
+
+def test_the_evaluator_takes_a_file_of_keras_when_it_was_left_alone(store: RemotePath, tmp_path: Path) -> None:
+    make_model().save_weights(tmp_path / "epoch-7.weights.h5")
+    now = 0.0
+    (tmp_path / "scratch").mkdir()
+    watch = CheckpointWatcher(store, tmp_path / "scratch", clock=lambda: now)
+    assert watch.next() is None
+    write_file(store / "epoch-7.weights.h5", (tmp_path / "epoch-7.weights.h5").read_bytes())
+    assert watch.next() is None
+    now += DELIVERY_TIMEOUT_S
+    found = watch.next()
+    assert found is not None
+    assert dataclasses.asdict(found)["name"] == "epoch-7.weights.h5"
+    assert watch.next() is None
+
+
+def test_stores_are_polled_less_often_than_folders() -> None:
+    assert sidecar_evaluator.STORE_POLL_S > sidecar_evaluator.POLL_S

@@ -1,0 +1,123 @@
+"""The same contract for files in a file system, in fsspec's memory and on a server that speaks S3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from phalanx.storage.files import (
+    copy_file,
+    copy_unchanged,
+    list_files,
+    list_names,
+    local_copy,
+    put_in_place,
+    read_end,
+    rename,
+    staged,
+    write_file,
+)
+from phalanx.storage.mirror import MirroredFolder
+from phalanx.storage.paths import StoragePath
+from phalanx.storage.remote_path import RemotePath
+
+
+def test_a_file_is_written_read_listed_renamed_and_deleted(folder: StoragePath) -> None:
+    place = folder / "one"
+    assert not place.exists()
+    assert list_names(folder / "absent") == []
+    write_file(place, b"content")
+    write_file(place, b"another")
+    assert place.exists()
+    assert folder.is_dir()
+    assert not place.is_dir()
+    assert place.read_bytes() == b"another"
+    assert list_names(folder) == ["one"]
+    assert (read_end(place, 5), read_end(place, 100)) == (b"other", b"another")
+    rename(place, folder / "two")
+    assert list_names(folder) == ["two"]
+    (folder / "two").unlink()
+    assert list_names(folder) == []
+    place.unlink(missing_ok=True)
+    with pytest.raises(FileNotFoundError):
+        place.read_bytes()
+
+
+def test_staged_content_has_its_name_when_it_is_whole_and_not_before(folder: StoragePath) -> None:
+    place = folder / "one"
+    write_file(place, b"former")
+
+    def write(file: BinaryIO) -> None:
+        file.write(b"new ")
+        assert place.read_bytes() == b"former"
+        file.write(b"content")
+
+    with staged(place, write) as whole:
+        assert place.read_bytes() == b"former"
+        assert all(name.startswith(".") for name in list_names(folder) if name != "one"), "hidden"
+        put_in_place(whole, place)
+    assert place.read_bytes() == b"new content"
+    assert list_names(folder) == ["one"]
+
+
+def test_a_write_that_fails_leaves_the_former_content_and_nothing_else(folder: StoragePath) -> None:
+    place = folder / "one"
+    write_file(place, b"former")
+
+    def write(file: BinaryIO) -> None:
+        file.write(b"a part")
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"), staged(place, write):
+        pytest.fail("it is not whole")
+    assert place.read_bytes() == b"former"
+    assert list_names(folder) == ["one"]
+
+
+def test_another_content_has_another_identity(folder: StoragePath, tmp_path: Path) -> None:
+    (tmp_path / "copies").mkdir()
+    place, copy = folder / "one", tmp_path / "copies" / "one"
+    write_file(place, b"first")
+    (file,) = list_files(folder)
+    assert copy_unchanged(place, file.identity, copy)
+    assert copy.read_bytes() == b"first"
+    write_file(place, b"later")
+    assert not copy_unchanged(place, file.identity, copy)
+    (later,) = list_files(folder)
+    assert later.identity != file.identity
+    assert later.written_ns >= file.written_ns
+
+
+def test_a_file_is_copied_there_and_back(folder: StoragePath, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(bytes(range(256)) * 50000)
+    copy_file(source, folder / "target")
+    with local_copy(folder / "target") as copy:
+        assert copy.read_bytes() == source.read_bytes()
+
+
+def test_files_of_a_mirrored_folder_appear(folder: StoragePath) -> None:
+    mirrored = MirroredFolder(folder / "logs")
+    (mirrored.path / "validation").mkdir(parents=True)
+    event_file = mirrored.path / "validation" / "events"
+    event_file.write_bytes(b"1")
+    mirrored.upload()
+    event_file.write_bytes(b"12")
+    mirrored.upload()
+    assert (folder / "logs" / "validation" / "events").read_bytes() == b"12"
+    mirrored.close()
+    assert (folder / "logs" / "validation" / "events").read_bytes() == b"12"
+    assert mirrored.path.exists() == isinstance(folder, Path)
+
+
+def test_a_store_that_does_not_answer_is_an_os_error(memory: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec.implementations.memory
+
+    def fail(*args: object, **options: object) -> None:
+        raise ZeroDivisionError("no class of Python's for the network")
+
+    monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "cat_file", fail)
+    with pytest.raises(OSError, match="ZeroDivisionError: no class of Python's"):
+        (memory / "one").read_bytes()
