@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
     from phalanx.data import (
         AutoShardPolicy,
+        DatasetCreator,
         DistributedDataset,
         DistributedIterator,
         InputContext,
@@ -80,11 +81,13 @@ if TYPE_CHECKING:
         OneDeviceStrategy,
         ParameterServerStrategy,
         ReplicaContext,
+        RunOptions,
         Server,
         ShardedStrategy,
         Strategy,
         TPUStrategy,
         ValueContext,
+        experimental_set_strategy,
         get_replica_context,
         get_strategy,
         has_strategy,
@@ -111,14 +114,15 @@ _EXPORTS = {
         "PeerLostError PhalanxError RendezvousError UnsupportedError"
     ),
     "phalanx.data": (
-        "AutoShardPolicy DistributedDataset DistributedIterator InputContext InputOptions InputReplicationMode"
+        "AutoShardPolicy DatasetCreator DistributedDataset DistributedIterator InputContext InputOptions "
+        "InputReplicationMode"
     ),
     "phalanx.launcher.launch_function": "launch",
     "phalanx.strategies": (
         "CentralStorageStrategy DiLoCoStrategy LocalSGDStrategy MirroredStrategy ModelParallelStrategy "
-        "MultiWorkerMirroredStrategy OneDeviceStrategy ParameterServerStrategy ReplicaContext Server ShardedStrategy "
-        "Strategy TPUStrategy ValueContext get_replica_context get_strategy has_strategy in_cross_replica_context "
-        "leave_job"
+        "MultiWorkerMirroredStrategy OneDeviceStrategy ParameterServerStrategy ReplicaContext RunOptions Server "
+        "ShardedStrategy Strategy TPUStrategy ValueContext experimental_set_strategy get_replica_context get_strategy "
+        "has_strategy in_cross_replica_context leave_job"
     ),
     "phalanx.parameter_server.partitioners": "FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner",
     "phalanx.evaluator": "SidecarEvaluator",
@@ -151,6 +155,7 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "ConfigurationError",
+    "DatasetCreator",
     "DiLoCoStrategy",
     "DisagreementError",
     "DistributedDataset",
@@ -180,6 +185,7 @@ __all__ = [
     "ReductionToOneDevice",
     "RendezvousError",
     "ReplicaContext",
+    "RunOptions",
     "Saver",
     "Server",
     "ShardedCheckpoint",
@@ -196,6 +202,7 @@ __all__ = [
     "UnsupportedError",
     "ValueContext",
     "compute_average_loss",
+    "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
     "has_strategy",

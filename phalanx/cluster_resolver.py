@@ -6,7 +6,9 @@ from typing import Any
 
 from phalanx.cluster.resolvers import (
     ClusterResolver,
+    GCEClusterResolver,
     KubernetesClusterResolver,
+    KubernetesExecutableLocation,
     MPIClusterResolver,
     SimpleClusterResolver,
     SlurmClusterResolver,
@@ -18,7 +20,9 @@ from phalanx.compat.unsupported_names import missing_attribute
 
 __all__ = [
     "ClusterResolver",
+    "GCEClusterResolver",
     "KubernetesClusterResolver",
+    "KubernetesExecutableLocation",
     "MPIClusterResolver",
     "SimpleClusterResolver",
     "SlurmClusterResolver",

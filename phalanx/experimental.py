@@ -12,6 +12,7 @@ from phalanx.compat.unsupported_names import missing_attribute
 from phalanx.parameter_server import partitioners as partitioners
 from phalanx.strategies import CentralStorageStrategy, ParameterServerStrategy, TPUStrategy, ValueContext
 from phalanx.strategies import MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy
+from phalanx.strategies.preemption_handler import PreemptionCheckpointHandler, TerminationConfig
 
 __all__ = [
     "CentralStorageStrategy",
@@ -21,7 +22,9 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "PreemptionCheckpointHandler",
     "TPUStrategy",
+    "TerminationConfig",
     "ValueContext",
     "coordinator",
     "partitioners",

@@ -69,6 +69,7 @@ ODD_WORDS = re.compile(
 TEXT = ("phalanx", "docs", "examples", "tests", "benchmarks", "README.md")
 
 EXCEPTIONS = {
+    "RunOptions": "tf.distribute has a class of this name, and `phalanx run` has options",
     "MultiWorkerMirroredStrategy": "tf.distribute.experimental has a strategy of this name with other arguments",
     "phalanx/strategies/strategy.py:Strategy": "the methods of tf.distribute.Strategy",
     "phalanx/monitoring/job_view.py:JobView": "one flat record, as programs that read its JSON want it",

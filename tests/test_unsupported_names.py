@@ -12,7 +12,7 @@ import pytest
     [
         ("phalanx.tpu.experimental", "DeviceAssignment", ": ModelParallelStrategy"),
         ("phalanx", "Stratgy", ""),
-        ("phalanx.cluster_resolver", "GCEClusterResolver", ": pass a SimpleClusterResolver"),
+        ("phalanx.cluster_resolver", "GCEResolver", ""),
         ("phalanx.experimental", "rpc", ": schedule functions"),
         ("phalanx.experimental", "no_such_thing", ""),
     ],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.errors import ConfigurationError
+from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.transport.address import Address
 
 CHIEF = "chief"
@@ -53,7 +55,7 @@ class ClusterSpec:
 
     Args:
         cluster: task types with the addresses of their tasks, as a list or, where indices are missing, as a mapping
-            from index to address; or another ClusterSpec, including TensorFlow's.
+            from index to address; or another ClusterSpec, including TensorFlow's and its `ClusterDef`.
 
     Raises: ConfigurationError if a type is unknown, or an address is malformed or used twice.
 
@@ -68,6 +70,8 @@ class ClusterSpec:
             return
         if hasattr(cluster, "as_dict"):  # TensorFlow's
             cluster = cluster.as_dict()
+        elif hasattr(cluster, "job"):  # its ClusterDef
+            cluster = {job.name: dict(job.tasks) for job in cluster.job}
         if not isinstance(cluster, Mapping):
             raise ConfigurationError(
                 f"the cluster is {cluster!r}. Write a mapping from task types to lists of addresses, "
@@ -120,6 +124,21 @@ class ClusterSpec:
             dense = list(ordered) == list(range(len(ordered)))
             result[job_name] = list(ordered.values()) if dense and ordered else ordered
         return result
+
+    def as_cluster_def(self) -> Any:
+        """The cluster as TensorFlow's `ClusterDef`, which `tf.train.ClusterSpec` takes as well.
+
+        Raises: UnsupportedError where TensorFlow is not installed.
+        """
+        if importlib.util.find_spec("tensorflow") is None:
+            raise UnsupportedError(
+                "as_cluster_def() makes a message of TensorFlow, which is not installed; use as_dict()."
+            )
+        definition = importlib.import_module("tensorflow.core.protobuf.cluster_pb2").ClusterDef()
+        for job_name, tasks in sorted(self._tasks.items()):
+            job = definition.job.add(name=job_name)
+            job.tasks.update(tasks)
+        return definition
 
     @property
     def jobs(self) -> list[str]:

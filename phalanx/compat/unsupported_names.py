@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-_RESUMING = "phalanx.callbacks.Checkpoint saves when the job is preempted, and resumes at the exact step."
-_ALL_TASKS = "pass a SimpleClusterResolver with the ClusterSpec of all tasks."
 _ALTERNATIVES = {
     "phalanx": {
         "CrossDeviceOps": "pass HierarchicalCopyAllReduce() or ReductionToOneDevice(), or leave cross_device_ops out.",
         "DistributedValues": "strategy.run() and reduce() take and return plain values, as each process is one "
         "replica.",
-        "RunOptions": "strategy.run() ignores its options; leave them out.",
         "StrategyExtended": "strategies have no `extended` here, as each replica is a separate process.",
-        "experimental_set_strategy": "enter the scope of the strategy, `with strategy.scope():`.",
     },
-    "phalanx.cluster_resolver": {
-        "GCEClusterResolver": _ALL_TASKS,
-        "KubernetesExecutableLocation": "pods learn their cluster from variables, see KubernetesClusterResolver.",
-    },
-    "phalanx.tpu": {"XLAOptions": "set XLA_FLAGS, or leave it out."},
     "phalanx.tpu.experimental": {
         "DeviceAssignment": "ModelParallelStrategy(mesh_shape=...) says which devices share what.",
         "HardwareFeature": "jax.devices()[0].device_kind names the kind of TPU.",
@@ -25,12 +16,45 @@ _ALTERNATIVES = {
         "embedding": "Keras layers keep their embeddings; ShardedStrategy divides them over the devices.",
     },
     "phalanx.experimental": {
-        "PreemptionCheckpointHandler": _RESUMING,
-        "PreemptionWatcher": _RESUMING,
-        "TerminationConfig": "set PHALANX_PREEMPTION_SIGNAL to the signal that announces the preemption.",
+        "PreemptionWatcher": "PreemptionCheckpointHandler saves when a worker is preempted; in fit, "
+        "phalanx.callbacks.Checkpoint does, and resumes at the exact step.",
         "rpc": "schedule functions with phalanx.coordinator.ClusterCoordinator.",
     },
 }
+
+_MEMBERS = {
+    "Strategy": {
+        "colocate_vars_with": "a replica's variables are all in its own process.",
+        "configure": "pass a cluster_resolver when you create the strategy.",
+        "experimental_assign_to_logical_device": "ModelParallelStrategy divides layers over devices by layout.",
+        "experimental_replicate_to_logical_devices": "ModelParallelStrategy divides layers over devices by layout.",
+        "experimental_run": "call strategy.run(fn, args=(next(iterator),)).",
+        "experimental_split_to_logical_devices": "ModelParallelStrategy divides layers over devices by layout.",
+        "extended": "each replica is a separate process, so there is nothing to extend; reduce, gather and "
+        "get_replica_context().merge_call do what `extended` is used for.",
+        "group": "operations run when they are called; leave group() out.",
+        "make_dataset_iterator": "iterate strategy.experimental_distribute_dataset(dataset).",
+        "make_input_fn_iterator": "iterate strategy.distribute_datasets_from_function(dataset_fn).",
+        "unwrap": "call strategy.experimental_local_results(value).",
+        "update_config_proto": "there are no sessions; leave it out.",
+    },
+    "TPUClusterResolver": {
+        "get_coordination_service_leader": "phalanx needs no coordination service.",
+        "get_job_name": "task_type names the job.",
+        "get_master": "call master().",
+        "get_tpu_system_metadata": "phalanx.tpu.experimental.initialize_tpu_system() returns a Topology.",
+        "set_tpu_topology": "phalanx.tpu.experimental.initialize_tpu_system() finds the topology.",
+        "tpu_hardware_feature": "jax.devices()[0].device_kind names the kind of TPU.",
+    },
+}
+
+
+def missing_member(kind: str, owner: object, name: str) -> AttributeError:
+    """The error for a missing attribute of an object of one of `tf.distribute`'s classes."""
+    alternative = _MEMBERS[kind].get(name)
+    return AttributeError(
+        f"{type(owner).__name__!r} object has no attribute {name!r}{f': {alternative}' if alternative else ''}"
+    )
 
 
 def missing_attribute(module: str, name: str) -> AttributeError:

@@ -1,6 +1,7 @@
 """What each rank reads: every input that Keras takes, cut into local batches."""
 
 from phalanx.data.batch_split import local_range
+from phalanx.data.dataset_creator import DatasetCreator
 from phalanx.data.distributed_dataset import (
     DistributedDataset,
     DistributedIterator,
@@ -15,6 +16,7 @@ from phalanx.data.source_registry import accepts_batch_size
 
 __all__ = [
     "AutoShardPolicy",
+    "DatasetCreator",
     "DistributedDataset",
     "DistributedIterator",
     "InputContext",

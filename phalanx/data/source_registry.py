@@ -50,13 +50,14 @@ SOURCE_KINDS = (
         _has_class("grain", "MapDataset", "IterDataset", "DataLoader"),
         "phalanx.data.grain_source",
     ),
+    SourceKind("DatasetCreator", _has_class("phalanx.", "DatasetCreator"), "phalanx.data.dataset_creator"),
     SourceKind("DistributedDataset", _has_class("phalanx.", "DistributedDataset"), "phalanx.data.distributed_dataset"),
 )
 
 ACCEPTED = (
     "NumPy arrays, tensors of JAX, TensorFlow or PyTorch, pandas objects (alone or in lists, tuples and "
     "dicts), keras.utils.PyDataset, tf.data.Dataset, torch.utils.data.DataLoader, grain datasets, Python "
-    "generators, and the datasets of strategy.experimental_distribute_dataset and "
+    "generators, phalanx.DatasetCreator, and the datasets of strategy.experimental_distribute_dataset and "
     "distribute_datasets_from_function"
 )
 

@@ -104,7 +104,18 @@ class CheckpointWatcher:
         """The next new checkpoint; None if there is none at the moment. The copy of the one before is deleted.
 
         The first is the newest that is there; those before it are passed over.
+
+        Raises: OSError if the directory cannot be read, unless it is in a store and could be read before.
         """
+        try:
+            return self._next()
+        except OSError as error:
+            if isinstance(self._directory, Path) or not self._is_there:
+                raise
+            logger.warning("%s cannot be read: %s. Trying again.", self._directory, error)
+            return None
+
+    def _next(self) -> FoundCheckpoint | None:
         names = self._look()
         if self._began:
             return next((found for name in names if (found := self._take(name)) is not None), None)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 from phalanx.storage.files import write_file
 from phalanx.storage.paths import StoragePath
+
+logger = logging.getLogger(__name__)
 
 NAME = "finished"
 
@@ -21,4 +25,8 @@ def announce_end(directory: StoragePath) -> None:
 
 def is_announced(directory: StoragePath) -> bool:
     """Whether the job that saved last in a directory has ended without an error."""
-    return (directory / NAME).exists()
+    try:
+        return (directory / NAME).exists()
+    except OSError as error:  # a store that does not answer: asked again soon
+        logger.debug("%s cannot be read: %s", directory, error)
+        return False

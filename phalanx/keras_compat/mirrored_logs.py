@@ -9,7 +9,6 @@ Tested with Keras 3.12 and 3.15.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,8 +19,6 @@ from phalanx.keras_compat.patching import ClassPatches
 from phalanx.storage.mirror import MirroredFolder
 from phalanx.storage.paths import is_url
 from phalanx.storage.remote_path import RemotePath, has_store
-
-logger = logging.getLogger(__name__)
 
 _folders: WeakKeyDictionary[Any, MirroredFolder] = WeakKeyDictionary()
 
@@ -59,13 +56,10 @@ def _uploading(original: Callable[..., Any]) -> Callable[..., Any]:
         folder = _folders.get(self)
         if folder is None:
             return
-        try:
-            if not is_last:
-                for writer in self._writers.values():
-                    writer.flush()
-            folder.upload()
-        except OSError as error:
-            logger.warning("The logs cannot be written to %s: %s. Training continues.", self.log_dir, error)
+        if not is_last:
+            for writer in self._writers.values():
+                writer.flush()
+        folder.upload()
         if is_last:
             folder.close()
             del _folders[self]

@@ -43,8 +43,8 @@ class EventWriter:
 
         Raises: OSError if they cannot be written.
         """
-        if self._folder is None:
-            self._folder = MirroredFolder(self._directory)
+        self._folder = self._folder or MirroredFolder(self._directory)
+        if self._writer is None:
             self._writer = importlib.import_module(PACKAGE).SummaryWriter(logdir=str(self._folder.path))
         for name, value in values.items():
             numbers = np.asarray(value, np.float64)
@@ -55,8 +55,10 @@ class EventWriter:
 
     def close(self) -> None:
         """Safe to call twice."""
-        if self._folder is not None:
-            folder, self._folder = self._folder, None
-            self._writer.close()
+        folder, self._folder = self._folder, None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        if folder is not None:
             folder.upload()
             folder.close()

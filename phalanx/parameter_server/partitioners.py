@@ -36,9 +36,11 @@ class MinSizePartitioner:
 
     >>> MinSizePartitioner(min_shard_bytes=32, max_shards=4)([10, 2], "float32")
     [2, 1]
+
+    `bytes_per_string` is accepted as in TensorFlow; variables of Keras contain no strings.
     """
 
-    def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1):
+    def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16):
         self._min_shard_bytes = _positive("min_shard_bytes", min_shard_bytes)
         self._max_shards = _positive("max_shards", max_shards)
 
@@ -51,9 +53,11 @@ class MaxSizePartitioner:
 
     >>> MaxSizePartitioner(max_shard_bytes=32)([10, 2], "float32")
     [3, 1]
+
+    `bytes_per_string` is accepted as in TensorFlow; variables of Keras contain no strings.
     """
 
-    def __init__(self, max_shard_bytes: int, max_shards: int | None = None):
+    def __init__(self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16):
         self._max_shard_bytes = _positive("max_shard_bytes", max_shard_bytes)
         self._max_shards = None if max_shards is None else _positive("max_shards", max_shards)
 

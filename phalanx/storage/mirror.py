@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 from phalanx.storage.files import copy_file
 from phalanx.storage.paths import StoragePath
 from phalanx.storage.remote_path import Identity, RemotePath
+
+logger = logging.getLogger(__name__)
 
 
 class MirroredFolder:
@@ -26,15 +29,22 @@ class MirroredFolder:
     def upload(self) -> None:
         """Let what has changed since the last time appear. Each file appears whole: no store appends to its objects.
 
-        Raises: OSError.
+        While the store does not answer, this warns; the next call uploads what is missing.
         """
-        if not isinstance(self._target, RemotePath):
-            return
+        if isinstance(self._target, RemotePath):
+            try:
+                self._upload(self._target)
+            except OSError as error:
+                logger.warning(
+                    "Logs cannot be written to %s: %s. The next upload is tried as usual.", self._target, error
+                )
+
+    def _upload(self, folder: RemotePath) -> None:
         for path in sorted(each for each in self.path.rglob("*") if each.is_file()):
             status = path.stat()
             identity = (status.st_ino, status.st_size, status.st_mtime_ns)
             if self._uploaded.get(path) != identity:
-                target = self._target
+                target = folder
                 for part in path.relative_to(self.path).parts:
                     target = target / part
                 target.parent.mkdir()

@@ -20,6 +20,8 @@ from phalanx.strategies.replica_context import (
     has_strategy,
     in_cross_replica_context,
 )
+from phalanx.strategies.run_options import RunOptions
+from phalanx.strategies.set_strategy import experimental_set_strategy
 from phalanx.strategies.sharded_strategy import ShardedStrategy
 from phalanx.strategies.strategy import Strategy, ValueContext
 from phalanx.strategies.tpu_strategy import TPUStrategy
@@ -53,11 +55,13 @@ __all__ = [
     "OneDeviceStrategy",
     "ParameterServerStrategy",
     "ReplicaContext",
+    "RunOptions",
     "Server",
     "ShardedStrategy",
     "Strategy",
     "TPUStrategy",
     "ValueContext",
+    "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
     "has_strategy",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -19,6 +19,7 @@ from phalanx import data
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.collectives.communicator import Array, ReduceOp
 from phalanx.collectives.reduction import wire_dtype
+from phalanx.compat.unsupported_names import missing_member
 from phalanx.compression.compression_registry import describe
 from phalanx.engines import make_tensors, making_placed, put_on_mesh, running_placed
 from phalanx.engines.spmd.placement import Placement
@@ -306,6 +307,17 @@ class Strategy:
     ) -> data.DistributedDataset:
         """This replica's own dataset, of local batches, created by `dataset_fn(InputContext)`."""
         return data.distribute_from_function(dataset_fn, **self._input_arguments())
+
+    def experimental_distribute_datasets_from_function(
+        self, dataset_fn: Callable[[data.InputContext], Any], options: Any = None
+    ) -> data.DistributedDataset:
+        """The former name of `distribute_datasets_from_function`."""
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
+    if not TYPE_CHECKING:  # for which there is no other attribute
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_member("Strategy", self, name)
 
     def explain_sharding(self, dataset: Any, *, batch_size: int | None = None) -> str:
         """What each replica will read of an input of `fit`, and why. Does not communicate."""

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import keras
 
+from phalanx.data.dataset_creator import DatasetCreator
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import trainer_hook
 from phalanx.keras_compat.callback_bases import create_on_chief
@@ -86,6 +87,8 @@ class ModelDispatcher:
         if method.name in ("fit", "train_on_batch") and isinstance(member, Replica) and is_examined(member):
             return _examine(model, member, method, args, kwargs)
         is_alone = member is None or (isinstance(member, Replica) and _trains_alone(model, member))
+        if is_alone and method.name in ("fit", "evaluate", "predict"):
+            args, kwargs = _with_datasets(args, kwargs)
         if is_alone and method.name != "fit":
             return method(model, *args, **kwargs)
         if isinstance(member, Replica) and callback_list.runs_on_this_rank_only():
@@ -158,6 +161,15 @@ def _examine(
     arguments = method.bind(model, args, kwargs)
     _refuse_own_functions(model, member, method.name, validates=False)
     ReplicaTrainer(model, member, vars(model).get(_POLICY, EVERY_STEP)).examine_fit(**arguments)
+
+
+def _with_datasets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments that Keras itself takes."""
+
+    def one(value: Any) -> Any:
+        return value() if isinstance(value, DatasetCreator) else value
+
+    return tuple(map(one, args)), {name: one(value) for name, value in kwargs.items()}
 
 
 def _refuse_training_in_chief_callback(method: KerasMethod) -> None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -66,8 +66,16 @@ class PreemptionNotice:
         self._requests_save = False
 
 
+class Signalled(Protocol):
+    """What takes a note of the signal to stop."""
+
+    def signal(self) -> None:
+        """This rank got it. May be called by a signal handler."""
+        ...
+
+
 @contextmanager
-def notified_by_signals(notice: PreemptionNotice) -> Iterator[None]:
+def notified_by_signals(notice: Signalled) -> Iterator[None]:
     """While inside, the first of `preemption_signals()` gives notice; the second has its former effect. Does nothing in
     other threads than the main one, which get no signals."""
     if threading.current_thread() is not threading.main_thread():

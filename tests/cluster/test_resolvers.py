@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +22,9 @@ from phalanx.cluster import (
     resolve,
 )
 from phalanx.cluster.resolvers.host_list import cyclic, expand_counts, expand_host_list, parse_hosts, worker_cluster
-from phalanx.cluster_resolver import UnionResolver
+from phalanx.cluster_resolver import GCEClusterResolver, UnionResolver
 from phalanx.devices.gpu_count import count_gpus
-from phalanx.errors import ConfigurationError
+from phalanx.errors import ConfigurationError, RendezvousError
 
 SLURM = {
     "SLURM_PROCID": "2",
@@ -227,6 +229,126 @@ def test_a_pod_that_was_told_too_little_is_refused(changes: dict[str, str | None
     environ = {name: value for name, value in {**KUBERNETES, **changes}.items() if value is not None}
     with pytest.raises(ConfigurationError, match=message):
         KubernetesClusterResolver(environ=environ, hostname=hostname).cluster_spec()
+
+
+class FakePods:
+    """The part of `kubernetes.client.CoreV1Api` that lists pods."""
+
+    def __init__(self, pods: dict[str, list[tuple[str, str, str]]]) -> None:
+        self._pods = pods
+
+    def list_pod_for_all_namespaces(self, label_selector: str) -> Any:
+        return SimpleNamespace(
+            items=[
+                SimpleNamespace(
+                    metadata=SimpleNamespace(name=name),
+                    status=SimpleNamespace(pod_ip=ip, host_ip="10.0.0.1", phase=phase),
+                )
+                for name, ip, phase in self._pods.get(label_selector, [])
+            ]
+        )
+
+
+PODS = {
+    "job-name=a": [("a-1", "10.1.0.2", "Running"), ("a-0", "10.1.0.1", "Running")],
+    "job-name=b": [("b-0", "10.1.0.3", "Running")],
+    "job-name=ps": [("ps-0", "10.1.0.4", "Running")],
+    "job-name=tensorflow": [("t-0", "10.1.0.5", "Running")],
+    "job-name=late": [("late-0", "", "Pending")],
+}
+
+
+def test_kubernetes_lists_the_pods_with_certain_labels() -> None:
+    labels = {"worker": ["job-name=a", "job-name=b"], "ps": ["job-name=ps"]}
+    resolver = KubernetesClusterResolver(labels, 2222, override_client=FakePods(PODS), hostname="b-0.train")
+    assert resolver.cluster_spec() == {
+        "worker": ["10.1.0.1:2222", "10.1.0.2:2222", "10.1.0.3:2222"],
+        "ps": ["10.1.0.4:2222"],
+    }
+    assert (resolver.task_type, resolver.task_id) == ("worker", 2)
+    assert resolver.master("ps", 0, "grpc") == "grpc://10.1.0.4:2222"
+    resolver.task_type, resolver.task_id = "worker", 0  # as programs for tf.distribute say it
+    assert str(resolver.task()) == "worker/0"
+    elsewhere = KubernetesClusterResolver(labels, override_client=FakePods(PODS), hostname="laptop")
+    assert elsewhere.task() is None
+    assert KubernetesClusterResolver(override_client=FakePods(PODS)).cluster_spec() == {"worker": ["10.1.0.5:8470"]}
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ({"worker": ["job-name=late"]}, "'late-0' .* is not running; its phase is 'Pending'"),
+        ({"worker": ["job-name=none"]}, "no pod with the label 'job-name=none'"),
+        ({"worker": "job-name=a"}, r"write a list of label selectors, \['job-name=a'\]"),
+    ],
+)
+def test_pods_that_are_not_there_yet_are_named(labels: Any, message: str) -> None:
+    with pytest.raises((ConfigurationError, RendezvousError), match=message):
+        KubernetesClusterResolver(labels, override_client=FakePods(PODS)).cluster_spec()
+
+
+def test_without_the_client_of_kubernetes_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(ConfigurationError, match="pip install kubernetes"):
+        KubernetesClusterResolver({"worker": ["job-name=a"]})
+
+
+# ------------------------------------------------------------------------ Google Compute Engine
+
+
+class FakeComputeEngine:
+    """The part of the API of Compute Engine that lists instances, two on a page."""
+
+    def __init__(self, addresses: dict[str, str]) -> None:
+        self._addresses = addresses
+        self.requests: list[Any] = []
+
+    def instanceGroups(self) -> FakeComputeEngine:
+        return self
+
+    def instances(self) -> FakeComputeEngine:
+        return self
+
+    def listInstances(self, **request: Any) -> Any:
+        self.requests.append(request)
+        return self._page(0)
+
+    def listInstances_next(self, previous_request: Any, previous_response: Any) -> Any:
+        start = previous_request.start + 2
+        return self._page(start) if start < len(self._addresses) else None
+
+    def _page(self, start: int) -> Any:
+        names = list(self._addresses)[start : start + 2]
+        items = (
+            {"items": [{"instance": f"https://compute/zones/z/instances/{name}"} for name in names]} if names else {}
+        )
+        return SimpleNamespace(start=start, execute=lambda: items)
+
+    def get(self, project: str, zone: str, instance: str) -> Any:
+        details = {"networkInterfaces": [{"networkIP": self._addresses[instance]}]}
+        return SimpleNamespace(execute=lambda: details)
+
+
+def test_instances_of_a_group_are_tasks_in_the_order_of_their_addresses() -> None:
+    service = FakeComputeEngine({"c": "10.0.0.3", "a": "10.0.0.1", "b": "10.0.0.2"})
+    resolver = GCEClusterResolver("project", "z", "group", 8470, task_id=1, service=service)
+    assert resolver.cluster_spec() == {"worker": ["10.0.0.1:8470", "10.0.0.2:8470", "10.0.0.3:8470"]}
+    (request,) = service.requests
+    assert (request["instanceGroup"], request["body"]) == ("group", {"instanceState": "RUNNING"})
+    assert str(resolver.task()) == "worker/1"
+    assert (resolver.master(), resolver.master("worker", 2)) == ("grpc://10.0.0.2:8470", "grpc://10.0.0.3:8470")
+    resolver.task_id = 2
+    assert str(resolver.task()) == "worker/2"
+    with pytest.raises(ConfigurationError, match="cannot change"):
+        resolver.task_type = "ps"
+
+
+def test_an_empty_group_and_a_missing_package_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RendezvousError, match="No instance of the group 'group'"):
+        GCEClusterResolver("project", "z", "group", 8470, service=FakeComputeEngine({})).cluster_spec()
+    monkeypatch.setitem(sys.modules, "googleapiclient", None)
+    with pytest.raises(ConfigurationError, match="pip install google-api-python-client"):
+        GCEClusterResolver("project", "z", "group", 8470)
 
 
 # --------------------------------------------------------------------------- simple, resolve

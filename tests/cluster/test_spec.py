@@ -24,6 +24,8 @@ def test_it_answers_as_tensorflow_does(cluster: dict) -> None:
     assert spec.as_dict() == tf_spec.as_dict()
     assert sorted(spec.jobs) == sorted(tf_spec.jobs)
     assert bool(spec) == bool(tf_spec)
+    assert spec.as_cluster_def() == tf_spec.as_cluster_def()
+    assert ClusterSpec(tf_spec.as_cluster_def()) == spec
     for job in spec.jobs:
         assert spec.num_tasks(job) == tf_spec.num_tasks(job)
         assert spec.task_indices(job) == tf_spec.task_indices(job)

@@ -5,7 +5,7 @@ import keras
 import numpy as np
 import pytest
 
-from phalanx.data import InputContext, distribute_dataset, distribute_from_function, shard_input
+from phalanx.data import DatasetCreator, InputContext, distribute_dataset, distribute_from_function, shard_input
 from phalanx.errors import ConfigurationError
 
 X = np.arange(22.0).reshape(11, 2)
@@ -49,6 +49,26 @@ def test_a_tf_dataset_keeps_its_length_and_spec_and_can_be_read_again():
         assert [part[1].tolist() for part in distributed] == [[2, 3], [6, 7], [10]]
     assert distribute_dataset(distributed, rank=1, world_size=2, seed=0) is distributed
     assert "DATA" in distributed.explain()
+
+
+def test_a_creator_makes_each_ranks_own_dataset():
+    seen = []
+
+    def create(context):
+        seen.append((context.num_input_pipelines, context.input_pipeline_id, context.get_per_replica_batch_size(8)))
+        return batches()
+
+    creator = DatasetCreator(create)
+    for rank in range(2):
+        source = shard_input(creator, steps_per_epoch=3, rank=rank, world_size=2, seed=0)
+        assert [share.size for share in source.shares(0)] == [4, 4, 3]
+    assert seen == [(2, 0, 4), (2, 1, 4)]
+    creator()
+    assert seen[-1] == (1, 0, 8)
+    with pytest.raises(ConfigurationError, match="dataset_fn is 3; pass a function"):
+        DatasetCreator(3)
+    with pytest.raises(ConfigurationError, match="returned a ndarray"):
+        shard_input(DatasetCreator(lambda context: X), rank=0, world_size=1, seed=0)
 
 
 def test_unknown_and_endless_lengths():

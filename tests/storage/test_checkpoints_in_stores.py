@@ -151,5 +151,29 @@ def test_the_evaluator_takes_a_file_of_keras_when_it_was_left_alone(store: Remot
     assert watch.next() is None
 
 
+def test_the_evaluator_waits_while_a_store_does_not_answer(
+    memory: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    watch = CheckpointWatcher(memory, tmp_path / "scratch")
+
+    def fail(*args: object) -> None:
+        raise OSError("no route to the store")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(RemotePath, "files", fail)
+        with pytest.raises(OSError, match="no route"):
+            watch.next()
+    assert watch.next() is None
+    with monkeypatch.context() as outage:
+        outage.setattr(RemotePath, "files", fail)
+        assert watch.next() is None
+    assert "no route to the store. Trying again" in caplog.text
+    CheckpointDirectory(memory).save(make_model(), 3)
+    found = watch.next()
+    assert found is not None
+    assert found.step == 3
+
+
 def test_stores_are_polled_less_often_than_folders() -> None:
     assert sidecar_evaluator.STORE_POLL_S > sidecar_evaluator.POLL_S

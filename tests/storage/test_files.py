@@ -112,6 +112,24 @@ def test_files_of_a_mirrored_folder_appear(folder: StoragePath) -> None:
     assert mirrored.path.exists() == isinstance(folder, Path)
 
 
+def test_logs_of_an_outage_appear_with_the_next_upload(
+    memory: RemotePath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirrored = MirroredFolder(memory)
+    (mirrored.path / "events").write_bytes(b"1")
+
+    def fail(*args: object) -> None:
+        raise OSError("no route to the store")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(RemotePath, "write", fail)
+        mirrored.upload()
+    assert "no route to the store" in caplog.text
+    mirrored.upload()
+    mirrored.close()
+    assert (memory / "events").read_bytes() == b"1"
+
+
 def test_a_store_that_does_not_answer_is_an_os_error(memory: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec.implementations.memory
 

@@ -169,6 +169,20 @@ def test_the_best_can_be_loaded_and_is_what_was_evaluated(saved: list[Path], tmp
     assert float(model.evaluate(*make_data(), verbose=0)[0]) == pytest.approx(sidecar.best, rel=1e-5)
 
 
+def test_the_best_model_is_exported(saved: list[Path], tmp_path: Path) -> None:
+    for path in saved:
+        shutil.copyfile(path, tmp_path / path.name)
+    export = phalanx.callbacks.SidecarEvaluatorModelExport(
+        tmp_path / "best-{epoch}.keras", tmp_path, monitor="val_loss"
+    )
+    evaluator = phalanx.SidecarEvaluator(
+        make_model(), make_data(), tmp_path, max_evaluations=1, callbacks=[export], verbose=0
+    )
+    evaluator.start()
+    exported = keras.models.load_model(tmp_path / "best-30.keras")
+    assert exported.evaluate(*make_data(), verbose=0)[0] == pytest.approx(evaluator.best, rel=1e-5)
+
+
 def test_event_files_without_tensorflow(saved: list[Path], tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     from tests.supervisor.event_files import scalars

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from phalanx.cluster.resolvers.auto_resolver import resolve
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
+from phalanx.cluster.resolvers.gce import GCEClusterResolver
 from phalanx.cluster.resolvers.kubernetes import KubernetesClusterResolver
+from phalanx.cluster.resolvers.kubernetes_pods import KubernetesExecutableLocation
 from phalanx.cluster.resolvers.mpi import MPIClusterResolver
 from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.resolvers.slurm import SlurmClusterResolver
@@ -14,7 +16,9 @@ from phalanx.cluster.resolvers.union import UnionResolver
 
 __all__ = [
     "ClusterResolver",
+    "GCEClusterResolver",
     "KubernetesClusterResolver",
+    "KubernetesExecutableLocation",
     "MPIClusterResolver",
     "SimpleClusterResolver",
     "SlurmClusterResolver",

@@ -1,46 +1,63 @@
-"""The cluster of an indexed Job or a StatefulSet in Kubernetes. The API server is not queried."""
+"""The cluster of pods in Kubernetes: of an indexed Job or a StatefulSet, or of those with certain labels."""
 
 from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, whole_number
+from phalanx.cluster.resolvers.kubernetes_pods import DEFAULT_LABELS, KubernetesExecutableLocation, PodLister
 from phalanx.cluster.spec import WORKER, ClusterSpec, Task
 from phalanx.config.environment_variables import NUM_WORKERS, SERVICE
 from phalanx.errors import ConfigurationError
+
+DEFAULT_SERVER_PORT = 8470
+"""As in `tf.distribute`."""
 
 _READER = "KubernetesClusterResolver"
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """One worker for each pod, numbered as Kubernetes numbers them.
+    """One worker for each pod, numbered as Kubernetes numbers them; or one task for each pod with certain labels.
 
-    The index is JOB_COMPLETION_INDEX (a Job with `completionMode: Indexed`), or else the end of the pod's host name
-    (StatefulSet: `train-3`). Pod `i` has the address `<name>-<i>.<service>`, so both kinds need a headless service
-    (`clusterIP: None`, with `publishNotReadyAddresses: true`, since the pods look for each other before they are
-    ready), and a Job's pod template needs `subdomain: <service>`. All pods listen on the same port, 8888 or
-    PHALANX_PORT_BASE.
+    With `job_to_label_mapping` or `override_client`, as in `tf.distribute`: the API server lists the pods, which need
+    the right to ask it (`list` on `pods`) and the package `kubernetes`. A pod finds its own task by its name, so
+    `task_type` and `task_id` need not be set.
+
+    Without them, the API server is not queried. The index is JOB_COMPLETION_INDEX (a Job with `completionMode:
+    Indexed`), or else the end of the pod's host name (StatefulSet: `train-3`). Pod `i` has the address
+    `<name>-<i>.<service>`, so both kinds need a headless service (`clusterIP: None`, with `publishNotReadyAddresses:
+    true`, since the pods look for each other before they are ready), and a Job's pod template needs `subdomain:
+    <service>`. All pods listen on the same port, 8888 or PHALANX_PORT_BASE.
 
     Set PHALANX_NUM_WORKERS and PHALANX_SERVICE in the pod template; Kubernetes does not provide them.
 
     Args:
+        job_to_label_mapping: task types with the label selectors of their pods, `{"worker": ["job-name=train"]}`.
+        tf_server_port: the port of every pod that has one of the labels.
+        rpc_layer: the result of `rpc_layer`.
+        override_client: a `kubernetes.client.CoreV1Api`, whose credentials are loaded.
+        executable_location: whether the program runs in the cluster, which says where credentials are.
         num_workers: the number of pods, instead of PHALANX_NUM_WORKERS.
         service: the name of the headless service, instead of PHALANX_SERVICE.
         port: the port of every pod, instead of PHALANX_PORT_BASE.
-        rpc_layer: the result of `rpc_layer`.
         environ: the variables to read; the process's environment if not given.
         hostname: this pod's host name; the system's if not given.
     """
 
     def __init__(
         self,
+        job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
+        tf_server_port: int = DEFAULT_SERVER_PORT,
+        rpc_layer: str | None = None,
+        override_client: Any = None,
+        executable_location: KubernetesExecutableLocation = KubernetesExecutableLocation.WITHIN_CLUSTER,
+        *,
         num_workers: int | None = None,
         service: str | None = None,
         port: int | None = None,
-        rpc_layer: str | None = None,
-        *,
         environ: Mapping[str, str] | None = None,
         hostname: str | None = None,
     ):
@@ -49,8 +66,14 @@ class KubernetesClusterResolver(ClusterResolver):
         self._service = service
         self._port = port
         self._hostname = hostname
+        self._pods: PodLister | None = None
+        if job_to_label_mapping or override_client is not None:
+            labels = job_to_label_mapping or DEFAULT_LABELS
+            self._pods = PodLister(labels, tf_server_port, override_client, executable_location)
 
     def cluster_spec(self) -> ClusterSpec:
+        if self._pods is not None:
+            return self._pods.cluster_spec()
         count = self._count()
         index = self._index()
         if index >= count:
@@ -70,7 +93,9 @@ class KubernetesClusterResolver(ClusterResolver):
         name = self._base_name()
         return ClusterSpec({WORKER: [f"{name}-{pod}.{service}:{port}" for pod in range(count)]})
 
-    def _find_task(self) -> Task:
+    def _find_task(self) -> Task | None:
+        if self._pods is not None:
+            return self._pods.task_of(self._pod_name())
         return Task(WORKER, self._index())
 
     def _count(self) -> int:
@@ -96,9 +121,12 @@ class KubernetesClusterResolver(ClusterResolver):
     def _base_name(self) -> str:
         return str(self._ordinal_match()[1])
 
-    def _ordinal_match(self) -> re.Match[str]:
+    def _pod_name(self) -> str:
         # The short name: a pod's host name may be fully qualified (setHostnameAsFQDN).
-        hostname = (self._hostname or socket.gethostname()).split(".")[0]
+        return (self._hostname or socket.gethostname()).split(".")[0]
+
+    def _ordinal_match(self) -> re.Match[str]:
+        hostname = self._pod_name()
         match = re.fullmatch(r"(.+)-([0-9]{1,9})", hostname)
         if match is None:
             raise ConfigurationError(

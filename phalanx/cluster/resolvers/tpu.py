@@ -10,10 +10,11 @@ import http.client
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, whole_number
 from phalanx.cluster.spec import WORKER, ClusterSpec, Task
+from phalanx.compat.unsupported_names import missing_member
 from phalanx.devices.tpu_count import count_tpus
 from phalanx.errors import ConfigurationError, UnsupportedError
 
@@ -72,6 +73,11 @@ class TPUClusterResolver(ClusterResolver):
     def connect(tpu: str | None = None, zone: str | None = None, project: str | None = None) -> TPUClusterResolver:
         """The resolver, as the original's `connect` returns it. `TPUStrategy` connects."""
         return TPUClusterResolver(tpu, zone=zone, project=project)
+
+    if not TYPE_CHECKING:  # for which there is no other attribute
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_member("TPUClusterResolver", self, name)
 
     def cluster_spec(self) -> ClusterSpec:
         index, hosts = self._find()

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
+import phalanx
 from tests.support.seeds import set_random_seed
 from tests.training.scenarios.common import (
     BATCH,
@@ -259,6 +260,29 @@ def pipelines_of_each_rank(setting: Setting) -> dict[str, Any]:
     found = fitted_on(model, data)
     assert int(keras.ops.convert_to_numpy(model.optimizer.iterations.value)) == 6
     return found
+
+
+@scenario(quick=ONE_BACKEND)
+def datasets_that_a_function_creates(setting: Setting) -> dict[str, Any]:
+    """`DatasetCreator`, in `fit` with validation data, `evaluate` and `predict`; also without a strategy."""
+    x, y = features(24), labels(24)
+
+    class Part(keras.utils.PyDataset):
+        def __init__(self, context: Any) -> None:
+            super().__init__()
+            self._share = context.get_per_replica_batch_size(12)
+            self._id = context.input_pipeline_id
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Any:
+            start = 12 * index + self._share * self._id
+            return x[start : start + self._share], y[start : start + self._share]
+
+    data, model = phalanx.DatasetCreator(Part), compiled(setting, metrics=["accuracy"])
+    found = fitted_on(model, data, validation_data=phalanx.DatasetCreator(Part))
+    return found | {"evaluate": model.evaluate(data, verbose=0, return_dict=True)}
 
 
 def _merged_pipelines(setting: Setting, sizes: list[int]) -> dict[str, Any]:

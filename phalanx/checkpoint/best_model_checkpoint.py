@@ -1,0 +1,59 @@
+"""`SidecarEvaluatorModelExport`: the evaluator's best model, as a file that Keras loads."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import keras
+
+from phalanx.storage.files import list_names
+from phalanx.storage.paths import storage_path
+
+_LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
+
+
+class SidecarEvaluatorModelExport(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+    """Saves the model that a `phalanx.SidecarEvaluator` found best (`tf.keras.callbacks.SidecarEvaluatorModelExport`).
+
+        export = phalanx.callbacks.SidecarEvaluatorModelExport("best-{epoch}.keras", "runs/1", monitor="accuracy")
+        phalanx.SidecarEvaluator(model, data, "runs/1", callbacks=[export]).start()
+
+    The evaluator keeps the best checkpoint by itself, too, as `best_evaluation.*`. This callback saves a whole model
+    (`.keras`), or weights under a name of yours.
+
+    Args:
+        export_filepath: as `filepath` of `ModelCheckpoint`. `{epoch}` is the last number in the name of the newest
+            checkpoint.
+        checkpoint_filepath: the directory in which the training saves, or the beginning of its checkpoints' names.
+        kwargs: of `ModelCheckpoint`: `monitor` (default `loss`), `mode`, `save_weights_only`, ...
+    """
+
+    def __init__(
+        self, export_filepath: str | os.PathLike[str], checkpoint_filepath: str | os.PathLike[str], **kwargs: Any
+    ) -> None:
+        kwargs = {**kwargs, "monitor": kwargs.get("monitor", "loss").removeprefix("val_")}
+        super().__init__(filepath=export_filepath, save_best_only=True, **kwargs)
+        self._checkpoints = storage_path(checkpoint_filepath, "checkpoint_filepath")
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        is_directory = self._checkpoints.is_dir()
+        directory = self._checkpoints if is_directory else self._checkpoints.parent
+        prefix = "" if is_directory else self._checkpoints.name
+        found = [
+            int(match[1])
+            for name in list_names(directory)
+            if name.startswith(prefix) and name.endswith((".weights.h5", ".keras"))
+            if (match := _LAST_NUMBER.search(name.removesuffix(".weights.h5").removesuffix(".keras")))
+        ]
+        self._current_epoch = max(found, default=1) - 1
+
+    def on_test_end(self, logs: Any = None) -> None:
+        if self.monitor_op is None:
+            self._set_monitor_op()
+        self._save_model(epoch=self._current_epoch, batch=None, logs=logs)
+
+
+BestModelCheckpoint = SidecarEvaluatorModelExport
+"""Its earlier name in `tf.keras`."""

@@ -1,0 +1,275 @@
+"""Preemption in custom training loops: `tf.distribute.experimental.PreemptionCheckpointHandler`.
+
+Each rank watches for its own notice: the signal, or what a function of the program says. Before each step the ranks
+agree whether one of them has it, so all save after the same step, and exit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import keras
+
+from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
+from phalanx.errors import ConfigurationError, DisagreementError, PreemptedError, UnsupportedError
+from phalanx.strategies.current_job import current_replica
+from phalanx.training import state_sync
+from phalanx.training.preemption import notified_by_signals
+from phalanx.training.replica import Replica, alone
+
+WATCH_S = 1.0
+"""Between two calls of `termination_watcher_fn`."""
+SAVE_MARGIN = 3.0
+"""How many times the longest step so far is left of a grace period, for the last step and for saving."""
+BASENAME = "preemption"
+_RUNS = "checkpointed_runs"  # its name in TensorFlow's checkpoints
+
+
+@dataclass
+class TerminationConfig:
+    """How a preemption is announced, and how the program ends (`tf.distribute.experimental.TerminationConfig`).
+
+    Args:
+        termination_watcher_fn: called repeatedly in a thread; returns True once the process is about to be preempted.
+            None: the signal SIGTERM, or PHALANX_PREEMPTION_SIGNAL.
+        exit_fn: called on every rank after the checkpoint was saved. None: the program ends with exit code 75, after
+            which `phalanx run --max-restarts` starts it again.
+        grace_period: seconds between the announcement and the preemption. Training continues for most of them. None
+            or 0: save after the present step.
+        save_fn: saves the checkpoint instead of the manager's `save`; gets the arguments of
+            `save_checkpoint_if_preempted`. For a Keras model it is called on the chief.
+    """
+
+    termination_watcher_fn: Callable[[], bool] | None = None
+    exit_fn: Callable[[], Any] | None = None
+    grace_period: float | None = None
+    save_fn: Callable[..., Any] | None = None
+
+
+class PreemptionCheckpointHandler:
+    """Saves a checkpoint on all replicas' behalf when one of them is about to be preempted, and ends the program.
+
+        handler = phalanx.experimental.PreemptionCheckpointHandler(strategy.cluster_resolver, model, "preempted")
+        for step in range(handler.total_run_calls, STEPS):
+            handler.run(train_step, batches[step])
+
+    When it is created, it restores what it has saved before. Create it on all replicas, after the model is built, and
+    call `run` equally often on each.
+
+    Args:
+        cluster_resolver: as in TensorFlow; the strategy of this process knows its job, so None does as well.
+        checkpoint_or_checkpoint_manager: a Keras model, on every backend, whose weights and optimizer the chief saves
+            and restores, and passes to the other replicas. Or TensorFlow's `tf.train.Checkpoint` or
+            `CheckpointManager`, which each replica restores itself: their directory must be shared.
+        checkpoint_dir: where to save; not for a `CheckpointManager`, which has its own.
+        termination_config: how a preemption is announced, and how the program ends.
+
+    Raises:
+        ConfigurationError: an argument does not fit, or the checkpoint is of another model.
+        DisagreementError: replicas restored different checkpoints.
+        UnsupportedError: the job is elastic, or one program spans several processes.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any,
+        checkpoint_or_checkpoint_manager: Any,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        termination_config: TerminationConfig | None = None,
+    ) -> None:
+        self._replica = current_replica() or alone()
+        if self._replica.elastic is not None or self._replica.mesh_parts is not None:
+            raise UnsupportedError(
+                "PreemptionCheckpointHandler is for replicas whose number is fixed. In elastic jobs, members may leave "
+                "without it; where one program spans several processes, save with phalanx.ShardedCheckpoint."
+            )
+        self._config = termination_config or TerminationConfig()
+        self._saved = _saved_state(checkpoint_or_checkpoint_manager, checkpoint_dir, self._replica)
+        self._runs = self._saved.restore()
+        restored = self._replica.gather(self._runs)
+        if len(set(restored)) > 1:
+            raise DisagreementError(
+                f"The replicas restored checkpoints of different numbers of steps: {restored}, by rank. Pass a "
+                f"checkpoint_dir that all of them share."
+            )
+        self._notice = _Notice(self._config.grace_period or 0.0)
+        self._watches = ExitStack()
+        self._watch()
+
+    @property
+    def total_run_calls(self) -> int:
+        """How often `run` was called, also before the program was restarted."""
+        return self._runs
+
+    def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Save and exit if a replica is about to be preempted; else call the function, and return its result.
+
+        Raises: PreemptedError, with which the program ends, unless `exit_fn` is given.
+        """
+        self.save_checkpoint_if_preempted()
+        started_at = time.monotonic()
+        result = distributed_train_function(*args, **kwargs)
+        self._notice.note_duration(time.monotonic() - started_at)
+        self._runs += 1
+        return result
+
+    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+        """As `run`, for programs that call their function themselves; call it before each step, on all replicas.
+
+        Args:
+            args: for `save_fn`.
+            kwargs: for `save_fn`.
+        """
+        if not self._replica.any(self._notice.is_due()):
+            return
+        self._watches.close()
+        self._saved.save(self._runs, self._config.save_fn, args, kwargs)
+        self._replica.any(True)  # no replica exits before the checkpoint is there
+        if self._config.exit_fn is None:
+            raise PreemptedError(
+                f"The job was preempted after {self._runs} steps. It resumes when the program is started again."
+            )
+        self._config.exit_fn()
+        self._notice = _Notice(self._config.grace_period or 0.0)  # `exit_fn` returned: the program goes on by itself
+        self._watch()
+
+    @contextmanager
+    def watch_preemption_scope(self) -> Iterator[None]:
+        """Around the training: at its end the process no longer watches for a preemption."""
+        try:
+            yield
+        finally:
+            self._watches.close()
+
+    def _watch(self) -> None:
+        watcher = self._config.termination_watcher_fn
+        if watcher is None:
+            self._watches.enter_context(notified_by_signals(self._notice))
+        else:
+            self._watches.enter_context(_watching(watcher, self._notice))
+
+
+class _Notice:
+    """Whether this rank is about to be preempted, and when it is time to save."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._longest_s = 0.0
+        self._since: float | None = None
+
+    def signal(self) -> None:
+        """This rank got notice. May be called by a signal handler."""
+        if self._since is None:
+            self._since = time.monotonic()
+
+    def note_duration(self, seconds: float) -> None:
+        """A step took so long."""
+        self._longest_s = max(self._longest_s, seconds)
+
+    def is_due(self) -> bool:
+        """Whether it is time to save."""
+        if self._since is None:
+            return False
+        return time.monotonic() - self._since + SAVE_MARGIN * self._longest_s >= self._grace_s
+
+
+@contextmanager
+def _watching(watcher: Callable[[], bool], notice: _Notice) -> Iterator[None]:
+    """While inside, a thread asks the program's function."""
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(WATCH_S):
+            if watcher():
+                notice.signal()
+                return
+
+    thread = threading.Thread(target=watch, name="phalanx-termination-watcher", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+
+
+class _SavedState(Protocol):
+    def restore(self) -> int:
+        """Restore what was saved; returns the number of steps, 0 if there is nothing."""
+        ...
+
+    def save(self, runs: int, save_fn: Callable[..., Any] | None, args: Any, kwargs: Any) -> None:
+        """Save what this rank is to save."""
+        ...
+
+
+def _saved_state(given: Any, directory: str | os.PathLike[str] | None, replica: Replica) -> _SavedState:
+    is_manager = hasattr(given, "latest_checkpoint")
+    if not is_manager and not directory:
+        raise ConfigurationError("Pass checkpoint_dir, where the checkpoint is saved when the job is preempted.")
+    if isinstance(given, keras.Model):
+        assert directory is not None
+        return _ModelState(given, CheckpointDirectory(directory, basename=BASENAME, keep=1), replica)
+    if not is_manager and not hasattr(given, "restore"):
+        raise ConfigurationError(
+            f"checkpoint_or_checkpoint_manager is {given!r}; pass a Keras model, or a tf.train.Checkpoint or "
+            f"CheckpointManager."
+        )
+    train: Any = importlib.import_module("tensorflow").train
+    manager = given if is_manager else train.CheckpointManager(given, str(directory), max_to_keep=1)
+    return _TensorFlowState(manager, replica)
+
+
+class _ModelState:
+    """A Keras model: the chief has the files, and passes what is in them to the others."""
+
+    def __init__(self, model: Any, directory: CheckpointDirectory, replica: Replica) -> None:
+        self._model = model
+        self._directory = directory
+        self._replica = replica
+
+    def restore(self) -> int:
+        optimizer = self._model.optimizer
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(self._model.trainable_variables)
+        found = self._directory.restore(self._model) if self._replica.is_chief else None
+        runs: Any = self._replica.broadcast_from_chief(0 if found is None else found.step)
+        state_sync.synchronise(self._model, self._replica)
+        return int(runs)
+
+    def save(self, runs: int, save_fn: Callable[..., Any] | None, args: Any, kwargs: Any) -> None:
+        if self._replica.is_chief:
+            if save_fn is not None:
+                save_fn(*args, **kwargs)
+            self._directory.save(self._model, runs)
+            self._directory.claim.release()
+
+
+class _TensorFlowState:
+    """A `tf.train.CheckpointManager`, with the number of steps among what it saves; the chief saves."""
+
+    def __init__(self, manager: Any, replica: Replica) -> None:
+        tf: Any = importlib.import_module("tensorflow")
+        self._manager = manager
+        self._replica = replica
+        self._runs = tf.Variable(0, dtype=tf.int64, trainable=False, name=_RUNS)
+        setattr(manager.checkpoint, _RUNS, self._runs)
+
+    def restore(self) -> int:
+        path = self._manager.latest_checkpoint
+        if path is not None:
+            self._manager.checkpoint.restore(path)
+        return int(self._runs.numpy())
+
+    def save(self, runs: int, save_fn: Callable[..., Any] | None, args: Any, kwargs: Any) -> None:
+        self._runs.assign(runs)
+        if self._replica.is_chief:
+            Path(self._manager.directory).mkdir(parents=True, exist_ok=True)
+            (save_fn or self._manager.save)(*args, **kwargs)

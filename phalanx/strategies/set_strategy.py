@@ -1,0 +1,29 @@
+"""`tf.distribute.experimental_set_strategy`: a scope that is left by the next call, and not by the end of a block."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from phalanx.errors import ConfigurationError
+from phalanx.strategies.replica_context import has_strategy
+from phalanx.strategies.strategy import Strategy
+
+_scope = ExitStack()
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Enter a strategy's scope until the next call. Prefer `with strategy.scope():`, which ends with its block.
+
+    Args:
+        strategy: whose scope is entered in this thread, in place of that of the last call; None leaves that.
+
+    Raises: ConfigurationError inside `with strategy.scope():`.
+    """
+    _scope.close()
+    if has_strategy():
+        raise ConfigurationError(
+            "experimental_set_strategy() was called inside a strategy's scope, which it would leave. Call it outside "
+            "of `with strategy.scope():`."
+        )
+    if strategy is not None:
+        _scope.enter_context(strategy.scope())
