@@ -39,7 +39,7 @@ LAYERS = (
     ("training",),
     ("launcher", "coordinator"),
     ("strategies", "callbacks", "losses", "tuning"),
-    ("supervisor", "evaluator"),
+    ("supervisor", "evaluator", "tensorflow1"),
     ("horovod",),
     ("dashboard",),
     ("cli",),
@@ -49,7 +49,9 @@ LAYERS = (
 PUBLIC_FACADES = {"__init__", "__main__", "cluster_resolver", "experimental", "tpu"}
 """Modules that only re-export, and may import from anywhere."""
 
-LAZY_EXPORTS = {"phalanx/config/__init__.py", "phalanx/elastic/__init__.py"}
+LAZY_EXPORTS = {"phalanx/config/__init__.py", "phalanx/elastic/__init__.py"} | {
+    f"phalanx/compat/v1/{name}.py" for name in ("__init__", "layers", "train")
+}
 """Public names that live in a higher layer, imported when they are first used."""
 
 SHARED_MODULE_NAMES = {"callbacks", "compression", "elastic", "exceptions", "functions", "gradients", "mpi_ops"} | {
@@ -70,6 +72,8 @@ TEXT = ("phalanx", "docs", "examples", "tests", "benchmarks", "README.md")
 
 EXCEPTIONS = {
     "RunOptions": "tf.distribute has a class of this name, and `phalanx run` has options",
+    "Server": "tf.distribute has a class of this name for Keras models, and tf.train one for graphs",
+    "Supervisor": "as Server",
     "MultiWorkerMirroredStrategy": "tf.distribute.experimental has a strategy of this name with other arguments",
     "phalanx/strategies/strategy.py:Strategy": "the methods of tf.distribute.Strategy",
     "phalanx/monitoring/job_view.py:JobView": "one flat record, as programs that read its JSON want it",

@@ -38,7 +38,11 @@ def load() -> griffe.Module:
 
 def public_names(package: griffe.Module) -> Iterator[tuple[str, griffe.Object]]:
     """Each name that a program may import, and what it is."""
-    modules = {"phalanx": package, **{f"phalanx.horovod.{name}": package[f"horovod.{name}"] for name in HOROVOD}}
+    modules = {
+        "phalanx": package,
+        "phalanx.compat.v1": package["compat.v1"],
+        **{f"phalanx.horovod.{name}": package[f"horovod.{name}"] for name in HOROVOD},
+    }
     while modules:
         path, module = modules.popitem()
         yield path, module

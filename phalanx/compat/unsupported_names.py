@@ -9,6 +9,22 @@ _ALTERNATIVES = {
         "replica.",
         "StrategyExtended": "strategies have no `extended` here, as each replica is a separate process.",
     },
+    "phalanx.compat.v1": {
+        "contrib": "tf.contrib ended with TensorFlow 1; much of it is in tf-slim and tensorflow-probability.",
+        "estimator": "TensorFlow has no estimators since 2.16. Build the model in the graph and train it with "
+        "tf.train.MonitoredTrainingSession, or write it with Keras for phalanx.ParameterServerStrategy.",
+        "examples": "load MNIST with tf.keras.datasets.mnist.load_data().",
+    },
+    "phalanx.compat.v1.layers": {
+        **dict.fromkeys(
+            ("AveragePooling2D", "BatchNormalization", "Conv2D", "Dense", "Dropout", "Flatten", "MaxPooling2D"),
+            "call the function of that name, as tf.layers.dense(inputs, units).",
+        ),
+        **dict.fromkeys(
+            ("conv1d", "conv2d_transpose", "conv3d", "max_pooling1d", "max_pooling3d", "separable_conv2d"),
+            "call the operation of tf.nn, with variables from tf.get_variable().",
+        ),
+    },
     "phalanx.tpu.experimental": {
         "DeviceAssignment": "ModelParallelStrategy(mesh_shape=...) says which devices share what.",
         "HardwareFeature": "jax.devices()[0].device_kind names the kind of TPU.",

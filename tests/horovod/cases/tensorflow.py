@@ -218,7 +218,7 @@ def check_slices_are_gathered_or_made_dense() -> None:
 
 
 def _session_problem():
-    """Loss and variables of a linear regression in the present graph, the batch of this rank, and the batch of all ranks."""
+    """Loss and variables of a linear regression in the present graph; the batch of this rank, and that of all ranks."""
     x, y = v1.placeholder(tf.float32, [None, 3]), v1.placeholder(tf.float32, [None, 1])
     table = v1.get_variable("table", initializer=tf.fill([5, 3], 0.5))
     weights = v1.get_variable("weights", initializer=tf.fill([3, 1], 0.1 * (1 + hvd.rank())))

@@ -1,0 +1,215 @@
+"""The functions of `tf.layers` that programs of TensorFlow 1 use most; TensorFlow with Keras 3 has none of them.
+
+Variables have the names, shapes and initial distributions that they had there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+v1 = tf.compat.v1
+ZEROS, ONES = tf.zeros_initializer(), tf.ones_initializer()
+Activation = Callable[[Any], Any] | None
+
+__all__ = ["average_pooling2d", "batch_normalization", "conv2d", "dense", "dropout", "flatten", "max_pooling2d"]
+
+
+def dense(
+    inputs: Any,
+    units: int,
+    activation: Activation = None,
+    use_bias: bool = True,
+    kernel_initializer: Any = None,
+    bias_initializer: Any = ZEROS,
+    kernel_regularizer: Any = None,
+    bias_regularizer: Any = None,
+    activity_regularizer: Any = None,
+    kernel_constraint: Any = None,
+    bias_constraint: Any = None,
+    trainable: bool = True,
+    name: str | None = None,
+    reuse: Any = None,
+) -> Any:
+    """`activation(inputs @ kernel + bias)`, over the last axis. The arguments are those of `tf.layers.dense`."""
+    inputs = tf.convert_to_tensor(inputs)
+    with v1.variable_scope(name, "dense", [inputs], reuse=reuse):
+        shape = [int(inputs.shape[-1]), units]
+        kernel = v1.get_variable(
+            *("kernel", shape, inputs.dtype, kernel_initializer, kernel_regularizer),
+            trainable=trainable,
+            constraint=kernel_constraint,
+        )
+        outputs = tf.tensordot(inputs, kernel, 1)
+        if use_bias:
+            bias = v1.get_variable(
+                *("bias", [units], inputs.dtype, bias_initializer, bias_regularizer),
+                trainable=trainable,
+                constraint=bias_constraint,
+            )
+            outputs = tf.nn.bias_add(outputs, bias)
+        return _activated(outputs, activation, activity_regularizer)
+
+
+def conv2d(
+    inputs: Any,
+    filters: int,
+    kernel_size: int | Sequence[int],
+    strides: int | Sequence[int] = (1, 1),
+    padding: str = "valid",
+    data_format: str = "channels_last",
+    dilation_rate: int | Sequence[int] = (1, 1),
+    activation: Activation = None,
+    use_bias: bool = True,
+    kernel_initializer: Any = None,
+    bias_initializer: Any = ZEROS,
+    kernel_regularizer: Any = None,
+    bias_regularizer: Any = None,
+    activity_regularizer: Any = None,
+    kernel_constraint: Any = None,
+    bias_constraint: Any = None,
+    trainable: bool = True,
+    name: str | None = None,
+    reuse: Any = None,
+) -> Any:
+    """A convolution of images. The arguments are those of `tf.layers.conv2d`."""
+    inputs = tf.convert_to_tensor(inputs)
+    layout = _layout(data_format)
+    with v1.variable_scope(name, "conv2d", [inputs], reuse=reuse):
+        shape = [*_pair(kernel_size), int(inputs.shape[layout.index("C")]), filters]
+        kernel = v1.get_variable(
+            *("kernel", shape, inputs.dtype, kernel_initializer, kernel_regularizer),
+            trainable=trainable,
+            constraint=kernel_constraint,
+        )
+        outputs = tf.nn.conv2d(inputs, kernel, _pair(strides), padding.upper(), layout, _pair(dilation_rate))
+        if use_bias:
+            bias = v1.get_variable(
+                *("bias", [filters], inputs.dtype, bias_initializer, bias_regularizer),
+                trainable=trainable,
+                constraint=bias_constraint,
+            )
+            outputs = tf.nn.bias_add(outputs, bias, data_format=layout)
+        return _activated(outputs, activation, activity_regularizer)
+
+
+def max_pooling2d(
+    inputs: Any,
+    pool_size: int | Sequence[int],
+    strides: int | Sequence[int],
+    padding: str = "valid",
+    data_format: str = "channels_last",
+    name: str | None = None,
+) -> Any:
+    """The largest value of each window of an image. The arguments are those of `tf.layers.max_pooling2d`."""
+    layout = _layout(data_format)
+    return tf.nn.max_pool2d(inputs, _pair(pool_size), _pair(strides), padding.upper(), layout, name)
+
+
+def average_pooling2d(
+    inputs: Any,
+    pool_size: int | Sequence[int],
+    strides: int | Sequence[int],
+    padding: str = "valid",
+    data_format: str = "channels_last",
+    name: str | None = None,
+) -> Any:
+    """The mean of each window of an image. The arguments are those of `tf.layers.average_pooling2d`."""
+    layout = _layout(data_format)
+    return tf.nn.avg_pool2d(inputs, _pair(pool_size), _pair(strides), padding.upper(), layout, name)
+
+
+def flatten(inputs: Any, name: str | None = None, data_format: str = "channels_last") -> Any:
+    """Each sample as one vector. The arguments are those of `tf.layers.flatten`."""
+    inputs = tf.convert_to_tensor(inputs)
+    if _layout(data_format) == "NCHW" and inputs.shape.rank is not None and inputs.shape.rank > 2:
+        inputs = tf.transpose(inputs, [0, *range(2, inputs.shape.rank), 1])
+    size = inputs.shape[1:].num_elements()
+    return tf.reshape(inputs, [-1, size] if size is not None else [tf.shape(inputs)[0], -1], name)
+
+
+def dropout(
+    inputs: Any,
+    rate: float = 0.5,
+    noise_shape: Any = None,
+    seed: int | None = None,
+    training: Any = False,
+    name: str | None = None,
+) -> Any:
+    """Zeros for a share `rate` of the inputs where `training` is true. The arguments are those of
+    `tf.layers.dropout`."""
+    inputs = tf.convert_to_tensor(inputs)
+
+    def drop() -> Any:
+        return tf.nn.dropout(inputs, rate, noise_shape, seed, name)
+
+    return _where(training, drop, lambda: tf.identity(inputs))
+
+
+def batch_normalization(
+    inputs: Any,
+    axis: int = -1,
+    momentum: float = 0.99,
+    epsilon: float = 1e-3,
+    center: bool = True,
+    scale: bool = True,
+    beta_initializer: Any = ZEROS,
+    gamma_initializer: Any = ONES,
+    moving_mean_initializer: Any = ZEROS,
+    moving_variance_initializer: Any = ONES,
+    *,
+    training: Any = False,
+    trainable: bool = True,
+    name: str | None = None,
+    reuse: Any = None,
+) -> Any:
+    """Batch normalization. The arguments are those of `tf.layers.batch_normalization`.
+
+    The updates of the moving averages are in the collection `tf.GraphKeys.UPDATE_OPS`, as there: run them with the
+    training operation.
+    """
+    inputs = tf.convert_to_tensor(inputs)
+    axis %= inputs.shape.rank
+    with v1.variable_scope(name, "batch_normalization", [inputs], reuse=reuse):
+        shape = [int(inputs.shape[axis])]
+
+        def variable(kind: str, initializer: Any, learned: bool = True) -> Any:
+            return v1.get_variable(kind, shape, inputs.dtype, initializer, trainable=trainable and learned)
+
+        gamma = variable("gamma", gamma_initializer) if scale else None
+        beta = variable("beta", beta_initializer) if center else None
+        mean = variable("moving_mean", moving_mean_initializer, False)
+        variance = variable("moving_variance", moving_variance_initializer, False)
+        others = [each for each in range(inputs.shape.rank) if each != axis]
+        of_batch = tf.nn.moments(inputs, others)
+        used = _where(training, lambda: list(of_batch), lambda: [tf.identity(mean), tf.identity(variance)])
+        rate = tf.cast(tf.where(training, 1.0 - momentum, 0.0), inputs.dtype)
+        for moving, batch in zip((mean, variance), of_batch, strict=True):
+            v1.add_to_collection(v1.GraphKeys.UPDATE_OPS, moving.assign_sub((moving - batch) * rate))
+        wide = [1] * axis + shape + [1] * (inputs.shape.rank - axis - 1)
+        parts = [None if each is None else tf.reshape(each, wide) for each in (*used, beta, gamma)]
+        return tf.nn.batch_normalization(inputs, *parts, epsilon)
+
+
+def _activated(outputs: Any, activation: Activation, regularizer: Any) -> Any:
+    result = outputs if activation is None else activation(outputs)
+    if regularizer is not None:
+        v1.add_to_collection(v1.GraphKeys.REGULARIZATION_LOSSES, regularizer(result))
+    return result
+
+
+def _where(training: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    """One of two results; decided when the graph runs if `training` is a tensor."""
+    if tf.is_tensor(training):
+        return v1.cond(tf.cast(training, tf.bool), then, otherwise)
+    return then() if training else otherwise()
+
+
+def _layout(data_format: str) -> str:
+    return {"channels_last": "NHWC", "channels_first": "NCHW"}[data_format]
+
+
+def _pair(size: int | Sequence[int]) -> list[int]:
+    return [size, size] if isinstance(size, int) else list(size)

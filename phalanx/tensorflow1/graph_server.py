@@ -1,0 +1,221 @@
+"""TensorFlow's server of one task, on the cluster that Phalanx knows."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import logging
+import os
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import tensorflow as tf
+
+from phalanx.cluster.resolvers import resolve
+from phalanx.config.job_config import JobConfig
+from phalanx.errors import ConfigurationError
+from phalanx.runtime import process_exit
+from phalanx.tensorflow1.task_probe import Answer, JobEnd, probe
+from phalanx.transport.address import Address
+
+logger = logging.getLogger(__name__)
+
+v1 = tf.compat.v1
+
+PS = "ps/"
+JOIN_POLL_S = 1.0
+REPORT_MS = 10_000
+"""A server that is there takes a message within milliseconds; one on a busy host, in seconds."""
+MAX_TASKS = 10_000
+"""The queue holds the name of each task; TensorFlow's jobs have hundreds."""
+
+_servers: weakref.WeakValueDictionary[str, Server] = weakref.WeakValueDictionary()
+"""The servers of this process by their targets."""
+
+
+class Server(tf.compat.v1.train.Server):  # type: ignore[misc]
+    """`tf.train.Server` of TensorFlow 1: keeps variables and computes, for the sessions of all tasks.
+
+    Without a cluster, it is the task that `phalanx run`, TF_CONFIG or a scheduler made of this process.
+
+    TensorFlow's servers know no secret and encrypt nothing, and listen on all interfaces. Anyone who can reach the port
+    can run code in this process: use them in networks that you trust.
+
+    Args:
+        server_or_cluster_def: the cluster, as for TensorFlow; None finds it, and this task.
+        job_name: type of this task.
+        task_index: its number within the type.
+        protocol: as for TensorFlow.
+        config: as for TensorFlow.
+        start: as for TensorFlow.
+
+    Raises: ConfigurationError if the cluster or the task is not known.
+    """
+
+    def __init__(
+        self,
+        server_or_cluster_def: Any = None,
+        job_name: str | None = None,
+        task_index: int | None = None,
+        protocol: str | None = None,
+        config: Any = None,
+        start: bool = True,
+    ):
+        process_exit.install()
+        if server_or_cluster_def is None:
+            server_or_cluster_def, job_name, task_index = _resolved(job_name, task_index)
+        elif not isinstance(server_or_cluster_def, v1.train.ServerDef | v1.train.ClusterDef):
+            server_or_cluster_def = tf.train.ClusterSpec(server_or_cluster_def)
+        _free_inherited_port(JobConfig.from_environment().listen_fd)
+        super().__init__(server_or_cluster_def, job_name, task_index, protocol, config, start)
+        _servers[self.target] = self
+        if start and self.task in _training({self.task: None}):
+            process_exit.at_exit(functools.partial(_report_end, self.target, self.task, self.other_tasks))
+        own = Address.parse(self.target.removeprefix("grpc://"), where="the server's target")
+        logger.log(
+            logging.INFO if own.is_loopback else logging.WARNING,
+            "The TensorFlow server of %s at %s lets in anyone who can reach its port, and encrypts nothing.",
+            self.task,
+            own,
+        )
+
+    @property
+    def task(self) -> str:
+        """This task, as `worker/0`."""
+        return f"{self.server_def.job_name}/{self.server_def.task_index}"
+
+    @property
+    def other_tasks(self) -> dict[str, Address]:
+        """The addresses of the other tasks of the cluster."""
+        addresses = {
+            f"{job.name}/{index}": address
+            for job in self.server_def.cluster.job
+            for index, address in sorted(job.tasks.items())
+        }
+        return {task: Address.parse(text, where=task) for task, text in addresses.items() if task != self.task}
+
+    def join(self) -> NoReturn:
+        """Serve until the tasks that train are gone, then exit the process with code 0.
+
+        TensorFlow's own `join` does not return either: programs expect only workers below it.
+
+        Raises: RendezvousError if none of them has appeared within PHALANX_RENDEZVOUS_TIMEOUT seconds.
+        """
+        training = _training(self.other_tasks)
+        if not training:
+            raise ConfigurationError(
+                f"join() of {self.task} waits for the tasks that train, and the cluster has none. Add the workers, or "
+                f"use the server without join()."
+            )
+        config = JobConfig.from_environment()
+        end = JobEnd(training, config.rendezvous_timeout_s, config.timeout_s, time.monotonic())
+        finished: set[str] = set()
+        with FinishedTasks(self) as reports:
+            while True:
+                finished |= reports.read()
+                answers = {task: probe(address) for task, address in training.items() if task not in finished}
+                if end.is_over(answers, finished, time.monotonic()):
+                    break
+                time.sleep(JOIN_POLL_S)
+        logger.info("%s: the job is over.", self.task)
+        sys.exit(0)
+
+    @staticmethod
+    def create_local_server(config: Any = None, start: bool = True) -> Server:
+        """A server of a cluster of one task, on a free port of this host."""
+        return Server({"localhost": ["localhost:0"]}, protocol="grpc", config=config, start=start)
+
+
+class FinishedTasks:
+    """On a parameter server: which tasks have finished, from a queue that this server keeps for them. A context."""
+
+    def __init__(self, server: Server):
+        with tf.Graph().as_default() as graph:
+            queue = _queue_on(server.task)
+            self._size, self._next = queue.size(), queue.dequeue()
+        self._session = v1.Session(server.target, graph=graph, config=_reaching(server.task))
+
+    def __enter__(self) -> FinishedTasks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._session.close()
+
+    def read(self) -> set[str]:
+        """The tasks that have finished since the last call."""
+        return {self._session.run(self._next).decode() for _ in range(self._session.run(self._size))}
+
+
+def _report_end(target: str, task: str, others: Mapping[str, Address]) -> None:
+    """Tell all parameter servers that this task has finished, unless it has failed: then it may be started again."""
+    if process_exit.failure():
+        return
+    servers = [other for other, address in others.items() if other.startswith(PS) and probe(address) is Answer.SERVES]
+    for server in servers:
+        with tf.Graph().as_default() as graph, contextlib.suppress(tf.errors.OpError):  # it may be gone already
+            report = _queue_on(server).enqueue(task)
+            with v1.Session(target, graph=graph, config=_reaching(task, server)) as session:
+                session.run(report, options=v1.RunOptions(timeout_in_ms=REPORT_MS))
+
+
+def _queue_on(task: str) -> Any:
+    """In the present graph: the queue in which one server gets the names of the tasks that have finished."""
+    with tf.device(_device(task) + "/device:CPU:0"):
+        return tf.queue.FIFOQueue(MAX_TASKS, tf.string, [[]], shared_name="phalanx_finished_tasks")
+
+
+def _reaching(*tasks: str) -> Any:
+    """The configuration of a session that needs no other tasks than these."""
+    return v1.ConfigProto(device_filters=list(map(_device, tasks)), operation_timeout_in_ms=REPORT_MS)
+
+
+def _device(task: str) -> str:
+    job, _, index = task.partition("/")
+    return f"/job:{job}/task:{index}"
+
+
+def _training(tasks: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the tasks that train."""
+    return {task: value for task, value in tasks.items() if not task.startswith((PS, "evaluator/"))}
+
+
+def server_of(target: Any) -> Server | None:
+    """The server of this process that a session connects to; None for another's, or without one."""
+    return _servers.get(target)
+
+
+def _resolved(job_name: str | None, task_index: int | None) -> tuple[Any, str, int]:
+    """The cluster and the task that this process has been started with."""
+    resolver = resolve()
+    spec, task = resolver.cluster_spec(), resolver.task()
+    if not spec or task is None:
+        raise ConfigurationError(
+            "Server() found no cluster: start the program with `phalanx run --ps 1 --workers 2`, set TF_CONFIG, or "
+            "pass the cluster, job_name and task_index."
+        )
+    return (
+        tf.train.ClusterSpec(spec.as_dict()),
+        task.type if job_name is None else job_name,
+        task.index if task_index is None else task_index,
+    )
+
+
+def _free_inherited_port(descriptor: int | None) -> None:
+    """Let TensorFlow listen on the port that the launcher keeps open for this task.
+
+    TensorFlow takes over no socket. The launcher's has SO_REUSEADDR, as TensorFlow's has, so it keeps others from the
+    port, but not a listener, once it does not listen itself.
+    """
+    if descriptor is None:
+        return
+    with socket.socket(fileno=os.dup(descriptor)) as inherited:
+        try:
+            inherited.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            if error.errno != errno.ENOTCONN:  # it does not listen since an earlier server of this task
+                raise

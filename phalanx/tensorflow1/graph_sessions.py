@@ -1,0 +1,185 @@
+"""Sessions of TensorFlow 1 whose waits are bounded: `Session`, `Supervisor`, `MonitoredTrainingSession`."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from phalanx.config.environment_variables import RENDEZVOUS_TIMEOUT
+from phalanx.config.job_config import JobConfig
+from phalanx.errors import RendezvousError
+from phalanx.tensorflow1.graph_server import server_of
+from phalanx.tensorflow1.session_setup import await_tasks, naming_lost_tasks, with_filters
+
+v1 = tf.compat.v1
+
+POLL_CHIEF_S = 1
+"""Seconds between two looks at whether the chief has initialized the variables. TensorFlow waits 30."""
+
+STOP_GRACE_S = 10
+"""Seconds for the threads of a session to stop. TensorFlow waits 120, and the thread of `SyncReplicasOptimizer` on the
+chief never stops by itself: it waits for gradients of workers that have finished."""
+
+
+class Session(tf.compat.v1.Session):  # type: ignore[misc]
+    """`tf.Session` of TensorFlow 1. On a server of the job, it first waits for the tasks that the graph is placed on.
+
+    Args:
+        target: of the server; empty for this process alone.
+        graph: as for TensorFlow.
+        config: as for TensorFlow; without `device_filters`, it gets those of the graph's tasks.
+
+    Raises: RendezvousError naming the tasks that do not start in time.
+    """
+
+    def __init__(self, target: str = "", graph: Any = None, config: Any = None):
+        self._phalanx_target = target
+        self._session = None  # TensorFlow's __del__ reads it, also if what follows fails
+        config = with_filters(target, config, graph or v1.get_default_graph())
+        await_tasks(target, config)
+        super().__init__(target, graph, config)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """See TensorFlow.
+
+        Raises: PeerLostError naming a parameter server that is lost.
+        """
+        with naming_lost_tasks(self._phalanx_target):
+            return super().run(*args, **kwargs)
+
+
+class Supervisor(tf.compat.v1.train.Supervisor):  # type: ignore[misc]
+    """`tf.train.Supervisor` of TensorFlow 1, with the same arguments and methods.
+
+    Waits for servers and for the chief are bounded by PHALANX_RENDEZVOUS_TIMEOUT and name who is missing. Workers look
+    every second whether the chief is ready. `summary_computed` does nothing on workers that write no summaries.
+    """
+
+    def __init__(self, graph: Any = None, *args: Any, **kwargs: Any):
+        kwargs.setdefault("recovery_wait_secs", POLL_CHIEF_S)
+        self._trained_graph = graph or v1.get_default_graph()
+        super().__init__(graph, *args, **kwargs)
+
+    def prepare_or_wait_for_session(
+        self,
+        master: str = "",
+        config: Any = None,
+        wait_for_checkpoint: bool = False,
+        max_wait_secs: float | None = None,
+        start_standard_services: bool = True,
+    ) -> Any:
+        """See TensorFlow. `max_wait_secs` is the time for the chief; None: PHALANX_RENDEZVOUS_TIMEOUT.
+
+        Raises: RendezvousError naming the tasks that did not come in time.
+        """
+        config = with_filters(master, config, self._trained_graph)
+        await_tasks(master, config)
+        with naming_absent_chief(max_wait_secs) as bound_s:
+            return super().prepare_or_wait_for_session(
+                master, config, wait_for_checkpoint, bound_s, start_standard_services
+            )
+
+    @contextlib.contextmanager
+    def managed_session(self, master: str = "", *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """See TensorFlow.
+
+        Raises: PeerLostError naming a parameter server that is lost.
+        """
+        with naming_lost_tasks(master), super().managed_session(master, *args, **kwargs) as session:
+            yield session
+
+    def summary_computed(self, sess: Any, summary: Any, global_step: Any = None) -> None:
+        """See TensorFlow; does nothing on workers other than the chief, which write no summaries."""
+        if self.is_chief or self.summary_writer is not None:
+            super().summary_computed(sess, summary, global_step)
+
+
+@contextlib.contextmanager
+def naming_absent_chief(max_wait_s: float | None) -> Iterator[float]:
+    """Yields how long to wait for the chief. Inside, its absence is a RendezvousError."""
+    bound_s = JobConfig.from_environment().rendezvous_timeout_s if max_wait_s is None else max_wait_s
+    try:
+        yield bound_s
+    except tf.errors.DeadlineExceededError as error:
+        raise RendezvousError(
+            f"The chief did not initialize the variables within {bound_s:g} s ({RENDEZVOUS_TIMEOUT}, or "
+            f"max_wait_secs). Is a task started with is_chief=True, and does it build the same graph?"
+        ) from error
+
+
+class WorkerSessionCreator(tf.compat.v1.train.SessionCreator):  # type: ignore[misc]
+    """Creates the session of a worker that is not the chief, as that of TensorFlow.
+
+    Args:
+        scaffold: as for TensorFlow.
+        master: target of the server.
+        config: of the session, from `with_filters`.
+        max_wait_secs: seconds to wait for the chief; None: PHALANX_RENDEZVOUS_TIMEOUT.
+    """
+
+    def __init__(self, scaffold: Any = None, master: str = "", config: Any = None, max_wait_secs: float | None = None):
+        self._scaffold = scaffold or v1.train.Scaffold()
+        self._master = master
+        self._config = config
+        self._max_wait_secs = max_wait_secs
+
+    def create_session(self) -> Any:
+        """Wait for the tasks and for the chief; returns the session.
+
+        Raises: RendezvousError or PeerLostError naming who is missing.
+        """
+        scaffold = self._scaffold
+        scaffold.finalize()
+        await_tasks(self._master, self._config)
+        manager = v1.train.SessionManager(
+            local_init_op=scaffold.local_init_op,
+            ready_op=scaffold.ready_op,
+            ready_for_local_init_op=scaffold.ready_for_local_init_op,
+            graph=v1.get_default_graph(),
+            recovery_wait_secs=POLL_CHIEF_S,
+        )
+        with naming_absent_chief(self._max_wait_secs) as bound_s:
+            return manager.wait_for_session(self._master, self._config, bound_s)
+
+
+def MonitoredTrainingSession(*args: Any, **kwargs: Any) -> Any:
+    """`tf.train.MonitoredTrainingSession` of TensorFlow 1, with the same arguments.
+
+    On a server of the job, waits are bounded and name who is missing. When a parameter server is lost, it waits
+    PHALANX_RETURN_TIMEOUT seconds for it to return, and training continues from the last checkpoint in
+    `checkpoint_dir`. `max_wait_secs` is the time for the chief, by default PHALANX_RENDEZVOUS_TIMEOUT,
+    and `stop_grace_period_secs` is 10 by default.
+
+    Returns: a `MonitoredSession`.
+
+    Raises: RendezvousError naming the tasks that do not start in time. PeerLostError, from `run`, naming those that do
+        not return.
+    """
+    given = _PARAMETERS.bind(*args, **kwargs).arguments
+    master = given.get("master", "")
+    if server_of(master) is None:
+        return v1.train.MonitoredTrainingSession(**given)
+    config = given["config"] = with_filters(master, given.get("config"), v1.get_default_graph())
+    given.setdefault("stop_grace_period_secs", STOP_GRACE_S)
+    scaffold = given["scaffold"] = given.get("scaffold") or v1.train.Scaffold()
+    if given.get("is_chief", True):
+        # TensorFlow finalizes the scaffold before it creates the session, and again after a loss.
+        finalize = scaffold.finalize
+
+        def await_and_finalize() -> Any:
+            await_tasks(master, config)
+            return finalize()
+
+        scaffold.finalize = await_and_finalize
+        return v1.train.MonitoredTrainingSession(**given)
+    creator = WorkerSessionCreator(scaffold, master, config, given.get("max_wait_secs"))
+    return v1.train.MonitoredSession(
+        session_creator=creator, hooks=given.get("hooks"), stop_grace_period_secs=given["stop_grace_period_secs"]
+    )
+
+
+_PARAMETERS = inspect.signature(v1.train.MonitoredTrainingSession)

@@ -1,0 +1,127 @@
+"""What a session on a server needs before it exists, and what its errors mean."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from phalanx.config.environment_variables import (
+    DEFAULT_RETURN_TIMEOUT_S,
+    RENDEZVOUS_TIMEOUT,
+    RETURN_TIMEOUT,
+)
+from phalanx.config.job_config import JobConfig
+from phalanx.errors import PeerLostError, RendezvousError
+from phalanx.tensorflow1.graph_server import PS, Server, server_of
+from phalanx.tensorflow1.task_probe import Answer, probe, wait_for_tasks
+from phalanx.transport.address import Address
+
+v1 = tf.compat.v1
+LOSSES = (tf.errors.AbortedError, tf.errors.UnavailableError)
+"""What TensorFlow raises when it cannot reach a task, or when a task has been started again."""
+
+_started: set[str] = set()
+"""Targets that a session has been on: what does not answer there is lost, not late."""
+
+
+def await_tasks(master: Any, config: Any) -> None:
+    """Wait for the tasks that a session needs.
+
+    Args:
+        master: the target of the session; nothing is waited for unless it is a server of this process.
+        config: the configuration of the session, from `with_filters`.
+
+    Raises: RendezvousError or PeerLostError that names the tasks that do not answer in time.
+    """
+    server = server_of(master)
+    if server is None:
+        return
+    needed = _tasks_of(server, config.device_filters)
+    job = JobConfig.from_environment()
+    if server.target in _started:
+        bound_s = DEFAULT_RETURN_TIMEOUT_S if job.return_timeout_s is None else job.return_timeout_s
+        wait_for_tasks(needed, bound_s, lambda missing: _lost(missing, bound_s))
+    else:
+        bound_s = job.rendezvous_timeout_s
+        wait_for_tasks(needed, bound_s, lambda missing: _late(missing, bound_s))
+        _started.add(server.target)
+
+
+def with_filters(master: Any, config: Any, graph: Any) -> Any:
+    """The configuration of a session that needs only the tasks that operations of its graph are placed on.
+
+    Without `device_filters`, TensorFlow waits for all tasks of the cluster, also for workers that have finished, and
+    has no bound for it.
+
+    Args:
+        master: the target of the session.
+        config: a `ConfigProto` or None; one with `device_filters` is left as it is.
+        graph: the graph.
+    """
+    server = server_of(master)
+    if server is None:
+        return config
+    copy = v1.ConfigProto()
+    if config is not None:
+        copy.CopyFrom(config)
+    if not copy.device_filters:
+        job, _, index = server.task.partition("/")
+        filters = {f"/job:{job}/task:{index}"}
+        for device in {operation.device for operation in graph.get_operations()}:
+            spec = tf.DeviceSpec.from_string(device)
+            if spec.job is not None:
+                filters.add(f"/job:{spec.job}" + ("" if spec.task is None else f"/task:{spec.task}"))
+        copy.device_filters.extend(sorted(filters))
+    return copy
+
+
+@contextlib.contextmanager
+def naming_lost_tasks(master: Any) -> Iterator[None]:
+    """Inside, an error of TensorFlow because of a task that is lost becomes a PeerLostError that names it."""
+    try:
+        yield
+    except LOSSES as error:
+        server = server_of(master)
+        if server is None:
+            raise
+        for task, address in server.other_tasks.items():
+            if task.startswith(PS) and probe(address) is not Answer.SERVES:
+                raise PeerLostError(
+                    f"{task} at {address} is lost: its TensorFlow server does not answer any more. With "
+                    f"MonitoredTrainingSession, training continues from the last checkpoint when it is back.",
+                    rank=-1,
+                    task=task,
+                    host=address.host,
+                ) from error
+        raise
+
+
+def _lost(missing: str, bound_s: float) -> PeerLostError:
+    task, _, place = missing.partition(" at ")
+    return PeerLostError(
+        f"Lost for more than {bound_s:g} s ({RETURN_TIMEOUT}): {missing}.",
+        rank=-1,
+        task=task,
+        host=place.partition(":")[0],
+    )
+
+
+def _late(missing: str, bound_s: float) -> RendezvousError:
+    return RendezvousError(
+        f"The TensorFlow servers of the job did not start within {bound_s:g} s ({RENDEZVOUS_TIMEOUT}): {missing}. Are "
+        f"these tasks started, with the same cluster?"
+    )
+
+
+def _tasks_of(server: Server, filters: Any) -> dict[str, Address]:
+    """The addresses of the tasks, other than this one, that pass any of the filters."""
+    specs = [tf.DeviceSpec.from_string(each) for each in filters]
+
+    def passes(task: str) -> bool:
+        job, _, index = task.partition("/")
+        return any(spec.job in (None, job) and spec.task in (None, int(index)) for spec in specs)
+
+    return {task: address for task, address in server.other_tasks.items() if passes(task)}
