@@ -35,7 +35,7 @@ for name in sys.argv[1:]:
 def describe(cores: list[int]) -> dict[str, Any]:
     """The processor, memory and system of this machine, and the cores that the comparison may use."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores_used": len(cores),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
@@ -74,7 +74,7 @@ def _matmul_gflops(core: int) -> float:
     return float(done.stdout)
 
 
-def _processor() -> str:
+def processor() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
