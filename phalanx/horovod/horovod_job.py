@@ -21,7 +21,7 @@ from phalanx.cluster.task_comparison import JobFacts
 from phalanx.collectives import CommunicationOptions, connect
 from phalanx.collectives.autotune.autotune_log import AutotuneLog
 from phalanx.collectives.autotune.trial_search import TrialSearch
-from phalanx.config.job_config import CollectiveConfig, JobConfig
+from phalanx.config.job_config import CollectiveConfig, Encryption, JobConfig
 from phalanx.devices import gpu_figures
 from phalanx.elastic.elastic_node import ElasticNode, join_node
 from phalanx.elastic.generation_loop import LOSSES, Position, form_next_generation, join_generation
@@ -142,6 +142,17 @@ class HorovodJob:
     def has_secret(self) -> bool:
         """Whether all members know the job's secret. True if this process is alone."""
         return self._node.config.secret is not None or self.membership.world_size == 1
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether no one on the way can change what members send each other."""
+        encryption, members = self._node.config.encryption, self.membership.members
+        return (
+            self._node.config.tls is not None
+            or encryption is Encryption.ALWAYS
+            or (encryption is Encryption.REMOTE and len({member.host for member in members}) == len(members))
+            or len(members) == 1
+        )
 
     def add_process_set(self, number: int, ranks: Sequence[Rank]) -> None:
         """Create a process set; all ranks of the job must call this with the same arguments.

@@ -1,7 +1,7 @@
 """Python objects between the ranks of a job.
 
 They travel as pickles, and unpickling runs code that the sender chose. So this works only if all ranks have proved that
-they know the job's secret (`phalanx run` creates one for each job).
+they know the job's secret (`phalanx run` creates one for each job), over connections on which no one can change them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.config.environment_variables import SECRET
+from phalanx.config.environment_variables import ENCRYPTION, SECRET
 from phalanx.errors import ConfigurationError
 from phalanx.horovod.horovod_job import current
 from phalanx.horovod.operation_request import OperationKind
@@ -33,7 +33,7 @@ def broadcast_object(
 
     Returns: the object of the root.
 
-    Raises: ConfigurationError in a job without a secret.
+    Raises: ConfigurationError in a job without a secret, or whose connections are not encrypted.
     """
     check_trust("broadcast_object")
     is_root = current().membership.rank == root_rank
@@ -51,7 +51,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
     Returns: the objects in rank order.
 
-    Raises: ConfigurationError in a job without a secret.
+    Raises: ConfigurationError in a job without a secret, or whose connections are not encrypted.
     """
     check_trust("allgather_object")
     payload, kind = np.frombuffer(dumps(obj), np.uint8), OperationKind.ALLGATHER
@@ -73,9 +73,15 @@ def broadcast_bytes(payload: bytes, root_rank: int, name: str | None, process_se
 
 
 def check_trust(function: str) -> None:
-    """Raise ConfigurationError in a job whose members have not been authenticated."""
-    if not current().has_secret:
+    """Raise ConfigurationError in a job in which others than its members could choose what is unpickled."""
+    job, why = current(), f"{function} unpickles what other processes send, which lets them run code here."
+    if not job.has_secret:
         raise ConfigurationError(
-            f"{function} unpickles what other processes send, which lets them run code here. This job has no secret, "
-            f"so any process could join it. Start it with `phalanx run`, or set {SECRET} alike for all tasks."
+            f"{why} This job has no secret, so any process could join it. Start it with `phalanx run`, or set {SECRET} "
+            f"alike for all tasks."
+        )
+    if not job.is_protected:
+        raise ConfigurationError(
+            f"{why} {ENCRYPTION} exempts connections of this job from encryption, so anyone on the path could replace "
+            f"what is sent. Unset it (the default is `always`), or use TLS."
         )
