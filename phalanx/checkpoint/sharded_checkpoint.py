@@ -102,6 +102,8 @@ class ShardedCheckpoint:
         entries = weight_entries(model)
         if self._is_primary:
             self.claim.acquire()
+            if not self._token:
+                self._sweep()
         self._token = self._token or f"{_of_primary(secrets.randbits(31)):08x}"
         staging = self.directory / f".{self._basename}-{self._token}"
         if self._is_primary:
@@ -115,6 +117,12 @@ class ShardedCheckpoint:
             target=self._finish, args=(staging, step, description), name="phalanx-sharded-checkpoint", daemon=False
         )
         self._thread.start()
+
+    def _sweep(self) -> None:
+        """Remove what former writers have not finished: it is of no use, and may be large."""
+        with self.claim.writing():
+            for left in self.directory.glob(f".{self._basename}-*"):
+                shutil.rmtree(left, ignore_errors=True)
 
     def wait(self) -> None:
         """Until the checkpoint that is being written is finished. Raises: see `save`."""
@@ -132,6 +140,8 @@ class ShardedCheckpoint:
                 self._commit(staging, self.path_of(step), description)
         except (OSError, ValueError, PhalanxError) as error:
             self._error = error
+            if self._is_primary:
+                shutil.rmtree(staging, ignore_errors=True)
 
     def _commit(self, staging: Path, path: Path, description: Mapping[str, Any]) -> None:
         with open(staging / ENTRIES, "w") as file:

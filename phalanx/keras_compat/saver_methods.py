@@ -37,5 +37,11 @@ def writing_methods(callback: Any) -> tuple[str, ...]:
     return _entry(callback)[1]
 
 
+def finish_writing(callback: Any) -> None:
+    """Return when one of `SAVERS` has written what its methods have begun."""
+    if hasattr(callback, "wait_until_finished"):  # OrbaxCheckpoint, which is not in Keras 3.12
+        callback.wait_until_finished()
+
+
 def _entry(callback: Any) -> tuple[str, tuple[str, ...]]:
     return next(entry for kind, entry in _METHODS.items() if isinstance(callback, kind))

@@ -9,7 +9,7 @@ from typing import Any
 from keras.callbacks import CallbackList
 
 from phalanx.keras_compat.patching import override_methods, restore_methods
-from phalanx.keras_compat.saver_methods import SAVERS, writing_methods, written_path
+from phalanx.keras_compat.saver_methods import SAVERS, finish_writing, writing_methods, written_path
 from phalanx.runtime.write_claim import WriteClaim
 from phalanx.storage.paths import StoragePath
 
@@ -47,11 +47,13 @@ class _ClaimedMethod:
     def __init__(self, claim: WriteClaim, callback: Any, name: str) -> None:
         self.claim = claim
         self.before = {name: vars(callback)[name]} if name in vars(callback) else {}
-        self._method = getattr(callback, name)
+        self._callback, self._method = callback, getattr(callback, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.claim.writing():
-            return self._method(*args, **kwargs)
+            result = self._method(*args, **kwargs)
+            finish_writing(self._callback)
+        return result
 
 
 def _claim(path: StoragePath, generation: Callable[[], int]) -> WriteClaim:

@@ -157,7 +157,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in found if not path.name.startswith(("events", ".fit0-"))}
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "model_checkpoint", "backup", "supervisor"])
+@pytest.mark.parametrize("kind", ["checkpoint", "model_checkpoint", "backup", "orbax", "supervisor"])
 def test_whatever_saves_during_a_fit_stops_when_the_job_goes_on_elsewhere(tmp_path: Path, run: Run, kind: str) -> None:
     run("job:0")
     folder, steps, before = tmp_path / "saved", 3, []
@@ -165,10 +165,11 @@ def test_whatever_saves_during_a_fit_stops_when_the_job_goes_on_elsewhere(tmp_pa
         "checkpoint": ("saved/fit0", lambda: phalanx.callbacks.Checkpoint(folder, every_steps=1)),
         "model_checkpoint": ("saved/best.keras", lambda: keras.callbacks.ModelCheckpoint(folder / "best.keras")),
         "backup": ("saved", lambda: keras.callbacks.BackupAndRestore(str(folder))),
+        "orbax": ("saved", lambda: keras.callbacks.OrbaxCheckpoint(folder, monitor="loss", save_freq="epoch")),
         "supervisor": ("saved/model.ckpt", keras.callbacks.Callback),
     }[kind]
     callbacks = [callback()]
-    if kind in ("model_checkpoint", "backup"):  # without this, Keras itself trains a model on one replica
+    if kind in ("model_checkpoint", "backup", "orbax"):  # without this, Keras itself trains a model on one replica
         callbacks.append(phalanx.callbacks.Checkpoint(tmp_path, every_steps=1000))
 
     def cut_off(epoch: int, logs: object = None) -> None:
@@ -190,3 +191,24 @@ def test_whatever_saves_during_a_fit_stops_when_the_job_goes_on_elsewhere(tmp_pa
     with pytest.raises(SupersededError, match=r"belongs to process .* of job job .* stops"), supervised:
         model.fit(x, x[:, :1], batch_size=4, epochs=9, verbose=0, callbacks=[watch, *callbacks])
     assert files(tmp_path) == before[0]
+
+
+@pytest.mark.jax
+def test_a_sharded_checkpoint_is_not_finished_by_a_process_that_was_succeeded(tmp_path: Path, run: Run) -> None:
+    run("job:0")
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    checkpoint = phalanx.ShardedCheckpoint(tmp_path)
+    checkpoint.save(model, 1)
+    checkpoint.wait()
+    checkpoint.save(model, 2)
+    checkpoint.wait()
+    with another("job:1"):
+        successor = phalanx.ShardedCheckpoint(tmp_path)
+        successor.save(model, 1)
+        successor.wait()
+    before = files(tmp_path)
+    checkpoint.save(model, 3)
+    with pytest.raises(SupersededError, match="job job"):
+        checkpoint.wait()
+    assert phalanx.ShardedCheckpoint(tmp_path).steps == [1, 2]
+    assert files(tmp_path) == before, "what it has not finished is gone"
