@@ -31,6 +31,7 @@ from phalanx.elastic.evictions import EvictionPolicy
 from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits, MemberTable
 from phalanx.elastic.network_partitions import ConnectionFailures
+from phalanx.errors import PeerLostError, PhalanxError, RendezvousError
 
 Send = Callable[[str, messages.FromCoordinator], None]
 """Sends a message to the process of an incarnation."""
@@ -188,7 +189,7 @@ class ElasticCoordinator:
             if self.table.members:
                 self._end_generation(now)
             elif not self.table.finished_tasks:
-                self._fail("all members of the job were lost at once, so its state is lost", now)
+                self._fail("all members of the job were lost at once, so its state is lost", now, PeerLostError)
         self._decide(now)
 
     def resize(self, workers: int, now: float) -> None:
@@ -271,7 +272,7 @@ class ElasticCoordinator:
             return
         reports = table.reports.values()
         if all(report.needs_state for report in reports):
-            self._fail("all members that had the state of the job were lost, so its state is lost", now)
+            self._fail("all members that had the state of the job were lost, so its state is lost", now, PeerLostError)
             return
         members = table.members
         # Others may join or leave only where all members stand before the merge of the same step.
@@ -333,7 +334,7 @@ class ElasticCoordinator:
     def _finish(self, now: float) -> None:
         """The last member has gone."""
         if self._is_chief_lost:  # it may have had work to do after the last step, such as saving the model
-            self._fail("the chief was lost after the last step, before its program had ended", now)
+            self._fail("the chief was lost after the last step, before its program had ended", now, PeerLostError)
             return
         if self.state is not CoordinatorState.FINISHED:
             self._enter(CoordinatorState.FINISHED, now)
@@ -341,13 +342,13 @@ class ElasticCoordinator:
             self._dismiss(incarnation, "over", FINISHED)
         self._job.finish(self.table.finished_tasks)
 
-    def _fail(self, reason: str, now: float) -> None:
+    def _fail(self, reason: str, now: float, error: type[PhalanxError] = RendezvousError) -> None:
         self.failure = reason
         self._enter(CoordinatorState.FAILED, now)
         self._job.log(f"the job has failed: {reason}")
         for incarnation in list(self.table.processes):
             self._dismiss(incarnation, "failed", reason)
-        self._job.fail()
+        self._job.fail(reason, error.exit_code)
 
     def _evict(self, incarnations: Sequence[str], reason: str, now: float) -> None:
         for incarnation in list(incarnations):

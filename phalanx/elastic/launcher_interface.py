@@ -22,8 +22,8 @@ class ElasticJob(Protocol):
         """All members, which ran these tasks, have finished, and with them the job. May be called again."""
         ...
 
-    def fail(self) -> None:
-        """The job cannot continue."""
+    def fail(self, reason: str, code: int) -> None:
+        """The job cannot continue, for this reason, which has this exit code."""
         ...
 
     def resize(self, workers: int) -> None:

@@ -99,8 +99,8 @@ class _JobActions:
     def finish(self, tasks: Sequence[str]) -> None:
         self._job.loop.run_soon(lambda: self._job.finish(tasks))
 
-    def fail(self) -> None:
-        self._job.loop.run_soon(self._job.abort)
+    def fail(self, reason: str, code: int) -> None:
+        self._job.loop.run_soon(lambda: self._job.abort(reason, code))
 
     def resize(self, workers: int) -> None:
         self._job.loop.run_soon(lambda: self._job.resize(workers))

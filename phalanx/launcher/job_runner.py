@@ -159,7 +159,7 @@ def _run_with_restarts(run_once: Callable[[int], JobOutcome], console: Console, 
             continue
         has_run = True
         verdict = outcome.verdict
-        has_failed = verdict.cause is not None  # otherwise it has succeeded, or was stopped
+        has_failed = not verdict.success and not verdict.was_requested
         lived_s = time.monotonic() - started_at
         delay_s = policy.delay_s(0, verdict.code, lived_s) if has_failed else None
         if delay_s is None:

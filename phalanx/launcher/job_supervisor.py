@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.config.launch_config import LaunchConfig
-from phalanx.errors import RendezvousError
 from phalanx.launcher.exit_handler import ExitHandler
 from phalanx.launcher.host_event_loop import HostLoop
 from phalanx.launcher.host_messages import CheckpointBeforeExit, Event, Exited, Output, Started, WorkerReport
@@ -80,6 +79,7 @@ class JobSupervisor:
         self._slots_due = math.inf
         self._clock = clock
         self._exits_before_abort: int | None = None
+        self._failure: RootCause | None = None  # of an elastic job, as its coordinator says
         self._exits = ExitHandler(
             self._tasks,
             self._plan,
@@ -146,10 +146,15 @@ class JobSupervisor:
         if self._slots is not None:
             self._slots.set_target(workers)
 
-    def abort(self) -> None:
-        """An elastic job has too few workers left: end those that still run."""
+    def abort(self, reason: str, code: int) -> None:
+        """An elastic job cannot continue: end the workers that still run.
+
+        Args:
+            reason, code: why, and the exit code for it, if no worker has failed by itself.
+        """
         if self._exits_before_abort is None:
             self._exits_before_abort = len(self._tasks.exits)
+            self._failure = RootCause(code, None, reason)
         self._plan.fail(self._clock())
 
     def finish(self, tasks: Sequence[str]) -> None:
@@ -189,8 +194,8 @@ class JobSupervisor:
         exits, before = self._tasks.exits, self._exits_before_abort
         causes = exits if before is None else exits_to_judge(self._tasks, before)
         verdict = find_root_cause(causes, interrupted_by=self._plan.interrupted_by)
-        if verdict.success and before is not None:
-            verdict = RootCause(RendezvousError.exit_code, None, "no worker was left, and none joined")
+        if verdict.success and self._failure is not None:
+            verdict = self._failure
         return JobOutcome(verdict, exits, {record.rank: record.result for record in self._tasks if record.result})
 
     def _timeout_s(self) -> float:

@@ -110,13 +110,16 @@ class RootCause:
 
     Attributes:
         code: exit code of the job.
-        cause: the exit that brought the others about; None if no task failed, or the user ended the job.
+        cause: the exit that brought the others about; None if no task failed, the user ended the job, or an elastic job
+            could not continue.
         reason: one sentence.
+        was_requested: whether the user ended the job.
     """
 
     code: int
     cause: WorkerExit | None
     reason: str
+    was_requested: bool = False
 
     @property
     def success(self) -> bool:
@@ -132,11 +135,11 @@ def find_root_cause(ends: Sequence[WorkerExit], *, interrupted_by: int | None = 
     own = [end for end in ends if end.failed and (not end.by_launcher or end.has_own_error) and not end.outlived]
     if any(end.was_preempted for end in ends):
         # All leave together, after the chief has saved; who leaves last may have lost the others.
-        return RootCause(PREEMPTED_CODE, None, "the job was asked to stop, and saved a checkpoint first")
+        return RootCause(PREEMPTED_CODE, None, "the job was asked to stop, and saved a checkpoint first", True)
     if interrupted_by is not None:
         code = exit_codes.SIGNAL_BASE + interrupted_by
         meaning = exit_codes.meaning(code)
-        return RootCause(code, None, f"it was stopped from outside: {meaning.sentence}")
+        return RootCause(code, None, f"it was stopped from outside: {meaning.sentence}", True)
     if not own:
         return RootCause(0, None, "all workers ended without error, or the others finished without them")
     lost = _falsely_successful(ends, own)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import pytest
 
 from phalanx.cluster.task_comparison import JobFacts, TaskDescription
@@ -29,6 +28,7 @@ from phalanx.elastic.membership_messages import (
     pack,
     unpack,
 )
+from phalanx.transport.decoding import Decoder
 
 
 def description(name: str, *, backend: str = "jax") -> TaskDescription:
@@ -73,8 +73,8 @@ class Job:
     def finish(self, tasks: Sequence[str]) -> None:
         self.over.append(list(tasks))
 
-    def fail(self) -> None:
-        self.over.append(["failed"])
+    def fail(self, reason: str, code: int) -> None:
+        self.over.append(["failed", str(code)])
 
     def resize(self, workers: int) -> None:
         raise NotImplementedError
@@ -275,7 +275,7 @@ def test_nobody_waits_for_those_who_will_never_come(known_before):
         assert job.coordinator.failure == ""
         job.coordinator.limit(2, 0.0)
     assert "no other will be started" in job.coordinator.failure
-    assert job.over == [["failed"]]
+    assert job.over == [["failed", "66"]]
 
 
 def test_a_member_that_does_not_report_is_evicted_after_the_timeout():
@@ -546,7 +546,7 @@ def test_results_are_kept_as_long_as_there_is_room(monkeypatch):
 def test_a_result_travels_behind_the_header(message):
     header, buffers = pack(message)
     assert len(header) < 100
-    decoder = msgspec.msgpack.Decoder(type(message))
+    decoder = Decoder(type(message))
     assert unpack(decoder, header, [memoryview(buffer) for buffer in buffers]) == message
 
 
@@ -557,7 +557,7 @@ def test_a_chief_that_is_lost_when_the_others_have_finished_had_work_to_do():
     assert job.coordinator.state is CoordinatorState.REGROUPING
     job.send("b1", LeaveNotice())
     job.send("c1", LeaveNotice())
-    assert job.over == [["failed"]]
+    assert job.over == [["failed", "71"]]
     assert "the chief was lost after the last step" in job.coordinator.failure
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import selectors
 import signal
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.errors import EvictedError, LinkTimeoutError, PeerLostError, RendezvousError
+from phalanx.launcher import job_runner
 from phalanx.launcher import job_supervisor as job_module
 from phalanx.launcher.host_messages import (
     CheckpointBeforeExit,
@@ -22,9 +24,9 @@ from phalanx.launcher.host_messages import (
 )
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.job_observer import JobObserver
-from phalanx.launcher.job_supervisor import JobSupervisor
+from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
 from phalanx.launcher.restart_policy import RestartPolicy
-from phalanx.launcher.root_cause import WorkerExit
+from phalanx.launcher.root_cause import RootCause, WorkerExit
 from phalanx.runtime.crash_report import CrashReport
 
 
@@ -517,7 +519,7 @@ class GivingUpHost(FakeHost):
 
     def restart(self, rank: int) -> Event:
         if rank == 1:
-            self.job.loop.run_soon(self.job.abort)
+            self.job.loop.run_soon(lambda: self.job.abort("none is left", RendezvousError.exit_code))
             self._script = [[], [done(0, RendezvousError.exit_code), done(1, RendezvousError.exit_code)]]
         return super().restart(rank)
 
@@ -546,13 +548,13 @@ def test_a_job_whose_workers_were_all_sent_away_has_not_succeeded() -> None:
 
     def tick() -> float:
         if next(ticks) == 5:
-            job.loop.run_soon(job.abort)
+            job.loop.run_soon(lambda: job.abort("none joined", RendezvousError.exit_code))
         return 0.0
 
     seats.update = tick  # type: ignore[method-assign]
     verdict = job.run().verdict
     assert next(ticks) > 5
-    assert verdict.code == RendezvousError.exit_code
+    assert (verdict.code, verdict.reason) == (RendezvousError.exit_code, "none joined")
 
 
 def test_a_job_that_is_over_does_not_wait_for_one_that_cannot_be_killed() -> None:
@@ -580,3 +582,25 @@ def test_one_that_is_not_wanted_and_does_not_end_is_killed(monkeypatch: pytest.M
     host.events = events  # type: ignore[method-assign]
     assert job.run().verdict.success
     assert ("left", 1, False) in seats.heard
+
+
+@pytest.mark.parametrize(
+    ("verdict", "runs"),
+    [
+        pytest.param(RootCause(PeerLostError.exit_code, None, "all members were lost at once"), 2, id="all were lost"),
+        pytest.param(RootCause(RendezvousError.exit_code, None, "no other arrived"), 1, id="too few came"),
+        pytest.param(RootCause(128 + signal.SIGTERM, None, "it was stopped", was_requested=True), 1, id="stopped"),
+    ],
+)
+def test_a_job_that_lost_all_members_is_started_again(verdict: RootCause, runs: int) -> None:
+    outcomes = [JobOutcome(verdict, [], {}), JobOutcome(RootCause(0, None, "done"), [], {})]
+    attempts: list[int] = []
+
+    def run_once(attempt: int) -> JobOutcome:
+        attempts.append(attempt)
+        return outcomes[attempt]
+
+    console = SimpleNamespace(message=lambda text: None)
+    outcome = job_runner._run_with_restarts(run_once, console, 3)  # type: ignore[arg-type]
+    assert attempts == list(range(runs))
+    assert outcome is outcomes[runs - 1]

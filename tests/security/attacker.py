@@ -31,8 +31,16 @@ class Proxy:
 
 
 @contextlib.contextmanager
-def proxy_to(target: Address, change: Change = lambda direction, chunk, before: chunk) -> Iterator[Proxy]:
-    """Relays each connection to `target`, and passes what comes through `change`."""
+def proxy_to(
+    target: Address,
+    change: Change = lambda direction, chunk, before: chunk,
+    is_open: threading.Event | None = None,
+) -> Iterator[Proxy]:
+    """Relays each connection to `target`, and passes what comes through `change`.
+
+    Args:
+        is_open: while it is not set, nothing passes, and no end of a connection either, as behind a cut cable.
+    """
     stopping, proxy_end = socket.socketpair()
     with socket.create_server(("127.0.0.1", 0)) as server, stopping, proxy_end:
         proxy = Proxy(Address("127.0.0.1", server.getsockname()[1]))
@@ -47,6 +55,8 @@ def proxy_to(target: Address, change: Change = lambda direction, chunk, before: 
                             return
                         target, direction = sources[source]
                         chunk = source.recv(1 << 16)
+                        if is_open is not None:
+                            is_open.wait()
                         if not chunk:
                             return
                         before = len(proxy.seen[direction])
