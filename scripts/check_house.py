@@ -130,12 +130,19 @@ def layer_problems(trees: dict[Path, ast.Module]) -> Iterator[str]:
                 yield f"{path}:{line}: {own} imports {module}, which is a layer above it"
 
 
+DECODERS = [f"msgspec.{form}.{name}" for form in ("msgpack", "json") for name in ("decode", "Decoder")]
+
+
 def home_problems(trees: dict[Path, ast.Module]) -> Iterator[str]:
     for path, tree in trees.items():
         if path.parts[1] != "keras_compat":
             for line, module in imports(tree):
                 if module.startswith("keras.src"):
                     yield f"{path}:{line}: keras.src is imported in keras_compat alone"
+        if path.stem not in ("decoding", "serialization"):
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Attribute) and ast.unparse(node) in DECODERS:
+                    yield f"{path}:{node.lineno}: messages are decoded by transport/decoding alone"
         if path.parts[1] != "config":
             for node in ast.walk(tree):
                 if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv"):

@@ -9,6 +9,7 @@ import keras
 import msgspec
 
 from phalanx.keras_compat.callback_bases import flatten_callbacks
+from phalanx.transport.decoding import decode_message
 from phalanx.transport.serialization import decode, encode, is_serializable
 
 _NOT_STATE = ("params", "_params", "model", "_model", "progbar", "verbose")
@@ -29,8 +30,8 @@ class CallbackStateTracker:
         found = []
         for callback, content, changed in zip(flatten_callbacks(callbacks), self._initial, self._changed, strict=False):
             # Compared as they are encoded: the values themselves may be arrays, and may have been changed in place.
-            now = msgspec.msgpack.decode(_state_of(callback))
-            before = msgspec.msgpack.decode(content)
+            now = decode_message(_state_of(callback))
+            before = decode_message(content)
             changed |= {key for key, value in now.items() if key not in before or before[key] != value}
             learnt = msgspec.msgpack.encode({key: now[key] for key in changed if key in now})
             found.append((type(callback).__name__, learnt))

@@ -10,7 +10,8 @@ from phalanx.cluster.membership import Rank
 from phalanx.cluster.peer_registry import Peer, PeerRegistry
 from phalanx.cluster.task_comparison import TaskDescription, describe_disagreement
 from phalanx.cluster.task_identity import TaskIdentity
-from phalanx.errors import DisagreementError
+from phalanx.errors import DisagreementError, FrameError
+from phalanx.transport.decoding import decode_message
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener
@@ -77,7 +78,7 @@ class _MeshService:
         return Welcome(details=msgspec.msgpack.encode(self._me.description))
 
     def adopt(self, hello: Hello, link: Link) -> None:
-        newcomer = msgspec.msgpack.decode(hello.details, type=TaskDescription)
+        newcomer = decode_message(hello.details, TaskDescription)
         rank = self._me.rank_of(newcomer.task)
         assert rank is not None, "checked by `admit`"
         self._registry.add(rank, Peer(newcomer, link))
@@ -156,8 +157,8 @@ class _FailureService:
 def _decode_newcomer(me: TaskIdentity, hello: Hello) -> TaskDescription | Welcome:
     """The description of a task that wants to link, or the refusal if it cannot be decoded."""
     try:
-        return msgspec.msgpack.decode(hello.details, type=TaskDescription)
-    except msgspec.MsgspecError as error:
+        return decode_message(hello.details, TaskDescription)
+    except FrameError as error:
         reason = f"{hello.task} and {me.task} run different versions of Phalanx ({error})."
         return Welcome(refusal=DISAGREEMENT, reason=f"{reason} Install the same one everywhere.")
 

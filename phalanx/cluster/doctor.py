@@ -29,6 +29,7 @@ from phalanx.config.environment_variables import SECRET
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError, HandshakeError, PhalanxError, RendezvousError
 from phalanx.transport.address import Address
+from phalanx.transport.decoding import decode_message
 from phalanx.transport.dial import RefusedError, retry_delay_s
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener
@@ -225,7 +226,7 @@ def _reach(report: DoctorReport, me: TaskIdentity, entry: TaskDiagnosis, deadlin
         now = time.monotonic()
         try:
             link, welcome = me.dial(entry.task, EXAMINE, deadline=now + ATTEMPT_TIMEOUT_S)
-            answer = msgspec.msgpack.decode(welcome.details, type=LinkBenchmarkAnswer)
+            answer = decode_message(welcome.details, LinkBenchmarkAnswer)
         except RefusedError as error:
             found = identify_task(me, entry.task)
             if isinstance(found, TaskDescription):
@@ -235,7 +236,7 @@ def _reach(report: DoctorReport, me: TaskIdentity, entry: TaskDiagnosis, deadlin
             failure = last_answer = str(error)
         except HandshakeError as error:
             failure = last_answer = str(error)
-        except (PhalanxError, msgspec.MsgspecError) as error:
+        except PhalanxError as error:
             failure = last_answer or str(error)
         else:
             entry.state = f"answers (pid {answer.description.pid} on {answer.description.host})"

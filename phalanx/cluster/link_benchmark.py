@@ -13,6 +13,7 @@ import msgspec
 from phalanx.cluster.software_versions import SoftwareVersions
 from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
+from phalanx.transport.decoding import decode_message
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 
@@ -147,5 +148,5 @@ def _exchange(link: Link, payload: bytes) -> tuple[float, float]:
     link.send(msgspec.msgpack.encode(_Ping()), [payload] if payload else [], deadline=deadline)
     header, _ = link.receive(deadline=deadline)
     taken_s = time.monotonic() - before
-    pong = msgspec.msgpack.decode(header, type=_Pong)
+    pong = decode_message(header, _Pong)
     return taken_s, pong.clock_s - (clock_before + taken_s / 2)

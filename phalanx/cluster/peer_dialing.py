@@ -15,12 +15,14 @@ from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import (
     ConfigurationError,
     DisagreementError,
+    FrameError,
     HandshakeError,
     LinkClosedError,
     LinkTimeoutError,
     PhalanxError,
     RendezvousError,
 )
+from phalanx.transport.decoding import decode_message
 from phalanx.transport.dial import RefusedError, retry_delay_s
 from phalanx.transport.handshake import Welcome
 from phalanx.transport.link import Link
@@ -69,8 +71,8 @@ def keep_linked(me: TaskIdentity, registry: PeerRegistry, rank: Rank) -> None:
 
 def _decode_description(link: Link, welcome: Welcome) -> TaskDescription:
     try:
-        return msgspec.msgpack.decode(welcome.details, type=TaskDescription)
-    except msgspec.MsgspecError as error:
+        return decode_message(welcome.details, TaskDescription)
+    except FrameError as error:
         link.close()
         raise HandshakeError(f"{link.peer} runs another version of Phalanx ({error})") from error
 

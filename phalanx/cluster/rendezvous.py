@@ -54,6 +54,7 @@ from phalanx.errors import (
     LinkTimeoutError,
     PhalanxError,
 )
+from phalanx.transport.decoding import decode_message
 from phalanx.transport.dial import RefusedError
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener
@@ -268,8 +269,8 @@ def _receive(link: Link, kind: type[_Message]) -> _Message | None:
     except LinkTimeoutError:
         return None
     try:
-        return msgspec.msgpack.decode(header, type=kind)
-    except msgspec.MsgspecError as error:
+        return decode_message(header, kind)
+    except FrameError as error:
         raise FrameError(f"{link.peer} did not send a {kind.__name__}: {error}") from error
 
 

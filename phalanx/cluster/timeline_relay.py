@@ -21,6 +21,7 @@ from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import FrameError, HandshakeError, LinkClosedError, LinkTimeoutError
 from phalanx.monitoring import timeline
 from phalanx.transport.address import Address
+from phalanx.transport.decoding import Decoder, decode_message
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener
@@ -52,7 +53,7 @@ class _Events(msgspec.Struct, frozen=True, tag="events"):
 
 
 _Message = _Ping | _Events
-_LOST = (LinkClosedError, LinkTimeoutError, FrameError, HandshakeError, msgspec.MsgspecError)
+_LOST = (LinkClosedError, LinkTimeoutError, FrameError, HandshakeError)
 
 
 class TimelineNode(Protocol):
@@ -148,11 +149,11 @@ class RemoteTimelineSink:
         self._link.send(_PING, deadline=deadline)
         header, _ = self._link.receive(deadline=deadline)
         taken = timeline.now() - before
-        pong = msgspec.msgpack.decode(header, type=_Pong)
+        pong = decode_message(header, _Pong)
         return taken, pong.clock_ns - (before + taken / 2)
 
 
-_decoder: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
+_decoder: Decoder[_Message] = Decoder(_Message)
 _PING = msgspec.msgpack.encode(_Ping())
 _EVENTS = msgspec.msgpack.encode(_Events())
 _relay: TimelineRelay | None = None

@@ -31,6 +31,7 @@ from phalanx.collectives.options import CommunicationImplementation, Communicati
 from phalanx.config.job_config import CollectiveConfig
 from phalanx.errors import ConfigurationError, DisagreementError
 from phalanx.monitoring import timeline
+from phalanx.transport.decoding import decode_message
 from phalanx.transport.throttle import Throttle
 
 _log = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ def _agree(
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     own = _Facts(options.implementation.value, options.bytes_per_pack, simulated_mbits or 0.0, autotune, cores)
     encoded = communicator.all_gather_bytes(msgspec.msgpack.encode(own))
-    facts = [msgspec.msgpack.decode(item, type=_Facts) for item in encoded]
+    facts = [decode_message(item, _Facts) for item in encoded]
     for rank, other in enumerate(facts):
         for name in ("implementation", "bytes_per_pack", "simulated_mbits", "autotune"):
             mine, theirs = getattr(facts[0], name), getattr(other, name)
@@ -244,4 +245,4 @@ def _share(communicator: HostCommunicator, size: int, methods: Sequence[str]) ->
 
 def _gather(communicator: HostCommunicator, setup: _Setup) -> list[_Setup]:
     encoded = communicator.all_gather_bytes(msgspec.msgpack.encode(setup))
-    return [msgspec.msgpack.decode(item, type=_Setup) for item in encoded]
+    return [decode_message(item, _Setup) for item in encoded]

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from phalanx.collectives.communicator import Array, Communicator
+from phalanx.transport.decoding import decode_message
 
 Named = Mapping[str, Array]
 
@@ -39,4 +40,4 @@ def _described(arrays: Named) -> bytes:
 
 
 def _decoded(content: bytes) -> dict[str, tuple[tuple[int, ...], str]]:
-    return msgspec.msgpack.decode(content, type=dict[str, tuple[tuple[int, ...], str]])
+    return decode_message(content, dict[str, tuple[tuple[int, ...], str]])

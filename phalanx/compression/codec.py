@@ -12,6 +12,7 @@ from phalanx.collectives.communicator import Array, Communicator
 from phalanx.collectives.fusion_layout import byte_view
 from phalanx.compression.base_compression import DType, Merged, State
 from phalanx.errors import ConfigurationError, FrameError
+from phalanx.transport.decoding import decode_message
 
 SMALL = 1024
 """Smaller arrays are not compressed: biases and scales are few and matter much."""
@@ -71,7 +72,10 @@ class Codec(ABC):
         return Merged(values, own, {})
 
     def _decode(self, parts: Sequence[Array], array: Array) -> Array:
-        decoded = np.asarray(self.decode(parts, array.size))
+        try:
+            decoded = np.asarray(self.decode(parts, array.size))
+        except (ValueError, TypeError, IndexError, ArithmeticError) as error:
+            raise FrameError(f"{type(self).__name__} cannot decode what another rank sent: {error}") from error
         if decoded.shape != (array.size,) or decoded.dtype != np.float32:
             raise ConfigurationError(
                 f"{type(self).__name__}.decode returned {decoded.dtype.name} of shape {decoded.shape}; it must return "
@@ -95,13 +99,13 @@ def _unpacked(packed: Array) -> list[list[Array]]:
     """
     try:
         return _unpack(packed)
-    except (msgspec.MsgspecError, UnicodeError, TypeError, ValueError, SyntaxError, ZeroDivisionError) as error:
+    except (UnicodeError, TypeError, ValueError, SyntaxError, ZeroDivisionError, FrameError) as error:
         raise FrameError(f"Compressed gradients cannot be read: {error}") from error
 
 
 def _unpack(packed: Array) -> list[list[Array]]:
     start = 4 + int.from_bytes(packed[:4].tobytes(), "big")
-    header = msgspec.msgpack.decode(packed[4:start].tobytes(), type=list[list[tuple[str, tuple[int, ...]]]])
+    header = decode_message(packed[4:start].tobytes(), list[list[tuple[str, tuple[int, ...]]]])
     found = []
     for described in header:
         parts = []

@@ -20,6 +20,7 @@ from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.coordinator.coordinator_messages import Answer, Begin, ForgetObject, MakeObject, Ping, StopWorker
 from phalanx.coordinator.worker_connection import DeferredMessage, Message, WorkerConnection
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
+from phalanx.transport.decoding import Decoder
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 
@@ -36,7 +37,7 @@ PING_S = 5.0
 CLOSE_S = 5.0
 """How long `close` waits for busy workers."""
 
-_ANSWERS = msgspec.msgpack.Decoder(Answer)
+_ANSWERS = Decoder(Answer)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -259,7 +260,7 @@ class AcceptedWorkers:
             while True:
                 header, buffers = worker.link.receive(deadline=time.monotonic() + limit_s)
                 self._events.answered(worker, _ANSWERS.decode(header), buffers)
-        except (LinkClosedError, LinkTimeoutError, FrameError, msgspec.MsgspecError) as error:
+        except (LinkClosedError, LinkTimeoutError, FrameError) as error:
             if isinstance(error, LinkTimeoutError):
                 self._silent.add(worker.name)
             self.lose(worker, str(error))

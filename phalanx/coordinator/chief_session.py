@@ -22,13 +22,14 @@ from phalanx.coordinator.coordinator_messages import Answer, Order, Ping, Pong, 
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError, RendezvousError
 from phalanx.parameter_server.server_dialing import connect
 from phalanx.parameter_server.server_protocol import peer_lost
+from phalanx.transport.decoding import Decoder
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
 
 Reply = tuple[Answer, list[bytes]]
 
-_ORDERS = msgspec.msgpack.Decoder(Order)
+_ORDERS = Decoder(Order)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -138,7 +139,7 @@ class _ChiefGoneError(Exception):
     """There is no link to the chief any more."""
 
 
-_GONE = (LinkClosedError, LinkTimeoutError, FrameError, msgspec.MsgspecError, _ChiefGoneError)
+_GONE = (LinkClosedError, LinkTimeoutError, FrameError, _ChiefGoneError)
 
 
 class _ReceivedOrders:

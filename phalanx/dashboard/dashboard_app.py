@@ -26,9 +26,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phalanx.dashboard import access, browser_view, page, prometheus_metrics
 from phalanx.dashboard.job_hub import FollowedJob, JobHub, ask
-from phalanx.errors import ConfigurationError, LinkClosedError
+from phalanx.errors import ConfigurationError, FrameError, LinkClosedError
 from phalanx.launcher.job_connection import ControlRequest
 from phalanx.monitoring.job_view import ACTIONS, RUNNING, JobView
+from phalanx.transport.decoding import decode_json
 
 WATCHED_S = 0.75
 """How often the job is asked for news while someone looks: each time costs the workers some cache."""
@@ -153,10 +154,14 @@ class Dashboard:
             return JSONResponse({"refusal": "This request does not come from the dashboard's own page."}, 403)
         if not self._control:
             return JSONResponse({"refusal": "This dashboard only shows; start it with --control."}, 403)
-        body = await request.body()
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MAX_BODY_BYTES:
+                return JSONResponse({"refusal": f"This is no request: it has more than {MAX_BODY_BYTES} bytes."}, 413)
         try:
-            asked = msgspec.json.decode(body[: MAX_BODY_BYTES + 1], type=_Act)
-        except msgspec.MsgspecError as error:
+            asked = decode_json(body, _Act)
+        except FrameError as error:
             return JSONResponse({"refusal": f"This is no request: {error}."}, 400)
         if asked.action not in ACTIONS:
             return JSONResponse({"refusal": f"There is no action {asked.action!r}."}, 400)

@@ -12,6 +12,7 @@ import numpy as np
 
 from phalanx.data.sharded_input import ShardedInput
 from phalanx.errors import ConfigurationError, FrameError
+from phalanx.transport.decoding import decode_message
 
 MIN_LIMIT_BYTES, MAX_EPOCHS = 2**30, 10_000
 """A ledger is at most as large as the first, or as large as one of so many epochs."""
@@ -88,8 +89,8 @@ class SampleLedger:
         try:
             # Bounded, since a few bytes may expand to any size.
             expanded = zlib.decompressobj().decompress(content, max(MIN_LIMIT_BYTES, self.samples * MAX_EPOCHS))
-            other = msgspec.msgpack.decode(expanded, type=_Encoded)
-        except (zlib.error, msgspec.MsgspecError) as error:
+            other = decode_message(expanded, _Encoded)
+        except (zlib.error, FrameError) as error:
             raise FrameError(f"A sample ledger cannot be read: {error}") from error
         self.epochs = {epoch: np.frombuffer(counts, np.uint8).copy() for epoch, counts in other.epochs.items()}
         self._running = np.frombuffer(other.running, np.uint8).copy()

@@ -17,6 +17,7 @@ from phalanx.config.environment_variables import ELASTIC_COORDINATOR
 from phalanx.elastic import membership_messages as messages
 from phalanx.errors import DisagreementError, EvictedError, LinkClosedError, LinkTimeoutError, RendezvousError
 from phalanx.transport.address import Address
+from phalanx.transport.decoding import Decoder, decode_message
 from phalanx.transport.dial import RefusedError, retry_delay_s
 from phalanx.transport.link import Link
 
@@ -29,7 +30,7 @@ SIGN_OF_LIFE_S = 0.5
 
 Order = messages.FormGeneration | messages.PastEntry | messages.EntryBegan
 
-_decoder: msgspec.msgpack.Decoder[messages.FromCoordinator] = msgspec.msgpack.Decoder(messages.FromCoordinator)
+_decoder: Decoder[messages.FromCoordinator] = Decoder(messages.FromCoordinator)
 
 
 class CoordinatorClient:
@@ -121,7 +122,7 @@ class CoordinatorClient:
                 link, welcome = self._identity.dial_address(
                     address, messages.LAUNCHER, messages.COORDINATOR, details, deadline=time.monotonic() + LINK_UP_S
                 )
-                return link, msgspec.msgpack.decode(welcome.details, type=messages.JoinResponse)
+                return link, decode_message(welcome.details, messages.JoinResponse)
             except RefusedError as error:
                 kind = DisagreementError if error.welcome.refusal == messages.DISAGREEMENT else RendezvousError
                 raise kind(error.welcome.reason) from error

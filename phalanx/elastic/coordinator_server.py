@@ -16,8 +16,9 @@ from phalanx.elastic import membership_messages as messages
 from phalanx.elastic.elastic_coordinator import ElasticCoordinator, LossCause, ProcessLost
 from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits
-from phalanx.errors import ConfigurationError, LinkClosedError, LinkTimeoutError
+from phalanx.errors import ConfigurationError, FrameError, LinkClosedError, LinkTimeoutError
 from phalanx.transport.credentials import Credentials
+from phalanx.transport.decoding import Decoder, decode_message
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener
@@ -27,7 +28,7 @@ SEND_S = 2.0
 """For a message of a few kilobytes. A process that does not read it in this time is stopped; its silence reveals
 that."""
 
-_decoder: msgspec.msgpack.Decoder[messages.ToCoordinator] = msgspec.msgpack.Decoder(messages.ToCoordinator)
+_decoder: Decoder[messages.ToCoordinator] = Decoder(messages.ToCoordinator)
 
 
 class CoordinatorServer:
@@ -100,8 +101,8 @@ class CoordinatorServer:
 
     def admit(self, hello: Hello) -> Welcome:
         try:
-            description = msgspec.msgpack.decode(hello.details, type=TaskDescription)
-        except msgspec.MsgspecError as error:
+            description = decode_message(hello.details, TaskDescription)
+        except FrameError as error:
             return Welcome(
                 refusal=messages.DISAGREEMENT, reason=f"{hello.task} runs another version of Phalanx ({error})."
             )

@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
+from phalanx.transport.decoding import Decoder
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
@@ -193,10 +194,10 @@ def pack(message: ToCoordinator | FromCoordinator) -> tuple[bytes, list[bytes]]:
     return msgspec.msgpack.encode(message), []
 
 
-def unpack(decoder: msgspec.msgpack.Decoder[Message], header: bytes, buffers: Sequence[memoryview]) -> Message:
+def unpack(decoder: Decoder[Message], header: bytes, buffers: Sequence[memoryview]) -> Message:
     """The message in a frame.
 
-    Raises: msgspec.MsgspecError if the frame holds no valid message.
+    Raises: FrameError if the frame holds no valid message.
     """
     message = decoder.decode(header)
     if isinstance(message, EntryFinished | PastEntry) and buffers:
@@ -218,13 +219,13 @@ def send(link: Link, message: ToCoordinator | FromCoordinator, timeout_s: float)
     link.send(header, buffers, deadline=time.monotonic() + timeout_s + sum(map(len, buffers)) / SLOWEST_BYTES_PER_S)
 
 
-def receive(link: Link, decoder: msgspec.msgpack.Decoder[Message]) -> Iterator[Message]:
+def receive(link: Link, decoder: Decoder[Message]) -> Iterator[Message]:
     """The messages that arrive over a link, until it ends."""
     while True:
         try:
             yield unpack(decoder, *link.receive(deadline=time.monotonic() + IDLE_S))
         except LinkTimeoutError:
             continue
-        except (LinkClosedError, FrameError, msgspec.MsgspecError) as error:
+        except (LinkClosedError, FrameError) as error:
             logger.debug("the link to %s ended: %s", link.peer, error)
             return

@@ -24,6 +24,7 @@ from phalanx.horovod.negotiation import (
 from phalanx.horovod.operation_request import Request
 from phalanx.horovod.stall_inspector import PendingRequest, StallInspector
 from phalanx.monitoring import timeline
+from phalanx.transport.decoding import Decoder
 
 _log = logging.getLogger(__name__)
 
@@ -158,4 +159,4 @@ class Negotiator:
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_DECODER = msgspec.msgpack.Decoder(RankRequests)
+_DECODER = Decoder(RankRequests)

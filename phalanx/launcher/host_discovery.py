@@ -9,13 +9,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.host_discovery_poller import DiscoveryAnswer
 from phalanx.launcher.host_slots import HostShare, parse_discovered
 from phalanx.launcher.orphan_reaper import await_end
 from phalanx.runtime.orphan_guard import OrphanGuard
+from phalanx.transport.decoding import decode_json
 
 CLOSE_S = 5.0
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -118,7 +117,7 @@ class HostDiscovery:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
-                self.handle(msgspec.json.decode(line, type=DiscoveryAnswer))
+                self.handle(decode_json(line, DiscoveryAnswer))
         if not self._closed:
             self._log("the process that runs the host discovery script was killed; the known hosts are kept")
 

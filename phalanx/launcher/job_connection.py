@@ -14,8 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from phalanx.errors import ConfigurationError, LinkClosedError
+from phalanx.errors import ConfigurationError, FrameError, LinkClosedError
 from phalanx.monitoring.job_view import JobView
+from phalanx.transport.decoding import decode_json
 
 ANSWER_S = 5.0
 MAX_REQUEST_BYTES = 4096
@@ -72,8 +73,8 @@ def send_request(path: Path, request: ControlRequest) -> ControlAnswer:
             connection.connect(name)
             connection.sendall(msgspec.json.encode(request) + b"\n")
             content = b"".join(iter(lambda: connection.recv(1 << 16), b""))
-        answer = msgspec.json.decode(content, type=ControlAnswer)
-    except (OSError, msgspec.MsgspecError) as error:
+        answer = decode_json(content, ControlAnswer)
+    except (OSError, FrameError) as error:
         raise LinkClosedError(f"the launcher of the job does not answer: {error}") from error
     if answer.refusal:
         raise ConfigurationError(answer.refusal)

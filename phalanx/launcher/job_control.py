@@ -13,10 +13,11 @@ from typing import Protocol
 
 import msgspec
 
-from phalanx.errors import ConfigurationError
+from phalanx.errors import ConfigurationError, FrameError
 from phalanx.launcher.job_connection import MAX_REQUEST_BYTES, ControlAnswer, ControlRequest, short_name
 from phalanx.launcher.job_recorder import JobRecorder
 from phalanx.monitoring.job_view import ACTIONS, why_not
+from phalanx.transport.decoding import decode_json
 
 REQUEST_S = 2.0
 """A client that does not send its request or read its answer in this time does not delay the next one for longer."""
@@ -89,13 +90,13 @@ class JobControl:
 
     def _answer(self, line: bytes) -> bytes:
         try:
-            request = msgspec.json.decode(line, type=ControlRequest)
+            request = decode_json(line, ControlRequest)
             if request.action == "view":
                 return self._changes(request.after)
             if request.action == "output":
                 return msgspec.json.encode(ControlAnswer(text=self._recorder.output_of(request.task)))
             answer = ControlAnswer(text=self._act(request))
-        except (ConfigurationError, msgspec.MsgspecError) as error:
+        except (ConfigurationError, FrameError) as error:
             answer = ControlAnswer(refusal=str(error))
         return msgspec.json.encode(answer)
 

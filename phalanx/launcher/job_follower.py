@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
-from phalanx.errors import ConfigurationError, LinkClosedError
+from phalanx.errors import ConfigurationError, FrameError, LinkClosedError
 from phalanx.launcher.job_connection import ControlRequest, send_request
 from phalanx.monitoring.job_events import EVENTS_FILE, JobEvent
 from phalanx.monitoring.job_view import RUNNING, JobView, advance, replay
+from phalanx.transport.decoding import Decoder
 
-_decoder: msgspec.json.Decoder[JobEvent] = msgspec.json.Decoder(JobEvent)
+_decoder: Decoder[JobEvent] = Decoder(JobEvent, json=True)
 
 
 class JobFollower:
@@ -68,7 +67,7 @@ def read_events(log_dir: Path) -> Iterator[JobEvent]:
         raise ConfigurationError(
             f"{path} cannot be read: {error.strerror}. Name the directory that the job was given as --log-dir."
         ) from error
-    except msgspec.MsgspecError as error:
+    except FrameError as error:
         raise ConfigurationError(f"{path} was not written by this version of Phalanx: {error}.") from error
 
 

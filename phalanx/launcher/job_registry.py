@@ -17,6 +17,8 @@ import msgspec
 
 from phalanx.config.environment import process_environment, user_cache_directory
 from phalanx.config.environment_variables import JOBS_DIRECTORY
+from phalanx.errors import FrameError
+from phalanx.transport.decoding import decode_json
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ def running() -> list[RegisteredJob]:
     found = []
     for path in sorted(_files()):
         try:
-            entry = msgspec.json.decode(path.read_bytes(), type=RegisteredJob)
-        except (OSError, msgspec.DecodeError):
+            entry = decode_json(path.read_bytes(), RegisteredJob)
+        except (OSError, FrameError):
             continue  # gone, being written, or of another version
         if not entry.is_here or _lives(entry):
             found.append(entry)

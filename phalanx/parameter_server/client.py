@@ -18,6 +18,7 @@ from phalanx.parameter_server.server_connection import RequestArrays, ServerConn
 from phalanx.parameter_server.server_messages import FitOver, Request, Response
 from phalanx.parameter_server.server_reconnection import ServerReconnection, refusal_error
 from phalanx.parameter_server.shard_packing import Kind
+from phalanx.transport.decoding import Decoder
 
 Array = np.ndarray[Any, Any]
 ResponseArrays = tuple[Response, list[memoryview]]
@@ -28,7 +29,7 @@ HEAD = 0
 GOODBYE_S = 5.0
 """Seconds to leave: a busy server is not waited for longer."""
 
-_RESPONSES = msgspec.msgpack.Decoder(Response)
+_RESPONSES = Decoder(Response)
 _encode = msgspec.msgpack.Encoder().encode
 
 

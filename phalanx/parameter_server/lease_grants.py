@@ -13,6 +13,7 @@ from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError, PhalanxError
 from phalanx.parameter_server.server_messages import Acknowledged, LeaseRequest
 from phalanx.parameter_server.server_protocol import LEASE, LEASE_S
+from phalanx.transport.decoding import Decoder
 from phalanx.transport.link import Link
 
 ENDED_S = LEASE_S * 1.1 + 0.1
@@ -20,7 +21,7 @@ ENDED_S = LEASE_S * 1.1 + 0.1
 ATTEMPT_S = 1.0
 AGAIN_S = 0.1
 
-_REQUESTS = msgspec.msgpack.Decoder(LeaseRequest)
+_REQUESTS = Decoder(LeaseRequest)
 _GRANT = msgspec.msgpack.encode(Acknowledged())
 
 
@@ -94,7 +95,7 @@ class LeaseGrants:
                 grant.link = link
             try:
                 self._answer(link, grant)
-            except (LinkClosedError, LinkTimeoutError, FrameError, msgspec.MsgspecError):
+            except (LinkClosedError, LinkTimeoutError, FrameError):
                 continue  # connect again
             finally:
                 link.close()

@@ -15,6 +15,7 @@ from phalanx.errors import LinkTimeoutError
 from phalanx.parameter_server.server_messages import PushGradients, Request, Response, Values
 from phalanx.parameter_server.shard_packing import Kind, nbytes_of
 from phalanx.parameter_server.shared_memory_channel import SharedMemoryChannel, place_bytes
+from phalanx.transport.decoding import Decoder
 from phalanx.transport.link import Link
 
 Array = np.ndarray[Any, Any]
@@ -27,7 +28,7 @@ MAX_BUFFER_SETS = 2
 """How many sets of buffers are kept for a server without shared memory: steps that request something before they push
 alternate between two."""
 
-_RESPONSES = msgspec.msgpack.Decoder(Response)
+_RESPONSES = Decoder(Response)
 _encode = msgspec.msgpack.Encoder().encode
 
 

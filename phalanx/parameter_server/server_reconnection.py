@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from phalanx import errors
@@ -23,6 +22,7 @@ from phalanx.parameter_server.server_connection import RequestArrays, ServerConn
 from phalanx.parameter_server.server_dialing import connect_first
 from phalanx.parameter_server.server_messages import Refusal
 from phalanx.parameter_server.server_protocol import CHIEF, LEAD, PURPOSE, peer_lost
+from phalanx.transport.decoding import decode_message
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class ServerReconnection:
             return [(self.tasks[s], f"{purpose}/{group}") for s, purpose in self._candidates(group, waited_s)]
 
         link, welcome, task = connect_first(self._me, candidates, deadline, attempt_s=attempt_s, bulk=True)
-        return link, self.tasks.index(task), msgspec.msgpack.decode(welcome.details, type=TaskDescription).host
+        return link, self.tasks.index(task), decode_message(welcome.details, TaskDescription).host
 
     def _is_known(self, group: int) -> bool:
         return group < len(self.connections)

@@ -34,6 +34,7 @@ from phalanx.config.plan_request import PlanRequest
 from phalanx.errors import PhalanxError
 from phalanx.planning.accelerators import DeviceTopology, parse_topology
 from phalanx.runtime.core_affinity import bind
+from phalanx.transport.decoding import decode_json
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -87,7 +88,7 @@ def examine(
         finally:
             _end(process)
         if request.result.exists():
-            return msgspec.json.decode(request.result.read_bytes(), type=kind)
+            return decode_json(request.result.read_bytes(), kind)
         output.seek(0)
         raise PhalanxError(_failure(program, process.returncode, output.read().decode(errors="replace"), timeout_s))
 

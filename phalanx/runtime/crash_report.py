@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from phalanx.errors import LinkTimeoutError, PeerLostError, PhalanxError
+from phalanx.errors import FrameError, LinkTimeoutError, PeerLostError, PhalanxError
 from phalanx.monitoring.console import without_escapes
 from phalanx.runtime import exit_codes, folded_traceback
+from phalanx.transport.decoding import decode_json
 
 # A report is one page; the message of an error that contains a whole array is cut.
 MAX_TRACEBACK_CHARACTERS = 60_000
@@ -72,8 +73,8 @@ def encode(report: CrashReport) -> bytes:
 def parse(content: bytes) -> CrashReport | None:
     """The report in a file's content; None if there is none or the worker died while writing it."""
     try:
-        return msgspec.json.decode(content, type=CrashReport)
-    except msgspec.DecodeError:
+        return decode_json(content, CrashReport)
+    except FrameError:
         return None
 
 

@@ -29,9 +29,10 @@ from contextlib import contextmanager
 import msgspec
 
 from phalanx.config.job_config import run_of_job
-from phalanx.errors import ConfigurationError, SupersededError
+from phalanx.errors import ConfigurationError, FrameError, SupersededError
 from phalanx.runtime.owner_records import owner_record
 from phalanx.storage.paths import StoragePath
+from phalanx.transport.decoding import decode_json
 
 logger = logging.getLogger(__name__)
 
@@ -165,10 +166,10 @@ class WriteClaim:
 
     def _read(self) -> Owner | None:
         try:
-            return msgspec.json.decode(self._record.path.read_bytes(), type=Owner)
+            return decode_json(self._record.path.read_bytes(), Owner)
         except FileNotFoundError:
             return None
-        except msgspec.MsgspecError as error:
+        except FrameError as error:
             logger.warning("%s is damaged and ignored: %s", self._record.path, error)
             return None
 

@@ -56,13 +56,14 @@ from phalanx.strategies.replica_calls import (
     Settled,
 )
 from phalanx.training import model_dispatch
+from phalanx.transport.decoding import Decoder
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 
 CAUSE_S = 5.0
 """A replica that fails says why before its connection closes, which the others notice at once."""
 
-_MESSAGES = msgspec.msgpack.Decoder(Message)
+_MESSAGES = Decoder(Message)
 _encode = msgspec.msgpack.Encoder().encode
 _LOST = (LinkClosedError, LinkTimeoutError, FrameError)
 

@@ -36,13 +36,14 @@ from phalanx.strategies.replica_calls import (
 from phalanx.strategies.strategy import Strategy
 from phalanx.training.program_random_state import set_random_state
 from phalanx.training.replica import Replica
+from phalanx.transport.decoding import Decoder
 from phalanx.transport.link import Link
 
 ANSWER_S = 60.0
 SETTLING_S = 2.0
 """What all replicas raise comes at about the same time. An error of one alone keeps the others waiting this long."""
 
-_MESSAGES = msgspec.msgpack.Decoder(Message)
+_MESSAGES = Decoder(Message)
 _encode = msgspec.msgpack.Encoder().encode
 
 

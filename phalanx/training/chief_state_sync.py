@@ -22,6 +22,7 @@ from phalanx.errors import CollectiveTimeoutError, DisagreementError
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.remote_variables import to_host
 from phalanx.training.state_sync import seed_generators, shifted_seed
+from phalanx.transport.decoding import decode_message
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ def _packed(variables: Sequence[Any]) -> list[Array]:
 
 def _unpacked(received: Sequence[memoryview]) -> tuple[list[_Described], list[Array]]:
     """The inverse of `_packed`."""
-    described = msgspec.msgpack.decode(received[0], type=list[_Described])
+    described = decode_message(received[0], list[_Described])
     pairs = zip(described, received[1:], strict=True)
     return described, [np.frombuffer(buffer, one.sent_as).reshape(one.shape) for one, buffer in pairs]
 

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from phalanx.transport.decoding import decode_message
+
 
 def random_state() -> bytes:
     """This process's."""
@@ -28,7 +30,7 @@ def random_state() -> bytes:
 
 def set_random_state(state: bytes) -> None:
     """Draw on as the process whose `random_state` this is."""
-    (version, numbers, gauss), numpys, torchs = msgspec.msgpack.decode(state)
+    (version, numbers, gauss), numpys, torchs = decode_message(state)
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(tuple(numpys))
     torch = sys.modules.get("torch")

@@ -24,6 +24,7 @@ from phalanx.elastic.entry_results import KEPT_BYTES
 from phalanx.elastic.membership_messages import NOT_KEPT, EntryBegan, EntryFinished, PastEntry
 from phalanx.errors import MembershipChangedError, UnsupportedError
 from phalanx.training.preemption import PreemptionNotice
+from phalanx.transport.decoding import decode_message
 
 T = TypeVar("T")
 
@@ -169,7 +170,7 @@ class Replica:
 
     def broadcast_from_chief(self, value: Any) -> Any:
         """The chief's value, of JSON's types, on every rank."""
-        return msgspec.msgpack.decode(self.communicator.broadcast_bytes(msgspec.msgpack.encode(value)))
+        return decode_message(self.communicator.broadcast_bytes(msgspec.msgpack.encode(value)))
 
     def gather(self, value: int) -> list[int]:
         """Every rank's number, in rank order."""

@@ -18,6 +18,7 @@ from phalanx.engines.random_state import draw_own_numbers, random_state, set_ran
 from phalanx.errors import DisagreementError
 from phalanx.keras_compat.model_state import optimizers
 from phalanx.training.replica import Replica
+from phalanx.transport.decoding import decode_message
 from phalanx.transport.serialization import decode, encode
 
 # An odd constant far from small multiples, so that the seeds of neighbouring ranks share no low bits
@@ -154,7 +155,7 @@ def _compare(structure: list[tuple[str, tuple[int, ...], str]], replica: Replica
     if len(set(digests)) == 1:
         return
     # Rare and slow: all ranks get everything, so that all raise the same error.
-    structures = [msgspec.msgpack.decode(e) for e in replica.communicator.all_gather_bytes(encoded)]
+    structures = [decode_message(e) for e in replica.communicator.all_gather_bytes(encoded)]
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     chiefs, others = ([_named(variable) for variable in structures[rank]] for rank in (0, other))
     raise DisagreementError(

@@ -18,10 +18,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-import msgspec
-
 from phalanx.errors import FrameError, HandshakeError, LinkClosedError
 from phalanx.transport.credentials import Credentials
+from phalanx.transport.decoding import decode_message
 from phalanx.transport.frames import FrameReader
 from phalanx.transport.handshake import Handshake, Hello, Role, WrongSecretError
 from phalanx.transport.link import Link
@@ -62,7 +61,7 @@ class Arrival:
         """Proceed as far as possible without waiting; returns the Hello once it has arrived.
 
         Raises:
-            HandshakeError, FrameError, MsgspecError: it is not a member of the job.
+            HandshakeError, FrameError: it is not a member of the job.
             LinkClosedError: it is gone.
         """
         while True:
@@ -83,7 +82,7 @@ class Arrival:
             if not self._handshake.done:
                 self._handshake.receive_data(bytes(target[:count]))
             elif frame := self._reader.buffer_updated(count):
-                return msgspec.msgpack.decode(frame.header, type=Hello)
+                return decode_message(frame.header, Hello)
 
 
 class ArrivalQueue:
@@ -147,7 +146,7 @@ class ArrivalQueue:
             hello = arrival.advance()
         except WrongSecretError:
             self._refuse(arrival, "wrong secret: its PHALANX_SECRET is not the one of this job, or is not set")
-        except (HandshakeError, FrameError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        except (HandshakeError, FrameError) as error:
             self._refuse(arrival, str(error))
         except LinkClosedError as error:
             # Health checks send nothing, and members may stop waiting while this process is still starting: neither

@@ -16,6 +16,7 @@ import msgspec
 from phalanx.errors import FrameError, HandshakeError, LinkClosedError, LinkTimeoutError
 from phalanx.transport.address import Address
 from phalanx.transport.credentials import Credentials
+from phalanx.transport.decoding import decode_message
 from phalanx.transport.handshake import Handshake, Hello, Role, Welcome, WrongSecretError
 from phalanx.transport.link import Link
 from phalanx.transport.tls import TLS
@@ -86,10 +87,10 @@ def dial(
         _shake_hands(link, Handshake(Role.DIALER, credentials.secret, encrypt=encrypt), deadline)
         link.send(msgspec.msgpack.encode(hello), deadline=deadline)
         header, _ = link.receive(deadline=deadline)
-        welcome = msgspec.msgpack.decode(header, type=Welcome)
+        welcome = decode_message(header, Welcome)
         if welcome.refusal:
             raise RefusedError(f"{peer} at {address} refused: {welcome.reason}", welcome)
-    except (msgspec.MsgspecError, FrameError, UnicodeError, RecursionError) as error:
+    except FrameError as error:
         link.close()
         raise HandshakeError(f"{peer} at {address} sent an unexpected answer: {error}") from error
     except BaseException:

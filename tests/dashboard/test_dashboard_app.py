@@ -134,6 +134,7 @@ def test_the_buttons_do_what_they_say_or_say_why_not(hub: JobHub, running: tuple
     assert (status, answer["refusal"]) == (409, "The job has no other host.")
     assert act(action="output", task="worker/0")[0] == 400
     assert act(action=5)[0] == 400
+    assert act(action="stop", host="x" * 10_000)[0] == 413
     assert act(action="stop", job="another")[0] == 404
     recorder.record(events.JobEnded(120.0, 0, "over"))
     hub.update()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.errors import FrameError
+from phalanx.config.environment_variables import JOBS_DIRECTORY
+from phalanx.errors import ConfigurationError, FrameError
+from phalanx.launcher import job_registry
+from phalanx.launcher.job_connection import ControlRequest
+from phalanx.launcher.job_follower import read_view
+from phalanx.monitoring.job_events import EVENTS_FILE
+from phalanx.runtime import crash_report
+from phalanx.runtime.write_claim import WriteClaim
+from phalanx.transport.decoding import Decoder
 from phalanx.transport.serialization import decode, encode
 from tests.security import fuzz
 
@@ -95,3 +104,26 @@ def test_every_decoder_withstands_mutations_of_what_it_reads() -> None:
         check = fuzz.Checked(name, target)
         for content in itertools.islice(fuzz.mutations(target.seeds, random.Random(name)), 100):
             check(content)
+
+
+NOT_UTF_8 = b"{%s}\n" % b", ".join(b'"%s": "\xff"' % each for each in (b"job", b"run", b"kind", b"action", b"type"))
+TOO_DEEP = b"[" * 100_000 + b"\n"
+
+
+@pytest.mark.parametrize("content", [NOT_UTF_8, TOO_DEEP], ids=["text that is not UTF-8", "deeply nested"])
+def test_bytes_that_are_no_message_are_refused_where_they_are_read(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`msgspec` raises errors of other families for these than for other damage."""
+    monkeypatch.setenv(JOBS_DIRECTORY, str(tmp_path))
+    (tmp_path / "other.json").write_bytes(content)
+    assert job_registry.running() == []
+    (tmp_path / EVENTS_FILE).write_bytes(content)
+    with pytest.raises(ConfigurationError, match="was not written by this version"):
+        read_view(tmp_path)
+    (tmp_path / ".fit.owner").write_bytes(content)
+    assert WriteClaim(tmp_path, "fit")._read() is None
+    assert crash_report.parse(content) is None
+    for form in (msgspec.json, msgspec.msgpack):
+        with pytest.raises(FrameError, match="cannot be read"):
+            Decoder(ControlRequest, json=form is msgspec.json).decode(content)

@@ -37,6 +37,7 @@ from phalanx.collectives.host.stall_watch import StallWatch
 from phalanx.collectives.operation import CollectiveCall, CollectiveDescription, Operation, explain_mismatch
 from phalanx.errors import CollectiveMismatchError, LinkClosedError, PhalanxError
 from phalanx.monitoring import timeline
+from phalanx.transport.decoding import decode_message
 from phalanx.transport.throttle import Throttle
 
 DESCRIBE_S = 5.0
@@ -301,11 +302,11 @@ class Mesh:
             self.failures.left.add(rank)
         elif header.kind is PacketKind.DESCRIBE:
             is_first = not self._descriptions
-            self._descriptions[rank] = msgspec.msgpack.decode(message, type=CollectiveDescription)
+            self._descriptions[rank] = decode_message(message, CollectiveDescription)
             if is_first:
                 self.mismatch()
         elif header.kind is PacketKind.ABORT and not self._descriptions:
-            notice = msgspec.msgpack.decode(message, type=AbortNotice)
+            notice = decode_message(message, AbortNotice)
             if notice.reason == "timeout":
                 self.stalls.record_unheard(self.call)
             raise self.failures.error_of(rank, notice, self.call)

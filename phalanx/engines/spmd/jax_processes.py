@@ -25,6 +25,7 @@ from phalanx.devices.memory_growth import has_begun
 from phalanx.errors import ConfigurationError, PeerLostError
 from phalanx.runtime import process_exit
 from phalanx.transport.address import Address
+from phalanx.transport.decoding import decode_message
 from phalanx.transport.ports import NO_SUCH_ADDRESS
 
 FAILED_EXIT_S = 30.0
@@ -170,7 +171,7 @@ def _all_devices(communicator: Communicator) -> list[LocalDevices]:
     local = jax.local_devices()
     own = LocalDevices(len(local), local[0].platform, local[0].device_kind)
     payloads = communicator.all_gather_bytes(msgspec.msgpack.encode(own))
-    return [msgspec.msgpack.decode(payload, type=LocalDevices) for payload in payloads]
+    return [decode_message(payload, LocalDevices) for payload in payloads]
 
 
 class _ReservedPort:

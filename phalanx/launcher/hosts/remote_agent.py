@@ -36,6 +36,7 @@ from phalanx.launcher.host_messages import (
 )
 from phalanx.launcher.hosts.local_host import REPORT_INTERVAL_S, LocalHost
 from phalanx.launcher.orphan_reaper import adopt_orphans, end_orphans
+from phalanx.transport.decoding import Decoder
 
 READ_BYTES = 65536
 POLL_S = 0.1
@@ -45,7 +46,7 @@ class RemoteAgent:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._host = LocalHost(self._selector)
-        self._decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
+        self._decoder: Decoder[Command] = Decoder(Command, json=True)
         self._lease_ends_at = float("inf")  # by `time.monotonic`, once a worker has been started
 
     def run(self) -> None:

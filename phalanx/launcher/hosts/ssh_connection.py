@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from phalanx.config.environment_variables import DEFAULT_SSH, REMOTE_PYTHON, SSH
-from phalanx.errors import ConfigurationError
+from phalanx.errors import ConfigurationError, FrameError
 from phalanx.launcher.host_messages import Answer, Command, LineReader, Start
 from phalanx.launcher.orphan_reaper import await_end
+from phalanx.transport.decoding import Decoder
 
 READ_BYTES = 65536
 # A pipe holds far less than this many reads.
@@ -41,7 +42,7 @@ class SSHConnection:
         self.name = name
         self._say = say
         self._lines, self._error_lines = LineReader(), LineReader()
-        self._decoder: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
+        self._decoder: Decoder[Answer] = Decoder(Answer, json=True)
         self._selector: selectors.BaseSelector | None = None
         self._process = self._start(login, environ)
         assert self._process.stdout is not None
@@ -124,7 +125,7 @@ class SSHConnection:
     def _decode(self, line: bytes) -> Answer | None:
         try:
             return self._decoder.decode(line)
-        except msgspec.DecodeError:
+        except FrameError:
             # A login script on that host prints to stdout; that is for the user.
             self._show(line)
             return None

@@ -10,12 +10,12 @@ import tempfile
 import time
 from typing import BinaryIO
 
-import msgspec
 from msgspec.structs import replace
 
 from phalanx.launcher.host_messages import WorkerDiagnostics, WorkerReport
 from phalanx.monitoring.worker_figures import WorkerFigures
 from phalanx.runtime import bootstrap, crash_report, progress
+from phalanx.transport.decoding import decode_message
 
 MAX_STACK_CHARACTERS = 40_000
 
@@ -93,7 +93,7 @@ class WorkerFiles:
         number, when = self._reported
         figures = None
         if encoded is not None and encoded[0] != number:
-            number, figures = encoded[0], msgspec.msgpack.decode(encoded[1], type=WorkerFigures)
+            number, figures = encoded[0], decode_message(encoded[1], WorkerFigures)
         if last is None or (figures is None and last.time == when):
             return None
         self._reported = number, last.time

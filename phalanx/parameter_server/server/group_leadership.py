@@ -28,6 +28,7 @@ from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.variable_store import VariableStore
 from phalanx.parameter_server.server_messages import AppliedUpdate, EndFit, GroupState, JobOver, SetLearningRate
 from phalanx.parameter_server.server_protocol import LEADING, REPLICATE, peer_lost
+from phalanx.transport.decoding import decode_message
 from phalanx.transport.dial import RefusedError
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
@@ -193,8 +194,8 @@ class GroupLeadership:
     def admit(self, hello: Hello) -> Welcome:
         """Whether the other server may lead this group and keep its replica here."""
         try:
-            offer = msgspec.msgpack.decode(hello.details, type=LeaderOffer)
-        except msgspec.MsgspecError as error:
+            offer = decode_message(hello.details, LeaderOffer)
+        except FrameError as error:
             return Welcome(refusal=DISAGREEMENT, reason=f"{hello.task} runs another version ({error}).")
         if disagreement := describe_disagreement(self._me.description, offer.description):
             return Welcome(refusal=DISAGREEMENT, reason=disagreement)
@@ -228,7 +229,7 @@ class GroupLeadership:
         except replication.LOST as error:
             if not (self._threads.closing.is_set() or self.is_job_over or self.is_leading):
                 logger.warning("%s: %s", self._me.task, error)
-        except (FrameError, msgspec.MsgspecError) as error:
+        except FrameError as error:
             logger.warning("%s hangs up on %s: %s", self._me.task, self._other, error)
         finally:
             link.close()

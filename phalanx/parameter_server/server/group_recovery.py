@@ -18,10 +18,11 @@ from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.variable_store import VariableStore
 from phalanx.parameter_server.server_messages import DeclareModel, GroupState, Rejoin
 from phalanx.parameter_server.server_protocol import Worker
+from phalanx.transport.decoding import Decoder
 
 logger = logging.getLogger(__name__)
 
-_STATES = msgspec.msgpack.Decoder(GroupState)
+_STATES = Decoder(GroupState)
 
 
 class GroupRecovery:

@@ -23,6 +23,7 @@ import numpy as np
 from phalanx.errors import LinkClosedError, LinkTimeoutError
 from phalanx.parameter_server import server_messages as messages
 from phalanx.parameter_server.server_messages import GroupState
+from phalanx.transport.decoding import Decoder
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ REPLICA_S = 20.0
 """How long a replica may take for an update. A stopped one is then dropped, and replaced when it runs again."""
 LOST = (LinkClosedError, LinkTimeoutError)
 
-_RECORDS = msgspec.msgpack.Decoder(Record)
+_RECORDS = Decoder(Record)
 _encode = msgspec.msgpack.Encoder().encode
 _ACKNOWLEDGED = _encode(messages.Acknowledged())
 

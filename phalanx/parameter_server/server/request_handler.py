@@ -33,6 +33,7 @@ from phalanx.parameter_server.server_messages import (
 )
 from phalanx.parameter_server.server_protocol import Worker
 from phalanx.parameter_server.shared_memory_channel import TO_SERVER, SharedMemoryChannel
+from phalanx.transport.decoding import Decoder
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ BEFORE_REBUILD = frozenset(
 WITHOUT_LEASE = BEFORE_REBUILD | {messages.JoinFit, messages.ChiefAlive}
 """Requests that change no variable on their own account, and may come before the chief does."""
 
-_REQUESTS = msgspec.msgpack.Decoder(Request)
+_REQUESTS = Decoder(Request)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -166,7 +167,7 @@ class RequestHandler:
             if not is_closing():
                 logger.warning("%s: %s", self._me.task, error)
             return str(error)
-        except (FrameError, msgspec.MsgspecError) as error:
+        except FrameError as error:
             logger.warning("%s hangs up on %s: %s", self._me.task, self._members.names[worker], error)
             return f"what it sent could not be read ({error})."
         finally:
