@@ -84,6 +84,18 @@ ORIGINALS = [
     Original(
         "sidecar_evaluator", TENSORFLOW, "Evaluation beside the training", options=("--evaluator",), alone=PER_REPLICA
     ),
+    Original("distributed_training_with_tensorflow", KERAS, "Multi-GPU distributed training with TensorFlow"),
+    Original("distributed_training_with_jax", KERAS, "Multi-GPU distributed training with JAX", backend="jax"),
+    Original(
+        "distributed_training_with_pytorch",
+        KERAS,
+        "Multi-GPU distributed training with PyTorch",
+        backend="torch",
+        alone={"batch_size = 16": "batch_size = 32"},
+    ),
+    Original("strategies_tour", ARTICLES, "strategies, MobileNetV2", alone={"per_replica = 8": "per_replica = 16"}),
+    Original("strategies_overview", ARTICLES, "`fit`, custom loop, mixed precision", alone=PER_REPLICA),
+    Original("keras_guide_multi_worker", ARTICLES, "several workers, checkpoints, evaluator"),
     Original("keras_mnist", HOROVOD, "examples/keras/keras_mnist.py", backend="jax", alone=None),
     Original(
         "keras_mnist_advanced",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import numpy as np
 import pytest
 
 from tests.originals.catalog import FOLDER, ORIGINALS, Original, table
-from tests.support import fork_server
 from tests.support.backends import BACKENDS
-from tests.support.commands import ROOT, finish
-from tests.training.jobs import environment
+from tests.support.commands import ROOT
+from tests.support.programs import run_python
 
 BOUND_S = 240.0
 """Against hanging; the longest takes 20 s on two free cores."""
@@ -26,22 +24,24 @@ def _run(original: Original, folder: Path, *, workers: int) -> list[dict[str, An
     """What each process of the program reported."""
     reports = folder / "reports"
     reports.mkdir(parents=True)
-    command, text = [sys.executable], original.path.read_text()
+    command, text = [], original.path.read_text()
     if workers > 1:
         count = f"{workers}:{workers}" if original.is_elastic else str(workers)
-        command += ["-m", "phalanx", "run", "--workers", count, *original.options]
+        command = ["-m", "phalanx", "run", "--workers", count, *original.options]
     else:
         for before, after in (original.alone or {}).items():
             assert text.count(before) == 1, f"{original.name} has no longer one {before!r}"
             text = text.replace(before, after)
     program = folder / f"{original.name}.py"
     program.write_text(text)
-    code, output = finish(
-        [*command, str(program)],
-        environment(original.backend, folder.parent / "compiled") | {"REPORTS": str(reports)},
+    code, output = run_python(
+        *command,
+        str(program),
+        backend=original.backend,
         bound_s=BOUND_S,
         folder=folder,
-        start=lambda *given, **options: fork_server.popen(*given, starts_others=True, **options),
+        starts_others=True,
+        variables={"REPORTS": str(reports)},
     )
     assert code == 0, output
     found = [json.loads(path.read_text()) for path in reports.iterdir()]

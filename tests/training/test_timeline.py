@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.backends import FIRST
+from tests.support.backends import FIRST, slow_after_the_first
 from tests.support.programs import run_python
 from tests.support.traces import ROUNDING_US, Events, named, names_of_processes, names_of_tracks, read
 
@@ -14,17 +14,18 @@ STEPS = 16
 """4 epochs of 4."""
 
 
-def run(folder: Path, *arguments: str) -> tuple[Events, int | None]:
+def run(folder: Path, backend: str, *arguments: str) -> tuple[Events, int | None]:
     """The events of a job, and its exit code."""
     path = folder / "t.json"
     command = ["-m", "phalanx", "run", "--workers", "2", "--timeline-filename", str(path)]
-    code, output = run_python(*command, "-m", "tests.training.timeline_program", *arguments, backend=FIRST)
+    code, output = run_python(*command, "-m", "tests.training.timeline_program", *arguments, backend=backend)
     assert path.exists(), output
     return read(path), code
 
 
-def test_all_ranks_are_in_one_file_with_the_parts_of_each_step(tmp_path: Path) -> None:
-    events, code = run(tmp_path)
+@pytest.mark.parametrize("backend", slow_after_the_first())
+def test_all_ranks_are_in_one_file_with_the_parts_of_each_step(backend: str, tmp_path: Path) -> None:
+    events, code = run(tmp_path, backend)
     assert code == 0
     assert {rank: name.split()[0] for rank, name in names_of_processes(events).items()} == {
         0: "worker/0",
@@ -58,7 +59,7 @@ def test_all_ranks_are_in_one_file_with_the_parts_of_each_step(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_of_a_rank_that_was_killed_all_is_there_until_then(tmp_path: Path) -> None:
-    events, code = run(tmp_path, "kill")
+    events, code = run(tmp_path, FIRST, "kill")
     assert code == 128 + 9
     assert len(named(events, "forward/backward", 1)) == 12
     assert len(named(events, "forward/backward", 0)) >= 12

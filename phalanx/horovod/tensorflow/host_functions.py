@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from phalanx.engines.replica.tensorflow.host_calls import call_in_graph
-from phalanx.errors import CollectiveMismatchError
+from phalanx.errors import CollectiveMismatchError, ConfigurationError
 from phalanx.horovod.exceptions import HorovodInternalError
 from phalanx.horovod.operations import refuse_second_gradient
 from phalanx.horovod.tensorflow.session_calls import call_in_session, is_for_session
@@ -25,6 +25,14 @@ class MismatchError(HorovodInternalError, tf.errors.FailedPreconditionError):  #
 
     def __init__(self, error: HorovodInternalError):
         tf.errors.FailedPreconditionError.__init__(self, None, None, str(error))
+        self.exit_code = error.exit_code
+
+
+class ArgumentError(ConfigurationError, tf.errors.InvalidArgumentError):  # type: ignore[misc]
+    """Arguments that no rank may pass: also the error that Horovod's callers in TensorFlow catch."""
+
+    def __init__(self, error: ConfigurationError):
+        tf.errors.InvalidArgumentError.__init__(self, None, None, str(error))
         self.exit_code = error.exit_code
 
 
@@ -50,6 +58,8 @@ def call_host(function: HostFunction, tensors: Sequence[Any], like: Sequence[tup
             if isinstance(error.__cause__, CollectiveMismatchError):
                 raise MismatchError(error) from error.__cause__
             raise
+        except ConfigurationError as error:
+            raise ArgumentError(error) from None
         return [tf.convert_to_tensor(array, dtype) for array, (dtype, _) in zip(results, like, strict=True)]
     call = call_in_session if is_for_session() else call_in_graph
     if not like:
@@ -74,7 +84,8 @@ def call_host_once(
 
     Raises: UnsupportedError when the result is differentiated; in a graph, an error of TensorFlow's with this text.
     """
-    flowing = [tf.convert_to_tensor(tensor) for tensor in flowing]
+    # TensorFlow lets a program begin with gradients of another dtype than the results have.
+    flowing = [tf.cast(tf.convert_to_tensor(each), dtype) for each, (dtype, _) in zip(flowing, like, strict=True)]
 
     def refuse(*upstream: Any) -> list[Any]:
         if tf.executing_eagerly():

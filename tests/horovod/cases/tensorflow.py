@@ -77,6 +77,8 @@ def check_other_operations_eager_and_in_a_graph() -> None:
         assert received.shape[0] == (3 * size if rank == 0 else 0)
     for call in _both(lambda x: hvd.alltoall(x)):
         assert call(tf.fill([size], rank)).numpy().tolist() == list(range(size))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="cannot be divided"):
+        hvd.alltoall(tf.ones([2 * size - 1]))
     for call in _both(lambda x: hvd.reducescatter(x, op=hvd.Sum)):
         assert call(tf.ones([size + 1])).numpy().tolist() == [size] * (2 if rank == 0 else 1)
     for call in _both(lambda x: hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)):

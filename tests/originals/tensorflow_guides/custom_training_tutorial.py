@@ -109,7 +109,7 @@ for epoch in range(EPOCHS):
     train_accuracy.reset_state()
     test_accuracy.reset_state()
 
-strategy.reduce("SUM", 1, axis=None)  # changed: before the others read it
+strategy.reduce("SUM", 1, axis=None)  # changed: all wait until it is written
 # Restored without a strategy.
 eval_accuracy = keras.metrics.SparseCategoricalAccuracy(name="eval_accuracy")
 new_model = create_model()

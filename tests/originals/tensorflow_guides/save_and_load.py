@@ -66,7 +66,7 @@ mirrored = restored_keras_model_ds.fit(train_dataset, epochs=2).history
 model = get_model()
 if mirrored_strategy.is_chief:  # changed: the chief alone writes a SavedModel
     model.export("tf_save")
-mirrored_strategy.reduce("SUM", 1, axis=None)  # changed: before the others read it
+mirrored_strategy.reduce("SUM", 1, axis=None)  # changed: all wait until it is written
 
 DEFAULT_FUNCTION_KEY = "serving_default"
 loaded = tf.saved_model.load("tf_save")
