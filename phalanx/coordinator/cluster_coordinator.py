@@ -255,6 +255,8 @@ class ClusterCoordinator:
             return iterator
 
     def _pack_maker(self, maker: Any) -> bytes:
+        # TensorFlow's guides make it a `tf.function`, but what it creates is no tensor.
+        maker = getattr(maker, "python_function", maker)
         with self._references.noting(keeps=False) as noted:
             pickle = pack(maker, self._references, "What makes the workers' own values")
         if noted.results or noted.own:

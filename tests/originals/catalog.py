@@ -40,6 +40,11 @@ class Original:
         return FOLDER / _FOLDERS[self.of] / f"{self.name}.py"
 
     @property
+    def reports(self) -> int:
+        """How many processes of two workers report: the other tasks of a coordinator only serve."""
+        return 1 if "--chief" in self.options else 2
+
+    @property
     def is_elastic(self) -> bool:
         return self.name.endswith("_elastic")
 
@@ -56,6 +61,8 @@ class Original:
 
 
 PER_REPLICA = {"BATCH_SIZE_PER_REPLICA = 16": "BATCH_SIZE_PER_REPLICA = 32"}
+
+SERVERS = ("--ps", "1", "--chief")
 
 ORIGINALS = [
     Original(
@@ -81,6 +88,14 @@ ORIGINALS = [
     ),
     Original("save_and_load", TENSORFLOW, "Save and load a model using a distribution strategy", alone=PER_REPLICA),
     Original("distributed_input", TENSORFLOW, "Distributed input", alone=PER_REPLICA),
+    Original("parameter_server_fit", TENSORFLOW, "Parameter server training: Model.fit", options=SERVERS, alone=None),
+    Original(
+        "parameter_server_custom_loop",
+        TENSORFLOW,
+        "Parameter server training: a coordinator's loop",
+        options=SERVERS,
+        alone=None,
+    ),
     Original(
         "sidecar_evaluator", TENSORFLOW, "Evaluation beside the training", options=("--evaluator",), alone=PER_REPLICA
     ),
