@@ -23,6 +23,7 @@ from phalanx.launcher.host_discovery import DiscoveryScript, HostDiscovery
 from phalanx.launcher.host_slots import HostShare, own_name
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.hosts.output_streams import OutputStreams
+from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.job_supervisor import JobSupervisor
 from phalanx.launcher.slot_assignment import HostSlot, SlotAssignment
 from phalanx.launcher.worker_placement import LOOPBACK, START_TIMEOUT_S, WorkerRecipe
@@ -118,9 +119,8 @@ class HostPool:
         shares: the hosts, unless a script discovers them.
         start_timeout_s: seconds to wait for the hosts at the start; None: one minute, or five for a script's first
             hosts.
-        log: shows a line.
+        observer: is told what happens to the hosts.
         relay: shows a line of a host, which names it.
-        on_hosts: receives the hosts whenever they have changed.
     """
 
     def __init__(
@@ -132,11 +132,10 @@ class HostPool:
         *,
         shares: Sequence[HostShare],
         start_timeout_s: float | None = None,
-        log: Callable[[str], None],
+        observer: JobObserver,
         relay: Callable[[str], None],
-        on_hosts: Callable[[Sequence[HostStatus]], None] = lambda hosts: None,
     ):
-        self._tasks, self._members, self._log, self._on_hosts = tasks, members, log, on_hosts
+        self._tasks, self._members, self._log, self._on_hosts = tasks, members, observer.noticed, observer.hosts_changed
         self._drained: set[str] = set()
         self._start_timeout_s = start_timeout_s
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -145,7 +144,7 @@ class HostPool:
             streams,
             start_timeout_s=start_timeout_s,
             blacklist=HostBlacklist(members.cooldown_s),
-            log=log,
+            log=self._log,
             relay=relay,
             post=self._post,
         )
@@ -161,7 +160,7 @@ class HostPool:
             self._discovery = HostDiscovery(
                 script,
                 on_change=lambda hosts: self._post(lambda: self._offer(hosts)),
-                log=lambda text: self._post(lambda: log(text)),
+                log=lambda text: self._post(lambda: self._log(text)),
             )
         else:
             self._offer(shares)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from phalanx.launcher.host_messages import WorkerReport
 from phalanx.launcher.hosts.base_host import WorkerPlacement
@@ -54,52 +56,11 @@ class ObserverGroup(JobObserver):
     """Passes everything to several observers, in their order."""
 
     def __init__(self, *observers: JobObserver):
-        self._observers = observers
+        for name in vars(JobObserver):
+            if not name.startswith("_"):
+                setattr(self, name, partial(_report_to_all, [getattr(each, name) for each in observers]))
 
-    def output(self, rank: int, is_error: bool, data: bytes) -> None:
-        for each in self._observers:
-            each.output(rank, is_error, data)
 
-    def started(self, placement: WorkerPlacement, pid: int) -> None:
-        for each in self._observers:
-            each.started(placement, pid)
-
-    def exited(self, end: WorkerExit) -> None:
-        for each in self._observers:
-            each.exited(end)
-
-    def reported(self, task: str, report: WorkerReport) -> None:
-        for each in self._observers:
-            each.reported(task, report)
-
-    def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
-        for each in self._observers:
-            each.generation_formed(generation, tasks)
-
-    def hosts_changed(self, hosts: Sequence[HostStatus]) -> None:
-        for each in self._observers:
-            each.hosts_changed(hosts)
-
-    def restarting(self, end: WorkerExit, count: str) -> None:
-        for each in self._observers:
-            each.restarting(end, count)
-
-    def failed(self, end: WorkerExit) -> None:
-        for each in self._observers:
-            each.failed(end)
-
-    def interrupted(self, number: int) -> None:
-        for each in self._observers:
-            each.interrupted(number)
-
-    def left_behind(self, end: WorkerExit) -> None:
-        for each in self._observers:
-            each.left_behind(end)
-
-    def overdue(self, tasks: Sequence[str], seconds: float) -> None:
-        for each in self._observers:
-            each.overdue(tasks, seconds)
-
-    def noticed(self, text: str) -> None:
-        for each in self._observers:
-            each.noticed(text)
+def _report_to_all(reports: Sequence[Callable[..., None]], *args: Any) -> None:
+    for report in reports:
+        report(*args)

@@ -238,9 +238,8 @@ def _elastic_job(
         elastic,
         shares=request.shares,
         start_timeout_s=config.start_timeout_s,
-        log=observer.noticed,
+        observer=observer,
         relay=console.message,
-        on_hosts=observer.hosts_changed,
     )
     stack.callback(pool.close)
     pool.gather()
