@@ -6,11 +6,11 @@ import os
 import secrets
 import socket
 
-from phalanx.cluster.host_identity import host_identity
 from phalanx.cluster.membership import Rank
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts, TaskDescription, cluster_by_task
 from phalanx.config.job_config import JobConfig
+from phalanx.runtime.host_identity import host_identity
 from phalanx.transport.address import Address
 from phalanx.transport.credentials import Credentials
 from phalanx.transport.dial import dial

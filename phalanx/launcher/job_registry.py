@@ -18,6 +18,7 @@ import msgspec
 from phalanx.config.environment import process_environment, user_cache_directory
 from phalanx.config.environment_variables import JOBS_DIRECTORY
 from phalanx.errors import FrameError
+from phalanx.runtime.host_identity import host_identity
 from phalanx.transport.decoding import decode_json
 
 
@@ -109,8 +110,6 @@ def _files() -> list[Path]:
 
 def _processes() -> str:
     """Two processes with the same answer see each other's process ids."""
-    from phalanx.cluster.host_identity import host_identity
-
     try:
         return f"{host_identity()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux

@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from phalanx.cluster.host_identity import host_identity
 from phalanx.cluster.membership import Member, Membership
 from phalanx.collectives import connect
 from phalanx.collectives.communicator import Array, Communicator, ReduceOp
@@ -23,6 +22,7 @@ from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.elastic.entry_results import KEPT_BYTES
 from phalanx.elastic.membership_messages import NOT_KEPT, EntryBegan, EntryFinished, PastEntry
 from phalanx.errors import MembershipChangedError, UnsupportedError
+from phalanx.runtime.host_identity import host_identity
 from phalanx.training.preemption import PreemptionNotice
 from phalanx.transport.decoding import decode_message
 

@@ -27,7 +27,6 @@ from phalanx.cluster import (
     task_identity,
 )
 from phalanx.cluster.admission import DUPLICATE, LEAVING, MESH, RUNNING
-from phalanx.cluster.host_identity import host_identity
 from phalanx.cluster.peer_dialing import permanent_error
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
@@ -39,6 +38,7 @@ from phalanx.errors import (
     RendezvousError,
     UnsupportedError,
 )
+from phalanx.runtime.host_identity import host_identity
 from phalanx.transport.dial import RefusedError
 from phalanx.transport.handshake import Welcome
 from phalanx.transport.link import Link

@@ -916,10 +916,16 @@ def test_the_version_is_told(launcher: Launcher) -> None:
 
 
 def test_the_launcher_imports_no_framework(launcher: Launcher) -> None:
-    # The comparison of the workers' paces is imported later, while they take their first steps.
-    modules = "phalanx.cli.main, phalanx.launcher.job_runner, phalanx.launcher.straggler_watch"
-    code = f"import sys, {modules}; print({{'keras', 'numpy'}} & {{*sys.modules}})"
-    assert launcher.python("-c", code).out.strip() == "set()"
+    """While it runs a job, either: that would take its time from the workers."""
+    program = f"""
+        import atexit, sys
+        from phalanx.cli.main import main
+        import phalanx.launcher.straggler_watch  # as soon as workers take steps
+        atexit.register(lambda: print({{"keras", "numpy"}} & {{*sys.modules}}))
+        sys.argv = ["phalanx", "run", "--workers", "1", {launcher.script("pass", "worker.py")!r}]
+        main()
+    """
+    assert launcher.python(launcher.script(program)).lines[-1] == "set()"
 
 
 def test_a_worker_imports_no_framework_before_the_program(launcher: Launcher) -> None:
