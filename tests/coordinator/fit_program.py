@@ -57,12 +57,15 @@ class Net(keras.Model):
 
 
 class Trace(keras.callbacks.Callback):
-    """Runs on every worker, and says so; in the kind `pauses` it waits there to be released."""
+    """Runs on every worker, and says so. In the kind `pauses` each waits after its first batch until it is released; in
+    the kind `fails`, until another one takes part."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         (FOLDER / f"trained-{os.getpid()}").touch()
-        if KIND == "pauses" and batch == 1:
+        if KIND == "pauses" and batch == 0:
             until((FOLDER / "go").exists, "training was not released")
+        if KIND == "fails":
+            until(lambda: len(list(FOLDER.glob("trained-*"))) > 1, "no worker took part")
 
 
 def model() -> keras.Model:
@@ -100,14 +103,15 @@ def main() -> None:
         alone.compile("sgd", "mse", metrics=["mae"])
         found["plain again"] = fitted(alone, epochs=1)
     elif KIND == "fails":
-        try:
-            fitted(net, callbacks=[Fails()], epochs=2)
-        except ZeroDivisionError as error:
-            found["error"] = str(error), str(error.__cause__)
+        fitted(net, callbacks=[Trace()])
         try:
             net.fit((batch for batch in [data()]), steps_per_epoch=1, epochs=1, verbose=0)
         except phalanx.UnsupportedError as error:
             found["generator"] = str(error)
+        try:
+            fitted(net, callbacks=[Fails()], epochs=2)
+        except ZeroDivisionError as error:
+            found["error"] = str(error), str(error.__cause__)
     else:
         found["job"] = fitted(net, epochs=4, callbacks=[Trace()])
     (FOLDER / "found").write_bytes(pickle.dumps(found))
