@@ -112,6 +112,11 @@ PORT_BASE = _variable("PHALANX_PORT_BASE", "first port on each host, if the sche
 HOSTS = _variable("PHALANX_HOSTS", "the hosts of an MPI job, as `a:2,b:2`")
 NUM_WORKERS = _variable("PHALANX_NUM_WORKERS", "Kubernetes: number of workers")
 SERVICE = _variable("PHALANX_SERVICE", "Kubernetes: name of the headless service of the pods")
+TASK_REPLICAS = _variable(
+    "PHALANX_TASK_REPLICAS",
+    "how many replicas a task of MultiWorkerMirroredStrategy makes that `phalanx run` has not started",
+    "one for each GPU, if no other task of the cluster is on its host",
+)
 HOST_ID = _variable("PHALANX_HOST_ID", "for tests: replaces this host's identity, so that one host looks like several")
 
 # Set by the launcher for its workers.
@@ -124,6 +129,9 @@ SNAPSHOTS = _variable("PHALANX_SNAPSHOTS", "two files for a parameter server's s
 WORKER_BOOTSTRAP = _variable("PHALANX_WORKER_BOOTSTRAP", "what a worker of this launcher needs before the program runs")
 PROGRESS_FILE = _variable("PHALANX_PROGRESS_FILE", "memory shared with the launcher for progress reports")
 LOCAL_REPLICAS = _variable("PHALANX_LOCAL_REPLICAS", "number of local replicas of MirroredStrategy")
+REPLICA_CLUSTER = _variable(
+    "PHALANX_REPLICA_CLUSTER", "all replicas of a job whose tasks have several devices, in the format of TF_CONFIG"
+)
 PLAN = _variable("PHALANX_PLAN", "what `phalanx plan` asks of the program that it runs")
 HOST_GPUS = _variable("PHALANX_HOST_GPUS", "CUDA_VISIBLE_DEVICES before the launcher restricted each worker to one GPU")
 

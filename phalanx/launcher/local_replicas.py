@@ -166,44 +166,84 @@ def _start_others(
         folder: where the program runs; None: here.
         variables: of processes that serve rank 0, whose loss does not end it; None: they run the program again.
     """
-    shares = host_shares(count)
-    selector = selectors.DefaultSelector()
-    host = LocalHost(selector, shares=shares[1:])
-    listener = listen(LOOPBACK)
-    addresses = [f"{LOOPBACK}:{port}" for port in (listener.getsockname()[1], *host.prepare(count - 1))]
+    reserved = ReservedReplicas(count, LOOPBACK, program, folder)
+    addresses = [f"{LOOPBACK}:{port}" for port in reserved.ports]
     tasks, identity = task_names(count), new_identity()
-
-    def settings(rank: int) -> dict[str, str]:
-        return {
+    settings = [
+        {
             **job_settings(tasks, addresses, rank, identity, LaunchConfig()),
             **(device_variables(devices[rank], process_environment()) if devices else {}),
             REPLICAS: str(count),
             **(variables or {}),
         }
-
-    placements = [
-        WorkerPlacement(
-            WorkerSpec(
-                rank,
-                program.arguments,
-                settings(rank),
-                program.interpreter,
-                directory=folder,
-                prints_errors=False,
-            ),
-            tasks[rank],
-            host,
-        )
-        for rank in range(1, count)
+        for rank in range(count)
     ]
-    supervisor = _ReplicaSupervisor(placements, selector, tasks, ends_program=variables is None)
-    supervisor.start()
-    set_variables(thread_settings(shares[0].threads), overwrite=False)
-    # The descriptor stays open as long as the process, like an inherited one.
-    set_variables({**settings(0), LISTEN_FD: str(listener.detach())})
-    core_affinity.bind(shares[0].cores)
-    _limit_running_libraries(shares[0].threads)
-    return LocalReplicas(count, 0, supervisor)
+    return reserved.start(tasks, 0, settings, ends_program=variables is None)
+
+
+def reserve_task_replicas(count: int, address: str) -> ReservedReplicas:
+    """Ports for this process and for `count` - 1 more replicas of its task, which run the same program.
+
+    Args:
+        address: where this task listens; see `listen`.
+    """
+    program = parse_command(sys.orig_argv)
+    assert program is not None, "asked only where `is_program`"
+    folder = starting_folder(program, getattr(sys.modules["__main__"], "__file__", None))
+    return ReservedReplicas(count, address, program, folder)
+
+
+class ReservedReplicas:
+    """Ports for replicas on this host, which are started once the addresses of the whole job are known.
+
+    Attributes:
+        ports: of the replicas, this process's first.
+    """
+
+    def __init__(self, count: int, address: str, program: Program, folder: str | None) -> None:
+        self._program = program
+        self._folder = folder
+        self._shares = host_shares(count)
+        self._selector = selectors.DefaultSelector()
+        self._host = LocalHost(self._selector, shares=self._shares[1:])
+        self._listener = listen(address)
+        self.ports = [self._listener.getsockname()[1], *self._host.prepare(count - 1, address=address)]
+
+    def start(
+        self, tasks: Sequence[str], first: int, settings: Sequence[Mapping[str, str]], *, ends_program: bool
+    ) -> LocalReplicas:
+        """Start the other replicas, and make this process the first.
+
+        Args:
+            tasks: the names of all tasks of the job, by rank.
+            first: the rank of this process; those of the others follow.
+            settings: the variables of each, this process's first.
+            ends_program: whether a replica that fails ends this process.
+        """
+        count = len(self.ports)
+        placements = [
+            WorkerPlacement(
+                WorkerSpec(
+                    first + number,
+                    self._program.arguments,
+                    dict(settings[number]),
+                    self._program.interpreter,
+                    directory=self._folder,
+                    prints_errors=False,
+                ),
+                tasks[first + number],
+                self._host,
+            )
+            for number in range(1, count)
+        ]
+        supervisor = _ReplicaSupervisor(placements, self._selector, tasks, ends_program=ends_program)
+        supervisor.start()
+        set_variables(thread_settings(self._shares[0].threads), overwrite=False)
+        # The descriptor stays open as long as the process, like an inherited one.
+        set_variables({**settings[0], LISTEN_FD: str(self._listener.detach())})
+        core_affinity.bind(self._shares[0].cores)
+        _limit_running_libraries(self._shares[0].threads)
+        return LocalReplicas(count, first, supervisor)
 
 
 def _own_program() -> Program:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import keras
 
@@ -27,6 +28,7 @@ from phalanx.engines import prepare
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.planning.simulated_node import SimulatedNode, simulate_node
 from phalanx.runtime import process_exit, telemetry
+from phalanx.strategies import task_replicas
 from phalanx.training.program_random_state import random_state, set_random_state
 from phalanx.training.replica import Replica
 from phalanx.transport.listener import Service
@@ -116,6 +118,8 @@ def join_job(
     resolver: ClusterResolver,
     options: CommunicationOptions | None,
     cross_device_ops: CrossDeviceOps | None = None,
+    *,
+    devices: Sequence[str] | None = None,
 ) -> CurrentJob:
     """Join the job of this process; returns the same job if a strategy has joined it before.
 
@@ -125,13 +129,14 @@ def join_job(
         resolver: the source of the cluster specification.
         options: how the members communicate.
         cross_device_ops: how gradients are merged; None keeps the present choice.
+        devices: of this task, for each of which there is to be a replica; None: this process is the task.
 
     Raises: ConfigurationError if this process has joined another job, or with other options.
     """
     global _job
     options = CommunicationOptions.of(options)
     if _job is None:
-        _job = _join(resolver, options)
+        _job = _join(resolver, options, devices)
         process_exit.at_exit(leave_job)
     elif resolver.cluster_spec() != _job.resolver.cluster_spec():
         raise ConfigurationError(
@@ -149,6 +154,12 @@ def join_job(
     return _job
 
 
+def _leave_tasks(node: Node, communicator: Communicator) -> None:
+    """Leave the job of the tasks, which have met only to form that of their replicas."""
+    communicator.close()
+    node.close(flush=False)
+
+
 def current_replica() -> Replica | None:
     """This process's place in the job; None if it has not joined one."""
     return None if _job is None else _job.replica
@@ -162,8 +173,9 @@ def leave_job() -> None:
         job.close()
 
 
-def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJob:
+def _join(resolver: ClusterResolver, options: CommunicationOptions, devices: Sequence[str] | None) -> CurrentJob:
     process_exit.install()
+    task_replicas.use_first(devices or ())
     prepare(deterministic=options.deterministic)
     config = JobConfig.from_environment()
     timeout_s = options.timeout_seconds or config.collectives.stall_shutdown_s or config.timeout_s
@@ -178,7 +190,8 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJo
         },
     )
     plan = PlanRequest.from_environment()
-    node = join_node(resolver, facts, config) if plan is None else simulate_node(resolver, facts, config, plan.replicas)
+    cluster = task_replicas.replica_resolver(resolver)
+    node = join_node(cluster, facts, config) if plan is None else simulate_node(resolver, facts, config, plan.replicas)
     try:
         if isinstance(node, SimulatedNode):
             communicator: Communicator = node.connect()
@@ -188,6 +201,11 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions) -> CurrentJo
             if config.timeline is not None and node.task.type != EVALUATOR:
                 timeline_relay.start_recording(node, config.timeline.path)
             communicator = connect(node.membership, with_timeout, config=config.collectives)
+            if devices is not None and task_replicas.start_task_replicas(node, communicator, devices):
+                timeline_relay.stop_recording()
+                job = _join(resolver, options, None)
+                job.before_leaving(partial(_leave_tasks, node, communicator))
+                return job
         job = CurrentJob(node, communicator, resolver, options, config)
         set_random_state(job.replica.run_recorded(lambda: communicator.broadcast_bytes(random_state())))
     except BaseException:

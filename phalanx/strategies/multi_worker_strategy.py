@@ -1,4 +1,4 @@
-"""`MultiWorkerMirroredStrategy`: every task of a cluster is a replica."""
+"""`MultiWorkerMirroredStrategy`: every device of every task of a cluster is a replica."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from phalanx.compression import resolve as resolve_compression
 from phalanx.errors import ConfigurationError
 from phalanx.strategies.current_job import join_job
 from phalanx.strategies.strategy import Strategy
+from phalanx.strategies.task_replicas import task_devices
 from phalanx.training.training_policy import TrainingPolicy
 
 
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on the workers of a cluster (`tf.distribute.MultiWorkerMirroredStrategy`).
 
+    A task has a replica for each of its GPUs, or one if it has none. Where no launcher has started a process for each
+    GPU, the task's process runs the same program again for the others. They have the same TF_CONFIG, and print nothing
+    to the terminal but errors. PHALANX_TASK_REPLICAS sets another number.
+
     Creating one waits until all workers have created theirs, at most PHALANX_RENDEZVOUS_TIMEOUT seconds. A task of
     type `evaluator` trains alone.
 
     Args:
         cluster_resolver: where the cluster and this task come from. None: TF_CONFIG, or the environment of Slurm, MPI
-            or Kubernetes; without any of them this process trains alone.
+            or Kubernetes; without any of them this host trains alone.
         communication_options: see `CommunicationOptions`.
         communication: the older form, a `CollectiveCommunication`.
         compression: how gradients are compressed: "float16", "bfloat16", "int8", "top_k", "power_sgd", or an object of
@@ -55,5 +60,5 @@ class MultiWorkerMirroredStrategy(Strategy):
                 "CommunicationOptions(deterministic=True) sums micro-batches with all their bits; compression="
                 f"{compression!r} would round what each worker sends. Leave out one of the two."
             )
-        self._job = join_job(resolver, communication_options)
+        self._job = join_job(resolver, communication_options, devices=task_devices(resolver))
         super().__init__(self._job.replica, resolver, policy)
