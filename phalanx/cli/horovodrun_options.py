@@ -1,7 +1,9 @@
-"""The options of `horovodrun` that only set variables of the workers: one table."""
+"""The options of `horovodrun` that only set variables of the workers, and those that are not needed: two tables."""
 
 from __future__ import annotations
 
+import importlib.util
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +12,9 @@ import click
 
 from phalanx.cli.option_groups import GroupedOption
 from phalanx.config import environment_variables as names
+from phalanx.config.environment import process_environment
 from phalanx.errors import ConfigurationError
+from phalanx.version import __version__
 
 GROUP = "Timeline, tuning and stalls, as in horovodrun"
 
@@ -70,8 +74,81 @@ _OPTIONS = tuple(
 )
 
 
+_TRANSPORT = "collectives are Phalanx's own, in shared memory within a host and on sockets between hosts"
+_TRIALS = "--autotune chooses its trials itself"
+_LOGGING = "-v shows more of the job, and --log-dir keeps all output"
+_NOT_NEEDED = {
+    "--autotune-warmup-samples": (str, _TRIALS),
+    "--autotune-steps-per-sample": (str, _TRIALS),
+    "--autotune-bayes-opt-max-samples": (str, _TRIALS),
+    "--autotune-gaussian-process-noise": (str, _TRIALS),
+    "--binding-args": (str, "each worker gets its share of the cores"),
+    "--disable-cache": (None, "nothing is cached between two jobs"),
+    "--gloo/--use-gloo": (None, _TRANSPORT),
+    "--gloo-timeout-seconds": (str, "PHALANX_TIMEOUT says how long ranks wait for each other"),
+    "--hierarchical-allreduce/--no-hierarchical-allreduce": (None, _TRANSPORT),
+    "--hierarchical-allgather/--no-hierarchical-allgather": (None, _TRANSPORT),
+    "--jsrun/--use-jsrun": (None, "under jsrun, start the program itself; MPIClusterResolver finds its job"),
+    "--log-level": (str, _LOGGING),
+    "--log-with-timestamp/--log-without-timestamp": (None, _LOGGING),
+    "--log-hide-timestamp": (None, _LOGGING),
+    "--mpi/--use-mpi": (None, _TRANSPORT),
+    "--mpi-args": (str, _TRANSPORT),
+    "--mpi-threads-disable/--no-mpi-threads-disable": (None, _TRANSPORT),
+    "--num-nccl-streams": (str, _TRANSPORT),
+    "--prefix-output-with-timestamp": (None, _LOGGING),
+    "--reset-limit": (str, "--restarts limits how often a lost worker is restarted"),
+    "--tcp": (None, _TRANSPORT),
+    "--thread-affinity": (str, "each worker gets its share of the cores"),
+}
+"""Options that are accepted and said to be unnecessary: the type of their value, None for flags, and why."""
+
+
+def _say_not_needed(context: click.Context, option: click.Parameter, value: Any) -> None:
+    if value is not None and not context.resilient_parsing:
+        flag = (*option.opts, *option.secondary_opts)[0]
+        _, reason = next(row for flags, row in _NOT_NEEDED.items() if flag in flags.split("/"))
+        click.echo(f"phalanx run: {flag} is not needed: {reason}.", err=True)
+
+
+def _refuse_config_file(context: click.Context, option: click.Parameter, value: Any) -> None:
+    if value is not None:
+        raise click.UsageError("--config-file: write the options of the file on the command line of `phalanx run`.")
+
+
+def _check_build(context: click.Context, option: click.Parameter, value: bool) -> None:
+    if not value or context.resilient_parsing:
+        return
+    frameworks = {"Keras": "keras", "TensorFlow": "tensorflow", "PyTorch": "torch", "JAX": "jax"}
+    click.echo(f"Phalanx v{__version__}:\n\nAvailable frameworks:")
+    for name, module in frameworks.items():
+        click.echo(f"    [{'X' if importlib.util.find_spec(module) else ' '}] {name}")
+    click.echo("\nAvailable controllers and tensor operations:\n    [X] Phalanx's own: shared memory and sockets")
+    context.exit()
+
+
+def _original_options() -> list[Callable[..., Any]]:
+    quiet: dict[str, Any] = {"hidden": True, "expose_value": False, "default": None}
+    options = [
+        click.option(*_flags(flags), type=kind, is_flag=kind is None or None, callback=_say_not_needed, **quiet)
+        for flags, (kind, _) in _NOT_NEEDED.items()
+    ]
+    return [
+        *options,
+        click.option("--config-file", callback=_refuse_config_file, **quiet),
+        click.option("-cb", "--check-build", is_flag=True, is_eager=True, callback=_check_build, **quiet),
+    ]
+
+
+def _flags(flags: str) -> tuple[str, ...]:
+    """What click takes: `--a/--no-a` is one option with two sides, `--a/--use-a` has two names."""
+    return (flags,) if "/--no-" in flags or "/--log-without" in flags else tuple(flags.split("/"))
+
+
 def add_options(command: Callable[..., None]) -> Callable[..., None]:
     """A decorator: the command takes these options."""
+    for original in _original_options():
+        command = original(command)
     for row in reversed(_OPTIONS):
         is_flag = True if row.type is None else None
         option = click.option(
@@ -86,6 +163,14 @@ def add_options(command: Callable[..., None]) -> Callable[..., None]:
         )
         command = option(command)
     return command
+
+
+def ssh_variables(port: int | None, identity_file: Path | None) -> dict[str, str]:
+    """PHALANX_SSH with the port and the private key that options name; nothing if they name none."""
+    added = [] if port is None else ["-p", str(port)]
+    added += [] if identity_file is None else ["-i", str(identity_file.absolute())]
+    command = process_environment().get(names.SSH) or names.DEFAULT_SSH
+    return {names.SSH: f"{command} {shlex.join(added)}"} if added else {}
 
 
 def variables(**values: Any) -> dict[str, str]:

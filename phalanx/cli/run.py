@@ -125,6 +125,16 @@ _OPTIONS = (
         help="The same in a file: a line `A slots=2` for each host.",
     ),
     _option(
+        _HOSTS, "-p", "--ssh-port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of ssh on the hosts."
+    ),
+    _option(
+        _HOSTS,
+        "-i",
+        "--ssh-identity-file",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="Private key for ssh.",
+    ),
+    _option(
         _HOSTS,
         "--network-interfaces",
         "--network-interface",
@@ -215,6 +225,7 @@ _OPTIONS = (
     _option(
         _FAILURES,
         "--start-timeout",
+        "--elastic-timeout",
         "start_timeout_s",
         type=click.FloatRange(min=0, min_open=True),
         metavar="S",
@@ -223,6 +234,8 @@ _OPTIONS = (
     _option(
         _OUTPUT,
         "--log-dir",
+        "--output-filename",
+        "log_dir",
         type=click.Path(file_okay=False, path_type=Path),
         help="Directory for one log file per task, and for the failure report if the job fails.",
     ),
@@ -286,10 +299,11 @@ def run(**options: Any) -> None:
     from phalanx.launcher.worker_placement import check_start_timeout
 
     launch_options = {name: options.pop(name) for name in _OF_LAUNCH}
+    ssh_options = horovodrun_options.ssh_variables(options.pop("ssh_port"), options.pop("ssh_identity_file"))
     chosen = RunOptions(**{name: options.pop(name) for name in RunOptions.__dataclass_fields__})
     launch_options["start_timeout_s"] = check_start_timeout(launch_options["start_timeout_s"])
     job = make_request(chosen, LaunchConfig.from_environment(**launch_options))
-    set_variables(horovodrun_options.variables(**options))  # workers inherit them, on other hosts too
+    set_variables(ssh_options | horovodrun_options.variables(**options))  # workers inherit them, on other hosts too
     try:
         code = run_job(job)
     except BrokenPipeError:

@@ -40,6 +40,9 @@ def run(
     np: int | None = None,
     min_np: int | None = None,
     max_np: int | None = None,
+    *,
+    host_discovery_script: str | None = None,
+    network_interfaces: str | None = None,
 ) -> list[Any]:
     """Call `func(*args, **kwargs)` in each of `num_proc` new processes on this host.
 
@@ -54,6 +57,8 @@ def run(
         start_timeout: seconds that the processes wait for each other.
         output_filename: folder for the output, one file for each process.
         network_interface: must exist; processes on one host do not need it.
+        network_interfaces: the newer name of `network_interface`.
+        host_discovery_script: for elastic jobs on other hosts, which need a script.
         verbose: ignored, as `slots`, `reset_limit`, `cooldown_range`, `disable_cache`, `use_gloo`, and `ssh_port` and
             `ssh_identity_file`, which are for other hosts.
 
@@ -64,13 +69,9 @@ def run(
         UnsupportedError: other hosts, another Python, MPI, or a range of processes (`min_num_proc`).
     """
     number = num_proc if np is None or num_proc != 1 else np
-    minimum, maximum = min_num_proc or min_np, max_num_proc or max_np
-    if any(bound not in (None, number) for bound in (minimum, maximum)):
-        raise UnsupportedError(
-            f"hvd.run starts {number} processes and no other number. For an elastic job, put the function into a "
-            f"script and use `phalanx run -np {number} --min-np {minimum or number} --max-np {maximum or number} "
-            f"script.py`."
-        )
+    _check_fixed(number, min_num_proc or min_np, max_num_proc or max_np)
+    if (script := host_discovery_script) is not None:
+        raise _elsewhere(f"{script!r} finds others", f"--workers 1:{number} --host-discovery-script {script}")
     if use_mpi or mpi_args:
         raise UnsupportedError("hvd.run(use_mpi=True) needs MPI; Phalanx does not use MPI. Leave it out.")
     if executable not in (None, sys.executable):
@@ -79,10 +80,23 @@ def run(
         raise ConfigurationError("hosts and hostfile both name hosts. Give one of them.")
     shares = choose_hosts(number, hosts, None if hostfile is None else Path(hostfile))
     if any(share.name not in _HERE for share in shares):
-        where = f"-H {hosts}" if hosts else f"--hostfile {hostfile}"
-        raise UnsupportedError(
-            f"hvd.run starts processes on this host, and {hosts or hostfile!r} names others. Put the function into a "
-            f"script and use `phalanx run -np {number} {where} script.py`."
+        raise _elsewhere(
+            f"{hosts or hostfile!r} names others", f"-np {number} {'-H' if hosts else '--hostfile'} {hosts or hostfile}"
         )
-    check_interfaces(network_interface, shares)
+    check_interfaces(network_interfaces or network_interface, shares)
     return launch(func, number, args, kwargs, start_timeout_s=start_timeout, log_dir=output_filename)
+
+
+def _elsewhere(what: str, options: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"hvd.run starts processes on this host, and {what}. Put the function into a script and use `phalanx run "
+        f"{options} script.py`."
+    )
+
+
+def _check_fixed(number: int, minimum: int | None, maximum: int | None) -> None:
+    if any(bound not in (None, number) for bound in (minimum, maximum)):
+        raise UnsupportedError(
+            f"hvd.run starts {number} processes and no other number. For an elastic job, put the function into a script "
+            f"and use `phalanx run -np {number} --min-np {minimum or number} --max-np {maximum or number} script.py`."
+        )
