@@ -148,7 +148,7 @@ def masked_sequences_with_sample_weight(setting: Setting) -> dict[str, Any]:
     return found
 
 
-@scenario()
+@scenario(quick=BACKENDS)
 def a_rank_whose_samples_are_all_masked(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
         return keras.Sequential([keras.Input((5, 2)), layers.Masking(), layers.Dense(1)])
@@ -201,7 +201,7 @@ def losses_that_relate_samples(setting: Setting) -> dict[str, Any]:
     return found
 
 
-@scenario(quick=ONE_BACKEND)
+@scenario(quick=BACKENDS)
 def losses_that_are_one_number(setting: Setting) -> dict[str, Any]:
     """A sum over the batch: as a loss function, with sample weights, from compute_loss and from add_loss; a mean."""
 
