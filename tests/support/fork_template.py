@@ -77,7 +77,14 @@ def _import_all(backend: str) -> None:
         importlib.import_module(name)
     others = MODULES_OF.keys() - {backend}
     present = others & sys.modules.keys()  # Keras on PyTorch imports JAX
-    unwanted = {"__main__", "horovod", *others, *(name for other in others for name in UNNAMED_USERS_OF.get(other, []))}
+    # Importing `phalanx.compat.v1` turns TensorFlow 2 off.
+    unwanted = {
+        "__main__",
+        "horovod",
+        "compat.v1",
+        *others,
+        *(name for other in others for name in UNNAMED_USERS_OF.get(other, [])),
+    }
     for path in sorted((ROOT / "phalanx").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         if not any(part in name for part in unwanted):

@@ -41,7 +41,7 @@ with tf.device(tf.train.replica_device_setter(worker_device=worker_device, clust
 
 sv = tf.train.Supervisor(
     is_chief=(task_index == 0),
-    logdir=os.path.join(folder, "super"),
+    logdir=folder,
     init_op=init,
     summary_op=None,
     saver=saver,
@@ -58,7 +58,7 @@ with sv.managed_session(server.target) as sess:
         summary_str = sess.run(merged_summary_op, feed_dict={X: x, Y: y})
         sv.summary_computed(sess, summary_str, global_step=epoch)
     if task_index == 0:
-        sv.saver.save(sess, os.path.join(folder, "sv.cpk"), global_step=epoch)
+        sv.saver.save(sess, sv.save_path, global_step=epoch)
     found = {"first": int(first), "own": own, "step": int(epoch), "device": w.device}
     found["w"], found["b"] = (float(value[0]) for value in sess.run([w, b]))
     with open(os.path.join(folder, f"found.{task_index}"), "w") as file:
