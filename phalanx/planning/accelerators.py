@@ -132,8 +132,8 @@ def check_compiler(topology: DeviceTopology, backend: str | None) -> None:
         if not any(importlib.util.find_spec(plugin) for plugin in CUDA_PLUGINS):
             raise ConfigurationError(
                 f'{topology.name} needs JAX with CUDA, which is not installed: pip install "jax[cuda13]". It needs no '
-                f"GPU. The compiler alone, 400 MB, is in jax-cuda13-plugin and jax-cuda13-pjrt: pip install --no-deps, in "
-                f"the version of jax."
+                f"GPU. The compiler alone, 400 MB, is in jax-cuda13-plugin and jax-cuda13-pjrt: pip install --no-deps, "
+                f"in the version of jax."
             )
     elif importlib.util.find_spec("libtpu") is None:
         raise ConfigurationError(
