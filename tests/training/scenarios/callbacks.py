@@ -450,7 +450,8 @@ def swap_ema_weights(setting: Setting) -> dict[str, Any]:
 def lambda_callback(setting: Setting) -> dict[str, Any]:
     seen: list[Any] = []
     hook = callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append((batch, float(logs["loss"]))))
-    return fitted(compiled(setting), callbacks=hook) | {"seen": seen}
+    # Keras runs the hooks of a callback that is in no list in a pool of threads, on a loaded machine in any order.
+    return fitted(compiled(setting), callbacks=hook) | {"seen": sorted(seen)}
 
 
 @scenario(plain=False)
