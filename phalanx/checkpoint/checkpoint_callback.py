@@ -8,11 +8,12 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, Snapshot
 from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
 from phalanx.keras_compat.callback_bases import ChiefCallback
+from phalanx.keras_compat.keras_internals import serialize_weights
 from phalanx.monitoring import timeline
 from phalanx.monitoring.worker_figures import SavedCheckpoint
 from phalanx.runtime import telemetry
@@ -22,6 +23,10 @@ from phalanx.storage.paths import StoragePath
 logger = logging.getLogger(__name__)
 
 DEFAULT_KEEP = 3
+NOT_WRITTEN = "%s. Training continues; the next checkpoint is tried as usual."
+
+State = Callable[[], Mapping[str, Any]]
+"""Gives what is saved besides the model; called in the background."""
 
 
 class Checkpoint(ChiefCallback):
@@ -32,6 +37,10 @@ class Checkpoint(ChiefCallback):
     The chief writes in a background thread: training pauses only while the state is copied. A checkpoint that becomes
     due while another one is still being written waits for it. If a checkpoint cannot be written (a full disk), Phalanx
     warns and tries the next one; older checkpoints are kept.
+
+    Where one program spans the devices of several processes, every process writes its part: the directory is one that
+    all of them see, the checkpoints are those of `phalanx.ShardedCheckpoint`, and need `phalanx[orbax]`. A job of
+    either kind resumes from what the other has saved, on any number of devices and processes.
 
     Each `fit` of a program has its own checkpoints, numbered by the calls with the same directory. When the program is
     restarted, a `fit` that was complete returns its result at once. (With more `epochs` than before, it continues.) To
@@ -44,7 +53,8 @@ class Checkpoint(ChiefCallback):
     step, and exit with code 75. A second signal has its normal effect.
 
     Args:
-        directory: on the chief's host; a shared directory if the chief may move to another host.
+        directory: on the chief's host; a shared directory if the chief may move to another host, or if every process
+            writes.
         every_steps: save after this many steps; None: see `every_seconds`.
         every_seconds: save after this many seconds, or `every_steps`, whichever comes first; neither: after each epoch.
         keep: how many of the newest checkpoints are kept.
@@ -85,8 +95,42 @@ class Checkpoint(ChiefCallback):
             )
 
 
+class FitWriter(Protocol):
+    """Writes the checkpoints of a `fit` one after the other, next to the thread that trains.
+
+    Attributes:
+        needs_all: whether all processes call its methods together, each for its part; else the chief alone does.
+    """
+
+    needs_all: bool
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+
+    def begin(self, model: Any, step: int, state: State) -> None:
+        """Copy the model and write a checkpoint in the background.
+
+        Args:
+            step: global step of the model.
+            state: see `State`.
+        """
+
+    def write(self, model: Any, step: int, state: State) -> StoragePath | None:
+        """Write a checkpoint now, after one that is being written; None, after a warning, if it cannot be written."""
+
+    def check(self) -> None:
+        """Raise the error that the last checkpoint in the background ended with: SupersededError if this process may
+        not write any more, ConfigurationError if another job has the directory."""
+
+    def wait(self) -> object:
+        """Until the checkpoint that is being written is finished. Raises: as `check`."""
+
+
 class CheckpointWriter:
-    """Writes checkpoints one after the other, next to the thread that trains."""
+    """The chief's `FitWriter`: one file holds all of the model."""
+
+    needs_all = False
 
     def __init__(self, checkpoints: CheckpointDirectory):
         self._checkpoints = checkpoints
@@ -95,55 +139,51 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """See `FitWriter.busy`."""
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Write a checkpoint in the background. Only when not `busy`.
-
-        Args:
-            content: HDF5 content of the model's weights.
-            step: global step of the model.
-            state: gives what else is saved; called in the background.
-        """
+    def begin(self, model: Any, step: int, state: State) -> None:
+        """See `FitWriter.begin`. Only when not `busy`."""
         # Not a daemon: a program that ends right after `fit` waits for its last checkpoint.
         self._thread = threading.Thread(
-            target=self._write_apart, args=(content, step, state), name="phalanx-checkpoint", daemon=False
+            target=self._write_apart,
+            args=(serialize_weights(model), step, state),
+            name="phalanx-checkpoint",
+            daemon=False,
         )
         self._thread.start()
 
     def check(self) -> None:
-        """Raise the error that the last checkpoint in the background ended with: SupersededError if this process may
-        not write any more, ConfigurationError if another job has the directory."""
+        """See `FitWriter.check`."""
         if self._error is not None:
             raise self._error
 
-    def write(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> StoragePath | None:
-        """Write a checkpoint now, after one that is being written; None, after a warning, if it cannot be written."""
+    def write(self, model: Any, step: int, state: State) -> StoragePath | None:
+        """See `FitWriter.write`."""
         self.wait()
-        return self._write(content, step, state)
+        return self._write(serialize_weights(model), step, state)
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is finished. Raises: as `check`."""
+        """See `FitWriter.wait`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.check()
 
-    def _write_apart(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> None:
+    def _write_apart(self, content: Snapshot, step: int, state: State) -> None:
         try:
             self._write(content, step, state)
         except PhalanxError as error:
             self._error = error
 
-    def _write(self, content: Snapshot, step: int, state: Callable[[], Mapping[str, Any]]) -> StoragePath | None:
+    def _write(self, content: Snapshot, step: int, state: State) -> StoragePath | None:
         try:
             with timeline.current.span(timeline.CHECKPOINTS, "checkpoint", {"step": step}):
                 path = self._checkpoints.write(content, step, state())
                 telemetry.current.checkpoint = SavedCheckpoint(step, str(path))
                 return path
         except OSError as error:
-            logger.warning("%s. Training continues; the next checkpoint is tried as usual.", error)
+            logger.warning(NOT_WRITTEN, error)
             return None
 
 

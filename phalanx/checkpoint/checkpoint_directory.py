@@ -22,9 +22,11 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import keras
@@ -203,9 +205,7 @@ class CheckpointDirectory:
         """
         # Where nothing can be written, checkpoints may still be read; the first that is written reports it.
         with contextlib.suppress(OSError), self.claim.writing():
-            for name in list_names(self.directory):
-                if name.startswith(f".{self._basename}-"):
-                    (self.directory / name).unlink(missing_ok=True)
+            remove_partial(self.directory, self._basename)
 
     def _set_aside(self, written: StoragePath) -> None:
         """Rename checkpoints of later steps than the one that was just written: the training has gone back, and must
@@ -272,6 +272,19 @@ def load(model: Any, path: StoragePath) -> None:
             f"The checkpoint {path} is of another model: {error} Build the model that it was saved from, or pass "
             f"another directory."
         ) from error
+
+
+def remove_partial(directory: StoragePath, basename: str) -> None:
+    """Delete what killed processes have not finished. Only under the `WriteClaim`, and while this process writes
+    nothing there."""
+    for name in list_names(directory):
+        if not name.startswith(f".{basename}-"):
+            continue
+        path = directory / name
+        if isinstance(path, Path) and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _write_sealed(file: BinaryIO, content: Snapshot, state: Mapping[str, Any]) -> None:

@@ -21,19 +21,24 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
+from phalanx.checkpoint.checkpoint_callback import NOT_WRITTEN, State
+from phalanx.checkpoint.checkpoint_directory import StoredCheckpoint, remove_partial
 from phalanx.checkpoint.step_names import check_keep, name_of_step, names_by_step
 from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
 from phalanx.keras_compat.weight_entries import load_weight_entries, weight_entries
+from phalanx.monitoring import timeline
+from phalanx.monitoring.worker_figures import SavedCheckpoint
+from phalanx.runtime import telemetry
 from phalanx.runtime.write_claim import WriteClaim
 from phalanx.storage.files import sync_directory
-from phalanx.storage.paths import local_path
+from phalanx.storage.paths import StoragePath, local_path
 from phalanx.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -80,49 +85,44 @@ class ShardedCheckpoint:
         self._writer: Any = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._token = ""
 
     # Writing.
 
-    def save(self, model: Any, step: int, state: Mapping[str, Any] | None = None) -> None:
+    @property
+    def busy(self) -> bool:
+        """Whether this process is writing a checkpoint."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, model: Any, step: int, state: Mapping[str, Any] | State | None = None) -> None:
         """Save weights, layer state and optimizer state; returns when they are copied, and writes in the background.
 
         Waits for the checkpoint before, if that is still being written.
 
         Args:
             step: of the model.
-            state: what else to save, of JSON's types; that of the first process counts.
+            state: what else to save, of JSON's types, or a function that returns it and runs in the background; that
+                of the first process counts.
 
         Raises:
-            OSError: the last checkpoint could not be written.
+            OSError: the last checkpoint could not be written, or the directory cannot.
             ConfigurationError, SupersededError: see `WriteClaim.acquire`.
         """
         self.wait()
         _build_optimizer(model)
         entries = weight_entries(model)
-        if self._is_primary:
-            self.claim.acquire()
-            if not self._token:
-                self._sweep()
-        self._token = self._token or f"{_of_primary(secrets.randbits(31)):08x}"
-        staging = self.directory / f".{self._basename}-{self._token}"
-        if self._is_primary:
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir()
-        description = {"step": step, "state": dict(state or {}), "entries": _describe(entries), "phalanx": __version__}
+        staging = self._open_staging()
+        described = {"step": step, "entries": _describe(entries), "phalanx": __version__}
         values = _nested({key: _copied(_value(entry)) for key, entry in entries.items()})
         self._writer = self._writer or self._orbax.AsyncCheckpointer(self._orbax.PyTreeCheckpointHandler())
         self._writer.save(staging / WEIGHTS, args=self._orbax.args.PyTreeSave(values))
+
+        def describe() -> Mapping[str, Any]:
+            return {**described, "state": dict((state() if callable(state) else state) or {})}
+
         self._thread = threading.Thread(
-            target=self._finish, args=(staging, step, description), name="phalanx-sharded-checkpoint", daemon=False
+            target=self._finish, args=(staging, step, describe), name="phalanx-sharded-checkpoint", daemon=False
         )
         self._thread.start()
-
-    def _sweep(self) -> None:
-        """Remove what former writers have not finished: it is of no use, and may be large."""
-        with self.claim.writing():
-            for left in self.directory.glob(f".{self._basename}-*"):
-                shutil.rmtree(left, ignore_errors=True)
 
     def wait(self) -> None:
         """Until the checkpoint that is being written is finished. Raises: see `save`."""
@@ -133,11 +133,35 @@ class ShardedCheckpoint:
         if error is not None:
             raise error
 
-    def _finish(self, staging: Path, step: int, description: Mapping[str, Any]) -> None:
+    def _open_staging(self) -> Path:
+        """A folder for the parts of all processes, which the first one makes. Raises on all of them if it cannot."""
+        problem: Exception | None = None
+        token = secrets.randbits(31)
+        if self._is_primary:
+            try:
+                with self.claim.writing():
+                    remove_partial(self.directory, self._basename)
+                    self._staging(token).mkdir()
+            except (OSError, PhalanxError) as error:
+                problem = error
+        common = _of_primary(-1 if problem else token)
+        if problem is not None:
+            raise problem
+        if common < 0:
+            raise OSError(f"The first process of the program cannot write to {self.directory}")
+        return self._staging(common)
+
+    def _staging(self, token: int) -> Path:
+        return self.directory / f".{self._basename}-{token:08x}"
+
+    def _finish(self, staging: Path, step: int, describe: Callable[[], Mapping[str, Any]]) -> None:
+        path = self.path_of(step)
         try:
-            self._writer.wait_until_finished()  # in all processes
-            if self._is_primary:
-                self._commit(staging, self.path_of(step), description)
+            with timeline.current.span(timeline.CHECKPOINTS, "checkpoint", {"step": step}):
+                self._writer.wait_until_finished()  # in all processes
+                if self._is_primary:
+                    self._commit(staging, path, describe())
+                    telemetry.current.checkpoint = SavedCheckpoint(step, str(path))
         except (OSError, ValueError, PhalanxError) as error:
             self._error = error
             if self._is_primary:
@@ -163,7 +187,7 @@ class ShardedCheckpoint:
     # Reading.
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Where the checkpoint of a step is, or will be."""
         return self.directory / name_of_step(self._basename, SUFFIX, step)
 
     def paths(self) -> list[Path]:
@@ -193,7 +217,7 @@ class ShardedCheckpoint:
             step = newest
         path = self.path_of(step)
         try:
-            description = json.loads((path / ENTRIES).read_text())
+            description = _read_description(path)
         except FileNotFoundError:
             known = ", ".join(map(str, self.steps)) or "none"
             raise ConfigurationError(
@@ -217,6 +241,70 @@ class ShardedCheckpoint:
     @property
     def _is_primary(self) -> bool:
         return bool(_jax().process_index() == 0)
+
+
+class ShardedWriter:
+    """The `FitWriter` of a program that spans several processes."""
+
+    needs_all = True
+
+    def __init__(self, checkpoints: ShardedCheckpoint):
+        self._checkpoints = checkpoints
+
+    @property
+    def busy(self) -> bool:
+        """See `FitWriter.busy`."""
+        return self._checkpoints.busy
+
+    def begin(self, model: Any, step: int, state: State) -> None:
+        """See `FitWriter.begin`. Waits for a checkpoint that is being written."""
+        self.wait()
+        self._warned(lambda: self._checkpoints.save(model, step, state))
+
+    def write(self, model: Any, step: int, state: State) -> Path | None:
+        """See `FitWriter.write`."""
+        self.begin(model, step, state)
+        return self._checkpoints.path_of(step) if self.wait() else None
+
+    def check(self) -> None:
+        """See `FitWriter.check`."""
+        if not self.busy:
+            self.wait()
+
+    def wait(self) -> bool:
+        """See `FitWriter.wait`. Returns whether this process has written its part."""
+        return self._warned(self._checkpoints.wait)
+
+    def _warned(self, action: Callable[[], object]) -> bool:
+        """Do something; whether the file system let it."""
+        try:
+            action()
+        except OSError as error:
+            logger.warning(NOT_WRITTEN, error)
+            return False
+        return True
+
+
+def newest_sharded(directory: StoragePath, basename: str) -> StoredCheckpoint | None:
+    """The newest sharded checkpoint in a directory; None if there is none, as in stores. Needs no Orbax.
+
+    Raises: ConfigurationError if it is damaged.
+    """
+    if not isinstance(directory, Path) or not (found := names_by_step(directory, basename, SUFFIX)):
+        return None
+    step, name = found[-1]
+    path = directory / name
+    return StoredCheckpoint(path, step, _read_description(path)["state"])
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    try:
+        description: dict[str, Any] = json.loads((path / ENTRIES).read_text())
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{path / ENTRIES} is damaged ({error}). Move {path} away to continue from the checkpoint before."
+        ) from error
+    return description
 
 
 def _import_orbax() -> Any:

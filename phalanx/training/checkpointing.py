@@ -5,17 +5,15 @@ from __future__ import annotations
 import base64
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
 
-from phalanx.checkpoint.checkpoint_callback import write_ledger
-from phalanx.checkpoint.checkpoint_directory import Snapshot
+from phalanx.checkpoint.checkpoint_callback import State, write_ledger
 from phalanx.data.sample_ledger import SampleLedger
 from phalanx.errors import PreemptedError
-from phalanx.keras_compat.keras_internals import serialize_weights
 from phalanx.monitoring import timeline
 from phalanx.runtime import telemetry
 from phalanx.training.fit_position import FitRecorder, restart_epoch
@@ -28,8 +26,8 @@ from phalanx.transport.serialization import encode
 
 
 class FitCheckpointing:
-    """Restores a `fit` from its checkpoints, and writes them while it runs. All ranks call its methods; only the chief
-    writes."""
+    """Restores a `fit` from its checkpoints, and writes them while it runs. All ranks call its methods; the writer says
+    whether they write together, or the chief alone."""
 
     def __init__(
         self,
@@ -95,26 +93,30 @@ class FitCheckpointing:
             snapshot = self._retry(self._snapshot)
             notice.is_save_due = False
             self._note_saved()
-            if self._replica.is_chief and not self._resumption.writer.busy:
+            writer = self._resumption.writer
+            # Of those that write together, none may decide for itself.
+            if writer.needs_all or (self._replica.is_chief and not writer.busy):
                 timeline.current.enter("checkpoint")
-                self._resumption.writer.begin(*self._copy(snapshot))
+                writer.begin(*self._prepared(snapshot))
                 timeline.current.leave()
 
     def finish(self) -> None:
         """The training is over, and so the state final."""
         snapshot = self._retry(lambda: self._snapshot(is_over=True))
-        if self._replica.is_chief:
-            self._resumption.writer.wait()  # one writer at a time: names are swept below
-            self._resumption.directory.sweep()  # a chief before this one may have been killed while it wrote
-            self._resumption.writer.write(*self._copy(snapshot))
+        writer = self._resumption.writer
+        if writer.needs_all or self._replica.is_chief:
+            writer.wait()  # one writer at a time: names are swept below
+            if self._replica.is_chief:
+                self._resumption.directory.sweep()  # a chief before this one may have been killed while it wrote
+            writer.write(*self._prepared(snapshot))
 
     def _stop(self) -> None:
         """The job was preempted: save, and let no rank exit before that is done."""
 
         def save() -> Any:
-            snapshot, path = self._snapshot(), None
-            if self._replica.is_chief:
-                path = self._resumption.writer.write(*self._copy(snapshot))
+            snapshot, path, writer = self._snapshot(), None, self._resumption.writer
+            if writer.needs_all or self._replica.is_chief:
+                path = writer.write(*self._prepared(snapshot))
             return self._replica.broadcast_from_chief(None if path is None else str(path))
 
         path: Any = self._retry(save)
@@ -148,8 +150,9 @@ class FitCheckpointing:
             random_states=gather_random_states(self._replica),
         )
 
-    def _copy(self, snapshot: FitSnapshot) -> tuple[Snapshot, int, Callable[[], Mapping[str, Any]]]:
-        """Copies of all that changes with the next step; the function does the rest of the work, in any thread."""
+    def _prepared(self, snapshot: FitSnapshot) -> tuple[Any, int, State]:
+        """What the writer takes: the model, with its newest values, its step, and copies of all else that changes with
+        the next step; the function does the rest of the work, in any thread."""
         model, ledger = self._model.model, self._recorder.ledger
         if hasattr(model, "jax_state_sync"):
             model.jax_state_sync()
@@ -163,7 +166,7 @@ class FitCheckpointing:
                 self._write_ledger(frozen)
             return {STATE: base64.b64encode(encode(vars(snapshot))).decode()}
 
-        return serialize_weights(model), snapshot.applied, finish
+        return model, snapshot.applied, finish
 
     def _write_ledger(self, ledger: SampleLedger) -> None:
         if len(ledger.epochs) == self._epochs_in_ledger:

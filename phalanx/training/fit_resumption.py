@@ -2,7 +2,7 @@
 
 A checkpoint contains what one rank has between two steps: weights, optimizer, metrics and the order of the data are the
 same on all, and what differs (random state of layers) follows from the chief's and the rank. So a job resumes with any
-number of ranks.
+number of ranks. The chief writes it, or where one program spans all ranks, each its part; both read what either wrote.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint import checkpoint_directory
-from phalanx.checkpoint.checkpoint_callback import Checkpoint, CheckpointWriter
+from phalanx.checkpoint.checkpoint_callback import Checkpoint, CheckpointWriter, FitWriter
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, StoredCheckpoint
+from phalanx.checkpoint.sharded_checkpoint import ShardedCheckpoint, ShardedWriter, newest_sharded
 from phalanx.engines.random_state import set_random_state
-from phalanx.errors import ConfigurationError, FrameError, SupersededError, UnsupportedError
+from phalanx.errors import ConfigurationError, FrameError, PhalanxError, SupersededError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.storage.paths import StoragePath, storage_path
 from phalanx.training import state_sync
@@ -65,9 +67,9 @@ class FitResumption:
 
     Attributes:
         checkpoint: the callback, with its intervals.
-        directory: the checkpoints of this `fit`.
+        directory: the checkpoints of this `fit`; with the claim for those of both formats.
         ledger: path of the readable sample ledger.
-        writer: writes checkpoints in the background.
+        writer: writes checkpoints in the background, in the format of this job.
         notice: what the merges of the steps say about saving and preemption.
     """
 
@@ -78,10 +80,16 @@ class FitResumption:
             checkpoint.directory, basename=basename, keep=checkpoint.keep, generation=lambda: replica.generation
         )
         self.ledger = self.directory.directory / f"{basename}-ledger.json"
-        self.writer = CheckpointWriter(self.directory)
+        self.writer: FitWriter = CheckpointWriter(self.directory)
+        self._spans = replica.mesh_parts is not None
+        if self._spans:
+            sharded = ShardedCheckpoint(checkpoint.directory, basename=basename, keep=checkpoint.keep)
+            sharded.claim = self.directory.claim
+            self.writer = ShardedWriter(sharded)
         self.notice = PreemptionNotice()
         self._model = model
         self._replica = replica
+        self._basename = basename
         self._number = number
         self._seed: int | None = None
         self._found: tuple[StoredCheckpoint, FitSnapshot] | None = None
@@ -120,12 +128,14 @@ class FitResumption:
         Raises: ConfigurationError on all ranks if the checkpoints cannot be used.
         """
         payload = self._replica.communicator.broadcast_bytes(self._load() if self._replica.is_chief else b"")
-        problem, content = decode(payload)
+        problem, path, content = decode(payload)
         if problem:
             raise ConfigurationError(problem)
         if content is None:
             return None
         snapshot = FitSnapshot(**content)
+        if self._spans:
+            self._load_part(Path(path), snapshot)
         state_sync.synchronise(self._model, self._replica, metrics=True)
         set_random_state(snapshot.random_states, 0 if self._replica.micro_batches else self._replica.rank)
         return snapshot
@@ -150,7 +160,7 @@ class FitResumption:
         self._is_searched = True
         try:
             self.directory.sweep()
-            found = self.directory.newest()
+            found = self._newest()
             if found is not None:
                 self._found = found, FitSnapshot(**decode(base64.b64decode(found.state[STATE])))
         except (ConfigurationError, SupersededError, OSError) as error:
@@ -161,29 +171,62 @@ class FitResumption:
                 f"phalanx.callbacks.Checkpoint ({error}). Give another directory."
             )
 
+    def _newest(self) -> StoredCheckpoint | None:
+        """The newest checkpoint of either format."""
+        found = [self.directory.newest(), newest_sharded(self.directory.directory, self._basename)]
+        return max((each for each in found if each is not None), key=lambda each: each.step, default=None)
+
     def _load(self) -> bytes:
-        """As the chief: put the checkpoint into the model; returns the problem, or the snapshot for all ranks."""
+        """As the chief: put the checkpoint into the model, unless all ranks do so; returns the problem, or the snapshot
+        for all ranks and where it is."""
         self._search()
         if self._problem or self._found is None:
-            return encode([self._problem, None])
-        file, snapshot = self._found
+            return encode([self._problem, "", None])
+        stored, snapshot = self._found
+        content = vars(snapshot)
+        if not self._spans:
+            try:
+                self._load_from(stored.path, snapshot)
+            except (PhalanxError, OSError, ValueError) as error:
+                return encode([str(error), "", None])
+            content = {**content, "variables": []}
+        logger.info("Resuming from %s: epoch %d, step %d.", stored.path, snapshot.epoch + 1, snapshot.step)
+        return encode(["", str(stored.path), content])
+
+    def _load_part(self, path: Path, snapshot: FitSnapshot) -> None:
+        """As one of the processes of a program, all of which call this: read what lies on its devices.
+
+        Raises: ConfigurationError on all ranks if one does not see the checkpoint, or if it is of another model.
+        """
+        communicator = self._replica.communicator
+        seen = [bool(each[0]) for each in communicator.all_gather_bytes(bytes([path.exists()]))]
+        if not all(seen):
+            blind = [
+                member.task for member, sees in zip(communicator.membership.members, seen, strict=True) if not sees
+            ]
+            raise ConfigurationError(
+                f"{', '.join(blind)} cannot see {path}, of which every process reads its part. Pass Checkpoint a "
+                f"directory that all hosts share."
+            )
         try:
-            checkpoint_directory.load(self._model, file.path)
-            for variable, value in zip(variables_beyond_weights(self._model), snapshot.variables, strict=True):
-                variable.assign(value)
-        except (ConfigurationError, OSError, ValueError) as error:
-            return encode([str(error), None])
-        logger.info("Resuming from %s: epoch %d, step %d.", file.path, snapshot.epoch + 1, snapshot.step)
-        return encode(["", {**vars(snapshot), "variables": []}])
+            self._load_from(path, snapshot)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(str(error)) from error
+
+    def _load_from(self, path: StoragePath, snapshot: FitSnapshot) -> None:
+        if isinstance(path, Path) and path.is_dir():
+            ShardedCheckpoint(path.parent, basename=self._basename).restore(self._model, snapshot.applied)
+        else:
+            checkpoint_directory.load(self._model, path)
+        for variable, value in zip(variables_beyond_weights(self._model), snapshot.variables, strict=True):
+            variable.assign(value)
 
 
 @contextlib.contextmanager
 def resumable(callbacks: Any, model: Any, replica: Replica) -> Iterator[FitResumption | None]:
     """Around a `fit`: what its `Checkpoint` does, if there is one among its callbacks.
 
-    Raises:
-        ConfigurationError: there are several.
-        UnsupportedError: one program spans several processes.
+    Raises: ConfigurationError if there are several, or if it needs `phalanx[orbax]` and that is missing.
     """
     found = [callback for callback in flatten_callbacks(callbacks) if isinstance(callback, Checkpoint)]
     if not found:
@@ -191,12 +234,6 @@ def resumable(callbacks: Any, model: Any, replica: Replica) -> Iterator[FitResum
         return
     if len(found) > 1:
         raise ConfigurationError(f"`fit` got {len(found)} Checkpoint callbacks; pass one, with the shorter interval.")
-    if replica.mesh_parts is not None:
-        raise UnsupportedError(
-            "phalanx.callbacks.Checkpoint: the chief writes it, and one program over several processes has no process "
-            "that holds all values. Save with phalanx.ShardedCheckpoint, in a callback's on_epoch_end for example, to "
-            "which every process writes its part."
-        )
     (checkpoint,) = found
     directory = storage_path(checkpoint.directory, "directory").absolute()
     number = _finished.get(directory, 0)

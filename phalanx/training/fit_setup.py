@@ -60,6 +60,8 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
     # Invariant from here to the end of `fit`: all ranks go through the same collectives in the same order. A decision
     # that depends on what one rank was passed is a collective itself (`any_rank`), never an `if` of that rank.
     replica, model = replica_model.replica, replica_model.model
+    if replica.mesh_parts is not None and replica_model.policy.placement is not None:
+        saver_claims.refuse_divided(arguments.callbacks, replica_model.policy.placement)
     fit = _begin_fit(replica_model, arguments, resumption)
     state, retry, recovery = fit.state, fit.retry, fit.recovery
     # After what every method does first, so that ranks which call different ones learn it here; and before the

@@ -6,12 +6,30 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import keras
 from keras.callbacks import CallbackList
 
+from phalanx.engines.spmd.placement import Placement
+from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.keras_compat.patching import override_methods, restore_methods
 from phalanx.keras_compat.saver_methods import SAVERS, finish_writing, writing_methods, written_path
 from phalanx.runtime.write_claim import WriteClaim
 from phalanx.storage.paths import StoragePath
+
+
+def refuse_divided(callbacks: Any, placement: Placement) -> None:
+    """Raise UnsupportedError for one of Keras's callbacks that save, in a program that spans several processes: the
+    chief would save or restore alone what only all of them can."""
+    for callback in flatten_callbacks(callbacks):
+        restores = isinstance(callback, keras.callbacks.BackupAndRestore)
+        if isinstance(callback, SAVERS) and (restores or placement.divides_models):
+            name = type(callback).__name__
+            raise UnsupportedError(
+                f"The chief runs {name} alone, and here one program spans several processes, which hold the model "
+                f"together. Write phalanx.callbacks.Checkpoint(directory) instead: every process saves its part, and "
+                f"`fit` resumes by itself. phalanx.ShardedCheckpoint saves at moments that you choose."
+            )
 
 
 def claim_paths(callbacks: CallbackList, generation: Callable[[], int] = lambda: 0) -> None:

@@ -86,13 +86,19 @@ def unchanged(model: Any) -> Iterator[None]:
     """Restore weights, layer state, optimizer state, metrics and the backend's random state on exit, whatever was done
     to them inside."""
     variables = [*variables_of(model), *model.metrics_variables]
-    before = [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+    # Arrays of JAX never change, and of one that lies in several processes too this one cannot read all.
+    divided = {id(v): v.value for v in variables if not getattr(v.value, "is_fully_addressable", True)}
+    copied = [variable for variable in variables if id(variable) not in divided]
+    before = [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in copied]
     random = random_state()
     yield
     set_random_state([random], 0)
-    for variable, value in zip(variables, before, strict=True):
+    for variable, value in zip(copied, before, strict=True):
         if not np.array_equal(keras.ops.convert_to_numpy(variable.value), value):
             variable.assign(value)
+    for variable in variables:
+        if id(variable) in divided and variable.value is not divided[id(variable)]:
+            variable.assign(divided[id(variable)])
 
 
 def average_optimizers(model: Any, replica: Replica, share: float) -> None:

@@ -1,9 +1,10 @@
 """Trains a model by one program over all workers, and compares it with one that Keras alone has trained before:
 
     python -m tests.engines.spanning_fit FOLDER
-    phalanx run --workers 2 -m tests.engines.spanning_fit FOLDER STRATEGY
+    phalanx run --workers 2 -m tests.engines.spanning_fit FOLDER STRATEGY [alone]
 
-where STRATEGY is an expression such as "ShardedStrategy(level=3)".
+where STRATEGY is an expression such as "ShardedStrategy(level=3)". With "alone", each process then trains a model
+outside of the scope as well.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ VOCABULARY = 40
 PLAIN = "plain.pickle"
 
 
-def main(folder: Path, expression: str) -> None:
+def main(folder: Path, expression: str, *options: str) -> None:
     strategy = eval(f"phalanx.{expression}", {"phalanx": phalanx})
     replica = strategy._replica
     read = count_samples_read()
@@ -40,8 +41,9 @@ def main(folder: Path, expression: str) -> None:
     assert len(set(replica.communicator.all_gather_bytes(digest))) == 1, "the ranks have different bits"
 
     expected = pickle.loads((folder / PLAIN).read_bytes())
-    for name, value in expected["found"].items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-4, err_msg=name)
+    for each in [found, *(train(transformer()) for _ in options)]:
+        for name, value in expected["found"].items():
+            np.testing.assert_allclose(each[name], value, rtol=1e-4, atol=1e-4, err_msg=name)
     for variable, weight, plain in zip(model.variables, weights, expected["weights"], strict=True):
         np.testing.assert_allclose(weight, plain, rtol=1e-4, atol=1e-4, err_msg=variable.path)
     divided = [variable for variable in model.trainable_variables if not variable.value.is_fully_replicated]
@@ -98,6 +100,6 @@ def count_samples_read() -> list[int]:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        main(Path(sys.argv[1]), sys.argv[2])
+        main(Path(sys.argv[1]), *sys.argv[2:])
     else:
         train_alone(Path(sys.argv[1]))

@@ -38,14 +38,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("ShardedStrategy(level=3)", 8),
         pytest.param("ShardedStrategy(level=1)", 0, marks=SLOW),
         pytest.param("ModelParallelStrategy()", 8, marks=SLOW),
-        pytest.param("MirroredStrategy(engine='spmd')", 0, marks=SLOW),
+        pytest.param("MirroredStrategy(engine='spmd') alone", 0, marks=SLOW),
     ],
 )
 def test_two_processes_train_as_one_with_a_last_batch_that_does_not_divide(
     strategy: str, divided: int, plain: Path
 ) -> None:
     run = ["-m", "phalanx", "run", "--workers", "2", "--backend", "jax"]
-    command = [sys.executable, *run, *PROGRAM, str(plain), strategy]
+    command = [sys.executable, *run, *PROGRAM, str(plain), *strategy.split()]
     code, output = finish(command, environment("jax", plain / "compiled"), bound_s=BOUND_S, start=fork_server.popen)
     assert code == 0, output
     assert output.count(f"agrees; {divided} weights are divided") == 2, output

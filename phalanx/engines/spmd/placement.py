@@ -68,6 +68,11 @@ class Placement:
         """Into how many parts a batch is divided."""
         return math.prod(self.axis_size(axis) for axis in self.data_axes)
 
+    @property
+    def divides_models(self) -> bool:
+        """Whether weights or optimizer state are divided, and not batches alone."""
+        return self.level > 0 or self.layout_map is not None
+
     def axis_size(self, axis: str) -> int:
         """The number of devices along an axis of the mesh."""
         return int(self.mesh.shape[self.mesh.axis_names.index(axis)])
@@ -157,7 +162,7 @@ class Placement:
         Raises: ConfigurationError if every device would hold all of it.
         """
         divided = [variable for variable in variables if any(self.of_slot(variable))]
-        if divided or not variables or (self.level == 0 and self.layout_map is None):
+        if divided or not variables or not self.divides_models:
             return
         largest = max(variables, key=lambda variable: math.prod(variable.shape))
         raise ConfigurationError(
