@@ -355,13 +355,16 @@ def make_request(options: RunOptions, config: LaunchConfig) -> JobRequest:
     if not options.module:
         check_script(options.program[0])
     arguments = ("-m", *options.program) if options.module else options.program
-    if not options.ps and elastic is None:
+    spans_workers = config.devices_per_worker is not None
+    if spans_workers and elastic is not None:
+        config = replace(config, max_restarts=config.max_restarts or config.restarts)
+    if not options.ps and (elastic is None or spans_workers):
         config = replace(config, restarts=0)  # a job of workers alone ends with the first that is lost
     dashboard = None
     if options.dashboard:
         check_packages()
         dashboard = DashboardOptions(control=options.dashboard == CONTROL)
-    return JobRequest(arguments, tasks, shares, config, elastic, size_reason, dashboard)
+    return JobRequest(arguments, tasks, shares, config, elastic, spans_workers, size_reason, dashboard)
 
 
 def _check_order(options: RunOptions) -> None:

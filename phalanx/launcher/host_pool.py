@@ -81,6 +81,14 @@ class ElasticPlacements:
         assert connection is not None
         return self._place(rank, connection, slot.number)
 
+    def leave_out_vacant(self) -> None:
+        """The tasks without a slot never start, and no task is to know of them."""
+        assert self.recipe is not None
+        self._tasks = [
+            task for rank, task in enumerate(self._tasks) if not trains(task) or self._slots.slot(rank) is not None
+        ]
+        self.recipe = replace(self.recipe, tasks=self._tasks)
+
     def evaluator(self, host: str) -> list[WorkerPlacement]:
         """The placement of the evaluator, if there is one.
 
@@ -210,10 +218,16 @@ class HostPool:
             + ". --start-timeout allows more time."
         )
 
-    def first(self, recipe: WorkerRecipe) -> list[WorkerPlacement]:
-        """The workers with which the job begins, and its other tasks."""
+    def first(self, recipe: WorkerRecipe, *, is_fixed: bool = False) -> list[WorkerPlacement]:
+        """The workers with which the job begins, and its other tasks.
+
+        Args:
+            is_fixed: whether no worker starts later.
+        """
         self._placements.recipe = recipe
         assigned = self._slots.assign(self._connections.usable_slots)
+        if is_fixed:
+            self._placements.leave_out_vacant()
         evaluator = self._placements.evaluator(self.shares[-1].name) if self.shares else []
         return [*(self._placements.worker(rank, slot) for rank, slot in assigned), *evaluator]
 

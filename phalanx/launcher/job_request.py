@@ -27,6 +27,8 @@ class JobRequest:
         shares: the hosts, with as many slots as there are tasks; in an elastic job, with all their slots.
         config: see `LaunchConfig`.
         elastic: None for a job of fixed size, which ends when it loses a worker.
+        spans_workers: whether one program spans the devices of all workers. Such a job has a fixed size from start to
+            start: where it is elastic and loses a worker, all of it starts again, with the slots that are left.
         size_reason: why it has so many workers; empty if the user has chosen the number.
         dashboard: None to show the job nowhere but here.
     """
@@ -36,5 +38,6 @@ class JobRequest:
     shares: Sequence[HostShare]
     config: LaunchConfig
     elastic: ElasticOptions | None = None
+    spans_workers: bool = False
     size_reason: str = ""
     dashboard: DashboardOptions | None = None

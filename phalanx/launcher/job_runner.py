@@ -184,6 +184,8 @@ def _run_once(
         )
         if request.elastic is None:
             job, begin = _fixed_job(request, recipe, console, selector, observer), None
+        elif request.spans_workers:
+            job, begin = _spanning_job(request, request.elastic, recipe, console, selector, observer, stack), None
         else:
             job, begin = _elastic_job(request, request.elastic, recipe, console, selector, observer, stack)
         prefix = _prefix_columns(request)
@@ -231,18 +233,7 @@ def _elastic_job(
 ) -> tuple[JobSupervisor, Callable[[], tuple[HostPool, MembershipControl]]]:
     """The job, and what begins to coordinate its members once it has been started."""
     config = request.config
-    pool = HostPool(
-        request.tasks,
-        selector,
-        _worker_streams(console, _prefix_columns(request)),
-        elastic,
-        shares=request.shares,
-        start_timeout_s=config.start_timeout_s,
-        observer=observer,
-        relay=console.message,
-    )
-    stack.callback(pool.close)
-    pool.gather()
+    pool = _gathered_hosts(request, elastic, console, selector, observer, stack)
     supervisor = stack.enter_context(
         ElasticSupervisor(pool.shares, stays_here=pool.stays_here, start_timeout_s=config.start_timeout_s)
     )
@@ -259,6 +250,48 @@ def _elastic_job(
         return pool, membership
 
     return job, begin
+
+
+def _spanning_job(
+    request: JobRequest,
+    elastic: ElasticOptions,
+    recipe: WorkerRecipe,
+    console: Console,
+    selector: selectors.BaseSelector,
+    observer: JobObserver,
+    stack: contextlib.ExitStack,
+) -> JobSupervisor:
+    """The job of one program, with as many workers as there are slots now."""
+    pool = _gathered_hosts(request, elastic, console, selector, observer, stack)
+    placements = pool.first(recipe, is_fixed=True)
+    workers = sum(placement.spec.trains for placement in placements)
+    if workers < elastic.maximum:
+        observer.noticed(f"one program over {workers} workers, of {elastic.maximum} at most")
+    return JobSupervisor(placements, selector, observer, request.config, merged=console.is_merged)
+
+
+def _gathered_hosts(
+    request: JobRequest,
+    elastic: ElasticOptions,
+    console: Console,
+    selector: selectors.BaseSelector,
+    observer: JobObserver,
+    stack: contextlib.ExitStack,
+) -> HostPool:
+    """The hosts of an elastic job, of which enough have answered to begin."""
+    pool = HostPool(
+        request.tasks,
+        selector,
+        _worker_streams(console, _prefix_columns(request)),
+        elastic,
+        shares=request.shares,
+        start_timeout_s=request.config.start_timeout_s,
+        observer=observer,
+        relay=console.message,
+    )
+    stack.callback(pool.close)
+    pool.gather()
+    return pool
 
 
 def _prefix_columns(request: JobRequest) -> int:

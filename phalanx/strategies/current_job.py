@@ -73,8 +73,9 @@ class CurrentJob:
         """
         if self.replica.elastic is not None:
             raise UnsupportedError(
-                "One program over the devices of all processes cannot change its processes while it runs, as "
-                "--workers MIN:MAX asks for. Write --workers N, with --max-restarts M to start again after a failure."
+                "One program over the devices of all processes cannot change its processes while it runs, and the "
+                "launcher must know that it starts all of them again after a loss. Write --devices-per-worker N next "
+                "to --workers MIN:MAX; N is 1 if each process has one device."
             )
         from phalanx.engines.spmd.jax_processes import connect_processes  # imports JAX, which this job computes with
 

@@ -37,7 +37,8 @@ def test_a_program_spans_the_devices_of_all_processes(devices: int, tmp_path: Pa
     assert "[Gloo]" not in output
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_the_others_end_with_a_process_that_is_killed_and_name_it(rank: int, tmp_path: Path) -> None:
     code, output = run(tmp_path, "1", "dies", str(rank))
     assert code == 137, output

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.errors import RendezvousError
 from tests.launcher.conftest import Launcher, wait_until
 from tests.launcher.test_ssh_host import A, B, install_ssh
 
@@ -197,3 +198,28 @@ def test_a_straggler_is_named_once_and_when_it_is_over(run: Callable[..., Runnin
     job.says("worker/1 (rank 1) recovered")
     assert job.ends() == 0, job.output
     assert job.output.count("is slow") == 1
+
+
+def test_one_program_starts_again_on_the_hosts_that_are_left(launcher: Launcher) -> None:
+    down = launcher.folder / "down"
+    install_ssh(launcher, f"if host == {B!r} and os.path.exists({str(down)!r}): sys.exit('no route to host')")
+    script = launcher.script(
+        """
+        workers = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
+        print("one of", len(workers))
+        if len(workers) == 2 and rank == 1:
+            touch("down")
+            os.kill(os.getppid(), 9)  # its host is gone
+        if len(workers) == 2:
+            hang()
+        """
+    )
+    options = ("--hosts", f"{A}:1,{B}:1", "--workers", "1:2", "--devices-per-worker", "1")
+    job = launcher.run(*options, script)
+    assert job.code == 0, job.out + job.err
+    assert [line.partition("] ")[2] for line in job.lines if "one of" in line] == ["one of 2", "one of 2", "one of 1"]
+    assert "Starting the whole job again (1 of 10)" in job.out + job.err
+    assert "one program over 1 workers, of 2 at most" in job.out + job.err
+    job = launcher.run(*options[:-4], "--workers", "2:2", *options[-2:], "--restarts", "0", script)
+    assert "no route to host" in job.out + job.err
+    assert job.code == RendezvousError.exit_code
