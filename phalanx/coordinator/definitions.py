@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import keras
 import numpy as np
@@ -104,17 +105,21 @@ class OutgoingDefinitions:
             return all(self._roots.get(name) in self._required for name in names)
 
     def announce(self, dispatcher: Dispatcher) -> None:
-        """Have workers make what they must have and do not have yet. Raises: as `pack`."""
-        if not dispatcher.workers.has_servers:
-            self._announced = None
-            dispatcher.workers.tell_servers(DEFINITIONS, self.pack)
+        """Have workers make what they must have and do not have yet, as it is now: a worker that comes while the
+        program builds a model gets it as it was before.
+
+        Raises: as `pack`, if a worker is there; else those that come later raise it.
+        """
+        try:
+            packed = self.pack()
+        except PhalanxError as error:
+            dispatcher.workers.tell_servers(DEFINITIONS, partial(_fail, error))
             return
-        message, _ = self.pack()
         present = self._made.present()
-        now = message, [bool(getattr(present[root], "built", True)) for root in self._required if root in present]
+        now = packed[0], [bool(getattr(present[root], "built", True)) for root in self._required if root in present]
         if now != self._announced:
             self._announced = now
-            dispatcher.workers.tell_servers(DEFINITIONS, self.pack)
+            dispatcher.workers.tell_servers(DEFINITIONS, lambda: packed)
 
     def pack(self) -> tuple[Define, list[bytes]]:
         """The message that has workers make all that they must have.
@@ -190,6 +195,10 @@ class OutgoingDefinitions:
 
     def _pickled(self, thing: Any, refer: Any) -> bytes:
         return CallPickler(self._tensors, refer, with_weights=False).pickled(thing)
+
+
+def _fail(error: PhalanxError) -> NoReturn:
+    raise error
 
 
 def _is_optimizer(part: Any) -> bool:

@@ -27,6 +27,7 @@ from phalanx.errors import ConfigurationError
 from phalanx.launcher.local_replicas import is_program, reserve_task_replicas
 from phalanx.launcher.worker_placement import LOOPBACK
 from phalanx.transport.address import Address
+from phalanx.transport.decoding import decode_message
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def task_devices(resolver: ClusterResolver) -> list[str] | None:
         raise ConfigurationError(f"{TASK_REPLICAS} is {asked!r}; it must be a number of replicas, 1 or more.")
     hosts = [spec.address(other).host for other in spec.ranked_tasks]
     is_alone = not spec or task is None or hosts.count(spec.address(task).host) == 1
-    count = int(asked) if asked is not None else gpus if is_alone else 1
+    count = int(asked) if asked is not None else max(1, gpus) if is_alone else 1
     if count > 1 and not is_program():
         logger.warning(
             "This task has %d devices and uses one: the replicas of the others would run this program again, which is "
@@ -64,7 +65,7 @@ def task_devices(resolver: ClusterResolver) -> list[str] | None:
         )
         count = 1
     kind = "gpu" if gpus >= count else "cpu"
-    return [f"{kind}:{number}" for number in range(max(1, count))]
+    return [f"{kind}:{number}" for number in range(count)]
 
 
 def start_task_replicas(node: Node, communicator: Communicator, devices: Sequence[str]) -> bool:
@@ -74,14 +75,14 @@ def start_task_replicas(node: Node, communicator: Communicator, devices: Sequenc
     Args:
         devices: of this task.
     """
-    of_tasks = [msgspec.msgpack.decode(own, type=int) for own in _gather(communicator, len(devices))]
+    of_tasks = [decode_message(own, int) for own in _gather(communicator, len(devices))]
     if max(of_tasks) == 1:
         return False
     spec = node.identity.spec
     host = LOOPBACK if not spec or node.identity.address.is_loopback else node.identity.address.host
     reserved = reserve_task_replicas(len(devices), host)
     own = [str(Address(host, port)) for port in reserved.ports]
-    addresses = [msgspec.msgpack.decode(each, type=list[str]) for each in _gather(communicator, own)]
+    addresses = [decode_message(each, list[str]) for each in _gather(communicator, own)]
     cluster = cluster_of_replicas(spec, list(chain.from_iterable(addresses)))
     names = [str(task) for task in ClusterSpec(cluster).ranked_tasks]
     first = sum(of_tasks[: communicator.rank])

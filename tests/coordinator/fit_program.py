@@ -77,7 +77,7 @@ def model() -> keras.Model:
 
 def data() -> tuple[Any, Any]:
     random = np.random.default_rng(3)
-    x = random.normal(size=(64, FEATURES)).astype("float32")
+    x = random.normal(size=(256, FEATURES)).astype("float32")  # enough batches that each worker gets some
     return x, x.sum(axis=1, keepdims=True)
 
 
