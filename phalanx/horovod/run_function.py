@@ -97,6 +97,7 @@ def _elsewhere(what: str, options: str) -> UnsupportedError:
 def _check_fixed(number: int, minimum: int | None, maximum: int | None) -> None:
     if any(bound not in (None, number) for bound in (minimum, maximum)):
         raise UnsupportedError(
-            f"hvd.run starts {number} processes and no other number. For an elastic job, put the function into a script "
-            f"and use `phalanx run -np {number} --min-np {minimum or number} --max-np {maximum or number} script.py`."
+            f"hvd.run starts {number} processes and no other number. For an elastic job, put the function into a "
+            f"script and use `phalanx run -np {number} --min-np {minimum or number} --max-np {maximum or number} "
+            f"script.py`."
         )

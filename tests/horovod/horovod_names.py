@@ -49,7 +49,8 @@ NAMES = {
         load_model reducescatter
     """,
     "keras.callbacks": """
-        BroadcastGlobalVariablesCallback LearningRateScheduleCallback LearningRateWarmupCallback MetricAverageCallback
+        BestModelCheckpoint BroadcastGlobalVariablesCallback LearningRateScheduleCallback LearningRateWarmupCallback
+        MetricAverageCallback
     """,
     "keras.elastic": "CommitStateCallback KerasState UpdateBatchStateCallback UpdateEpochStateCallback run",
     "common.exceptions": "HorovodInternalError HostsUpdatedInterrupt",

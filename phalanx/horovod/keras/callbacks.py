@@ -221,5 +221,37 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
 
 
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+    """Keras's `ModelCheckpoint` of the best model, to the path in `filepath`, which the program sets before `fit`.
+
+        best = hvd.callbacks.BestModelCheckpoint(monitor="val_accuracy")
+        best.filepath = "best.keras"
+        model.fit(x, y, callbacks=[best] if hvd.rank() == 0 else [])
+
+    Args:
+        monitor: as in `ModelCheckpoint`.
+        verbose: as in `ModelCheckpoint`.
+        mode: as in `ModelCheckpoint`.
+        save_freq: as in `ModelCheckpoint`.
+
+    Raises: ConfigurationError in `fit` if `filepath` is not set.
+    """
+
+    def __init__(
+        self, monitor: str = "val_loss", verbose: int = 0, mode: str = "auto", save_freq: str | int = "epoch"
+    ) -> None:
+        # Keras takes no checkpoint without a path.
+        super().__init__("unset.keras", monitor, verbose, save_best_only=True, mode=mode, save_freq=save_freq)
+        self.filepath = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self.filepath is None:
+            raise ConfigurationError(
+                "BestModelCheckpoint does not know where to save: set its filepath before fit(), "
+                "`callback.filepath = 'best.keras'`."
+            )
+        super().on_train_begin(logs)
+
+
 def _learning_rate(optimizer: Any) -> float:
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))

@@ -53,7 +53,3 @@ class SidecarEvaluatorModelExport(keras.callbacks.ModelCheckpoint):  # type: ign
         if self.monitor_op is None:
             self._set_monitor_op()
         self._save_model(epoch=self._current_epoch, batch=None, logs=logs)
-
-
-BestModelCheckpoint = SidecarEvaluatorModelExport
-"""Its earlier name in `tf.keras`."""
