@@ -234,7 +234,9 @@ def distribute_dataset(
         return dataset
     check_outside()
     return kind(
-        source_registry.make_source(InputRequest(dataset, rank=rank, world_size=world_size, seed=seed)),
+        source_registry.make_source(
+            InputRequest(dataset, rank=rank, world_size=world_size, seed=seed, opens_as_keras=False)
+        ),
         rank=rank,
         world_size=world_size,
         convert=convert,
@@ -257,7 +259,9 @@ def distribute_from_function(
     batched with the local batch size. It is neither cut nor compared with those of other ranks."""
     check_outside()
     dataset = function(InputContext(world_size, rank, world_size))
-    own = source_registry.make_source(InputRequest(dataset, rank=0, world_size=1, seed=seed + rank))
+    own = source_registry.make_source(
+        InputRequest(dataset, rank=0, world_size=1, seed=seed + rank, opens_as_keras=False)
+    )
     return kind(
         PerRankSource(own),
         rank=rank,

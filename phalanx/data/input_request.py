@@ -27,3 +27,4 @@ class InputRequest:
     shuffling: Shuffling | None = None
     policy: AutoShardPolicy | None = None
     repeated: int = 0  # of a generator, see `StreamCursor`
+    opens_as_keras: bool = True  # whether it opens one pass more than it reads, where Keras's `fit` does

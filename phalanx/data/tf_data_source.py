@@ -80,7 +80,9 @@ def make_source(request: InputRequest) -> StreamSource:
         is_read_alike=by_rows,
     )
     # Seeded shuffles count the iterators that were created from them.
-    opens_another = request.steps_per_epoch is None and data_adapters.opens_one_more_pass("tensorflow")
+    opens_another = (
+        request.opens_as_keras and request.steps_per_epoch is None and data_adapters.opens_one_more_pass("tensorflow")
+    )
 
     # `dataset` is kept: the functions that a serialized graph calls live as long as it does.
     def open_pass(key: int, original: Any = dataset) -> Iterator[Any]:

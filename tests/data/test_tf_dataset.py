@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from phalanx.arrays.tree import leaves
-from phalanx.data import AutoShardPolicy, shard_input, tf_data_source
+from phalanx.data import AutoShardPolicy, distribute_dataset, shard_input, tf_data_source
 from phalanx.errors import ConfigurationError, UnsupportedError
 from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
 
@@ -357,3 +357,17 @@ def test_other_file_lists_have_other_signatures(record_files):
 
 def test_policy_values_are_those_of_tensorflow():
     assert {policy.name: policy.value for policy in AutoShardPolicy} == {policy.name: policy.value for policy in Policy}
+
+
+def test_a_custom_loop_reads_shuffled_passes_in_the_order_of_the_dataset():
+    """Keras's `fit` opens one pass more than it reads, after which a seeded shuffle is in another order."""
+
+    def shuffled():
+        return tf.data.Dataset.range(16).shuffle(16, seed=1).batch(4)
+
+    plain = shuffled()
+    expected = [[element.numpy().tolist() for element in plain] for _ in range(3)]
+    ranks = [distribute_dataset(shuffled(), rank=rank, world_size=2, seed=0) for rank in range(2)]
+    for epoch in expected:
+        parts = zip(*ranks, strict=True)
+        assert [[*first.tolist(), *second.tolist()] for first, second in parts] == epoch
