@@ -1,14 +1,16 @@
 """Connections between accept and `Hello`: each proves the secret within a deadline, or is refused.
 
 A connection that has not proved itself costs one descriptor and a few hundred bytes. It must complete the handshake
-within `HANDSHAKE_TIMEOUT_S`. When more than `MAX_ARRIVALS` are pending, one of the address with the most of them is
-dropped, so no address can take the places of others. Which one is left to chance: under a flood from its own address a
-member, which needs milliseconds, is hit rarely, and dials again; the oldest would be a member that is about to finish,
-as often as not. Silent connections, port scanners and crowds of members that start at once keep no member out.
+within `HANDSHAKE_TIMEOUT_S`. When more than `MAX_ARRIVALS` are pending, one of the sources with the most of them is
+dropped, so no source can take the places of others: an IPv4 address, or the 2**64 IPv6 addresses of one network, all of
+which one host may use. Which connection is left to chance, also among sources that have as many: under a flood a member,
+which needs milliseconds, is hit rarely, and dials again; the oldest would be a member that is about to finish, as often
+as not. Silent connections, port scanners and crowds of members that start at once keep no member out.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import random
 import selectors
@@ -41,11 +43,13 @@ class Arrival:
     """A connection on its way from accept to Hello.
 
     Attributes:
+        source: see the top of this file.
         is_silent: whether it has sent nothing yet.
     """
 
     def __init__(self, link: Link, handshake: Handshake, deadline: float):
         self.link = link
+        self.source = source_of(link.peer.rpartition(":")[0])
         self.deadline = deadline
         self.is_silent = True
         self._handshake = handshake
@@ -83,6 +87,13 @@ class Arrival:
                 self._handshake.receive_data(bytes(target[:count]))
             elif frame := self._reader.buffer_updated(count):
                 return decode_message(frame.header, Hello)
+
+
+def source_of(address: str) -> str:
+    """What an IP address counts as: itself, or its IPv6 network of 64 bits."""
+    if ":" not in address:
+        return address
+    return str(ipaddress.IPv6Network((address.partition("%")[0], 64), strict=False))
 
 
 class ArrivalQueue:
@@ -162,12 +173,11 @@ class ArrivalQueue:
                 self._on_hello(arrival.link, hello)
 
     def drop_one(self, reason: str) -> None:
-        """Refuse a connection of the address that has the most, if there is any."""
-        if self._arrivals:
-            of_address: dict[str, list[Arrival]] = {}
-            for arrival in self._arrivals:
-                of_address.setdefault(arrival.link.peer.rpartition(":")[0], []).append(arrival)
-            self._refuse(random.choice(max(of_address.values(), key=len)), reason)
+        """Refuse a connection of one of the sources that have the most, if there is any."""
+        counts = Counter(arrival.source for arrival in self._arrivals)
+        most = max(counts.values(), default=0)
+        if chosen := [arrival for arrival in self._arrivals if counts[arrival.source] == most]:
+            self._refuse(random.choice(chosen), reason)
 
     def drop_expired(self) -> None:
         """Refuse all connections whose deadline has passed."""

@@ -39,6 +39,35 @@ def test_one_address_cannot_take_the_places_of_others(says: bytes) -> None:
         assert addresses["127.0.0.2"] <= arrivals.MAX_ARRIVALS
 
 
+def test_where_all_sources_have_as_many_the_oldest_connection_is_dropped_no_sooner_than_others() -> None:
+    with open_port() as port, contextlib.ExitStack() as stack:
+        pending = port.listener._arrivals._arrivals
+        for number in range(1, 101):
+            stack.enter_context(
+                socket.create_connection(
+                    (port.address.host, port.address.port), source_address=(f"127.0.1.{number}", 0)
+                )
+            )
+            wait_until(lambda number=number: len(pending) == number)
+        before = list(pending)
+        for _ in range(20):
+            port.listener._arrivals.drop_one("too many connected at once")
+        assert set(pending) != set(before[20:])  # by chance in 1 of 5e20 cases
+
+
+@pytest.mark.parametrize(
+    ("address", "source"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("::1", "::/64"),
+    ],
+)
+def test_all_addresses_of_a_host_are_one_source(address: str, source: str) -> None:
+    assert arrivals.source_of(address) == source
+
+
 def test_a_member_gets_in_beside_a_flood_from_its_own_address() -> None:
     with open_port() as port, contextlib.ExitStack() as stack:
         stopped = threading.Event()
