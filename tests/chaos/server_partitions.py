@@ -5,7 +5,8 @@
 Two servers with `replication=2` and two workers train synchronously, connected by relays. For a time that follows from
 a seed, `ps/0` and `worker/1` reach each other only, and so do the chief and `ps/1`, which has the copy of what `ps/0`
 leads. In the end each batch was trained once, and the weights are those of a job whose network was never cut: no update
-was lost, and none was made twice. The exit code is 1 if anything did not hold.
+was lost, and none was made twice. Only if `worker/1` was cut off for longer than the job waits for anyone, it may have
+been evicted; then the chief has trained the rest. The exit code is 1 if anything did not hold.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.errors import EvictedError
 from phalanx.transport.address import Address
 from tests.parameter_server.tasks import Tasks
 from tests.security.attacker import proxy_to
@@ -86,14 +88,16 @@ def train(folder: Path, *, wait_s: float = 0.0, lasts_s: float = 0.0) -> tuple[l
             time.sleep(lasts_s)
             tasks.between.set()
         codes = tasks.ends()
-        found = [f"{name} ended with {code}" for name, code in codes.items() if code]
-        if found:
-            return [], [*found, tasks.everything()]
+        was_evicted = lasts_s > TIMEOUT_S and codes["worker/1"] == EvictedError.exit_code
+        failed = [name for name, code in codes.items() if code and not (name == "worker/1" and was_evicted)]
+        if failed:
+            return [], [f"{failed} failed: {tasks.everything()}"]
+        found = []
         if "updates of its variables are lost" in tasks.everything():
             found.append("updates are lost")
         if (folder / "0.end").read_text() != f"{EPOCHS * BATCHES} True":
             found.append(f"steps made: {(folder / '0.end').read_text()} instead of {EPOCHS * BATCHES}")
-        return tasks.weights(), found
+        return [] if was_evicted else tasks.weights(), found
 
 
 def trial(folder: Path, seed: int, expected: list[np.ndarray[Any, Any]]) -> tuple[str, list[str]]:
@@ -102,15 +106,11 @@ def trial(folder: Path, seed: int, expected: list[np.ndarray[Any, Any]]) -> tupl
     wait_s = round(chance.uniform(0.0, 0.5), 2)
     lasts_s = round(chance.choice([chance.uniform(0.2, 2.0), chance.uniform(2.0, 5.0), chance.uniform(8.0, 14.0)]), 1)
     weights, found = train(folder, wait_s=wait_s, lasts_s=lasts_s)
-    if (
-        not found
-        and (apart := max(float(np.abs(a - b).max()) for a, b in zip(weights, expected, strict=True))) > TOLERANCE
-    ):
-        found = [f"weights differ by up to {apart:.2g}"]
-    led = (
-        "led by the copy" if "leads the shards of group 0 from now on" in (folder / "ps-1.log").read_text() else "kept"
-    )
-    return f"seed {seed}, cut for {lasts_s:g} s, {led}", found
+    apart = max((float(np.abs(a - b).max()) for a, b in zip(weights, expected, strict=False)), default=0.0)
+    if apart > TOLERANCE:
+        found.append(f"weights differ by up to {apart:.2g}")
+    was_promoted = "leads the shards of group 0 from now on" in (folder / "ps-1.log").read_text()
+    return f"seed {seed}, cut for {lasts_s:g} s, led by {'the copy' if was_promoted else 'ps/0'} then", found
 
 
 def main() -> int:
