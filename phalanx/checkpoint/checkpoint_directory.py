@@ -37,6 +37,7 @@ from phalanx.keras_compat.keras_internals import serialize_weights
 from phalanx.runtime.write_claim import WriteClaim
 from phalanx.storage.files import list_files, list_names, local_copy, put_in_place, read_end, rename, staged
 from phalanx.storage.paths import PathArgument, StoragePath, storage_path
+from phalanx.storage.remote_path import RemotePath
 from phalanx.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,9 @@ class CheckpointDirectory:
 
     def paths(self) -> list[StoragePath]:
         """All checkpoints, damaged ones included, in the order of their steps."""
-        return [self.directory / name for _, name in names_by_step(self.directory, self._basename, SUFFIX)]
+        found = [self.directory / name for _, name in names_by_step(self.directory, self._basename, SUFFIX)]
+        # A pipe of such a name would be waited for without end.
+        return [path for path in found if isinstance(path, RemotePath) or path.is_file()]
 
     def save(self, model: Any, step: int, state: Mapping[str, Any] | None = None) -> StoragePath:
         """Write the model's present weights and optimizer state; then delete the checkpoints that are not kept.

@@ -117,6 +117,8 @@ def _processes() -> str:
 
 
 def _lives(entry: RegisteredJob) -> bool:
+    if entry.pid <= 0:  # these mean groups of processes
+        return False
     try:
         os.kill(entry.pid, 0)
     except (ProcessLookupError, OverflowError):

@@ -11,7 +11,7 @@ import msgspec
 from phalanx.errors import ConfigurationError, LinkClosedError
 from phalanx.launcher.job_connection import ControlRequest, send_request
 from phalanx.launcher.job_registry import RegisteredJob, running
-from phalanx.monitoring.console import write_whole
+from phalanx.monitoring.console import without_escapes, write_whole
 from phalanx.monitoring.job_view import JobView, MemberView, doing
 
 WATCH_S = 1.0
@@ -97,7 +97,7 @@ def scale(job: str | None, workers: int) -> int:
 
 
 def _print(text: str) -> None:
-    write_whole(sys.stdout, f"{text}\n")
+    write_whole(sys.stdout, f"{without_escapes(text)}\n")  # which names of programs and hosts may contain
 
 
 def _as_json(listing: JobListing) -> dict[str, object]:

@@ -2,10 +2,10 @@
 
 A connection that has not proved itself costs one descriptor and a few hundred bytes. It must complete the handshake
 within `HANDSHAKE_TIMEOUT_S`. When more than `MAX_ARRIVALS` are pending, one of the sources with the most of them is
-dropped, so no source can take the places of others: an IPv4 address, or the 2**64 IPv6 addresses of one network, all of
-which one host may use. Which connection is left to chance, also among sources that have as many: under a flood a member,
-which needs milliseconds, is hit rarely, and dials again; the oldest would be a member that is about to finish, as often
-as not. Silent connections, port scanners and crowds of members that start at once keep no member out.
+dropped, so no source can take the places of others: an IPv4 address, or the IPv6 addresses of one network of 64 bits,
+all of which one host may use. Which connection is left to chance, also among sources that have as many: under a flood a
+member, which needs milliseconds, is hit rarely, and dials again; the oldest would be a member that is about to finish,
+as often as not. Silent connections, port scanners and crowds of members that start at once keep no member out.
 """
 
 from __future__ import annotations

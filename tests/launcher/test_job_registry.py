@@ -60,6 +60,19 @@ def test_an_entry_of_a_killed_launcher_goes_even_if_its_number_is_used_again(fol
         assert not (folder / "job.json").exists()
 
 
+@pytest.mark.parametrize("pid", [0, -1])
+def test_an_entry_whose_number_means_several_processes_goes(folder: Path, pid: int) -> None:
+    with registered("job", ["train.py"]):
+        change(folder / "job.json", pid=pid, started="")
+        assert running() == []
+
+
+def test_names_do_not_control_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with registered("job", ["\x1b]0;title\x07\x1b[31mtrain.py"]):
+        assert status(None) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
 def test_what_is_no_entry_is_left_alone(folder: Path) -> None:
     with registered("job", ["train.py"]):
         change(folder / "job.json", pid="1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import tracemalloc
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
 from phalanx.config.environment_variables import JOBS_DIRECTORY
 from phalanx.errors import ConfigurationError, FrameError
 from phalanx.launcher import job_registry
@@ -127,3 +129,12 @@ def test_bytes_that_are_no_message_are_refused_where_they_are_read(
     for form in (msgspec.json, msgspec.msgpack):
         with pytest.raises(FrameError, match="cannot be read"):
             Decoder(ControlRequest, json=form is msgspec.json).decode(content)
+
+
+@pytest.mark.timeout(60)
+def test_what_is_no_file_is_no_checkpoint(tmp_path: Path) -> None:
+    """To open a pipe waits for another process."""
+    os.mkfifo(tmp_path / "fit0-000000005.weights.h5")
+    (tmp_path / "fit0-000000006.weights.h5").mkdir()
+    (tmp_path / "fit0-000000007.weights.h5").symlink_to("/dev/zero")
+    assert CheckpointDirectory(tmp_path, basename="fit0").newest() is None
