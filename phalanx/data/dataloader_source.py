@@ -54,14 +54,7 @@ def make_source(request: InputRequest) -> MapStyleSource | StreamSource:
             draws_as_keras=True,
         )
         shares = [f"reads the samples of its sampler, shard {r} of {world_size}" for r in range(world_size)]
-        return StreamSource(
-            lambda key: _elements(loader),
-            traits,
-            rank=rank,
-            world_size=world_size,
-            num_batches=len(loader),
-            shares=shares,
-        )
+        return StreamSource(lambda key: _elements(loader), traits, request, num_batches=len(loader), shares=shares)
     batches = sampler if loader.batch_sampler is None else loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or not hasattr(batches, "__len__"):
         traits = SourceTraits(
@@ -70,7 +63,7 @@ def make_source(request: InputRequest) -> MapStyleSource | StreamSource:
             reason="its dataset can only be read in order, so every replica reads it and keeps its part",
             draws_as_keras=True,
         )
-        return StreamSource(lambda key: _elements(loader), traits, rank=rank, world_size=world_size)
+        return StreamSource(lambda key: _elements(loader), traits, request)
     return MapStyleSource(request)
 
 

@@ -23,14 +23,7 @@ def make_source(request: InputRequest) -> StreamSource:
     """
     elements = map(_standardize, request.x)
     traits = SourceTraits(_KIND, signature=_KIND)
-    return StreamSource(
-        lambda key: elements,
-        traits,
-        rank=request.rank,
-        world_size=request.world_size,
-        is_once=True,
-        repeated=request.repeated,
-    )
+    return StreamSource(lambda key: elements, traits, request, is_once=True)
 
 
 def _standardize(element: Any) -> Any:

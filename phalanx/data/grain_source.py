@@ -23,7 +23,6 @@ def make_source(request: InputRequest) -> StreamSource:
     return StreamSource(
         lambda key: (map_leaves(to_numpy, element) for element in dataset),
         SourceTraits(kind, signature=kind, is_uniform=length is not None, is_endless=is_endless),
-        rank=request.rank,
-        world_size=request.world_size,
+        request,
         num_batches=length,
     )

@@ -13,6 +13,7 @@ import numpy as np
 from phalanx.arrays.tree import map_leaves
 from phalanx.data.batch_split import LocalShare, cut, whole
 from phalanx.data.dataset_elements import Array
+from phalanx.data.input_request import InputRequest
 from phalanx.data.sharding_policy import AutoShardPolicy
 
 
@@ -258,10 +259,9 @@ class StreamSource:
         open_pass: takes a pass's key and returns an iterator over the elements (structures of NumPy arrays).
         traits: see `SourceTraits`. With a policy other than DATA the elements belong to this rank alone and are not
             cut.
-        rank: this rank.
-        world_size: the number of ranks.
+        request: says which rank reads it, and how many elements a source that is read once is to give again.
         num_batches: elements in a pass; None if unknown.
-        is_once, repeated: see `StreamCursor`.
+        is_once: see `StreamCursor`.
         copies: see `cut`.
         shares: what each rank reads, see `Source.shares`; None for what `same_stream` says.
     """
@@ -270,20 +270,17 @@ class StreamSource:
         self,
         open_pass: Callable[[int], Iterator[Any]],
         traits: SourceTraits,
+        request: InputRequest,
         *,
-        rank: int,
-        world_size: int,
         num_batches: int | None = None,
         is_once: bool = False,
-        repeated: int = 0,
         copies: bool = True,
         shares: list[str] | None = None,
     ):
         self.traits = traits
         self.num_batches = num_batches
-        self.cursor = StreamCursor(open_pass, is_once=is_once, repeated=repeated)
-        self._rank = rank
-        self._world_size = world_size
+        self.cursor = StreamCursor(open_pass, is_once=is_once, repeated=request.repeated)
+        self._rank, self._world_size = request.rank, request.world_size
         self._copies = copies
         self._shares = shares
 

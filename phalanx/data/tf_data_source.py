@@ -94,8 +94,7 @@ def make_source(request: InputRequest) -> StreamSource:
     return StreamSource(
         open_pass,
         traits,
-        rank=request.rank,
-        world_size=world_size,
+        request,
         num_batches=length,
         copies=False,
         shares=_shares(policy, files, world_size),

@@ -7,6 +7,7 @@ import pytest
 
 from phalanx.data import ShardedInput, shard_input
 from phalanx.data.distributed_dataset import PerRankSource
+from phalanx.data.input_request import InputRequest
 from phalanx.data.source import SourceTraits, StreamSource
 from phalanx.errors import ConfigurationError
 from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
@@ -203,9 +204,7 @@ def test_whether_batches_are_compared_follows_the_number_of_ranks():
 
 
 def test_so_can_what_an_input_function_of_this_rank_made():
-    stream = StreamSource(
-        lambda key: source, SourceTraits("generator", "generator"), rank=0, world_size=1, is_once=True
-    )
+    stream = StreamSource(lambda key: source, SourceTraits("generator", "generator"), InputRequest(None), is_once=True)
     source = endless()
     sharded = ShardedInput(PerRankSource(stream), rank=0, world_size=2, steps_per_epoch=3)
     with sharded.recording() as rewind:
