@@ -8,7 +8,7 @@ trained, and compute no more than that something. The last only judges, and take
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines.engine import Engine
@@ -19,12 +19,70 @@ from phalanx.training.metric_probe import checked, find_rules, rules_of
 from phalanx.training.replica import Replica, divides_batches
 
 
+class ProbeAgreement(Protocol):
+    """Whose findings hold on this process."""
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process's own do."""
+        ...
+
+    @property
+    def divides_batches(self) -> bool:
+        """Whether steps are computed in parts."""
+        ...
+
+    @property
+    def admits_ranks(self) -> bool:
+        """Whether a rank may have joined that must be told again what the others know."""
+        ...
+
+    def from_chief(self, found: Any) -> Any:
+        """What the chief has found; all ranks meet here."""
+        ...
+
+
+class ChiefFinds:
+    """The chief's findings hold on all replicas."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    @property
+    def is_chief(self) -> bool:
+        return self._replica.is_chief
+
+    @property
+    def divides_batches(self) -> bool:
+        return divides_batches(self._replica)
+
+    @property
+    def admits_ranks(self) -> bool:
+        return self._replica.elastic is not None
+
+    def from_chief(self, found: Any) -> Any:
+        """See `ProbeAgreement.from_chief`."""
+        return self._replica.retry(lambda: self._replica.broadcast_from_chief(found))
+
+
+class EachFinds(NamedTuple):
+    """Every process finds out the same by itself: all of them see the whole batch."""
+
+    divides_batches: bool
+    is_chief: bool = True
+    admits_ranks: bool = False
+
+    def from_chief(self, found: Any) -> Any:
+        """See `ProbeAgreement.from_chief`."""
+        return found
+
+
 class ProgramProbes:
     """The probes of one model on one rank."""
 
-    def __init__(self, model: Any, replica: Replica) -> None:
+    def __init__(self, model: Any, agreement: ProbeAgreement) -> None:
         self._model = model
-        self._replica = replica
+        self._agreement = agreement
         self._losses: tuple[Any, loss_probe.Findings] | None = None
         self._tried: dict[str, tuple[Any, ...]] = {}  # what the model was compiled with when this step was tried
 
@@ -56,29 +114,29 @@ class ProgramProbes:
                 self._try(step, engine, data, form)
 
     def _decide_metric_rules(self, engine: Engine, data: Any) -> None:
-        replica, rules = self._replica, engine.metric_rules
+        rules = engine.metric_rules
         if rules.is_decided:
             return
         found = find_rules(self._model, engine, data)
         if found is not rules.rules:  # else there was nothing to find out, on any rank
             own = found if isinstance(found, str) else [list(rule) for rule in found]
-            chiefs: Any = replica.retry(lambda: replica.broadcast_from_chief(own))
+            chiefs = self._agreement.from_chief(own)
             found = chiefs if isinstance(chiefs, str) else rules_of(chiefs)
         rules.decide(checked(found))
 
     def _find_out_losses(self, data: Any, form: ElementStructure) -> None:
         """The ranks meet whether or not the chief knows already: one of them may have joined since."""
-        model, replica = self._model, self._replica
-        is_open = divides_batches(replica) and loss_probe.has_open_questions(model)
+        model, agreement = self._model, self._agreement
+        is_open = agreement.divides_batches and loss_probe.has_open_questions(model)
         if form is ElementStructure.WHOLE or not is_open:
             return
         findings: Any = None
-        if replica.is_chief:
+        if agreement.is_chief:
             if not self._knows_losses():
                 self._losses = model._compile_loss, loss_probe.probe(model, *data)
             assert self._losses is not None
             findings = list(self._losses[1])
-        findings = loss_probe.Findings(*replica.retry(lambda: replica.broadcast_from_chief(findings)))
+        findings = loss_probe.Findings(*agreement.from_chief(findings))
         self._losses = model._compile_loss, findings
         if findings.error:
             raise UnsupportedError(findings.error)
@@ -89,9 +147,9 @@ class ProgramProbes:
 
     def _tries(self, step: str) -> bool:
         """Whether the next step of this kind is to be tried; the same on all ranks."""
-        if not divides_batches(self._replica) or not step_probe.is_needed(self._model, step):
+        if not self._agreement.divides_batches or not step_probe.is_needed(self._model, step):
             return False
-        return self._replica.elastic is not None or self._tried.get(step) != self._compiled_with()
+        return self._agreement.admits_ranks or self._tried.get(step) != self._compiled_with()
 
     def _compiled_with(self) -> tuple[Any, ...]:
         model = self._model
@@ -99,9 +157,9 @@ class ProgramProbes:
 
     def _try(self, step: str, engine: Engine, data: Any, form: ElementStructure) -> None:
         """All ranks try it, because it creates variables."""
-        replica, problem = self._replica, ""
+        problem = ""
         if self._tried.get(step) != self._compiled_with():
             problem = step_probe.find_difference(self._model, engine, data, form, step)
-        if problem := str(replica.retry(lambda: replica.broadcast_from_chief(problem))):
+        if problem := str(self._agreement.from_chief(problem)):
             raise UnsupportedError(problem)
         self._tried[step] = self._compiled_with()

@@ -19,9 +19,9 @@ from phalanx.keras_compat import model_state
 from phalanx.parameter_server.client import HEAD
 from phalanx.parameter_server.server_messages import HoldSteps, Values
 from phalanx.training import callback_list
-from phalanx.training.metric_probe import checked, find_rules
 from phalanx.training.model_checks import check_normalization
 from phalanx.training.parameter_server_worker import ParameterServerWorker
+from phalanx.training.program_probes import EachFinds, ProgramProbes
 from phalanx.training.remote_variables import RemoteVariables
 from phalanx.training.sparse_embeddings import EmbeddingTable, SparseEmbeddings, find_tables, select_tables
 from phalanx.training.steps.parameter_server_step import ParameterServerMerge
@@ -58,6 +58,8 @@ class RemoteModel:
         self._worker = worker
         self._engine: Engine | None = None
         self._variables: RemoteVariables | None = None
+        # In asynchronous training, each worker's batch is a step.
+        self._probes = ProgramProbes(model, EachFinds(worker.workers > 1 and worker.rules.synchronous))
         self._sample: Batch | None = None  # the first batch
         # Whether the servers have newer embedding tables than the model, and newer optimizer state of these.
         self._tables_stale = self._slots_stale = False
@@ -100,8 +102,7 @@ class RemoteModel:
         self._sample = source.peek(restart=self.builds_from_a_batch).data
         engine.expect(source.structure)
         engine.build(self._sample)
-        if not engine.metric_rules.is_decided:
-            engine.metric_rules.decide(checked(find_rules(model, engine, self._sample)))
+        self._probes.run(engine, self._sample, source.structure, ["train_step"])
         if worker.workers > 1 and not worker.rules.is_lockstep:
             check_normalization(model)
         return engine

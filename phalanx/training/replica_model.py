@@ -22,7 +22,7 @@ from phalanx.training.consistency import compare_inputs, compare_samples
 from phalanx.training.fit_arguments import capped
 from phalanx.training.joint_batches import JointBatches, read_part
 from phalanx.training.model_checks import check_batch_size, check_normalization, stateful_layer
-from phalanx.training.program_probes import ProgramProbes
+from phalanx.training.program_probes import ChiefFinds, ProgramProbes
 from phalanx.training.replica import Replica, seed_from_program
 from phalanx.training.steps.deterministic import DeterministicStepper, check_deterministic
 from phalanx.training.steps.gradient_merge import StepMerge
@@ -65,7 +65,7 @@ class ReplicaModel:
         self._peeked = False
         self._announced: set[Any] = set()
         self._seeds_given = 0
-        self._probes = ProgramProbes(model, replica)
+        self._probes = ProgramProbes(model, ChiefFinds(replica))
         self._predicts_rows: dict[str, bool] = {}
 
     @property

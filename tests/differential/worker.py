@@ -115,7 +115,8 @@ def _steps_since(outcome: Outcome, error: BaseException) -> int:
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     values = (item for label in outcome.values.values() for item in label.items())
     before = [value for place, value in values if "iterations" in place]
-    return int(optimizer.iterations) - int(before[-1] if before else 0)
+    taken, seen = int(optimizer.iterations), int(before[-1] if before else 0)
+    return taken - seen if taken >= seen else taken  # an optimizer that was compiled since begins at 0
 
 
 def _disturb(stack: contextlib.ExitStack, random: np.random.Generator) -> None:

@@ -33,6 +33,7 @@ class Case:
         sets: whether a callback sets weights between epochs.
         idles: whether a fit without epochs to make comes first.
         stops: whether a callback stops the training in the middle of the second epoch.
+        error: a part of the UnsupportedError that all workers raise instead.
     """
 
     workers: int
@@ -47,6 +48,7 @@ class Case:
     sets: bool = False
     idles: bool = False
     stops: bool = False
+    error: str = ""
 
 
 def _shards(count: int) -> Any:
@@ -62,6 +64,31 @@ def _own_step(keras: Any) -> Any:
     inputs = keras.Input((FEATURES,))
     hidden = keras.layers.Dense(8, activation="tanh")(inputs)
     return STEPS[keras.backend.backend()](inputs, keras.layers.Dense(CLASSES, activation="softmax")(hidden))
+
+
+def _centering(keras: Any) -> Any:
+    """A model that uses the mean of a batch."""
+    from tests.training.scenarios.own_code import Centering
+
+    layers = keras.layers
+    return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(8), Centering(), layers.Dense(CLASSES, "softmax")])
+
+
+def _sum(keras: Any) -> Any:
+    """A loss that is one sum over the batch."""
+    entropy = keras.losses.sparse_categorical_crossentropy
+    return lambda y, prediction: keras.ops.sum(entropy(y, prediction))
+
+
+def _ratio(keras: Any) -> Any:
+    """A loss that is a ratio of two sums over the batch."""
+
+    def ratio(y: Any, prediction: Any) -> Any:
+        ops = keras.ops
+        chosen = ops.cast(ops.reshape(y, (-1,)) > 0, "float32")
+        return ops.sum(chosen * keras.losses.sparse_categorical_crossentropy(y, prediction)) / (ops.sum(chosen) + 0.1)
+
+    return ratio
 
 
 def _wide(keras: Any) -> Any:
@@ -132,6 +159,16 @@ CASES = {
         2,
         {"synchronous": True, "variable_partitioner": 2},
         lambda keras: keras.optimizers.AdamW(0.02, global_clipnorm=0.1),
+        loss=_sum,
+    ),
+    "synchronous_with_a_loss_that_is_a_sum": Case(
+        2, {"synchronous": True}, lambda keras: keras.optimizers.SGD(0.01), loss=_sum
+    ),
+    "synchronous_with_a_loss_that_is_a_ratio": Case(
+        2, {"synchronous": True}, loss=_ratio, error="phalanx.losses.OverGlobalBatch"
+    ),
+    "synchronous_with_the_mean_of_a_batch": Case(
+        2, {"synchronous": True}, model=_centering, error="computes something of all samples"
     ),
     "synchronous_clipped_one_by_one": Case(
         2, {"synchronous": True}, lambda keras: keras.optimizers.SGD(1.0, clipnorm=0.05)
@@ -294,6 +331,17 @@ def train(case: Case, scope: Any) -> dict[str, Any]:
     }
 
 
+def _refused(case: Case, scope: Any) -> str:
+    """The text of the error that a case comes to; empty if it trains."""
+    import phalanx
+
+    try:
+        train(case, scope)
+    except phalanx.errors.UnsupportedError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     import phalanx
 
@@ -305,6 +353,9 @@ def main() -> None:
             options["variable_partitioner"] = _shards(options["variable_partitioner"])
         strategy = phalanx.ParameterServerStrategy(**options)
         before = strategy.global_step
+        if case.error:
+            (folder / f"{name}.{strategy.rank}").write_bytes(pickle.dumps(_refused(case, strategy.scope())))
+            continue
         found = {"job": train(case, strategy.scope()), "steps": strategy.global_step - before}
         if strategy.is_chief:
             found["plain"] = train(case, contextlib.nullcontext())

@@ -26,10 +26,10 @@ TOLERANCE = 1e-4
 BATCHES = 6  # of an epoch: 101 samples in batches of 20
 
 
-def on_each_backend(*, exact: bool) -> pytest.MarkDecorator:
-    """All cases with exact numbers, or all others, on all backends."""
+def on_each_backend(*, exact: bool, refused: bool = False) -> pytest.MarkDecorator:
+    """All cases with exact numbers, or all others, on all backends; or those that end with an error."""
 
-    names = [name for name, case in CASES.items() if case.exact is exact]
+    names = [name for name, case in CASES.items() if case.exact is exact and bool(case.error) is refused]
     return pytest.mark.parametrize(
         ("backend", "name"),
         [
@@ -76,6 +76,12 @@ def test_the_numbers_are_those_of_one_process(found: Callable[..., list[Found]],
         assert_close(chief["job"][key], expected, TOLERANCE, key)
     for other in others:
         assert_close(other["job"]["weights"], chief["job"]["weights"], 0.0, "weights on another worker")
+
+
+@on_each_backend(exact=True, refused=True)
+def test_what_is_not_the_same_on_parts_is_refused(found: Callable[..., list[str]], backend: str, name: str) -> None:
+    for error in found(backend, name):
+        assert CASES[name].error in error
 
 
 @on_each_backend(exact=False)
