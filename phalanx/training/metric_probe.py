@@ -132,11 +132,13 @@ def _observe(rules: MetricRules, batch: Values, update: Update) -> list[list[Tri
         return rules.values()
 
     start = rules.values()
-    later = after(start, 0, rows)  # all of them: a single one may leave alone what the others change
+    # Each start tells what another hides: one far away rounds all differences, a sample may leave a start as it is, and
+    # all samples leave no maximum to be found.
+    later, last = after(start, 0, 1), after(start, 0, rows)
     # One sample differs from all others more than two halves from each other.
     trials = [
         (cut / rows, (begun, after(begun, 0, cut), after(begun, cut, rows), after(begun, 0, rows)))
-        for begun, cut in ((start, 1), (start, rows // 2), (later, rows // 2))
+        for begun, cut in ((start, 1), (start, rows // 2), (later, rows // 2), (last, rows // 2))
     ]
     rules.set_values(start)
     return [
