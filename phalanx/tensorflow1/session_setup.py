@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,9 @@ from phalanx.transport.address import Address
 v1 = tf.compat.v1
 LOSSES = (tf.errors.AbortedError, tf.errors.UnavailableError)
 """What TensorFlow raises when it cannot reach a task, or when a task has been started again."""
+
+_TASK = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)")
+"""How errors of TensorFlow name a task."""
 
 _started: set[str] = set()
 """Targets that a session has been on: what does not answer there is lost, not late."""
@@ -85,13 +89,14 @@ def naming_lost_tasks(master: Any) -> Iterator[None]:
         yield
     except LOSSES as error:
         server = server_of(master)
-        if server is None:
-            raise
-        for task, address in server.other_tasks.items():
-            if task.startswith(PS) and probe(address) is not Answer.SERVES:
+        servers = {} if server is None else {t: a for t, a in server.other_tasks.items() if t.startswith(PS)}
+        named = {f"{job}/{index}" for job, index in _TASK.findall(str(error))}
+        for task, address in servers.items():
+            # One that the error names may have been started again meanwhile.
+            if task in named or probe(address) is not Answer.SERVES:
                 raise PeerLostError(
-                    f"{task} at {address} is lost: its TensorFlow server does not answer any more. With "
-                    f"MonitoredTrainingSession, training continues from the last checkpoint when it is back.",
+                    f"{task} at {address} was lost, with the variables on it. With MonitoredTrainingSession, training "
+                    f"continues from the last checkpoint when it is back.",
                     rank=-1,
                     task=task,
                     host=address.host,

@@ -47,12 +47,11 @@ def check_servers_that_do_not_come_are_named() -> None:
     """This runs with PHALANX_RENDEZVOUS_TIMEOUT=1."""
     with socket.socket() as unused, socket.socket() as own:
         for each in (unused, own):
-            each.bind(("127.0.0.1", 0))  # not listening: refuses
-        own_port = own.getsockname()[1]
-        own.close()
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.bind(("127.0.0.1", 0))  # reserved for a server; without a listener, it refuses
         cluster = {
             "ps": [f"127.0.0.1:{unused.getsockname()[1]}"],
-            "worker": [f"127.0.0.1:{own_port}", "127.0.0.1:1"],
+            "worker": [f"127.0.0.1:{own.getsockname()[1]}", "127.0.0.1:1"],
         }
         server = tf.train.Server(cluster, job_name="worker", task_index=0)
         with tf.Graph().as_default() as graph:
@@ -73,6 +72,12 @@ def check_servers_that_do_not_come_are_named() -> None:
                     enter()
         with pytest.raises(PeerLostError, match="ps/0 at 127"), naming_lost_tasks(server.target):
             raise tf.errors.UnavailableError(None, None, "Connection reset")
+        # A server that has been started again answers, but it has lost its variables.
+        again = tf.train.Server(cluster, job_name="ps", task_index=0)
+        for text, expected in (("target /job:ps/replica:0/task:0", PeerLostError), ("", tf.errors.AbortedError)):
+            with pytest.raises(expected), naming_lost_tasks(server.target):
+                raise tf.errors.AbortedError(None, None, text)
+        del again
         with pytest.raises(tf.errors.DataLossError), naming_lost_tasks(server.target):
             raise tf.errors.DataLossError(None, None, "another error")
 
