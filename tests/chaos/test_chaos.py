@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.chaos import faults
+from tests.chaos import faults, partitions
 from tests.chaos.faults import choose, damage_newest
 from tests.chaos.invariants import Result, same_model
 from tests.chaos.job import Member, Shape
@@ -180,3 +181,29 @@ def test_silence_ends_in_eviction(tmp_path, tmp_path_factory, kind, chief):
     assert pause_s is not None
     assert pause_s <= TIMEOUT_S + 2.0
     assert "; starting it again" in said
+
+
+# Partitions.
+
+
+def saves(*lines: tuple[str, int, list[int], int]) -> list[dict[str, object]]:
+    return [{"what": what, "step": step, "token": token, "pid": pid, "time": 0.0} for what, step, token, pid in lines]
+
+
+def test_two_writers_a_late_one_and_a_lost_step_are_found():
+    good = saves(("begin", 1, [0, 1], 5), ("end", 1, [0, 1], 5), ("begin", 2, [1, 1], 6), ("end", 2, [1, 1], 6))
+    assert partitions.violations(good) == []
+    me = os.getpid()
+    mixed = saves(("begin", 1, [0, 1], me), ("begin", 1, [0, 2], 6), ("end", 1, [0, 1], me), ("end", 1, [0, 2], 6))
+    assert any("two writers" in each for each in partitions.violations(mixed))
+    assert any("after a later one" in each for each in partitions.violations([*good, *good[:2]]))
+    lost = saves(("begin", 2, [0, 1], 5), ("end", 2, [0, 1], 5), ("begin", 1, [1, 1], 6), ("end", 1, [1, 1], 6))
+    assert any("is lost" in each for each in partitions.violations(lost))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", partitions.Kind)
+def test_a_partition_leaves_one_writer(tmp_path, kind, seed):
+    assert partitions.trial(tmp_path, partitions.Plan.of(seed, kind)) == []
