@@ -122,15 +122,8 @@ def clips_by_norm(optimizer: Any) -> bool:
     return optimizer.clipnorm is not None or optimizer.global_clipnorm is not None
 
 
-def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, late: bool = False) -> None:
-    """Raise UnsupportedError for an optimizer that cannot run on servers, or not on this many.
-
-    Args:
-        optimizer: a Keras optimizer.
-        cut: whether a variable has more than one shard.
-        whole: whether one server has all variables, uncut, so that it sees every norm itself.
-        late: whether an update may lack some workers' gradients.
-    """
+def check_kind(optimizer: Any) -> None:
+    """Raise UnsupportedError for an optimizer that cannot run on servers, however many there are."""
     name = type(optimizer).__name__
     rate = getattr(optimizer, "_learning_rate", None)
     if callable(rate) and not isinstance(rate, (keras.Variable, keras.optimizers.schedules.LearningRateSchedule)):
@@ -144,6 +137,24 @@ def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, late: bool = Fals
             f"{name} scales the loss, and with parameter servers no process sees all gradients in time for that. "
             f"Use the policy 'mixed_bfloat16', which needs no loss scaling, or float32."
         )
+    if isinstance(optimizer, keras.optimizers.Adafactor):
+        raise UnsupportedError(
+            "Adafactor does not record which of its variables belongs to which of the model's, so servers cannot keep "
+            "its state. Use another optimizer."
+        )
+
+
+def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, late: bool = False) -> None:
+    """Raise UnsupportedError for an optimizer that cannot run on servers, or not on this many.
+
+    Args:
+        optimizer: a Keras optimizer.
+        cut: whether a variable has more than one shard.
+        whole: whether one server has all variables, uncut, so that it sees every norm itself.
+        late: whether an update may lack some workers' gradients.
+    """
+    check_kind(optimizer)
+    name = type(optimizer).__name__
     if clips_by_norm(optimizer) and not whole and (late or optimizer.gradient_accumulation_steps):
         raise UnsupportedError(
             f"{name} clips by the norm of {'the first' if late else 'accumulated'} gradients, of which each of several "
@@ -154,11 +165,6 @@ def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, late: bool = Fals
         raise UnsupportedError(
             f"{name} computes with each variable as a whole, so its variables cannot be partitioned. Leave out "
             f"variable_partitioner, or choose another optimizer."
-        )
-    if isinstance(optimizer, keras.optimizers.Adafactor):
-        raise UnsupportedError(
-            "Adafactor does not record which of its variables belongs to which of the model's, so servers cannot keep "
-            "its state. Use another optimizer."
         )
 
 

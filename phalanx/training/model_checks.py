@@ -8,11 +8,32 @@ import keras
 
 from phalanx.arrays.tree import leaves
 from phalanx.data import LocalBatch
+from phalanx.engines.updater import check_kind
 from phalanx.errors import ConfigurationError, UnsupportedError
-from phalanx.keras_compat.model_state import names_in
+from phalanx.keras_compat.model_state import names_in, optimizers
 
 CLIPPING = {"clip_by_global_norm", "clip_by_norm", "clip_by_average_norm"} | {"clip_grad_norm_", "clip_grad_value_"}
 """Functions of TensorFlow, PyTorch and Optax that clip gradients."""
+
+
+_SETS_ITS_WEIGHTS = (keras.layers.SpectralNormalization,)
+
+
+def check_served(model: Any) -> None:
+    """Raise UnsupportedError for a compiled model that parameter servers cannot train."""
+    used = optimizers(model)
+    if len(used) > 1:
+        raise UnsupportedError(
+            "The model has several optimizers; on parameter servers one optimizer trains all variables."
+        )
+    for optimizer in used:
+        check_kind(optimizer)
+    normalizes = next((layer for layer in model._flatten_layers() if isinstance(layer, _SETS_ITS_WEIGHTS)), None)
+    if normalizes is not None:
+        raise UnsupportedError(
+            f"The layer {normalizes.name!r} ({type(normalizes).__name__}) sets its own weights when it is called, "
+            f"and parameter servers, which store them, do not see that. Use MultiWorkerMirroredStrategy."
+        )
 
 
 def stateful_layer(model: Any) -> Any:

@@ -25,6 +25,7 @@ from phalanx.keras_compat.trainer_hook import KerasMethod
 from phalanx.training import callback_list, shared_saving
 from phalanx.training.central_storage_trainer import CentralStorageTrainer, CentralStorageWorker
 from phalanx.training.fit_resumption import has_checkpoint
+from phalanx.training.model_checks import check_served
 from phalanx.training.nested_calls import in_method
 from phalanx.training.parameter_server_trainer import ParameterServerTrainer
 from phalanx.training.parameter_server_worker import ParameterServerWorker
@@ -65,10 +66,15 @@ class ModelDispatcher:
         self.merge_gradients = merge_gradients
 
     def register_model(self, model: Any) -> None:
-        """Note the current strategy's member, and that a former trainer is stale."""
+        """Note the current strategy's member, and that a former trainer is stale.
+
+        Raises: UnsupportedError for a compiled model that parameter servers cannot train.
+        """
         if (member := self._current_member()) is not None:
             set_untracked(model, **{_MEMBER: member, _POLICY: self._current_policy()})
         forget_trainer(model)
+        if getattr(model, "compiled", False) and isinstance(member_of(model), ParameterServerWorker):
+            check_served(model)
 
     def register_object(self, thing: Any) -> None:
         """Name what is created, so that tasks can refer to it."""

@@ -8,18 +8,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import keras
 import numpy as np
 
 from phalanx.data import ShardedInput
 from phalanx.engines import make_engine
 from phalanx.engines.engine import Batch, Engine
-from phalanx.errors import DisagreementError, UnsupportedError
-from phalanx.keras_compat import model_state
+from phalanx.errors import DisagreementError
 from phalanx.parameter_server.client import HEAD
 from phalanx.parameter_server.server_messages import HoldSteps, Values
 from phalanx.training import callback_list
-from phalanx.training.model_checks import check_normalization
+from phalanx.training.model_checks import check_normalization, check_served
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.program_probes import EachFinds, ProgramProbes
 from phalanx.training.remote_variables import RemoteVariables
@@ -30,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
-_SETS_ITS_WEIGHTS = (keras.layers.SpectralNormalization,)
 CONSISTENCY_S = 2.0
 """How long the servers may take to apply updates that are still in flight. A server that a lost worker's last update
 did not reach never catches up with the others."""
@@ -85,16 +82,7 @@ class RemoteModel:
         Raises: UnsupportedError for models that parameter servers can't train.
         """
         model, worker = self.model, self._worker
-        if len(model_state.optimizers(model)) > 1:
-            raise UnsupportedError(
-                "The model has several optimizers; on parameter servers one optimizer trains all variables."
-            )
-        normalises = next((x for x in model._flatten_layers() if isinstance(x, _SETS_ITS_WEIGHTS)), None)
-        if normalises is not None:
-            raise UnsupportedError(
-                f"The layer {normalises.name!r} ({type(normalises).__name__}) sets its own weights when it is called, "
-                f"and parameter servers, which store them, do not see that. Use MultiWorkerMirroredStrategy."
-            )
+        check_served(model)
         if self._engine is None:
             self._engine = make_engine(model, self.merge)
         engine = self._engine
