@@ -86,15 +86,22 @@ def several(model: Any, saved: phalanx.ShardedCheckpoint, folder: Path) -> None:
 def fenced(model: Any, saved: phalanx.ShardedCheckpoint, folder: Path) -> None:
     """A process that another one has succeeded puts nothing in its place."""
 
-    @contextlib.contextmanager
-    def superseded() -> Any:
-        raise SupersededError("another process has claimed the directory")
-        yield
+    writing, begun = saved.claim.writing, []
 
-    saved.claim.writing = superseded  # type: ignore[method-assign]
+    @contextlib.contextmanager
+    def superseded_after_the_first() -> Any:
+        begun.append(1)
+        if len(begun) > 1:
+            raise SupersededError("another process has claimed the directory")
+        with writing():
+            yield
+
+    saved.claim.writing = superseded_after_the_first  # type: ignore[method-assign]
     saved.save(model, 4)
     with pytest.raises(SupersededError):
         saved.wait()
+    with pytest.raises(SupersededError):
+        saved.save(model, 5)
     assert saved.steps == [2, 3]
 
 
