@@ -256,6 +256,16 @@ def test_a_transformer_that_no_device_may_hold_trains_as_on_one_device(run: Run,
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("jax" not in BACKENDS, reason="BACKENDS leaves out jax")
+def test_the_program_for_tpus_learns_the_digits_on_parts_of_a_cpu(run: Run) -> None:
+    parts = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PJRT_NPROC": "8"}
+    small = ("--width", 64, "--blocks", 1, "--epochs", 6)
+    output = run("examples/tpu.py", *small, backend="jax", more=parts)
+    assert "(replica=1, shard=2)" in output
+    assert percent(output, "test accuracy") >= 85
+
+
+@pytest.mark.slow
 @each_backend(slow_after_the_first=True)
 def test_horovod_keras_learns_the_digits(run: Run, tmp_path: Path, backend: str) -> None:
     output = run("examples/horovod_keras.py", workers=2, backend=backend)
