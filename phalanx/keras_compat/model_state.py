@@ -86,6 +86,13 @@ def has_built_parts(model: Any, *, with_loss: bool = True) -> bool:
     return bool(layers) and all(part is None or part.built for part in [*layers, *parts])
 
 
+def builds_in_steps(model: Any, step: str) -> bool:
+    """Whether there are layers that only the model's own `train_step` or `test_step` may build; on JAX none can."""
+    if keras.backend.backend() == "jax" or not overrides(model, step):
+        return False
+    return not all(layer.built for layer in model._flatten_layers(include_self=False))
+
+
 def overrides(model: Any, method: str) -> bool:
     """Whether the model's class overrides a method of Keras's trainer."""
     return getattr(type(model), method) is not getattr(keras_trainer(), method)

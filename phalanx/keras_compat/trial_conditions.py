@@ -46,7 +46,7 @@ class TrialConditions:
 
     def __enter__(self) -> TrialConditions:
         enter = self._stack.enter_context
-        enter(_running_eagerly(self._model))
+        enter(running_eagerly(self._model))
         enter(contextlib.redirect_stdout(io.StringIO()))  # a step says what it says once
         for patch in self._random_functions():
             enter(patch)
@@ -152,7 +152,8 @@ def _most_likely(logits: Any, num_samples: int, dtype: str = "int32", seed: Any 
 
 
 @contextmanager
-def _running_eagerly(model: Any) -> Iterator[None]:
+def running_eagerly(model: Any) -> Iterator[None]:
+    """A context in which steps of a model are not compiled."""
     before = model.jit_compile, model.run_eagerly
     if keras.backend.backend() != "jax":  # where each operation would be compiled by itself
         model.jit_compile, model.run_eagerly = False, True

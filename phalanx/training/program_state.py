@@ -38,7 +38,9 @@ class ProgramState:
         self._model = model
         self._variables: dict[int, tuple[Any, Array]] = {}
         self.keep([*variables_of(model), *model.metrics_variables])
-        parts = [*model._flatten_layers(), *model_state.optimizers(model), *model.metrics]
+        parts = [*model._flatten_layers(include_self=False), *model_state.optimizers(model), *model.metrics]
+        # What an unbuilt part gets when it is built stays.
+        parts = [model, *[part for part in parts if getattr(part, "built", True)]]
         self._attributes = [_Attributes(part) for part in {id(part): part for part in parts}.values()]
         self._random = random.getstate(), np.random.get_state(), random_state(), _tensorflow_random()
 

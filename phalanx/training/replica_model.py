@@ -11,12 +11,13 @@ from keras import tree
 
 from phalanx.arrays.tree import map_leaves
 from phalanx.data import ShardedInput, shard_input
+from phalanx.data.dataset_elements import ElementStructure
 from phalanx.data.shuffling import Shuffling
 from phalanx.engines import make_engine, make_spmd_engine
 from phalanx.engines.engine import Batch, Engine
 from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.keras_compat.keras_internals import compute_output_spec, print_msg
-from phalanx.keras_compat.model_state import is_unbuilt
+from phalanx.keras_compat.model_state import builds_in_steps, is_unbuilt
 from phalanx.training import callback_list, state_sync
 from phalanx.training.consistency import compare_inputs, compare_samples
 from phalanx.training.fit_arguments import capped
@@ -32,6 +33,7 @@ from phalanx.training.steps.optimizer_properties import accumulation_steps, cons
 from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
 from phalanx.training.steps.synchronous import SynchronousStepper
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
+from phalanx.training.unbuilt_parts import build_parts
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class ReplicaModel:
         self._announced: set[Any] = set()
         self._seeds_given = 0
         self._probes = ProgramProbes(model, ChiefFinds(replica))
+        self._steps_that_built: set[str] = set()
         self._predicts_rows: dict[str, bool] = {}
 
     @property
@@ -177,11 +180,18 @@ class ReplicaModel:
             check_batch_size(self.model, first, self.replica.world_size)
             data = first.data
         self.engine.build(data)
+        self._build_parts(data, source.structure, "train_step" if trains else "test_step")
         self._probes.run(self.engine, data, source.structure, steps)
         if trains and self.policy.period is not None:
             check_normalization(self.model)
             refuse_overwritten(self.model.trainable_variables, "a replica that trains alone between two merges")
         return self.engine
+
+    def _build_parts(self, data: Batch, form: ElementStructure, step: str) -> None:
+        if step not in self._steps_that_built and builds_in_steps(self.model, step):
+            self._steps_that_built.add(step)  # what it has not built it does not use
+            build_parts(self.model, data, form, step)
+            self.engine.build(data)
 
     def prepare_to_predict(self, source: ShardedInput, method: str) -> Engine:
         """The engine, with the layers' variables created: a model need not be compiled to predict."""

@@ -325,8 +325,6 @@ class _Comparison(NamedTuple):
 def _can_be_tried(model: Any, data: Any) -> bool:
     """Whether a step leaves nothing behind that cannot be undone, nothing in it is local on purpose, and all arrays of
     the batch have a row for each sample."""
-    if not all(layer.built for layer in model._flatten_layers(include_self=False)):
-        return False  # it would be built under other conditions
     if any(hasattr(value, "__next__") for value in vars(model).values()):
         return False  # what it reads would be lost
     wrapped = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.TorchModuleWrapper)]

@@ -220,6 +220,31 @@ def own_train_step_without_a_number_at_first(setting: Setting) -> dict[str, Any]
     return fitted(compiled(setting, _dense(ByHand), loss=None), x, numbers())
 
 
+@scenario(backends=("tensorflow", "torch"), quick=("torch",))
+def own_train_step_that_builds_a_head(setting: Setting) -> dict[str, Any]:
+    """Keras builds in the first step what only that step calls; a stray layer stays as it is."""
+
+    class WithHead(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head, self.stray = layers.Dense(4, "tanh"), layers.Dense(1), layers.Dense(2)
+            self.optimizer_of_head = keras.optimizers.SGD(0.1)
+
+        def call(self, inputs: Any) -> Any:
+            return self.body(inputs)
+
+        def train_step(self, data: Any) -> Any:
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            self.head(self.body(x))
+            body, head = self.body.trainable_variables, self.head.trainable_variables
+            loss, gradients = _gradients(lambda: ops.mean(ops.square(self.head(self.body(x)) - y)), [*body, *head])
+            self.optimizer.apply(gradients[:2], body)
+            self.optimizer_of_head.apply(gradients[2:], head)
+            return {"error": loss}
+
+    return fitted(compiled(setting, WithHead, loss=None), y=numbers())
+
+
 def _testing(log: Callable[[Any], dict[str, Any]]) -> type:
     """A model with a `test_step` that logs what it computes of the errors of a batch."""
 

@@ -94,7 +94,7 @@ class TensorFlowEngine(VariableEngine):
         only_a_step = type(model).call is keras.Model.call or parts_are_built
         if model_state.overrides(model, "train_step") and only_a_step:
             # Its `train_step` may do anything with its parts, and need not call the model.
-            if not model.optimizer.built:
+            if not model.optimizer.built and parts_are_built:
                 model.optimizer.build(model.trainable_variables)
         else:
             model._symbolic_build(data_batch=map_leaves(_without_string_arrays, self._batches.for_keras(data)))
