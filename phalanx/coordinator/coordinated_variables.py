@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import keras
@@ -169,7 +170,16 @@ class WorkerVariables:
 
     def refuse(self, optimizer: Any) -> None:
         """Let a function that applies this optimizer raise an error, until the servers run it."""
-        redirect_apply(optimizer, self._refuse)
+        self._redirect(optimizer, self._refuse)
+
+    def _redirect(self, optimizer: Any, apply: Callable[[Any, Any], None]) -> None:
+        """In functions, call this instead of an optimizer's `apply`; in a `fit` it is the optimizer's own."""
+        own = partial(type(optimizer).apply, optimizer)
+
+        def redirected(gradients: Any, variables: Any) -> None:
+            (apply if self._worker.in_function else own)(gradients, variables)
+
+        redirect_apply(optimizer, redirected)
 
     def begin(self, begin: Begin) -> None:
         """The coordinator has declared the variables: compare, and take part. If it has declared others since, that is
@@ -188,7 +198,7 @@ class WorkerVariables:
         if self._served.begin(begin.fit) is None:
             self._served = None
         elif optimizer is not None:
-            redirect_apply(optimizer, self._apply)
+            self._redirect(optimizer, self._apply)
 
     def _find(self, begin: Begin, optimizer: Any) -> list[Any]:
         """This task's own of the variables that the chief has declared."""
