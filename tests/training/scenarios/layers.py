@@ -605,3 +605,15 @@ def stateful_layers(setting: Setting) -> dict[str, Any]:
         layer.reset_state()
     again = model.evaluate(x, labels(32), batch_size=8, verbose=0, return_dict=True)
     return {"history": found.history, "predict": outputs, "again": again}
+
+
+@scenario(backends=("tensorflow",), quick=("tensorflow",), worlds=(2,))
+def stateful_layers_that_the_first_batch_builds(setting: Setting) -> dict[str, Any]:
+    """Their state is as wide as the replica's part of a batch. (On other backends Keras itself cannot build them.)"""
+
+    def build() -> Any:
+        return keras.Sequential([layers.LSTM(3, stateful=True), layers.Dense(CLASSES, activation="softmax")])
+
+    x = np.random.default_rng(31).normal(size=(32, 4, 2)).astype("float32")
+    model = compiled(setting, build)
+    return {"history": model.fit(x, labels(32), batch_size=8, epochs=2, shuffle=False, verbose=0).history}

@@ -97,7 +97,10 @@ class TensorFlowEngine(VariableEngine):
             if not model.optimizer.built and parts_are_built:
                 model.optimizer.build(model.trainable_variables)
         else:
-            model._symbolic_build(data_batch=map_leaves(_without_string_arrays, self._batches.for_keras(data)))
+            batch = map_leaves(_without_string_arrays, self._batches.for_keras(data))
+            if not all(layer.built for layer in model._flatten_layers()):
+                _build_by_tracing(model, keras.utils.unpack_x_y_sample_weight(batch)[0])
+            model._symbolic_build(data_batch=batch)
         self._note_variables(model_state.layer_state(model))
 
     def train(self, data: Batch, share: float) -> None:
@@ -283,6 +286,11 @@ class TensorFlowVariables:
 def _assign_weights(values: Sequence[Any], weights: Sequence[Any]) -> None:
     for weight, value in zip(weights, values, strict=True):
         weight.assign(value)
+
+
+def _build_by_tracing(model: keras.Model, x: Any) -> None:
+    """Build the layers as Keras's own step does. Its symbolic build refuses what stateful recurrent layers create."""
+    tf.function(lambda x: model(x, training=False), autograph=False).get_concrete_function(to_tensors(x))
 
 
 def _without_string_arrays(array: Array) -> Any:
