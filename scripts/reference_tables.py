@@ -65,7 +65,7 @@ def command_line() -> str:
 
 def of_command(command: click.Command, parent: click.Context) -> str:
     """Usage, help and options of a command, as `--help` has them."""
-    context = click.Context(command, info_name=command.name, parent=parent)
+    context = click.Context(command, info_name=command.name, parent=parent, **command.context_settings)
     usage = command.get_usage(context).removeprefix("Usage: ")
     parts = [f"## phalanx {command.name}", f"```text\n{' '.join(usage.split())}\n```", prose(command.help or "")]
     groups: dict[str, list[tuple[str, str]]] = {}

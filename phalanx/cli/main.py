@@ -48,6 +48,9 @@ def cli() -> None:
 
 
 for command in (run, plan, status, top, dashboard, report, scale, doctor, env):
+    command.context_settings.update(
+        cli.context_settings
+    )  # Click keeps a command's help option as it is first asked for
     cli.add_command(command)
 
 

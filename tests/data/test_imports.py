@@ -7,6 +7,7 @@ import phalanx.data
 def test_the_exported_names_change_only_on_purpose():
     assert sorted(phalanx.data.__all__) == [
         "AutoShardPolicy",
+        "DatasetCreator",
         "DistributedDataset",
         "DistributedIterator",
         "InputContext",
