@@ -48,9 +48,8 @@ def cli() -> None:
 
 
 for command in (run, plan, status, top, dashboard, report, scale, doctor, env):
-    command.context_settings.update(
-        cli.context_settings
-    )  # Click keeps a command's help option as it is first asked for
+    # Click keeps a command's help option as it was first asked for, with its group or without.
+    command.context_settings.update(cli.context_settings)
     cli.add_command(command)
 
 
