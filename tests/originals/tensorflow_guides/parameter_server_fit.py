@@ -46,7 +46,7 @@ callbacks = [
     keras.callbacks.ModelCheckpoint(filepath="my_working_dir/ckpt.weights.h5", save_weights_only=True),
     keras.callbacks.BackupAndRestore(backup_dir="my_working_dir/backup"),
 ]
-history = model.fit(dataset, epochs=3, steps_per_epoch=40, callbacks=callbacks).history
+history = model.fit(dataset, epochs=10, steps_per_epoch=40, callbacks=callbacks).history
 _, accuracy = model.evaluate(test_x.reshape(-1, 64) / 16, test_y)
 assert accuracy > 0.7, accuracy
 report(epochs=len(history["loss"]))
