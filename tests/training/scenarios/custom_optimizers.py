@@ -172,7 +172,7 @@ def optimizer_state_set_between_fits(setting: Setting) -> dict[str, Any]:
     model.optimizer.load_own_variables({name: ops.convert_to_numpy(value) * 2 for name, value in store.items()})
     second = fitted(model)
     for variable in model.optimizer.variables[2:]:
-        variable.assign(ops.zeros_like(variable))
+        variable.assign(ops.zeros(variable.shape, variable.dtype))
     return {"first": first, "second": second, "third": fitted(model)} | _state(model)
 
 
