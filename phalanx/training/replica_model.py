@@ -17,6 +17,7 @@ from phalanx.engines import make_engine, make_spmd_engine
 from phalanx.engines.engine import Batch, Engine
 from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.keras_compat.keras_internals import compute_output_spec, print_msg
+from phalanx.keras_compat.layer_building import build_layers, has_built_layers, keras_tensors
 from phalanx.keras_compat.model_state import builds_in_steps, is_unbuilt
 from phalanx.training import callback_list, state_sync
 from phalanx.training.consistency import compare_inputs, compare_samples
@@ -196,8 +197,8 @@ class ReplicaModel:
     def prepare_to_predict(self, source: ShardedInput, method: str) -> Engine:
         """The engine, with the layers' variables created: a model need not be compiled to predict."""
         self._make_engine(source, method)
-        if not all(layer.built for layer in self.model._flatten_layers()):
-            compute_output_spec(self.model, _keras_tensors(source.peek().data[0]), training=False)
+        if not has_built_layers(self.model):
+            build_layers(self.model, source.peek().data[0])
         return self.engine
 
     def predicts_rows(self, data: Batch) -> bool:
@@ -320,20 +321,10 @@ def _predicts_rows(model: Any, x: Any) -> bool:
     if stateful_layer(model) is not None:  # made for one number of samples, and so its outputs are
         return True
     try:
-        outputs = compute_output_spec(model, _keras_tensors(x, any_size=True), training=False)
+        outputs = compute_output_spec(model, keras_tensors(x, any_size=True), training=False)
     except Exception as error:
         # The model computes only with values. Then the rows of each batch tell (`LocalOutputs`).
         logger.debug("The shapes of the outputs of %r are not known before they are computed: %s", model.name, error)
         return True
     shapes = [output.shape for output in tree.flatten(outputs) if output is not None]
     return all(len(shape) > 0 and shape[0] is None for shape in shapes)
-
-
-def _keras_tensors(arrays: Any, *, any_size: bool = False) -> Any:
-    """Symbolic tensors like these arrays; with `any_size`, of any number of samples."""
-
-    def symbolic(array: Any) -> Any:
-        kind = "string" if array.dtype.kind in "OSU" else keras.backend.standardize_dtype(array.dtype)
-        return keras.KerasTensor((None, *array.shape[1:]) if any_size else array.shape, kind)
-
-    return tree.map_structure(lambda array: None if array is None else symbolic(array), arrays)

@@ -615,5 +615,7 @@ def stateful_layers_that_the_first_batch_builds(setting: Setting) -> dict[str, A
         return keras.Sequential([layers.LSTM(3, stateful=True), layers.Dense(CLASSES, activation="softmax")])
 
     x = np.random.default_rng(31).normal(size=(32, 4, 2)).astype("float32")
+    predicted = compiled(setting, build).predict(x, batch_size=8, verbose=0)
     model = compiled(setting, build)
-    return {"history": model.fit(x, labels(32), batch_size=8, epochs=2, shuffle=False, verbose=0).history}
+    history = model.fit(x, labels(32), batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    return {"history": history, "predict": predicted}

@@ -32,6 +32,7 @@ from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_gradients import GlobalGradients
 from phalanx.keras_compat.global_losses import GloballyScaledLosses
+from phalanx.keras_compat.layer_building import build_layers, has_built_layers
 from phalanx.keras_compat.optimizer_applies import merging_applies
 from phalanx.keras_compat.step_collectives import InStep, trace_key
 from phalanx.keras_compat.step_means import WeightedStepMeans
@@ -98,8 +99,8 @@ class TensorFlowEngine(VariableEngine):
                 model.optimizer.build(model.trainable_variables)
         else:
             batch = map_leaves(_without_string_arrays, self._batches.for_keras(data))
-            if not all(layer.built for layer in model._flatten_layers()):
-                _build_by_tracing(model, keras.utils.unpack_x_y_sample_weight(batch)[0])
+            if not has_built_layers(model):
+                build_layers(model, keras.utils.unpack_x_y_sample_weight(batch)[0])
             model._symbolic_build(data_batch=batch)
         self._note_variables(model_state.layer_state(model))
 
@@ -286,11 +287,6 @@ class TensorFlowVariables:
 def _assign_weights(values: Sequence[Any], weights: Sequence[Any]) -> None:
     for weight, value in zip(weights, values, strict=True):
         weight.assign(value)
-
-
-def _build_by_tracing(model: keras.Model, x: Any) -> None:
-    """Build the layers as Keras's own step does. Its symbolic build refuses what stateful recurrent layers create."""
-    tf.function(lambda x: model(x, training=False), autograph=False).get_concrete_function(to_tensors(x))
 
 
 def _without_string_arrays(array: Array) -> Any:
