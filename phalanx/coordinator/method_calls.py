@@ -15,7 +15,6 @@ from phalanx.coordinator.dispatcher import Dispatcher
 from phalanx.coordinator.worker_connection import Message
 from phalanx.coordinator.worker_server import MethodState, WorkerSettings
 from phalanx.engines.tensors import Tensors
-from phalanx.errors import PhalanxError, UnsupportedError
 from phalanx.keras_compat.model_copies import record_construction
 from phalanx.keras_compat.object_names import name_counters
 from phalanx.training.call_pickling import CallPickler
@@ -93,16 +92,12 @@ class MethodCalls:
             own = made.name_of(thing) if isinstance(thing, KINDS) else None
             return ("made", *own) if own is not None and self.definitions.knows([own]) else None
 
-        contents = {}
-        for argument, value in arguments.items():
-            try:
-                contents[argument] = CallPickler(self._tensors, refer, with_weights=True).pickled(value)
-            except PhalanxError:
-                raise
-            except Exception as error:  # whatever the pickling code of some class raises
-                raise UnsupportedError(
-                    f"{method}({argument}=...) cannot travel to workers that run no program of their own: "
-                    f"{str(error).rstrip('.')}. Pass arrays, a keras.utils.PyDataset, a DataLoader or a "
-                    f"tf.data.Dataset rather than a running generator, or run the same program on all tasks."
-                ) from error
+        contents = {
+            argument: CallPickler(self._tensors, refer, with_weights=True).pickled_or_refused(
+                value,
+                f"{method}({argument}=...) cannot travel to workers that run no program of their own",
+                "run the same program on all tasks",
+            )
+            for argument, value in arguments.items()
+        }
         return CallMethod(name, method, fit), [pickle.dumps(state), pickle.dumps(contents)]

@@ -138,7 +138,7 @@ class PreemptionCheckpointHandler:
                 f"The job was preempted after {self._runs} steps. It resumes when the program is started again."
             )
         self._config.exit_fn()
-        self._notice = _Notice(self._config.grace_period or 0.0)  # `exit_fn` returned: the program goes on by itself
+        self._notice = _Notice(self._config.grace_period or 0.0)  # `exit_fn` returned: the program continues
         self._watch()
 
     @contextmanager

@@ -19,7 +19,6 @@ import msgspec
 
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
 from phalanx.engines.tensors import Tensors
-from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_copies
 from phalanx.keras_compat.model_copies import LayerCopy
 from phalanx.training.call_pickling import CallPickler
@@ -165,16 +164,11 @@ def _pickled(thing: Any, what: str, tensors: Tensors, places: Mapping[int, int])
         places: of the layers that the other replicas have, by their ids; others travel with their weights.
     """
     pickler = CallPickler(tensors, lambda thing: places.get(id(thing)), with_weights=bool(places))
-    try:
-        return pickler.pickled(thing)
-    except UnsupportedError:
-        raise
-    except Exception as error:  # whatever the pickling code of some class raises
-        raise UnsupportedError(
-            f"{what} cannot travel to the other replicas of this session: {str(error).rstrip('.')}. Pass arrays, a "
-            f"keras.utils.PyDataset, a DataLoader or a tf.data.Dataset rather than a running generator, or put the "
-            f"training into a function and call phalanx.launch(function, workers=N)."
-        ) from error
+    return pickler.pickled_or_refused(
+        thing,
+        f"{what} cannot travel to the other replicas of this session",
+        "put the training into a function and call phalanx.launch(function, workers=N)",
+    )
 
 
 class _Unpickler(pickle.Unpickler):

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from phalanx.engines.tensors import Tensors
+from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_copies
 from phalanx.keras_compat.callback_bases import OnChief
 from phalanx.runtime.pickling import Pickler
@@ -37,6 +38,25 @@ class CallPickler(Pickler):
         """The pickle of a thing. Raises: whatever the pickling code of some class raises."""
         self.dump(thing)
         return self._file.getvalue()
+
+    def pickled_or_refused(self, thing: Any, refusal: str, alternative: str) -> bytes:
+        """The pickle of a thing that a call needs.
+
+        Args:
+            refusal: says what cannot travel, and where to; the reason follows it.
+            alternative: to passing what can travel, for the end of the error.
+
+        Raises: UnsupportedError.
+        """
+        try:
+            return self.pickled(thing)
+        except UnsupportedError:
+            raise
+        except Exception as error:  # whatever the pickling code of some class raises
+            raise UnsupportedError(
+                f"{refusal}: {str(error).rstrip('.')}. Pass arrays, a keras.utils.PyDataset, a DataLoader or a "
+                f"tf.data.Dataset rather than a running generator, or {alternative}."
+            ) from error
 
     def persistent_id(self, thing: Any) -> Any:
         return self._refer(thing)
