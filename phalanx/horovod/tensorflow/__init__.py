@@ -20,18 +20,10 @@ from phalanx.horovod.tensorflow.functions import (
     broadcast_variables,
 )
 from phalanx.horovod.tensorflow.mpi_ops import *  # noqa: F403
-from phalanx.horovod.tensorflow.session_calls import is_for_session, reserve_threads
 from phalanx.horovod.tensorflow.session_optimizer import GradientAccumulation, SessionOptimizer
 from phalanx.horovod.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
-_init = visible_gpus.init_for("tensorflow")
-
-
-def init(comm: Any = None, process_sets: Any = None) -> None:
-    """As `init` of every framework, and this process computes on the GPU of its local rank."""
-    _init(comm, process_sets)
-    if is_for_session():
-        reserve_threads()  # programs create their session next
+init = visible_gpus.init_for("tensorflow")
 
 
 def DistributedOptimizer(

@@ -47,8 +47,8 @@ def call_host(function: HostFunction, tensors: Sequence[Any], like: Sequence[tup
 
     Args:
         function: takes a list of arrays and returns one for each result.
-        tensors: its arguments.
-        like: dtype and static shape of each result.
+        tensors: its arguments, at least one.
+        like: dtype and static shape of each result, at least one.
     """
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     if tf.executing_eagerly():
@@ -62,9 +62,6 @@ def call_host(function: HostFunction, tensors: Sequence[Any], like: Sequence[tup
             raise ArgumentError(error) from None
         return [tf.convert_to_tensor(array, dtype) for array, (dtype, _) in zip(results, like, strict=True)]
     call = call_in_session if is_for_session() else call_in_graph
-    if not like:
-        call(lambda *arrays: function(list(arrays)) and None, tensors, [])
-        return []
     results = call(lambda *arrays: function(list(arrays)), tensors, [dtype for dtype, _ in like])
     for result, (_, shape) in zip(results, like, strict=True):
         result.set_shape(shape)

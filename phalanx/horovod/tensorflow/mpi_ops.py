@@ -226,7 +226,7 @@ def local_size_op(name: str | None = None) -> Any:
 
 
 def _host_number(read: Callable[[], int]) -> Any:
-    return call_host(lambda arrays: [np.int32(read())], [], [(tf.int32, [])])[0]
+    return call_host(lambda _: [np.int32(read())], [0], [(tf.int32, [])])[0]
 
 
 def _ranks_of(process_set_id: int) -> Sequence[int]:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import threading
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -22,33 +18,17 @@ def _both(function):
     return function, tf.function(function)
 
 
-def check_collectives_of_a_session_wait_side_by_side() -> None:
-    """Each rank begins with those that the other one comes to last: every one of them holds a thread meanwhile.
-
-    The first case, because the first operation of a process decides how many threads it has.
-    """
-    others, half, size = threading.Event(), 8, hvd.size()
-    begun = itertools.count(1)
-
-    def begins(array, is_first):
-        if not is_first:
-            assert others.wait(30)
-        elif next(begun) == half:
-            others.set()
-        return array
-
-    with tf.Graph().as_default():
+def check_collectives_of_a_session_hold_none_of_its_threads() -> None:
+    """The only thread of the session begins with another of two collectives on every other rank."""
+    config = v1.ConfigProto(inter_op_parallelism_threads=1, use_per_session_threads=True)
+    names = ["one", "two"] if hvd.rank() % 2 == 0 else ["two", "one"]
+    with tf.Graph().as_default(), v1.Session(config=config) as session:
         fed = v1.placeholder(tf.float32, [2])
-        merged = []
-        for index in range(2 * half):
-            is_first = (index < half) == (hvd.rank() % 2 == 0)
-            passed = tf.numpy_function(functools.partial(begins, is_first=is_first), [fed * index], tf.float32)
-            passed.set_shape(fed.shape)
-            merged.append(hvd.allreduce(passed, op=hvd.Sum))
-        with v1.Session() as session:
+        merged = {name: hvd.allreduce(fed * len(name), op=hvd.Sum, name=name) for name in names}
+        for _ in range(3):
             found = session.run(merged, {fed: [1.0, hvd.rank()]})
-    total = sum(range(size))
-    np.testing.assert_allclose(found, [[index * size, index * total] for index in range(2 * half)])
+    for name in names:
+        np.testing.assert_allclose(found[name], [3 * hvd.size(), 3 * sum(range(hvd.size()))])
 
 
 def check_allreduce_of_every_dtype_eager_and_in_a_graph() -> None:
