@@ -26,9 +26,10 @@ from phalanx.errors import ConfigurationError, PreemptedError, RendezvousError
 from phalanx.launcher import failure_report
 from phalanx.launcher.elastic_supervisor import ElasticSupervisor
 from phalanx.launcher.host_pool import ElasticOptions, HostPool
+from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.hosts.local_host import LocalHost
 from phalanx.launcher.hosts.output_streams import OutputStreams, TerminalSize
-from phalanx.launcher.job_observer import JobObserver, ObserverGroup
+from phalanx.launcher.job_observer import ObserverGroup
 from phalanx.launcher.job_reporter import JobReporter
 from phalanx.launcher.job_request import JobRequest
 from phalanx.launcher.job_size import describe_start
@@ -85,7 +86,7 @@ def run_job(job: JobRequest) -> int:
         try:
             run = secrets.token_hex(8)
             outcome = _run_with_restarts(
-                lambda attempt: _run_once(job, console, signals, watched, f"{run}:{attempt}"),
+                lambda attempt: _run_once(job, console, watched, signals, f"{run}:{attempt}"),
                 console,
                 job.config.max_restarts,
             )
@@ -171,33 +172,128 @@ def _run_with_restarts(run_once: Callable[[int], JobOutcome], console: Console, 
 
 
 def _run_once(
-    request: JobRequest, console: Console, signals: Sequence[signal.Signals], watched: WatchedJob, run: str
+    request: JobRequest, console: Console, watched: WatchedJob, signals: Sequence[signal.Signals], run: str
 ) -> JobOutcome:
-    """One run of the job, of which `--max-restarts` allows several."""
     watched.begin()
     with contextlib.ExitStack() as stack:
-        selector = stack.enter_context(selectors.DefaultSelector())
-        observer = ObserverGroup(_reporter(request, console, watched), watched.recorder)
-        config = request.config
-        recipe = WorkerRecipe(
-            request.arguments, request.tasks, config, restartable=config.restarts > 0, run=run, prints_errors=False
+        return _JobRun(request, console, watched, stack, run).to_end(signals)
+
+
+class _JobRun:
+    """One run of the job, of which `--max-restarts` allows several: what is shown, and what wakes the launcher.
+
+    Args:
+        stack: closes what the run has opened.
+        run: see `WorkerRecipe`.
+    """
+
+    def __init__(
+        self, request: JobRequest, console: Console, watched: WatchedJob, stack: contextlib.ExitStack, run: str
+    ):
+        self._request, self._console, self._watched, self._stack = request, console, watched, stack
+        self._selector = stack.enter_context(selectors.DefaultSelector())
+        self._observer = ObserverGroup(_reporter(request, console, watched), watched.recorder)
+        self._prefix_columns = width(prefixes(request.tasks, colour=False)[0])
+        restartable = request.config.restarts > 0
+        self._recipe = WorkerRecipe(
+            request.arguments, request.tasks, request.config, restartable=restartable, run=run, prints_errors=False
         )
-        if request.elastic is None:
-            job, begin = _fixed_job(request, recipe, console, selector, observer), None
-        elif request.spans_workers:
-            job, begin = _spanning_job(request, request.elastic, recipe, console, selector, observer, stack), None
+
+    def to_end(self, signals: Sequence[signal.Signals]) -> JobOutcome:
+        """Start the tasks, and return when all have exited."""
+        elastic, begin = self._request.elastic, None
+        if elastic is None:
+            streams = self._streams()
+            job = self._job(place(self._request.shares, self._recipe, self._selector, streams, self._console.message))
+        elif self._request.spans_workers:
+            job = self._spanning_job(elastic)
         else:
-            job, begin = _elastic_job(request, request.elastic, recipe, console, selector, observer, stack)
-        prefix = _prefix_columns(request)
-        on_resize = None if console.columns is None else lambda: _resize(job, console, prefix)
-        stack.enter_context(stopped_by_signals(job, signals, on_resize))
+            job, begin = self._elastic_job(elastic)
+        on_resize = None if self._console.columns is None else lambda: self._resize(job)
+        self._stack.enter_context(stopped_by_signals(job, signals, on_resize))
         try:
             job.start()
             pool, membership = (None, None) if begin is None else begin()
-            with watched.controlled(job, pool, membership):
+            with self._watched.controlled(job, pool, membership):
                 return job.run()
         finally:
             end_orphans()
+
+    def _job(self, placements: Sequence[WorkerPlacement], slots: HostPool | None = None) -> JobSupervisor:
+        merged = self._console.is_merged
+        return JobSupervisor(
+            placements, self._selector, self._observer, self._request.config, merged=merged, slots=slots
+        )
+
+    def _elastic_job(
+        self, elastic: ElasticOptions
+    ) -> tuple[JobSupervisor, Callable[[], tuple[HostPool, MembershipControl]]]:
+        """The job, and what begins to coordinate its members once it has been started."""
+        pool = self._gathered_hosts(elastic)
+        start_timeout_s = self._request.config.start_timeout_s
+        supervisor = self._stack.enter_context(
+            ElasticSupervisor(pool.shares, stays_here=pool.stays_here, start_timeout_s=start_timeout_s)
+        )
+        # Even without restarts another worker may start in the slot, at the same port.
+        placements = pool.first(
+            replace(self._recipe, restartable=True, coordinator=supervisor.address, identity=supervisor.identity)
+        )
+        job = self._job(placements, pool)
+
+        def begin() -> tuple[HostPool, MembershipControl]:
+            membership = supervisor.begin(job, elastic, _workers_in(placements), self._observer)
+            pool.begin(job, membership)
+            return pool, membership
+
+        return job, begin
+
+    def _spanning_job(self, elastic: ElasticOptions) -> JobSupervisor:
+        """The job of one program, with as many workers as there are slots now."""
+        placements = self._gathered_hosts(elastic).first(self._recipe, is_fixed=True)
+        workers = _workers_in(placements)
+        if workers < elastic.maximum:
+            self._observer.noticed(f"one program over {workers} workers, of {elastic.maximum} at most")
+        return self._job(placements)
+
+    def _gathered_hosts(self, elastic: ElasticOptions) -> HostPool:
+        """The hosts of an elastic job, of which enough have answered to begin."""
+        pool = HostPool(
+            self._request.tasks,
+            self._selector,
+            self._streams(),
+            elastic,
+            shares=self._request.shares,
+            start_timeout_s=self._request.config.start_timeout_s,
+            observer=self._observer,
+            relay=self._console.message,
+        )
+        self._stack.callback(pool.close)
+        pool.gather()
+        return pool
+
+    def _streams(self) -> OutputStreams:
+        return OutputStreams(
+            merged=self._console.is_merged,
+            terminal=None if self._console.columns is None else self._terminal_size(),
+            # The kernel stops a background process group that reads the terminal: only pipes and files are passed on.
+            inherit_input=sys.stdin is not None and not sys.stdin.isatty(),
+        )
+
+    def _resize(self, job: JobSupervisor) -> None:
+        """The terminal has another size now, and so has the chief's."""
+        self._console.columns = shutil.get_terminal_size().columns
+        chief = job.placement(0)
+        if chief is not None and isinstance(chief.host, LocalHost):
+            chief.host.resize(self._terminal_size())
+
+    def _terminal_size(self) -> TerminalSize:
+        """The size of the chief's terminal: this one's, less the prefix of each line."""
+        size = shutil.get_terminal_size()
+        return TerminalSize(size.lines, max(MIN_COLUMNS, size.columns - self._prefix_columns))
+
+
+def _workers_in(placements: Sequence[WorkerPlacement]) -> int:
+    return sum(placement.spec.trains for placement in placements)
 
 
 def _reporter(request: JobRequest, console: Console, watched: WatchedJob) -> JobReporter:
@@ -208,111 +304,6 @@ def _reporter(request: JobRequest, console: Console, watched: WatchedJob) -> Job
         on_stragglers=watched.recorder.stragglers_changed if waits else None,
         timeout_s=math.inf if request.elastic is None else JobConfig.from_environment().timeout_s,
     )
-
-
-def _fixed_job(
-    request: JobRequest,
-    recipe: WorkerRecipe,
-    console: Console,
-    selector: selectors.BaseSelector,
-    observer: JobObserver,
-) -> JobSupervisor:
-    streams = _worker_streams(console, _prefix_columns(request))
-    placements = place(request.shares, recipe, selector, streams, console.message)
-    return JobSupervisor(placements, selector, observer, request.config, merged=console.is_merged)
-
-
-def _elastic_job(
-    request: JobRequest,
-    elastic: ElasticOptions,
-    recipe: WorkerRecipe,
-    console: Console,
-    selector: selectors.BaseSelector,
-    observer: JobObserver,
-    stack: contextlib.ExitStack,
-) -> tuple[JobSupervisor, Callable[[], tuple[HostPool, MembershipControl]]]:
-    """The job, and what begins to coordinate its members once it has been started."""
-    config = request.config
-    pool = _gathered_hosts(request, elastic, console, selector, observer, stack)
-    supervisor = stack.enter_context(
-        ElasticSupervisor(pool.shares, stays_here=pool.stays_here, start_timeout_s=config.start_timeout_s)
-    )
-    # Even without restarts another worker may start in the slot, at the same port.
-    placements = pool.first(
-        replace(recipe, restartable=True, coordinator=supervisor.address, identity=supervisor.identity)
-    )
-    job = JobSupervisor(placements, selector, observer, config, merged=console.is_merged, slots=pool)
-
-    def begin() -> tuple[HostPool, MembershipControl]:
-        workers = sum(placement.spec.trains for placement in placements)
-        membership = supervisor.begin(job, elastic, workers, observer)
-        pool.begin(job, membership)
-        return pool, membership
-
-    return job, begin
-
-
-def _spanning_job(
-    request: JobRequest,
-    elastic: ElasticOptions,
-    recipe: WorkerRecipe,
-    console: Console,
-    selector: selectors.BaseSelector,
-    observer: JobObserver,
-    stack: contextlib.ExitStack,
-) -> JobSupervisor:
-    """The job of one program, with as many workers as there are slots now."""
-    pool = _gathered_hosts(request, elastic, console, selector, observer, stack)
-    placements = pool.first(recipe, is_fixed=True)
-    workers = sum(placement.spec.trains for placement in placements)
-    if workers < elastic.maximum:
-        observer.noticed(f"one program over {workers} workers, of {elastic.maximum} at most")
-    return JobSupervisor(placements, selector, observer, request.config, merged=console.is_merged)
-
-
-def _gathered_hosts(
-    request: JobRequest,
-    elastic: ElasticOptions,
-    console: Console,
-    selector: selectors.BaseSelector,
-    observer: JobObserver,
-    stack: contextlib.ExitStack,
-) -> HostPool:
-    """The hosts of an elastic job, of which enough have answered to begin."""
-    pool = HostPool(
-        request.tasks,
-        selector,
-        _worker_streams(console, _prefix_columns(request)),
-        elastic,
-        shares=request.shares,
-        start_timeout_s=request.config.start_timeout_s,
-        observer=observer,
-        relay=console.message,
-    )
-    stack.callback(pool.close)
-    pool.gather()
-    return pool
-
-
-def _prefix_columns(request: JobRequest) -> int:
-    return width(prefixes(request.tasks, colour=False)[0])
-
-
-def _worker_streams(console: Console, prefix_columns: int) -> OutputStreams:
-    return OutputStreams(
-        merged=console.is_merged,
-        terminal=None if console.columns is None else _terminal_size(prefix_columns),
-        # The kernel stops a background process group that reads the terminal: only pipes and files are passed on.
-        inherit_input=sys.stdin is not None and not sys.stdin.isatty(),
-    )
-
-
-def _resize(job: JobSupervisor, console: Console, prefix_columns: int) -> None:
-    """The terminal has another size now, and so has the chief's."""
-    console.columns = shutil.get_terminal_size().columns
-    chief = job.placement(0)
-    if chief is not None and isinstance(chief.host, LocalHost):
-        chief.host.resize(_terminal_size(prefix_columns))
 
 
 def _raise_file_limit(tasks: int) -> None:
@@ -326,9 +317,3 @@ def _raise_file_limit(tasks: int) -> None:
 
 def _needed_files(tasks: int) -> int:
     return OWN_FILES + FILES_PER_TASK * tasks
-
-
-def _terminal_size(prefix_columns: int) -> TerminalSize:
-    """The size of the chief's terminal: this one's, less the prefix of each line."""
-    size = shutil.get_terminal_size()
-    return TerminalSize(size.lines, max(MIN_COLUMNS, size.columns - prefix_columns))
