@@ -65,7 +65,7 @@ class ExitHandler:
             record.state = TaskState.VACANT
             return
         record.state, record.restart_at = TaskState.RESTARTING, self.clock() + delay_s
-        self.observer.restarting(end, self.policy.describe(record.rank))
+        self.observer.survived(end, f"starting it again ({self.policy.describe(record.rank)})")
 
     def give_up_on(self, record: TaskRecord) -> None:
         """Count a killed task as exited, although its process still exists."""
@@ -126,6 +126,6 @@ class ExitHandler:
                 if self.plan.fail(self.clock()):
                     self.observer.failed(end)
             elif self.slots is None and not self.plan.has_begun:  # in an elastic job the slot provider reports it
-                self.observer.left_behind(end)
+                self.observer.survived(end, "the others continue without it")
         if self.tasks.only_optional_left(self.clock()):
             self.plan.finish_within(self.clock(), self.optional_grace_s)

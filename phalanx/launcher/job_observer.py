@@ -33,20 +33,11 @@ class JobObserver:
     def hosts_changed(self, hosts: Sequence[HostStatus]) -> None:
         """In an elastic job: the hosts on which workers may run."""
 
-    def restarting(self, end: WorkerExit, count: str) -> None:
-        """A task is restarted; `count` says how often so far."""
-
     def failed(self, end: WorkerExit) -> None:
         """The first failure, because of which the job is being ended."""
 
-    def interrupted(self, number: int) -> None:
-        """The launcher received this signal, because of which the job is being ended."""
-
-    def left_behind(self, end: WorkerExit) -> None:
-        """A worker among servers has lost them and is not restarted; the others continue without it."""
-
-    def overdue(self, tasks: Sequence[str], seconds: float) -> None:
-        """These tasks still run so long after the training, and are being ended."""
+    def survived(self, end: WorkerExit, how: str) -> None:
+        """The job continues after the exit of a task, which no failure report will explain; `how` says in what way."""
 
     def noticed(self, text: str) -> None:
         """Anything else that the user should know, as one line."""

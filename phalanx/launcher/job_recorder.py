@@ -139,17 +139,11 @@ class JobRecorder(JobObserver):
     def hosts_changed(self, hosts: Sequence[HostStatus]) -> None:
         self.record(events.HostsChanged(self._clock(), list(hosts)))
 
-    def restarting(self, end: WorkerExit, count: str) -> None:
-        self.noticed(f"{end.task} starts again ({count})")
-
     def failed(self, end: WorkerExit) -> None:
         self.noticed(f"{end.task} (rank {end.rank}) failed with exit code {end.code}; ending the job")
 
-    def left_behind(self, end: WorkerExit) -> None:
-        self.noticed(f"the others continue without {end.task}")
-
-    def overdue(self, tasks: Sequence[str], seconds: float) -> None:
-        self.noticed(f"{', '.join(tasks)} still runs {seconds:g} s after the training; ending it")
+    def survived(self, end: WorkerExit, how: str) -> None:
+        self.noticed(f"{end.task}: {how}")
 
     def noticed(self, text: str) -> None:
         self.record(events.Noticed(self._clock(), text))

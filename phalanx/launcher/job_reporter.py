@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.root_cause import WorkerExit
 from phalanx.launcher.start_phases import StartPhases
-from phalanx.launcher.task_table import EVALUATORS, TRAINING
+from phalanx.launcher.task_table import TRAINING
 from phalanx.monitoring.console import Console
 from phalanx.runtime.exit_codes import describe_exit
 
@@ -98,28 +97,12 @@ class JobReporter(JobObserver):
     def noticed(self, text: str) -> None:
         self.report(text)
 
-    def restarting(self, end: WorkerExit, count: str) -> None:
-        self.report(f"{end.task} {describe_exit(end.returncode)}; starting it again ({count})")
-        self._show_error(end)
-
     def failed(self, end: WorkerExit) -> None:
         if self._verbose and not end.was_preempted:  # then all exit, and each says so itself
             self.report(f"{end.task} (rank {end.rank}) failed with exit code {end.code}; ending the job")
 
-    def left_behind(self, end: WorkerExit) -> None:
-        self.report(f"{end.task} (rank {end.rank}) {describe_exit(end.returncode)}; the others continue without it")
-        self._show_error(end)
-
-    def _show_error(self, end: WorkerExit) -> None:
-        """The error of a worker, in a job that continues: the failure report will not have it."""
+    def survived(self, end: WorkerExit, how: str) -> None:
+        self.report(f"{end.task} {describe_exit(end.returncode)}; {how}")
         error = end.diagnostics.error
         if error is not None and (self._verbose or not end.distance):
             self._console.message(error.traceback if self._verbose else error.folded)
-
-    def interrupted(self, number: int) -> None:
-        if number == signal.SIGINT:
-            self.report("interrupted; ending the job (Ctrl-C again kills it at once)")
-
-    def overdue(self, tasks: Sequence[str], seconds: float) -> None:
-        bound = " (PHALANX_EVALUATOR_GRACE)" if any(task.startswith(EVALUATORS) for task in tasks) else ""
-        self.report(f"{', '.join(tasks)} still runs {seconds:g} s after the training{bound}; ending it")

@@ -205,11 +205,13 @@ class JobSupervisor:
     def _advance(self) -> None:
         """Do everything whose time has come."""
         now = self._clock()
-        if (number := self._plan.handle_signals(now)) is not None:
-            self._observer.interrupted(number)
+        if self._plan.handle_signals(now) == signal.SIGINT:
+            self._observer.noticed("interrupted; ending the job (Ctrl-C again kills it at once)")
         if self._plan.check_overdue(now):
-            late = [record.name for record in self._tasks if record.exit is None]
-            self._observer.overdue(late, self._exits.optional_grace_s)
+            late = [record for record in self._tasks if record.exit is None]
+            bound = " (PHALANX_EVALUATOR_GRACE)" if any(record.is_evaluator for record in late) else ""
+            names, seconds = ", ".join(record.name for record in late), self._exits.optional_grace_s
+            self._observer.noticed(f"{names} still runs {seconds:g} s after the training{bound}; ending it")
         for record in self._tasks:
             if record.kill_at is not None and record.kill_at <= now:
                 record.kill_at = None

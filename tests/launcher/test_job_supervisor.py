@@ -81,17 +81,17 @@ class Recorder(JobObserver):
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
         self.text.append((rank, is_error, data))
 
-    def restarting(self, end: WorkerExit, count: str) -> None:
-        self.returned.append(f"{end.task} {count}")
-
     def failed(self, end: WorkerExit) -> None:
         self.failures.append(end.rank)
 
-    def left_behind(self, end: WorkerExit) -> None:
-        self.behind.append(end.task)
+    def survived(self, end: WorkerExit, how: str) -> None:
+        restart = how.removeprefix("starting it again (").removesuffix(")")
+        self.returned += [f"{end.task} {restart}"] if restart != how else []
+        self.behind += [end.task] if restart == how else []
 
-    def overdue(self, tasks: Sequence[str], seconds: float) -> None:
-        self.late = tasks
+    def noticed(self, text: str) -> None:
+        names, is_late, _ = text.partition(" still runs ")
+        self.late = names.split(", ") if is_late else self.late
 
 
 class Clock:
