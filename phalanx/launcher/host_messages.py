@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from phalanx.monitoring.worker_figures import WorkerFigures
+from phalanx.monitoring.worker_figures import TaskReport
 from phalanx.runtime.crash_report import CrashReport
 
 STOPPED = "T"
@@ -76,22 +76,10 @@ class CheckpointBeforeExit(msgspec.Struct, frozen=True, tag="checkpoint"):
 
 
 class WorkerReport(msgspec.Struct, frozen=True, tag="report"):
-    """What a worker does now, about twice a second while it says something new.
-
-    Attributes:
-        phase, epoch, step: as in `runtime.progress`.
-        age_s: seconds since it began to do that.
-        saves_checkpoint: whether it can be asked for a checkpoint.
-        figures: None if there are no newer ones than those reported before.
-    """
+    """What the worker of this rank does."""
 
     rank: int
-    phase: str
-    epoch: int | None
-    step: int | None
-    age_s: float
-    saves_checkpoint: bool = False
-    figures: WorkerFigures | None = None
+    report: TaskReport
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from phalanx.launcher.host_messages import WorkerReport
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.root_cause import WorkerExit
 from phalanx.monitoring.job_events import HostStatus
+from phalanx.monitoring.worker_figures import TaskReport
 
 
 class JobObserver:
@@ -24,7 +24,7 @@ class JobObserver:
     def exited(self, end: WorkerExit) -> None:
         """A process of a task has exited."""
 
-    def reported(self, task: str, report: WorkerReport) -> None:
+    def reported(self, task: str, rank: int, report: TaskReport) -> None:
         """What a task does, about twice a second."""
 
     def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:

@@ -11,15 +11,14 @@ from typing import BinaryIO
 import msgspec
 from msgspec.structs import replace
 
-from phalanx.launcher.host_messages import WorkerReport
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.root_cause import WorkerExit
 from phalanx.monitoring import job_events as events
 from phalanx.monitoring.console import plain_text
-from phalanx.monitoring.job_events import HostStatus, JobEvent, TaskReport
+from phalanx.monitoring.job_events import HostStatus, JobEvent
 from phalanx.monitoring.job_view import JobView, advance
-from phalanx.monitoring.worker_figures import FinishedEpoch, SavedCheckpoint
+from phalanx.monitoring.worker_figures import FinishedEpoch, SavedCheckpoint, TaskReport
 from phalanx.runtime.exit_codes import describe_exit
 
 MEASURED_S = 0.5
@@ -120,16 +119,14 @@ class JobRecorder(JobObserver):
             how = f"{how}, ended by the launcher"
         self.record(events.TaskExited(self._clock(), end.task, end.code, how, end.by_launcher))
 
-    def reported(self, task: str, report: WorkerReport) -> None:
+    def reported(self, task: str, rank: int, report: TaskReport) -> None:
         figures, waiting = report.figures, self._reports.get(task)
         if figures is not None:
             self._record_landmarks(task, figures.finished_epoch, figures.checkpoint)
             figures = replace(figures, finished_epoch=None, checkpoint=None)
         elif waiting is not None:
             figures = waiting.figures
-        self._reports[task] = TaskReport(
-            report.phase, report.epoch, report.step, round(report.age_s, 3), report.saves_checkpoint, figures
-        )
+        self._reports[task] = replace(report, age_s=round(report.age_s, 3), figures=figures)
         if self._clock() - self._measured_at >= MEASURED_S * 0.9:
             self._flush()
 

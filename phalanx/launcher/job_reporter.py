@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from phalanx.launcher.host_messages import WorkerReport
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.root_cause import WorkerExit
 from phalanx.launcher.start_phases import StartPhases
 from phalanx.launcher.task_table import TRAINING
 from phalanx.monitoring.console import Console
+from phalanx.monitoring.stragglers import StragglerDetector
+from phalanx.monitoring.worker_figures import TaskReport
 from phalanx.runtime.exit_codes import describe_exit
-
-if TYPE_CHECKING:
-    from phalanx.launcher.straggler_watch import StragglerWatch
 
 
 class JobReporter(JobObserver):
@@ -27,7 +24,7 @@ class JobReporter(JobObserver):
         verbose: whether to show each start and exit.
         on_stragglers: receives the tasks that the others wait for, whenever they have changed; None if workers do not
             wait for each other.
-        timeout_s: see `StragglerWatch`.
+        timeout_s: see `StragglerDetector`.
     """
 
     def __init__(
@@ -41,8 +38,7 @@ class JobReporter(JobObserver):
         self._console = console
         self._verbose = verbose
         self._on_stragglers = on_stragglers
-        self._timeout_s = timeout_s
-        self._stragglers: StragglerWatch | None = None
+        self._stragglers = StragglerDetector(timeout_s=timeout_s)
         self._members: Sequence[str] | None = None
         self._slow: Sequence[str] = []
         self._phases = StartPhases()
@@ -63,24 +59,16 @@ class JobReporter(JobObserver):
         error = end.diagnostics.error
         if error is not None and not error.interrupted:  # the worker has not printed it
             self._console.log(end.rank, error.traceback.encode())
-        if self._stragglers is not None:
-            self._stragglers.forget(end.task)
+        self._stragglers.forget(end.task)
         if self._verbose:
             self.report(f"{end.task} (rank {end.rank}) ended with exit code {end.code}")
 
-    def reported(self, task: str, report: WorkerReport) -> None:
+    def reported(self, task: str, rank: int, report: TaskReport) -> None:
         if (text := self._phases.add(report.phase)) is not None:
             self.report(text)
         if self._on_stragglers is None or not task.startswith(TRAINING):
             return
-        if self._stragglers is None:
-            # Imported here so that the start of the job need not wait for it.
-            from phalanx.launcher.straggler_watch import StragglerWatch
-
-            self._stragglers = StragglerWatch(timeout_s=self._timeout_s)
-            if self._members is not None:
-                self._stragglers.use_members(self._members)
-        for text in self._stragglers.add(report, task, time.monotonic()):
+        for text in self._stragglers.add(task, f"{task} (rank {rank})", report, time.monotonic()):
             self.report(text)
         if (slow := self._stragglers.slow) != self._slow:
             self._slow = slow
@@ -91,8 +79,7 @@ class JobReporter(JobObserver):
             joined = ", ".join(task for task in tasks if task not in self._members)
             self.report(f"generation {generation}: {len(tasks)} workers" + (f"; {joined} joined" if joined else ""))
         self._members = tasks
-        if self._stragglers is not None:
-            self._stragglers.use_members(tasks)
+        self._stragglers.use_members(tasks)
 
     def noticed(self, text: str) -> None:
         self.report(text)

@@ -260,8 +260,8 @@ class JobSupervisor:
                 record.pid, record.started_at = pid, self._clock()
                 self._tails.clear(rank)
                 self._observer.started(record.placement, pid)
-            case WorkerReport():
-                self._observer.reported(self._tasks[event.rank].name, event)
+            case WorkerReport(rank, report):
+                self._observer.reported(self._tasks[rank].name, rank, report)
             case CheckpointBeforeExit():
                 self._plan.allow_checkpoint(self._clock())
             case Exited():

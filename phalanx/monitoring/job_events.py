@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import msgspec
 
-from phalanx.monitoring.worker_figures import WorkerFigures
+from phalanx.monitoring.worker_figures import TaskReport
 
 EVENTS_FILE = "events.jsonl"
 """In the log directory of a job: one event per line."""
@@ -106,17 +106,6 @@ class StragglersChanged(msgspec.Struct, frozen=True, tag="stragglers_changed"):
 
     at: float
     tasks: list[str]
-
-
-class TaskReport(msgspec.Struct, frozen=True):
-    """What a task does; see `host_messages.WorkerReport`."""
-
-    phase: str
-    epoch: int | None
-    step: int | None
-    age_s: float
-    saves_checkpoint: bool = False
-    figures: WorkerFigures | None = None
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from phalanx.config.task_names import trains
 from phalanx.monitoring import job_events as events
-from phalanx.monitoring.job_events import HostStatus, JobEvent, TaskReport
-from phalanx.monitoring.worker_figures import GpuFigures, ServerFigures, WorkerFigures
+from phalanx.monitoring.job_events import HostStatus, JobEvent
+from phalanx.monitoring.worker_figures import GpuFigures, ServerFigures, TaskReport, WorkerFigures
 
 WINDOW_S = 5.0
 """Rates are measured over this time."""

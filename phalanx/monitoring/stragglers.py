@@ -3,15 +3,17 @@
 All members take the same steps together, so a step takes the same time on all of them, but they divide it differently:
 a slow member computes while the others wait. It is a *straggler* if, over some seconds, it computes at least `SLOW`
 times as long as the median of the others, and these wait for a good part of the time. If no member waits, there is no
-straggler, however different the members are. Timings arrive twice a second, so detection costs a step nothing.
+straggler, however different the members are. Reports arrive twice a second, so detection costs a step nothing.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
+
+from phalanx.monitoring.worker_figures import TaskReport, WorkerFigures
 
 WINDOW_S = 10.0
 """Members are compared over this time. Long compared with what a single member does now and then, such as saving."""
@@ -25,147 +27,176 @@ MIN_WAITING = 0.2
 """The fraction of the time that the other members must spend waiting."""
 SILENT_S = 5.0
 """A member that sends nothing for this long while others wait is stopped, or its host is overloaded."""
+COMPILED_STEPS = 2
+"""A member that has begun so many steps has finished the first one, in which it compiles the model."""
+UNCOUNTED_S = 60.0
+"""Of programs that report no steps, such as custom loops, what comes after this time counts."""
+QUIET_S = 60.0
+"""Between two notes about slow members."""
 
 COLLECTIVE = "all_reduce"
 """The phase of a member that waits for others. It is not reported as stuck; the member it waits for is."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepTiming:
-    """The position of a process in the program, and its recent timings.
+class _Member:
+    """What is known of a task that has reported figures.
 
     Attributes:
-        phase, epoch, step: the position, as in `runtime.progress`.
-        age_s: seconds since it reached this position.
-        computed_s, waited_s: seconds outside of collectives and inside them, since the previous timing.
-        steps: steps since the previous timing.
+        name: as shown to people.
+        window: its figures of the last seconds. They grow, so the last less the first is what it has done meanwhile.
+        position: where it was when it reported the last of them; None before two are known.
+        is_slow: whether the others wait for it.
+        is_noted: whether the user was told.
+        is_stuck: whether it has stayed at its position for too long.
     """
 
-    phase: str = ""
-    epoch: int | None = None
-    step: int | None = None
-    age_s: float = 0.0
-    computed_s: float = 0.0
-    waited_s: float = 0.0
-    steps: int = 0
+    def __init__(self, name: str, now: float):
+        self.name = name
+        self.window: deque[tuple[float, WorkerFigures]] = deque()
+        self.position: TaskReport | None = None
+        self.is_slow = self.is_noted = self.is_stuck = False
+        self._first_at = now
 
+    def add(self, report: TaskReport, figures: WorkerFigures, now: float) -> None:
+        if self.window and (self.window[-1][1].steps >= COMPILED_STEPS or now - self._first_at >= UNCOUNTED_S):
+            self.position = report
+        else:
+            self.window.clear()
+        self.window.append((now, figures))
 
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    computed_s: float
-    waited_s: float
-    steps: int
+    def restart(self) -> None:
+        """Forget what it has done."""
+        self.window.clear()
+        self.position = None
 
-    @property
-    def known_s(self) -> float:
-        return self.computed_s + self.waited_s
+    def gained(self, now: float) -> WorkerFigures:
+        """What it has done in the last seconds; of a silent one, what it did last."""
+        while len(self.window) > 2 and self.window[1][0] < now - WINDOW_S:
+            self.window.popleft()
+        return self.window[-1][1].since(self.window[0][1]) if self.window else WorkerFigures()
 
-    @property
-    def computing(self) -> float:
-        return self.computed_s / self.known_s
+    def silent_s(self, now: float) -> float:
+        return now - self.window[-1][0] if self.position is not None else 0.0
 
 
 class StragglerDetector:
-    """Compares the timings of all members.
+    """Compares all members of a job, from their second step on. When one has exited or joined, it forgets what they
+    have done: the others have waited for something else.
 
     Args:
         timeout_s: a member that stays at the same position for this many seconds is reported once.
     """
 
-    def __init__(self, *, timeout_s: float = float("inf")):
+    def __init__(self, *, timeout_s: float = math.inf):
         self._timeout_s = timeout_s
-        self._timings: dict[str, deque[tuple[float, StepTiming]]] = {}
-        self._generation = 0
-        self._slow: set[str] = set()
-        self._stuck: set[str] = set()
+        self._known: dict[str, _Member] = {}
+        self._training: Collection[str] | None = None  # all, while it is None
+        self._noted_at = -math.inf
 
-    def add(self, member: str, timing: StepTiming, now: float) -> None:
-        """Record a timing of a member or of a candidate."""
-        self._timings.setdefault(member, deque()).append((now, timing))
+    def use_members(self, tasks: Collection[str]) -> None:
+        """From now on these tasks train together; the others, which have started, do not take part yet."""
+        self._training = set(tasks)
+        for task, member in self._known.items():
+            member.restart()
+            member.is_slow &= task in self._training
 
-    def is_slow(self, member: str) -> bool:
-        """Whether `detect` has found that the others wait for this member."""
-        return member in self._slow
+    def forget(self, task: str) -> None:
+        """The process of this task has exited."""
+        members = self._members
+        if self._known.pop(task, None) in members:
+            for member in members:
+                member.restart()
 
-    def detect(self, names: Mapping[str, str], generation: int, now: float) -> list[str]:
-        """Lines to report now; each change is reported once.
+    @property
+    def slow(self) -> list[str]:
+        """The tasks that the others wait for."""
+        return [task for task, member in self._known.items() if member.is_slow]
+
+    @property
+    def _members(self) -> list[_Member]:
+        return [member for task, member in self._known.items() if self._training is None or task in self._training]
+
+    def add(self, task: str, name: str, report: TaskReport, now: float) -> list[str]:
+        """Record a report of a task; returns lines to show. Each change is reported once.
 
         Args:
-            names: the names of the members, as shown to people.
-            generation: the generation of the job; timings of former generations are discarded.
+            task: who has reported.
+            name: how to call it.
+            report: what it has reported.
             now: seconds of a steady clock.
         """
-        if generation != self._generation:
-            self._generation = generation
-            self._timings = {member: deque() for member in names}
-            self._slow &= set(names)
-        for timings in self._timings.values():
-            while len(timings) > 1 and timings[0][0] < now - WINDOW_S:
-                timings.popleft()
-        sums = {member: self._sums(member) for member in names}
+        if report.figures is None:
+            return []
+        if task not in self._known:
+            self._known[task] = _Member(name, now)
+        self._known[task].add(report, report.figures, now)
+        members = self._members
+        gained = [member.gained(now) for member in members]
         lines = []
-        for member, name in names.items():
-            others = [sums[other] for other in names if other != member]
-            if others and min(other.known_s for other in others) >= MIN_KNOWN_S:
-                lines += self._compare(member, name, sums[member], others, now)
-        return lines + self._find_stuck(names)
+        for index, member in enumerate(members):
+            others = gained[:index] + gained[index + 1 :]
+            if others and min(_known_s(other) for other in others) >= MIN_KNOWN_S:
+                lines += self._compare(member, gained[index], others, now)
+        return lines + [line for member in members for line in self._find_stuck(member)]
 
-    def _compare(self, member: str, name: str, own: _Sums, others: list[_Sums], now: float) -> list[str]:
-        timings = self._timings.get(member)
-        silent_s = now - timings[-1][0] if timings else 0.0
-        computing = statistics.median(other.computing for other in others)
+    def _compare(self, member: _Member, own: WorkerFigures, others: list[WorkerFigures], now: float) -> list[str]:
+        silent_s = member.silent_s(now)
+        computing = statistics.median(_computing(other) for other in others)
         computed_s = statistics.median(other.computed_s for other in others)
-        is_known = own.known_s >= MIN_KNOWN_S
-        if member in self._slow:
+        is_known = _known_s(own) >= MIN_KNOWN_S
+        if member.is_slow:
             if silent_s < SILENT_S and is_known and not _exceeds(own, RECOVERED * computing, RECOVERED * computed_s):
-                self._slow.discard(member)
-                return [f"{name} recovered"]
+                member.is_slow = False
+                return [f"{member.name} recovered"] if member.is_noted else []
         elif 1 - computing >= MIN_WAITING:
             if silent_s >= SILENT_S:
-                self._slow.add(member)
-                return [f"{name} has been silent for {silent_s:.0f} s, and the others wait for it"]
+                return self._note(member, f"has been silent for {silent_s:.0f} s, and the others wait for it", now)
             if is_known and _exceeds(own, SLOW * computing, SLOW * computed_s):
-                self._slow.add(member)
-                return [f"{name} is slow, and the others wait for it: {_describe_difference(own, others)}"]
+                difference = _describe_difference(own, others)
+                return self._note(member, f"is slow, and the others wait for it: {difference}", now)
         return []
 
-    def _find_stuck(self, names: Mapping[str, str]) -> list[str]:
-        lines = []
-        for member, name in names.items():
-            timings = self._timings.get(member)
-            timing = timings[-1][1] if timings else StepTiming()
-            if timing.age_s < self._timeout_s or timing.phase == COLLECTIVE:
-                self._stuck.discard(member)
-            elif member not in self._stuck:
-                self._stuck.add(member)
-                where = "" if timing.epoch is None else f", epoch {timing.epoch}, step {timing.step}"
-                lines.append(f"{name} is alive but has been at {timing.phase}{where} for {timing.age_s:.0f} s")
-        return lines
+    def _note(self, member: _Member, what: str, now: float) -> list[str]:
+        """The others wait for a member. Those found at the same time are shown, then none for a while."""
+        member.is_slow, member.is_noted = True, not 0 < now - self._noted_at < QUIET_S
+        if not member.is_noted:
+            return []
+        self._noted_at = now
+        return [f"{member.name} {what}"]
 
-    def _sums(self, member: str) -> _Sums:
-        timings = [timing for _, timing in self._timings.get(member, ())]
-        return _Sums(
-            sum(timing.computed_s for timing in timings),
-            sum(timing.waited_s for timing in timings),
-            sum(timing.steps for timing in timings),
-        )
+    def _find_stuck(self, member: _Member) -> list[str]:
+        at, was_stuck = member.position, member.is_stuck
+        member.is_stuck = at is not None and at.age_s >= self._timeout_s and at.phase != COLLECTIVE
+        if at is None or was_stuck or not member.is_stuck:
+            return []
+        where = "" if at.epoch is None else f", epoch {at.epoch}, step {at.step}"
+        return [f"{member.name} is alive but has been at {at.phase}{where} for {at.age_s:.0f} s"]
 
 
-def _exceeds(own: _Sums, fraction: float, seconds: float) -> bool:
+def _known_s(figures: WorkerFigures) -> float:
+    return figures.computed_s + figures.waited_s
+
+
+def _computing(figures: WorkerFigures) -> float:
+    """The fraction of its time that a member computes."""
+    return figures.computed_s / _known_s(figures)
+
+
+def _exceeds(own: WorkerFigures, fraction: float, seconds: float) -> bool:
     """Whether a member has computed more than this: both as a fraction of its time, because more may be known of it
     than of the others, and in seconds, because it may have fallen silent. If no member computes, all of them wait for
     something else."""
-    return own.computed_s >= max(fraction, MIN_WAITING) * own.known_s and own.computed_s >= seconds
+    return own.computed_s >= max(fraction, MIN_WAITING) * _known_s(own) and own.computed_s >= seconds
 
 
-def _describe_difference(own: _Sums, others: list[_Sums]) -> str:
+def _describe_difference(own: WorkerFigures, others: list[WorkerFigures]) -> str:
     if own.steps and all(other.steps for other in others):
         mine = own.computed_s / own.steps
         theirs = statistics.median(other.computed_s / other.steps for other in others)
         if mine > theirs:  # otherwise it has taken more steps in the time that is known
             return f"it computes for {_milliseconds(mine)} per step, the others for {_milliseconds(theirs)}"
-    theirs = statistics.median(other.computing for other in others)
-    return f"it computes for {own.computing:.0%} of the time, the others for {theirs:.0%}"
+    theirs = statistics.median(_computing(other) for other in others)
+    return f"it computes for {_computing(own):.0%} of the time, the others for {theirs:.0%}"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The figures that a worker shows to its launcher, and through it to all who watch the job."""
+"""What a worker shows to its launcher, and through it to all who watch the job."""
 
 from __future__ import annotations
 
@@ -98,3 +98,21 @@ class WorkerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
             bytes_sent=self.bytes_sent - former.bytes_sent,
             bytes_on_links=self.bytes_on_links - former.bytes_on_links,
         )
+
+
+class TaskReport(msgspec.Struct, frozen=True):
+    """What a task does now, about twice a second while it says something new.
+
+    Attributes:
+        phase, epoch, step: as in `runtime.progress`.
+        age_s: seconds since it began to do that.
+        saves_checkpoint: whether it can be asked for a checkpoint.
+        figures: None if there are no newer ones than those reported before.
+    """
+
+    phase: str
+    epoch: int | None
+    step: int | None
+    age_s: float
+    saves_checkpoint: bool = False
+    figures: WorkerFigures | None = None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from phalanx.monitoring import job_events as events
-from phalanx.monitoring.job_events import JobEvent, TaskReport
+from phalanx.monitoring.job_events import JobEvent
 from phalanx.monitoring.job_view import JobView, replay
-from phalanx.monitoring.worker_figures import GpuFigures, ServerFigures, WorkerFigures
+from phalanx.monitoring.worker_figures import GpuFigures, ServerFigures, TaskReport, WorkerFigures
 
 TASKS = ["worker/0", "worker/1", "ps/0"]
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import ConfigurationError, LinkClosedError
-from phalanx.launcher.host_messages import WorkerReport
 from phalanx.launcher.job_connection import ControlRequest, send_request, short_name
 from phalanx.launcher.job_control import JobControl
 from phalanx.launcher.job_follower import JobFollower, read_events, read_view
@@ -20,7 +19,7 @@ from phalanx.launcher.job_recorder import MAX_RECENT, JobRecorder
 from phalanx.launcher.root_cause import WorkerExit
 from phalanx.monitoring import job_events as events
 from phalanx.monitoring.job_view import replay
-from phalanx.monitoring.worker_figures import FinishedEpoch, SavedCheckpoint, WorkerFigures
+from phalanx.monitoring.worker_figures import FinishedEpoch, SavedCheckpoint, TaskReport, WorkerFigures
 
 TASKS = ["worker/0", "worker/1"]
 
@@ -52,8 +51,8 @@ def begin(recorder: JobRecorder, kind: str = events.ELASTIC) -> None:
         recorder.record(events.TaskStarted(1.0, task, rank, "host", 10 + rank))
 
 
-def report(rank: int, steps: int, **figures: object) -> WorkerReport:
-    return WorkerReport(rank, "gradients", 0, steps, 0.0, True, WorkerFigures(steps=steps, **figures))  # type: ignore[arg-type]
+def report(steps: int, **figures: object) -> TaskReport:
+    return TaskReport("gradients", 0, steps, 0.0, True, WorkerFigures(steps=steps, **figures))  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=["short", "long" * 40])
@@ -105,7 +104,7 @@ def test_what_is_asked_for_is_done_or_refused(path: Path, watched: tuple[JobReco
     recorder, job, control = watched
     begin(recorder)
     for rank in range(2):
-        recorder.reported(f"worker/{rank}", report(rank, 1))
+        recorder.reported(f"worker/{rank}", rank, report(1))
     recorder._flush()
     assert "saves its state" in send_request(path, ControlRequest("stop")).text
     send_request(path, ControlRequest("checkpoint"))
@@ -144,8 +143,8 @@ def test_the_file_has_what_is_needed_for_the_same_state_and_few_figures(tmp_path
         for second in range(2000):
             now[0] = 2.0 + second
             for rank, task in enumerate(TASKS):
-                recorder.reported(task, report(rank, second, samples=10 * second))
-        recorder.reported("worker/0", report(0, 2000, samples=20_000))
+                recorder.reported(task, rank, report(second, samples=10 * second))
+        recorder.reported("worker/0", 0, report(2000, samples=20_000))
         recorder.exited(WorkerExit(0, "worker/0", "host", 10, 0, 0))
         recorder.record(events.JobEnded(now[0] + 1, 0, "over"))
         file.write(b'{"type": "notic')  # the launcher was killed here
@@ -164,7 +163,7 @@ def test_epochs_and_checkpoints_are_events_of_their_own() -> None:
     for steps in (5, 6):
         for rank, task in enumerate(TASKS):
             found = {"checkpoint": checkpoint} if rank == 0 else {}
-            recorder.reported(task, report(rank, steps, finished_epoch=epoch, **found))
+            recorder.reported(task, rank, report(steps, finished_epoch=epoch, **found))
     assert [point.epoch for point in recorder.view.epochs] == [0]
     assert [saved.path for saved in recorder.view.checkpoints] == ["/there"]
     assert recorder.view.epochs[0].logs == {"val_loss": 1.0}

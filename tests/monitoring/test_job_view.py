@@ -7,9 +7,9 @@ import pytest
 
 from phalanx.monitoring import job_events as events
 from phalanx.monitoring import job_view
-from phalanx.monitoring.job_events import HostStatus, JobEvent, TaskReport
+from phalanx.monitoring.job_events import HostStatus, JobEvent
 from phalanx.monitoring.job_view import FAILED, RUNNING, SUCCEEDED, JobView, advance, doing, replay, why_not
-from phalanx.monitoring.worker_figures import ServerFigures, WorkerFigures
+from phalanx.monitoring.worker_figures import ServerFigures, TaskReport, WorkerFigures
 
 TASKS = ["worker/0", "worker/1"]
 

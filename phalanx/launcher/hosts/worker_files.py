@@ -13,7 +13,7 @@ from typing import BinaryIO
 from msgspec.structs import replace
 
 from phalanx.launcher.host_messages import WorkerDiagnostics, WorkerReport
-from phalanx.monitoring.worker_figures import WorkerFigures
+from phalanx.monitoring.worker_figures import TaskReport, WorkerFigures
 from phalanx.runtime import bootstrap, crash_report, progress
 from phalanx.transport.decoding import decode_message
 
@@ -98,7 +98,7 @@ class WorkerFiles:
             return None
         self._reported = number, last.time
         saves, age_s = progress.parse_saves_checkpoint(content), max(0.0, time.time() - last.time)
-        return WorkerReport(rank, last.phase, last.epoch, last.step, age_s, saves, figures)
+        return WorkerReport(rank, TaskReport(last.phase, last.epoch, last.step, age_s, saves, figures))
 
     def request_checkpoint(self) -> None:
         """Ask the worker for a checkpoint."""
