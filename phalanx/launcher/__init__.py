@@ -9,7 +9,7 @@
     host_slots, host_discovery                      which hosts there are; a script that prints them
     host_pool, slot_assignment, host_blacklist      the hosts of an elastic job
     elastic_supervisor                              its coordinator
-    job_reporter, failure_report, straggler_watch   what the user is shown
+    job_reporter, failure_report                    what the user is shown
     watched_job                                     what others see of a job, and can ask of it:
         job_recorder, job_control, job_registry       its events, its socket, the list of running jobs
         job_connection, job_follower                  the other end, in another process

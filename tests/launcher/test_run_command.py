@@ -920,7 +920,6 @@ def test_the_launcher_imports_no_framework(launcher: Launcher) -> None:
     program = f"""
         import atexit, sys
         from phalanx.cli.main import main
-        import phalanx.launcher.straggler_watch  # as soon as workers take steps
         atexit.register(lambda: print({{"keras", "numpy"}} & {{*sys.modules}}))
         sys.argv = ["phalanx", "run", "--workers", "1", {launcher.script("pass", "worker.py")!r}]
         main()
