@@ -82,6 +82,11 @@ class MergeProtocol(Protocol):
         ...
 
     @property
+    def global_size(self) -> int | None:
+        """The number of samples of the step's global batch; None if each rank takes steps on batches of its own."""
+        ...
+
+    @property
     def synchronizes_batch_norm(self) -> bool:
         """Whether all batch normalization is over the batches of all ranks."""
         ...

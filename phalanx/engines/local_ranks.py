@@ -40,7 +40,7 @@ class LocalRanks:
     """
 
     updates = once_per_step = repeats = separate = in_micro_batches = synchronizes_batch_norm = False
-    gather = None
+    gather = global_size = None
 
     def __init__(self) -> None:
         self._rank: int | None = None

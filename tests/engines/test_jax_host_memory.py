@@ -20,7 +20,7 @@ arrived = []
 
 class Merge:
     updates = separate = repeats = in_micro_batches = once_per_step = synchronizes_batch_norm = False
-    gather = None
+    gather = global_size = None
 
     def __call__(self, layout, arrays, share):
         arrived.append(len(arrays))

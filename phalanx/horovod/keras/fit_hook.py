@@ -187,7 +187,7 @@ class _GradientMerge:
 
     updates = repeats = in_micro_batches = synchronizes_batch_norm = False
     once_per_step = True
-    gather = None
+    gather = global_size = None
 
     def __init__(self, reduction: Any, local: Collection[int], *, separate: bool, checks_finite: bool) -> None:
         self.has_overflowed = False

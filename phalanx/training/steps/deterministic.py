@@ -54,6 +54,7 @@ class DeterministicStepper(ReplicaStepper):
             self._randomness.enter(micro.number)
             self._engine.train(micro.data, micro.share)
 
+        self._merge.global_size = batch.global_size
         with self._randomness.step():
             self._sums.run(batch, compute)
 

@@ -73,6 +73,13 @@ class _Groups(NamedTuple):
     extremes: list[int]
 
 
+class _Kept(NamedTuple):
+    """What waits for the optimizer's update: gradients, and what metrics count."""
+
+    gradients: GradientAccumulator
+    counts: GradientAccumulator
+
+
 class StepMerge:
     """Merges the arrays of a step over the ranks (`backends.engine.Merge`).
 
@@ -84,6 +91,7 @@ class StepMerge:
         unit: the present scale of the loss, by which gradients are multiplied.
         accumulates: whether some steps accumulate gradients; the same for all steps of a model.
         synchronizes_batch_norm: see `MergeProtocol`; set it before an engine is made.
+        global_size: see `MergeProtocol`; set it before each step.
         micro_batches: sums what the micro-batches of a step contribute, where steps are taken that way.
     """
 
@@ -94,8 +102,7 @@ class StepMerge:
         self.repeats = replica.elastic is not None
         self.in_micro_batches = self.once_per_step = replica.micro_batches is not None
         self._reducer = None if compression is None else CompressedReducer(compression)
-        self._gradients = GradientAccumulator()
-        self._counts = GradientAccumulator()
+        self._kept = _Kept(GradientAccumulator(), GradientAccumulator())
         self._mode = MergeMode.MERGE
         self._buffers = MergeBuffers()
         self._scales: dict[tuple[StepLayout, float, bool], tuple[float, ...]] = {}
@@ -103,6 +110,7 @@ class StepMerge:
         self.unit = 1.0
         self.accumulates = False
         self.synchronizes_batch_norm = False
+        self.global_size: int | None = None
         self.micro_batches: MicroBatchMerge | None = None
 
     @property
@@ -142,7 +150,7 @@ class StepMerge:
         progress.enter("all_reduce")
         timeline.current.enter("merge")
         accumulates = self._mode in (MergeMode.ACCUMULATE, MergeMode.ACCUMULATE_GRADIENTS)
-        has_accumulated = self._mode is MergeMode.UPDATE and (self._gradients or self._counts)
+        has_accumulated = self._mode is MergeMode.UPDATE and (self._kept.gradients or self._kept.counts)
         if accumulates or has_accumulated or self._reducer or layout.has_extremes:
             self._merge_extremes(layout, arrays, share, views)
             self._merge_partly(self._groups_of(layout), list(arrays), list(scales), views)
@@ -204,30 +212,30 @@ class StepMerge:
     def merge_accumulated(self, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
         """The accumulated gradients, summed over all ranks, and forgotten; all ranks must call. Empty if there are none
         of these very shapes."""
-        own = self._gradients.only()
+        own = self._kept.gradients.only()
         if not own or [array.shape for array in own] != list(shapes):
             return []
         merged = self._replica.all_reduce(own)
-        self._gradients.clear()
+        self._kept.gradients.clear()
         return merged
 
     def reset_counts(self) -> None:
         """Metrics were reset: forget what they have counted since the last merge."""
-        self._counts.clear()
+        self._kept.counts.clear()
 
     def state(self) -> dict[str, Array]:
         """All that the merge keeps between steps, by name; see `CompressedReducer` for what belongs to whom. These
         arrays are never changed in place, so that they may be loaded again after a step that failed."""
-        found = {f"held/{name}": array for name, array in self._gradients.state().items()}
-        found |= {f"counts/{name}": array for name, array in self._counts.state().items()}
+        found = {f"held/{name}": array for name, array in self._kept.gradients.state().items()}
+        found |= {f"counts/{name}": array for name, array in self._kept.counts.state().items()}
         if self._reducer is not None:
             found |= {f"compression/{name}": array for name, array in self._reducer.state().items()}
         return found
 
     def load(self, state: State) -> None:
         """Continue from what `state` returned."""
-        self._gradients.load(below("held/", state))
-        self._counts.load(below("counts/", state))
+        self._kept.gradients.load(below("held/", state))
+        self._kept.counts.load(below("counts/", state))
         if self._reducer is not None:
             self._reducer.load(below("compression/", state))
 
@@ -255,12 +263,17 @@ class StepMerge:
         merged: list[int] = []
         if mode is not MergeMode.ACCUMULATE:
             merged = [*groups.counts, *groups.rest]
-            if mode is not MergeMode.MERGE and self._counts:
-                _put(groups.counts, self._counts.plus_accumulated(counts, weights), arrays, scales)
+            if mode is not MergeMode.MERGE and self._kept.counts:
+                _put(groups.counts, self._kept.counts.plus_accumulated(counts, weights), arrays, scales)
         if mode in (MergeMode.MERGE, MergeMode.UPDATE):
             merged = [*(i for i in groups.gradients if i not in groups.compressed), *merged]
-            if mode is MergeMode.UPDATE and self._gradients:
-                _put(groups.gradients, self._gradients.plus_accumulated(gradients, factors, unit=unit), arrays, scales)
+            if mode is MergeMode.UPDATE and self._kept.gradients:
+                _put(
+                    groups.gradients,
+                    self._kept.gradients.plus_accumulated(gradients, factors, unit=unit),
+                    arrays,
+                    scales,
+                )
             if self._reducer is not None and groups.compressed:
                 self._reducer.all_reduce(
                     self._replica.communicator,
@@ -273,16 +286,16 @@ class StepMerge:
         if self._reducer is not None:
             self._reducer.commit()
         if mode in (MergeMode.ACCUMULATE, MergeMode.ACCUMULATE_GRADIENTS):
-            self._gradients.add(gradients, factors, unit=unit)
+            self._kept.gradients.add(gradients, factors, unit=unit)
             _clear(_chosen(groups.gradients, views))
         elif mode is MergeMode.UPDATE:
-            self._gradients.forget(gradients)
+            self._kept.gradients.forget(gradients)
         if mode is MergeMode.ACCUMULATE:
-            self._counts.add(counts, weights)
+            self._kept.counts.add(counts, weights)
             _clear(_chosen(groups.counts, views))
             _copy(_chosen(groups.rest, arrays), _chosen(groups.rest, views))
         elif mode is not MergeMode.MERGE:
-            self._counts.forget(counts)
+            self._kept.counts.forget(counts)
 
     def _groups_of(self, layout: StepLayout) -> _Groups:
         groups = self._groups.get(layout)

@@ -66,7 +66,7 @@ class ParameterServerMerge:
 
     updates = separate = once_per_step = True
     repeats = in_micro_batches = synchronizes_batch_norm = False
-    gather = None
+    gather = global_size = None
     all_gather = staticmethod(_refuse_to_gather)
 
     def __init__(self, worker: ParameterServerWorker, trainers: int | None = None) -> None:

@@ -48,6 +48,7 @@ class SynchronousStepper(ReplicaStepper):
         """See `Stepper.train`."""
         if self._scale is not None and self._merge.separate:
             self._merge.unit = float(self._engine.read([self._scale])[0])
+        self._merge.global_size = batch.global_size
         with self._merge.in_mode(self._mode(last)):
             self._engine.train(batch.data, batch.share)
 

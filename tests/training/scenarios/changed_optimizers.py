@@ -104,6 +104,17 @@ for _name, (_make, _values) in HYPERPARAMETERS.items():
             )
 
 
+@scenario(quick=("jax",))
+def hyperparameter_between_fits_of_other_batches(setting: Setting) -> dict[str, Any]:
+    """JAX compiles again for a batch of another size, and only then sees the value."""
+    model = compiled(setting, optimizer=optimizers.SGD(0.1, momentum=0.5))
+    found = {"first": fitted(model)}
+    model.optimizer.momentum = 0.9
+    found["other size"] = fitted(model, batch_size=11)
+    model.optimizer.momentum = 0.0
+    return found | {"sizes as before": fitted(model), "other again": fitted(model, batch_size=3)} | _state(model)
+
+
 @scenario(quick=BACKENDS)
 def program_changes_the_model_between_epochs_and_fits(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, optimizer=optimizers.Adam(0.05))

@@ -31,7 +31,7 @@ from phalanx.engines.replica.jax.compiled_step import CompiledStep
 from phalanx.engines.replica.jax.local_step import LocalStep
 from phalanx.engines.replica.jax.model_arguments import ModelArguments
 from phalanx.engines.replica.jax.model_compiler import ModelCompiler
-from phalanx.engines.replica.jax.step_functions import AppliedResults, CompiledUpdate, StepFunctions
+from phalanx.engines.replica.jax.step_functions import AppliedResults, CompiledUpdate, StepFunctions, batch_kind
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.log_origins import LogOrigins
@@ -58,7 +58,7 @@ class JaxEngine(ArgumentsEngine):
         jit, merge = compiler.jit, self._merge
         self._local_step = LocalStep(self._model, merge, functions, compiler)
         self._test = CompiledStep(functions.test, jit, merge, donate=(2,))
-        self._update = CompiledUpdate(functions)
+        self._update = CompiledUpdate(functions, self._model)
 
     @property
     def origins(self) -> LogOrigins:
@@ -80,7 +80,8 @@ class JaxEngine(ArgumentsEngine):
         flats = self._merge(packing.travelling, [np.asarray(array) for array in local.merged], share)
         # To a device large arrays are sent one by one, in parallel.
         merged = flats if self._compiler.pinned is None else packing.travelling.cut(flats)
-        update = self._update.choose(packing, flats)
+        kind = batch_kind(data, self._merge.global_size, len(trainable) + len(optimizer))
+        update = self._update.choose(packing, flats, kind)
         # Where servers make the update, the optimizer's variables stay as they are here, and need not pass through.
         moved = [] if self._merge.updates else optimizer
         trainable, updated, metrics, state, self._logs = update(trainable, moved, metrics, merged)

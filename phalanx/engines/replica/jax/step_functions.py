@@ -6,18 +6,20 @@ gradients and changes nothing. Everything else that it returns (metric and layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import keras
+from keras import tree
 
 from phalanx.engines import step_logs
 from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch, MergeProtocol
 from phalanx.engines.merge_collectives import MergeCollectives
 from phalanx.engines.metric_rules import MetricRules
+from phalanx.engines.replica.jax.hyperparameters import Hyperparameters
 from phalanx.engines.replica.jax.model_compiler import ModelCompiler
 from phalanx.engines.replica.jax.output_packing import OutputPacking
 from phalanx.engines.step_layout import SMALL, SMALL_ON_THE_BUS, MergeWeight, StepLayout, bundles, gradient_weights
@@ -145,21 +147,26 @@ class StepFunctions:
             self.packing = packing
         return LocalResults(packing.join(values), private)
 
-    def compile_update(self, packing: OutputPacking, silent: frozenset[str]) -> Callable[..., Any]:
+    def compile_update(
+        self, packing: OutputPacking, silent: frozenset[str], hyperparameters: Hyperparameters
+    ) -> Callable[..., Any]:
         """Compile the second half of a step: everything after the merge.
 
         Args:
             packing: of the first half.
             silent: names of the metrics that no step has updated so far.
+            hyperparameters: what it is compiled with; without compilation, each step takes the present ones.
         """
         read = packing.read if self._compiler.pinned is None else packing.read_travelled
+        held = hyperparameters.in_place if self._compiler.compiles else nullcontext
 
         def update(trainable: Values, optimizer: Values, metrics: Values, arrays: Values) -> Any:
             gradients, state, merged, averages = read(arrays)
             if self._merge.updates:
                 trainable = gradients
             elif packing.gradients:
-                trainable, optimizer = self._model.optimizer.stateless_apply(optimizer, gradients, trainable)
+                with held():
+                    trainable, optimizer = self._model.optimizer.stateless_apply(optimizer, gradients, trainable)
             metrics = [
                 old + new if rule.is_additive else new
                 for old, new, rule in zip(metrics, merged, packing.metrics, strict=True)
@@ -213,25 +220,52 @@ class StepFunctions:
 
 
 class CompiledUpdate:
-    """The compiled second half of a step, which depends on how the first half packs its results, and on which metrics
-    the steps have updated so far."""
+    """The compiled second half of a step, which depends on how the first half packs its results, on which metrics the
+    steps have updated so far, and on the optimizer's hyperparameters when batches like this one first came."""
 
-    def __init__(self, functions: StepFunctions) -> None:
+    def __init__(self, functions: StepFunctions, model: Any) -> None:
         self._functions = functions
+        self._model = model
         self._packing: OutputPacking | None = None
         self._silent: frozenset[str] | None = None
-        self._function: Callable[..., Any]
+        self._known: dict[Hashable, Hyperparameters] = {}
+        self._compiled: dict[Hashable, Callable[..., Any]] = {}  # by hyperparameters
+        self._chosen: dict[Hashable, Callable[..., Any]] = {}
 
-    def choose(self, packing: OutputPacking, flats: Sequence[Any]) -> Callable[..., Any]:
-        """The function for a step whose merged buffers are `flats`."""
+    def choose(self, packing: OutputPacking, flats: Sequence[Any], kind: Hashable) -> Callable[..., Any]:
+        """The function for a step whose merged buffers are `flats`, of a global batch of this kind."""
         is_new = packing is not self._packing
         if is_new or (self._silent and packing.logs):
             before, merged = self._silent, packing.read(flats)[2]
             self._silent = self._functions.still_silent(before, merged)
             if is_new or self._silent != before:
                 self._packing = packing
-                self._function = self._functions.compile_update(packing, self._silent)
-        return self._function
+                self._compiled.clear()
+                self._chosen.clear()
+        return self._chosen.get(kind) or self._compile(packing, kind)
+
+    def _compile(self, packing: OutputPacking, kind: Hashable) -> Callable[..., Any]:
+        assert self._silent is not None, "choose has set it"
+        known = self._known.get(kind)
+        if known is None:
+            known = self._known[kind] = Hyperparameters(self._model.optimizer)
+        function = self._compiled.get(known.key)
+        if function is None:
+            function = self._compiled[known.key] = self._functions.compile_update(packing, self._silent, known)
+        self._chosen[kind] = function
+        return function
+
+
+def batch_kind(data: Batch, global_size: int | None, variables: int) -> Hashable:
+    """What tells that Keras would compile its step again; the same on all ranks, which may pad a batch differently.
+
+    Args:
+        data: the local batch.
+        global_size: number of samples in the global batch; None: in `data`.
+        variables: number of arrays that travel with it.
+    """
+    dtypes = [leaf if leaf is None else leaf.dtype for leaf in tree.flatten(data)]
+    return global_size or model_state.samples(data), variables, *dtypes
 
 
 def _changed(before: Values, after: Values) -> dict[int, Any]:
