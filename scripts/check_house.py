@@ -54,11 +54,7 @@ LAZY_EXPORTS = {"phalanx/config/__init__.py", "phalanx/elastic/__init__.py"} | {
 }
 """Public names that live in a higher layer, imported when they are first used."""
 
-SHARED_MODULE_NAMES = {"callbacks", "compression", "elastic", "exceptions", "functions", "gradients", "mpi_ops"} | {
-    "optimizer",
-    "process_sets",
-    "state",
-}
+SHARED_MODULE_NAMES = {"callbacks", "compression", "elastic", "functions", "mpi_ops"}
 """Horovod's own module paths, which each of its frameworks repeats."""
 
 MAX_METHODS, MAX_ATTRIBUTES, MAX_LINES, MAX_ARGUMENTS = 20, 15, 50, 8

@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.cluster import timeline_relay
 from phalanx.errors import UnsupportedError
-from phalanx.horovod import process_sets as sets
+from phalanx.horovod.common import process_sets as sets
 from phalanx.horovod.horovod_job import current, is_joined, join_job, leave_job
 
 

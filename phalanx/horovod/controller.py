@@ -32,7 +32,7 @@ from phalanx.collectives.autotune.trial_search import TrialSearch
 from phalanx.collectives.communicator import ReduceOp
 from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.errors import CollectiveMismatchError, PhalanxError
-from phalanx.horovod.exceptions import DuplicateNameError, HorovodInternalError
+from phalanx.horovod.common.exceptions import DuplicateNameError, HorovodInternalError
 from phalanx.horovod.execution import FusedPart, execute
 from phalanx.horovod.fusion_autotune import FusionAutotuner, FusionSettings
 from phalanx.horovod.horovod_environment import HorovodEnvironment

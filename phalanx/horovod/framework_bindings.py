@@ -17,10 +17,10 @@ import numpy as np
 
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import operations
-from phalanx.horovod.compression import Compression, compressed
+from phalanx.horovod.common.process_sets import global_process_set
+from phalanx.horovod.compressors import Compression, compressed
 from phalanx.horovod.operation_request import Array, OperationKind
 from phalanx.horovod.operations import Arguments, Average, PendingResult, check_op
-from phalanx.horovod.process_sets import global_process_set
 
 Tensor = Any
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import ConfigurationError
-from phalanx.horovod.compression import Compression
+from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
+from phalanx.horovod.compressors import Compression
 from phalanx.horovod.operation_request import HorovodOp
 from phalanx.horovod.operations import Arguments, Average, check_op
-from phalanx.horovod.process_sets import ProcessSet, global_process_set
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from phalanx.elastic.elastic_node import ElasticNode, join_node
 from phalanx.elastic.generation_loop import LOSSES, Position, form_next_generation, join_generation
 from phalanx.errors import ConfigurationError, LinkTimeoutError, PhalanxError
 from phalanx.horovod import step_reports
+from phalanx.horovod.common.exceptions import HorovodInternalError
 from phalanx.horovod.controller import Controller
-from phalanx.horovod.exceptions import HorovodInternalError
 from phalanx.horovod.execution import FusedPart
 from phalanx.horovod.fusion_autotune import FusionSettings
 from phalanx.horovod.horovod_environment import HorovodEnvironment

@@ -13,8 +13,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 
+from phalanx.horovod.common.process_sets import ProcessSet
 from phalanx.horovod.horovod_job import current, is_joined
-from phalanx.horovod.process_sets import ProcessSet
 
 _given: Counter[tuple[str, int | None]] = Counter()
 _early: list[weakref.ref[InstanceNumber]] = []

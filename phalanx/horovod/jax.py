@@ -15,7 +15,8 @@ import numpy as np
 
 from phalanx.errors import UnsupportedError
 from phalanx.horovod import elastic, exported_names, operations, step_reports
-from phalanx.horovod.compression import Compression
+from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
+from phalanx.horovod.compressors import Compression
 from phalanx.horovod.exported_names import *  # noqa: F403
 from phalanx.horovod.framework_bindings import (
     ARRAY_FUNCTIONS,
@@ -27,7 +28,6 @@ from phalanx.horovod.framework_bindings import (
 from phalanx.horovod.gradient_reduction import GradientReduction, reduce_present
 from phalanx.horovod.operation_request import Array, HorovodOp, OperationKind
 from phalanx.horovod.operations import Average, barrier, join
-from phalanx.horovod.process_sets import ProcessSet, global_process_set
 
 
 def _to_array(tensor: Any) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.collectives.host.argument_checks import native
 from phalanx.horovod import elastic, exported_names
-from phalanx.horovod.compression import Compression
+from phalanx.horovod.compressors import Compression
 from phalanx.horovod.exported_names import *  # noqa: F403
 from phalanx.horovod.framework_bindings import ARRAY_FUNCTIONS, ArrayFramework, poll, synchronize
 from phalanx.horovod.operations import barrier, join

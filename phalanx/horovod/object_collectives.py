@@ -13,10 +13,10 @@ import numpy as np
 
 from phalanx.config.environment_variables import ENCRYPTION, SECRET
 from phalanx.errors import ConfigurationError
+from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.horovod_job import current
 from phalanx.horovod.operation_request import OperationKind
 from phalanx.horovod.operations import run
-from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.runtime.pickling import dumps
 
 

@@ -26,10 +26,10 @@ from phalanx.collectives.communicator import ReduceOp
 from phalanx.collectives.reduction import check_reducible
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.horovod import adasum
+from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.controller import Controller, OperationHandle
 from phalanx.horovod.execution import FusedPart
 from phalanx.horovod.operation_request import VARYING, Array, HorovodOp, OperationKind, Request, name_of
-from phalanx.horovod.process_sets import ProcessSet, global_process_set
 
 Average = HorovodOp.AVERAGE
 """The mean over the ranks; means of integers are truncated."""

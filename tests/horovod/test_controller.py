@@ -16,8 +16,8 @@ import pytest
 from phalanx.cluster.membership import Membership
 from phalanx.collectives import CommunicationOptions, connect
 from phalanx.errors import CollectiveTimeoutError, PeerLostError
+from phalanx.horovod.common.exceptions import HorovodInternalError
 from phalanx.horovod.controller import Controller
-from phalanx.horovod.exceptions import HorovodInternalError
 from phalanx.horovod.execution import FusedPart
 from phalanx.horovod.horovod_environment import HorovodEnvironment
 from phalanx.horovod.operation_request import Request

@@ -1,19 +1,180 @@
-"""`from phalanx.horovod.common.process_sets import ProcessSet`, as programs for Horovod write it."""
+"""Process sets: subsets of the job's ranks that have separate collectives. Names and meaning are Horovod's."""
 
 from __future__ import annotations
 
-from phalanx.horovod.process_sets import (
-    ProcessSet,
-    add_process_set,
-    get_process_set_ids_and_ranks,
-    global_process_set,
-    remove_process_set,
-)
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "ProcessSet",
-    "add_process_set",
-    "get_process_set_ids_and_ranks",
-    "global_process_set",
-    "remove_process_set",
-]
+from phalanx.errors import ConfigurationError
+from phalanx.horovod.controller import Controller
+from phalanx.horovod.horovod_job import current
+
+
+class ProcessSet:
+    """A subset of the job's ranks. Register it with `hvd.init(process_sets=...)` or `add_process_set` before use.
+
+    Attributes:
+        process_set_id: number of the process set; None if it is not registered.
+        ranks: the members' ranks in the job, in ascending order.
+
+    Args:
+        ranks: at least one rank, each of them once.
+    """
+
+    def __init__(self, ranks: Iterable[int]):
+        self.process_set_id: int | None = None
+        try:
+            self.ranks: list[int] = sorted(map(operator.index, ranks))
+        except TypeError as error:
+            raise ConfigurationError(f"a process set is made of ranks, which are integers: {error}.") from error
+        if len(set(self.ranks)) != len(self.ranks):
+            raise ConfigurationError(f"a process set has each rank once; it got {self.ranks}.")
+
+    def size(self) -> int:
+        """The number of members. Raises ValueError if it is not registered, as do the methods below."""
+        self._check_registered()
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        """This process's number among the members. Raises ValueError if it is no member."""
+        self._check_registered()
+        own = current().membership.rank
+        if own not in self.ranks:
+            raise ValueError(f"rank {own} is no member of {self}.")
+        return self.ranks.index(own)
+
+    def included(self) -> bool:
+        """Whether this process is a member."""
+        self._check_registered()
+        return current().membership.rank in self.ranks
+
+    def position(self, rank: int, what: str) -> int:
+        """The number of a rank of the job among the members.
+
+        Args:
+            rank: rank in the job.
+            what: name of the argument that holds it, for the error.
+
+        Raises: ConfigurationError if it is no member.
+        """
+        if rank not in self.ranks:
+            raise ConfigurationError(f"{what} is {rank}, which is no rank of {self}.")
+        return self.ranks.index(rank)
+
+    @property
+    def controller(self) -> Controller:
+        """What runs the collectives. Raises ValueError if this process is no member."""
+        job = current()
+        controller = job.controllers.get(self._check_registered())
+        if controller is None:
+            raise ValueError(
+                f"rank {job.membership.rank} is no member of {self}, so it cannot take part in its collectives."
+            )
+        return controller
+
+    def _check_registered(self) -> int:
+        """The number of the process set. Raises ValueError if it has none."""
+        current()  # raises before `init`
+        if self.process_set_id is None:
+            raise ValueError(f"{self} is not registered; call hvd.add_process_set on all ranks first.")
+        return self.process_set_id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ProcessSet) and (self.process_set_id, self.ranks) == (
+            other.process_set_id,
+            other.ranks,
+        )
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+    __repr__ = __str__
+
+
+class _Global(ProcessSet):
+    """All ranks, which are known once the job is joined."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.process_set_id = 0
+
+
+global_process_set: ProcessSet = _Global()
+"""All ranks of the job."""
+
+_registered: dict[int, ProcessSet] = {0: global_process_set}
+_numbers = itertools.count(1)
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a process set; all ranks of the job must call.
+
+    Args:
+        process_set: a process set, or its ranks; equal on all ranks.
+
+    Returns: the process set, ready for use.
+
+    Raises:
+        ConfigurationError: it is registered already, is empty, or has a rank that is not in the job.
+        HorovodInternalError: the arguments differ between ranks.
+    """
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    job = current()
+    known = next((one for one in _registered.values() if one.ranks == process_set.ranks), None)
+    if process_set.process_set_id is not None or known is not None:
+        raise ConfigurationError(f"{known or process_set} is registered already; a process set of these ranks exists.")
+    wrong = [rank for rank in process_set.ranks if not 0 <= rank < job.membership.world_size]
+    if wrong or not process_set.ranks:
+        raise ConfigurationError(
+            f"a process set needs ranks of the job, 0 to {job.membership.world_size - 1}; it got {process_set.ranks}."
+        )
+    number = next(_numbers)
+    job.add_process_set(number, process_set.ranks)
+    process_set.process_set_id = number
+    _registered[number] = process_set
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Unregister a process set; all ranks of the job must call.
+
+    Args:
+        process_set: a registered process set.
+
+    Returns: False for the global process set, which is kept, and for one that is not registered.
+    """
+    number = process_set.process_set_id
+    if not number or _registered.get(number) is not process_set:
+        return False
+    current().remove_process_set(number)
+    del _registered[number]
+    process_set.process_set_id = None
+    return True
+
+
+def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """The ranks of all registered process sets, by number."""
+    current()
+    return {number: list(process_set.ranks) for number, process_set in _registered.items()}
+
+
+def begin(world_size: int) -> None:
+    """Start with the global process set, after the job has been joined."""
+    global _numbers
+    global_process_set.ranks = list(range(world_size))
+    _numbers = itertools.count(1)
+
+
+def end() -> None:
+    """Unregister all process sets but the global one, before the job is left."""
+    for process_set in _registered.values():
+        if process_set is not global_process_set:
+            process_set.process_set_id = None
+    _registered.clear()
+    _registered[0] = global_process_set
+    global_process_set.ranks = []

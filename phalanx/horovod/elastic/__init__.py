@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from phalanx.horovod.elastic.loop import run
-from phalanx.horovod.elastic.state import ObjectState, State
+from phalanx.horovod.elastic.object_state import ObjectState, State
 
 __all__ = ["ObjectState", "State", "run"]

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from phalanx.elastic.generation_loop import is_caused_by, run_until_complete
 from phalanx.horovod import basics, instance_numbers
-from phalanx.horovod.elastic.state import State
-from phalanx.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from phalanx.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from phalanx.horovod.elastic.object_state import State
 from phalanx.horovod.horovod_job import current
 
 T = TypeVar("T")

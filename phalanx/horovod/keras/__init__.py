@@ -5,11 +5,11 @@ from __future__ import annotations
 import keras
 
 from phalanx.horovod import exported_names, visible_gpus
-from phalanx.horovod.compression import Compression
+from phalanx.horovod.compressors import Compression
 from phalanx.horovod.exported_names import *  # noqa: F403
-from phalanx.horovod.keras import callbacks, elastic, functions
-from phalanx.horovod.keras.functions import *  # noqa: F403
-from phalanx.horovod.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from phalanx.horovod.keras import callbacks, elastic, keras_functions
+from phalanx.horovod.keras.keras_functions import *  # noqa: F403
+from phalanx.horovod.keras.keras_optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from phalanx.horovod.keras.sync_batch_normalization import SyncBatchNormalization
 from phalanx.horovod.operations import barrier, join
 
@@ -18,7 +18,7 @@ init = visible_gpus.init_for(keras.backend.backend())
 
 __all__ = [
     *exported_names.__all__,
-    *functions.__all__,
+    *keras_functions.__all__,
     "Compression",
     "DistributedOptimizer",
     "PartialDistributedOptimizer",

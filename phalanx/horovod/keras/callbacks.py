@@ -10,10 +10,10 @@ import numpy as np
 
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import basics, operations
+from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.horovod_job import current
-from phalanx.horovod.keras.functions import broadcast_variables
+from phalanx.horovod.keras.keras_functions import broadcast_variables
 from phalanx.horovod.operation_request import OperationKind
-from phalanx.horovod.process_sets import ProcessSet, global_process_set
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]

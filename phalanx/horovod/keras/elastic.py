@@ -22,7 +22,7 @@ import numpy as np
 
 from phalanx.errors import ConfigurationError
 from phalanx.horovod.elastic import ObjectState, State, run
-from phalanx.horovod.keras.functions import broadcast_variables
+from phalanx.horovod.keras.keras_functions import broadcast_variables
 from phalanx.horovod.operation_request import Array
 from phalanx.keras_compat.model_state import sync_jax_state
 from phalanx.training.state_sync import variables_of

@@ -18,7 +18,7 @@ import numpy as np
 from phalanx.engines import make_engine
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.horovod import operations, step_reports
-from phalanx.horovod.compression import compressed
+from phalanx.horovod.compressors import compressed
 from phalanx.horovod.operation_request import OperationKind
 from phalanx.keras_compat import trainer_hook
 from phalanx.keras_compat.global_gradients import refuse_overwritten
@@ -37,7 +37,7 @@ def install() -> None:
 
 def _train_function(model: Any, make: Callable[[], None]) -> Callable[..., Any] | None:
     """The function for the steps of `fit`; None for the one that Keras makes (`make`)."""
-    from phalanx.horovod.keras.optimizer import reduction_of
+    from phalanx.horovod.keras.keras_optimizer import reduction_of
 
     reduction = reduction_of(model.optimizer)
     if reduction is None or model_dispatch.member_of(model) is not None:
@@ -78,7 +78,7 @@ class _JaxFunction:
         self._engine.metric_rules.note(model.metrics_variables)  # Keras has built the model by now
 
     def __call__(self, state: Any, iterator: Iterator[Any]) -> Any:
-        from phalanx.horovod.keras.optimizer import already_reduced
+        from phalanx.horovod.keras.keras_optimizer import already_reduced
 
         model = self._model
         timeline.current.enter("data")
@@ -122,7 +122,7 @@ class _Accumulation:
     """
 
     def __init__(self, model: Any) -> None:
-        from phalanx.horovod.keras.optimizer import accumulation_steps, innermost_optimizer
+        from phalanx.horovod.keras.keras_optimizer import accumulation_steps, innermost_optimizer
 
         outer, optimizer = model.optimizer, innermost_optimizer(model.optimizer)
         accumulators = list(getattr(optimizer, "_accumulated_gradients", ()))

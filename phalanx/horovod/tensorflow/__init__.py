@@ -7,10 +7,10 @@ from typing import Any
 import tensorflow as tf
 
 from phalanx.horovod import exported_names, visible_gpus
+from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.exported_names import *  # noqa: F403
 from phalanx.horovod.gradient_reduction import GradientReduction
 from phalanx.horovod.operations import Average
-from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.tensorflow import elastic, mpi_ops
 from phalanx.horovod.tensorflow.compression import Compression
 from phalanx.horovod.tensorflow.functions import (
@@ -62,7 +62,7 @@ def DistributedOptimizer(
             name=name,
             use_locking=use_locking,
         )
-    from phalanx.horovod.keras.optimizer import Aggregation, distribute_optimizer
+    from phalanx.horovod.keras.keras_optimizer import Aggregation, distribute_optimizer
 
     aggregation = Aggregation(backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
     return distribute_optimizer(optimizer, reduction, aggregation)

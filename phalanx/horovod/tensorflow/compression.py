@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from phalanx.horovod.compression import Compression, Compressor, FP16Compressor, NoneCompressor
+from phalanx.horovod.compressors import Compression, Compressor, FP16Compressor, NoneCompressor
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from phalanx.engines.replica.tensorflow.host_calls import call_in_graph
 from phalanx.errors import CollectiveMismatchError, ConfigurationError
-from phalanx.horovod.exceptions import HorovodInternalError
+from phalanx.horovod.common.exceptions import HorovodInternalError
 from phalanx.horovod.operations import refuse_second_gradient
 from phalanx.horovod.tensorflow.session_calls import call_in_session, is_for_session
 

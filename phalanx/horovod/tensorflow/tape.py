@@ -8,10 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from phalanx.horovod import step_reports
+from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.gradient_reduction import GradientReduction, reduce_present
 from phalanx.horovod.operation_request import HorovodOp, OperationKind
 from phalanx.horovod.operations import Average
-from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.tensorflow.compression import Compression
 from phalanx.horovod.tensorflow.functions import tensorflow_variable
 from phalanx.horovod.tensorflow.mpi_ops import divided_by_size, run_collective

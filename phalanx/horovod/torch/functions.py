@@ -12,10 +12,10 @@ import torch
 
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import operations
+from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.horovod_job import current
 from phalanx.horovod.object_collectives import allgather_object, broadcast_bytes, broadcast_object, check_trust
 from phalanx.horovod.operation_request import OperationKind
-from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.torch.host_tensors import all_to_host, write_back
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from phalanx.horovod import step_reports
-from phalanx.horovod.compression import compressed
+from phalanx.horovod.compressors import compressed
 from phalanx.horovod.gradient_reduction import GradientReduction, reduce_present
 from phalanx.horovod.operation_request import OperationKind
 from phalanx.horovod.torch.torch_framework import start_collective

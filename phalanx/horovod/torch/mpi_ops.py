@@ -12,10 +12,10 @@ import torch
 
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import operations
+from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.framework_bindings import ARRAY_FUNCTIONS, make_function, poll, synchronize
 from phalanx.horovod.operation_request import HorovodOp, OperationKind
 from phalanx.horovod.operations import Arguments, Average, PendingResult, Sum, barrier, check_op
-from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.torch.host_tensors import tensors_of, to_host
 from phalanx.horovod.torch.torch_framework import run_collective, start_collective
 

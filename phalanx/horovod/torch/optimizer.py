@@ -13,11 +13,11 @@ import torch
 
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import step_reports
-from phalanx.horovod.compression import compressed
+from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
+from phalanx.horovod.compressors import compressed
 from phalanx.horovod.gradient_reduction import GradientReduction
 from phalanx.horovod.operation_request import HorovodOp
 from phalanx.horovod.operations import Adasum, Average
-from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.torch.compression import Compression
 from phalanx.horovod.torch.gradient_reducer import GradientReducer, Parameter
 from phalanx.horovod.torch.mpi_ops import grouped_allreduce_

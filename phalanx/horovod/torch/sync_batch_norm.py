@@ -13,9 +13,9 @@ from torch import nn
 
 from phalanx.errors import ConfigurationError
 from phalanx.horovod.basics import size
+from phalanx.horovod.common.process_sets import global_process_set
 from phalanx.horovod.instance_numbers import InstanceNumber
 from phalanx.horovod.operations import Sum
-from phalanx.horovod.process_sets import global_process_set
 from phalanx.horovod.torch.mpi_ops import allreduce
 
 Tensor: TypeAlias = torch.Tensor

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from phalanx.horovod import operations
-from phalanx.horovod.compression import compressed
+from phalanx.horovod.compressors import compressed
 from phalanx.horovod.operation_request import OperationKind
 from phalanx.horovod.operations import Arguments, PendingResult
 from phalanx.horovod.torch.host_tensors import all_to_host, tensors_of, to_host, write_back

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import phalanx.horovod.numpy as hvd
-from phalanx.horovod.process_sets import get_process_set_ids_and_ranks
+from phalanx.horovod.common.process_sets import get_process_set_ids_and_ranks
 from tests.support.traces import Events, named, names_of_processes, traced
 
 FLOATS = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from phalanx.horovod import operations
-from phalanx.horovod.elastic.state import ObjectState
+from phalanx.horovod.elastic.object_state import ObjectState
 from phalanx.horovod.object_collectives import broadcast_object
 from phalanx.horovod.operation_request import OperationKind
 from phalanx.horovod.torch.elastic.sampler import ElasticSampler

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.horovod import basics, operations
-from phalanx.horovod.exceptions import HostsUpdatedInterrupt
+from phalanx.horovod.common.exceptions import HostsUpdatedInterrupt
 from phalanx.horovod.horovod_job import current
 from phalanx.horovod.object_collectives import broadcast_object
 from phalanx.horovod.operation_request import OperationKind

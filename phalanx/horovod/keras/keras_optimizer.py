@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import keras
 
 from phalanx.errors import ConfigurationError, UnsupportedError
-from phalanx.horovod.compression import Compression
+from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
+from phalanx.horovod.compressors import Compression
 from phalanx.horovod.gradient_reduction import GradientReduction
 from phalanx.horovod.instance_numbers import InstanceNumber
 from phalanx.horovod.keras import fit_hook
 from phalanx.horovod.operation_request import HorovodOp
 from phalanx.horovod.operations import Average
-from phalanx.horovod.process_sets import ProcessSet, global_process_set
 from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.keras_compat.patching import insert_mixin, remove_mixin, set_untracked
 

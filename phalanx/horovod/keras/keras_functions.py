@@ -9,10 +9,10 @@ import keras
 import numpy as np
 
 from phalanx.horovod import operations
-from phalanx.horovod.compression import Compression
+from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
+from phalanx.horovod.compressors import Compression
 from phalanx.horovod.framework_bindings import ArrayFramework, check_integers_preserved
 from phalanx.horovod.operation_request import Array, OperationKind
-from phalanx.horovod.process_sets import ProcessSet, global_process_set
 
 
 def _to_array(tensor: Any) -> Array:
@@ -78,7 +78,7 @@ def load_model(
         custom_objects: as for `keras.models.load_model`.
         compression: as for `DistributedOptimizer`.
     """
-    from phalanx.horovod.keras.optimizer import DistributedOptimizer
+    from phalanx.horovod.keras.keras_optimizer import DistributedOptimizer
 
     objects = {each.__name__: each for each in custom_optimizers or ()} | (custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=objects)
