@@ -158,7 +158,9 @@ class CoordinatorClient:
         while not self._closed.wait(SIGN_OF_LIFE_S):
             try:
                 self.send(messages.SignOfLife())
-            except (LinkClosedError, LinkTimeoutError):
+            except LinkTimeoutError:
+                continue  # the launcher is suspended
+            except LinkClosedError:
                 return  # the receiving thread notices
 
     def _launcher_lost(self) -> RendezvousError:

@@ -140,7 +140,7 @@ class Link:
                 remaining -= count
                 pieces = skip_bytes(pieces, count)
             elif not self._wait(self._wire.send_waits_for, deadline):
-                if remaining < total:
+                if remaining < total or self._wire.is_in_record:
                     self.close()
                 raise self._late(f"did not read: {total - remaining} of {total} bytes were sent before the deadline")
 

@@ -23,6 +23,7 @@ class Wire(Protocol):
 
     Attributes:
         is_encrypted: whether others can read or change what it carries.
+        is_in_record: whether it has begun to send bytes that it has not counted as sent. Only they can follow.
         send_waits_for, receive_waits_for: the poll event after which a call that would have blocked may succeed. TLS
             may have to read in order to write.
     """
@@ -30,6 +31,9 @@ class Wire(Protocol):
     is_encrypted: bool
     send_waits_for: int
     receive_waits_for: int
+
+    @property
+    def is_in_record(self) -> bool: ...
 
     def send(self, buffers: Sequence[memoryview]) -> int:
         """See `Link.try_send`. Raises: OSError, ValueError."""
@@ -47,6 +51,7 @@ class PlainWire:
     """Bytes as they are."""
 
     is_encrypted = False
+    is_in_record = False
     send_waits_for = select.POLLOUT
     receive_waits_for = select.POLLIN
 
@@ -74,6 +79,7 @@ class TLSWire:
     def __init__(self, sock: ssl.SSLSocket):
         self._sock = sock
         self._call = threading.Lock()
+        self.is_in_record = False
         self.send_waits_for = select.POLLOUT
         self.receive_waits_for = select.POLLIN
 
@@ -85,11 +91,13 @@ class TLSWire:
             with self._call:
                 count = self._sock.send(piece)
             self.send_waits_for = select.POLLOUT
+            self.is_in_record = False
             return count
         except (BlockingIOError, ssl.SSLWantWriteError):
             self.send_waits_for = select.POLLOUT
         except ssl.SSLWantReadError:
             self.send_waits_for = select.POLLIN
+        self.is_in_record = True
         return 0
 
     def receive_into(self, buffer: memoryview) -> int | None:
@@ -116,6 +124,10 @@ class EncryptedWire:
         self._reader = RecordReader(keys.receiving)
         # The part of the last record that the kernel has not taken, and the number of bytes sealed in the whole of it.
         self._unsent: tuple[memoryview, int] | None = None
+
+    @property
+    def is_in_record(self) -> bool:
+        return self._unsent is not None
 
     def send(self, buffers: Sequence[memoryview]) -> int:
         """Bytes count as sent when the kernel has taken the whole record that they are in."""

@@ -118,6 +118,23 @@ def test_a_peer_that_does_not_read_raises_link_timeout_and_closes_the_half_sent_
     assert a.closed
 
 
+def test_what_follows_a_message_that_was_not_read_in_time_arrives_as_it_was_sent_or_not_at_all(links: Pair) -> None:
+    a, b = links
+    sent = 0
+    with contextlib.suppress(LinkTimeoutError):
+        while True:
+            a.send(b"%d" % sent, [bytes(7000)], deadline=time.monotonic() + 0.05)
+            sent += 1
+    with contextlib.suppress(LinkClosedError):  # with TLS, what is on the way may be lost with the connection
+        for number in range(sent):
+            assert b.receive(deadline=soon())[0] == b"%d" % number
+        with contextlib.suppress(LinkClosedError):
+            a.send(b"next", [b"short"], deadline=soon())
+        header, buffers = b.receive(deadline=soon())
+        assert header == b"next"
+        assert [bytes(buffer) for buffer in buffers] == [b"short"]
+
+
 def test_what_is_no_frame_closes_the_link(links: Pair) -> None:
     a, b = links
     a.try_send([memoryview(b"GET / HTTP/1.1\r\n\r\n")])
