@@ -294,8 +294,9 @@ class Console:
 
 
 def write_whole(sink: TextSink, text: str) -> None:
-    """Write all of a text, waiting while the sink is full: another process that shares the pipe or terminal can make it
-    non-blocking, as OpenSSH does. Characters that the sink's encoding lacks become question marks."""
+    """Write all of a text, waiting while the sink is full, for as long as a user pauses it: another process that shares
+    the pipe or terminal can make it non-blocking, as OpenSSH does. Characters that the sink's encoding lacks become
+    question marks."""
     encoding = getattr(sink, "encoding", None) or "utf-8"
     errors = getattr(sink, "errors", None) or "strict"
     data = text.encode(encoding, "replace" if errors == "strict" else errors)

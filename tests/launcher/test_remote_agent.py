@@ -14,7 +14,9 @@ from phalanx.launcher.host_messages import Answer, Command, KeepAlive, Output, P
 from tests.launcher.conftest import Launcher, wait_until
 
 SILENCE_S = 2.0
-AGENT = f"from phalanx.launcher.hosts import remote_agent as a; a.SILENCE_S = {SILENCE_S}; a.main()"
+AGENT = (
+    f"from phalanx.launcher.hosts import launcher_channel as c, remote_agent as a; c.SILENCE_S = {SILENCE_S}; a.main()"
+)
 BOUND_S = 60.0
 
 
@@ -31,13 +33,13 @@ def send(agent: subprocess.Popen[str], command: Command) -> None:
     agent.stdin.flush()
 
 
-def start_worker(agent: subprocess.Popen[str], launcher: Launcher) -> psutil.Process:
+def start_worker(agent: subprocess.Popen[str], launcher: Launcher, program: str = "hang()") -> psutil.Process:
     send(agent, Prepare(1, str(launcher.folder)))
-    send(agent, Start([WorkerSpec(0, (launcher.script("hang()"),), {"TF_CONFIG": "{}"})]))
+    send(agent, Start([WorkerSpec(0, (launcher.script(program),), {"TF_CONFIG": "{}"})]))
     assert agent.stdout is not None
     for line in agent.stdout:
         answer = msgspec.json.decode(line, type=Answer) if line.strip() else None
-        assert not isinstance(answer, Output), answer
+        assert program != "hang()" or not isinstance(answer, Output), answer
         if isinstance(answer, Started):
             return psutil.Process(answer.pid)
     raise AssertionError("the worker was not started")
@@ -60,3 +62,36 @@ def test_workers_live_while_the_launcher_shows_itself(agent: subprocess.Popen[st
         time.sleep(SILENCE_S / 10)
         assert worker.is_running()
     assert agent.poll() is None
+
+
+CHATTER = """
+import time
+while True:
+    print("x" * 10_000, flush=True)
+    time.sleep(0.001)
+"""
+
+
+def test_workers_end_though_nothing_of_what_they_print_gets_through(
+    agent: subprocess.Popen[str], launcher: Launcher
+) -> None:
+    """A network that was cut takes no output either, so the agent may be in the middle of a write."""
+    worker = start_worker(agent, launcher, CHATTER)
+    assert agent.wait(BOUND_S) == 0
+    wait_until(lambda: not worker.is_running())
+
+
+def test_workers_live_while_the_launcher_reads_nothing_but_shows_itself(
+    agent: subprocess.Popen[str], launcher: Launcher
+) -> None:
+    """Its terminal is paused, with Ctrl-S."""
+    worker = start_worker(agent, launcher, CHATTER)
+    until = time.monotonic() + 3 * SILENCE_S
+    while time.monotonic() < until:
+        send(agent, KeepAlive())
+        time.sleep(SILENCE_S / 10)
+        assert agent.poll() is None
+    assert agent.stdout is not None
+    answers = [msgspec.json.decode(agent.stdout.readline(), type=Answer) for _ in range(10)]
+    assert any(isinstance(answer, Output) for answer in answers), "what was written meanwhile is damaged"
+    assert worker.is_running()

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import os
 import select
+import selectors
 import signal
 import stat
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
+from phalanx.launcher.host_messages import WorkerSpec
+from phalanx.launcher.host_slots import HostShare
+from phalanx.launcher.hosts import ssh_connection
+from phalanx.launcher.hosts.ssh_host import SSHHost
 from tests.launcher.conftest import JOB_BOUND_S, Launcher, wait_until
 
 # Loopback addresses that are not "localhost" stand for other hosts; all of them reach this machine.
@@ -246,3 +252,19 @@ def test_localhost_needs_no_ssh(remote: Launcher) -> None:
     job = remote.run("--hosts", "localhost:2", remote.script("print(rank)"))
     assert sorted(job.lines) == ["[worker/0] 0", "[worker/1] 1"]
     assert not (remote.folder / "ssh.log").exists()
+
+
+def test_an_agent_learns_that_a_launcher_is_there_which_does_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its terminal is paused, with Ctrl-S: the launcher waits until what it shows is read."""
+    monkeypatch.setattr(ssh_connection, "KEEP_ALIVE_S", 0.01)
+    received = tmp_path / "received"
+    (ssh := tmp_path / "ssh").write_text(f"#!/bin/sh\nexec cat > {received}\n")
+    ssh.chmod(0o700)
+    with selectors.DefaultSelector() as selector:
+        host = SSHHost(selector, HostShare(A, 1), say=print, environ={"PHALANX_SSH": str(ssh), "PATH": os.defpath})
+        host.connect()
+        host.start([WorkerSpec(0, ("program.py",), {})])
+        wait_until(lambda: received.exists() and received.read_bytes().count(b"keep_alive") > 2)
+        host.close()

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
+import select
 import selectors
 import shlex
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
 
 import msgspec
 
 from phalanx.config.environment_variables import DEFAULT_SSH, REMOTE_PYTHON, SSH
 from phalanx.errors import ConfigurationError, FrameError
-from phalanx.launcher.host_messages import Answer, Command, LineReader, Start
+from phalanx.launcher.host_messages import KEEP_ALIVE_S, SILENCE_S, Answer, Command, KeepAlive, LineReader, Start
 from phalanx.launcher.orphan_reaper import await_end
 from phalanx.transport.decoding import Decoder
 
@@ -28,6 +30,8 @@ CLOSE_S = 5.0
 
 class SSHConnection:
     """Starts ssh when it is created. Not thread-safe.
+
+    A thread shows the agent that the launcher is there: the main thread may be waiting for a terminal that is paused.
 
     Args:
         name: of the host, for messages.
@@ -47,9 +51,12 @@ class SSHConnection:
         self._process = self._start(login, environ)
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        self._stdout, self._stderr = self._process.stdout, self._process.stderr
-        for pipe in (self._stdout, self._stderr):
+        assert self._process.stdin is not None
+        self._stdin, self._stdout, self._stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        for pipe in (self._stdin, self._stdout, self._stderr):
             os.set_blocking(pipe.fileno(), False)
+        self._sending = threading.Lock()  # keeps commands whole, and stdin open while one is written
+        self._closed = threading.Event()
 
     def _start(self, login: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
         python = shlex.quote(environ.get(REMOTE_PYTHON) or sys.executable)
@@ -98,7 +105,6 @@ class SSHConnection:
 
     def send(self, command: Command) -> None:
         """Raises: ConfigurationError if the command cannot be encoded."""
-        assert self._process.stdin is not None
         try:
             data = msgspec.json.encode(command) + b"\n"
         except UnicodeEncodeError as error:
@@ -106,9 +112,37 @@ class SSHConnection:
                 f"{_variable_with(error.object, command)}{error.object!r} cannot be sent to {self.name}, as it is not "
                 "UTF-8. With workers on other hosts, the directory, the arguments and the forwarded variables must be."
             ) from error
-        with contextlib.suppress(BrokenPipeError):  # the end of stdout follows, and is where the loss is handled
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
+        with self._sending:
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        """If ssh takes nothing for so long that the agent has given up too, the connection is ended. The end of stdout
+        follows, as it does when ssh is gone; there the loss is handled."""
+        deadline = time.monotonic() + SILENCE_S
+        while data:
+            try:
+                data = data[os.write(self._stdin.fileno(), data) :]
+            except BlockingIOError:
+                if not self._can_write(max(0.0, deadline - time.monotonic())):
+                    self.kill()
+                    return
+            except BrokenPipeError:
+                return
+
+    def _can_write(self, within_s: float) -> bool:
+        poller = select.poll()
+        poller.register(self._stdin, select.POLLOUT)
+        return bool(poller.poll(1000 * within_s))
+
+    def keep_alive(self) -> None:
+        """Show the agent from now on, until `close`, that the launcher is there."""
+        threading.Thread(target=self._send_signs_of_life, name=f"phalanx-alive-{self.name}", daemon=True).start()
+
+    def _send_signs_of_life(self) -> None:
+        while not self._closed.wait(KEEP_ALIVE_S):
+            with self._sending:
+                if not self._closed.is_set() and self._can_write(0.0):  # what fills the pipe is a sign of life too
+                    self._write(msgspec.json.encode(KeepAlive()) + b"\n")
 
     def answers(self) -> list[Answer] | None:
         """What the agent has sent; None at the end of the connection. Never blocks."""
@@ -152,7 +186,7 @@ class SSHConnection:
 
     def wait(self) -> int:
         """The exit code of ssh, once the connection has ended."""
-        code = self._process.wait()
+        code = self._end()
         self.relay(reads=LAST_READS)
         return code
 
@@ -166,15 +200,19 @@ class SSHConnection:
         if self._selector is None:
             self.kill()  # nothing runs there yet, and ssh may be stuck on the way
         self.unregister()
-        for pipe in (self._process.stdin, self._stdout, self._stderr):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # closing tries to send what was left
-                    pipe.close()
+        self._closed.set()
+        with self._sending:
+            for pipe in (self._stdin, self._stdout, self._stderr):
+                pipe.close()
+        self._end()
+
+    def _end(self) -> int:
+        """Wait until ssh, whose connection has ended, exits, and see to it that it does; its exit code."""
         try:
-            self._process.wait(timeout=CLOSE_S)
+            return self._process.wait(timeout=CLOSE_S)
         except subprocess.TimeoutExpired:
             self.kill()
-            self._process.wait()
+            return self._process.wait()
 
 
 def _variable_with(text: str, command: Command) -> str:

@@ -16,12 +16,10 @@ from phalanx.config.environment import process_environment
 from phalanx.config.environment_variables import REMOTE_PYTHON
 from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.launcher.host_messages import (
-    KEEP_ALIVE_S,
     Command,
     DumpStacks,
     Event,
     Exited,
-    KeepAlive,
     Prepare,
     Prepared,
     Refused,
@@ -71,7 +69,6 @@ class SSHHost:
         self._say = say
         self._connection: SSHConnection | None = None
         self._running: set[int] = set()
-        self._next_keep_alive_at = 0.0
         self._directory = ""
 
     def connect(self) -> None:
@@ -126,6 +123,8 @@ class SSHHost:
         if self.lost:
             return [Exited(spec.rank, None, WorkerDiagnostics()) for spec in specs]
         assert self._connection is not None
+        if not self._connection.is_registered:
+            self._connection.keep_alive()
         self._connection.register(self._selector)
         self._running |= {spec.rank for spec in specs}
         if specs:
@@ -145,9 +144,6 @@ class SSHHost:
         connection = self._connection
         if connection is None or not connection.is_registered:
             return []
-        if (now := time.monotonic()) >= self._next_keep_alive_at:
-            self._next_keep_alive_at = now + KEEP_ALIVE_S
-            self._send(KeepAlive())
         connection.relay()
         answers = connection.answers()
         if answers is None:
