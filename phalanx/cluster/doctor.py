@@ -7,7 +7,6 @@ which would disturb it.
 
 from __future__ import annotations
 
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.environment_variables import SECRET
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError, HandshakeError, PhalanxError, RendezvousError
+from phalanx.transport import name_resolution
 from phalanx.transport.address import Address
 from phalanx.transport.decoding import decode_message
 from phalanx.transport.dial import RefusedError, retry_delay_s
@@ -160,7 +160,7 @@ def _check_addresses(report: DoctorReport, config: JobConfig) -> None:
 
 def _resolve(address: Address) -> tuple[str, ...] | str:
     try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        found = name_resolution.resolve(address)
     except (OSError, UnicodeError) as error:  # UnicodeError: a label that is empty or too long
         return str(getattr(error, "strerror", None) or error)
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.errors import ConfigurationError
+from phalanx.transport.address import Address
+from phalanx.transport.name_resolution import look_up, resolve
 
 # More digits are a typing error. (Each task costs memory before it is known whether there is room for it.)
 SLOT_DIGITS = 5
@@ -128,16 +130,17 @@ def own_name(others: Sequence[HostShare]) -> str:
     Args:
         others: some of the other hosts.
     """
-    name = socket.getfqdn()
     with contextlib.suppress(OSError):
-        if not any(str(entry[4][0]).startswith(("127.", "::1")) for entry in socket.getaddrinfo(name, None)):
+        name = look_up(socket.getfqdn)
+        if not any(str(entry[4][0]).startswith(("127.", "::1")) for entry in resolve(Address(name, 0))):
             return name
     for other in [*others, _ANYWHERE]:
         # Connecting a datagram socket sends nothing: it only chooses the way, and with it the own address.
-        family = socket.AF_INET6 if other.name.startswith("[") else socket.AF_INET
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((other.name.strip("[]"), 9))
-            address: str = probe.getsockname()[0]
+        with contextlib.suppress(OSError):
+            family, _, _, _, endpoint = resolve(Address(other.name.strip("[]"), 9))[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(endpoint)
+                address: str = probe.getsockname()[0]
             return f"[{address}]" if ":" in address else address
     return "127.0.0.1"
 

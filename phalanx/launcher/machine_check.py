@@ -31,6 +31,8 @@ from phalanx.launcher.hosts.ssh_host import SSHHost
 from phalanx.launcher.machine import Machine, as_gib, describe_machine, describe_quota
 from phalanx.launcher.worker_placement import LOOPBACK, START_TIMEOUT_S
 from phalanx.monitoring.startup_noise import QUIET
+from phalanx.transport.address import Address
+from phalanx.transport.dial import connect
 
 BACKENDS = ("jax", "tensorflow", "torch")
 # The import of a backend from a cold network file system.
@@ -210,9 +212,9 @@ def _check_host(host: SSHHost, started_at: float) -> Finding:
         return Finding(Verdict.PROBLEM, f"{host.name}: {error}")
     text = f"{host.name}: Phalanx answers through ssh after {time.monotonic() - started_at:.1f} s, in {os.getcwd()}"
     try:
-        with socket.create_connection((host.name.strip("[]"), port), CONNECT_TIMEOUT_S):
+        with connect(Address(host.name.strip("[]"), port), host.name, deadline=time.monotonic() + CONNECT_TIMEOUT_S):
             return Finding(Verdict.OK, f"{text}; its ports can be reached")
-    except OSError as error:
+    except PhalanxError as error:
         return Finding(
             Verdict.PROBLEM,
             f"{text}, but its port {port} cannot be reached: {error}. Workers connect to each other at ports that the "

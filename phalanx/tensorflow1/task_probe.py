@@ -8,13 +8,13 @@ launcher has opened for a task that is still starting, or at a process that hang
 from __future__ import annotations
 
 import enum
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
 
 from phalanx.config.environment_variables import RENDEZVOUS_TIMEOUT
-from phalanx.errors import RendezvousError
+from phalanx.errors import LinkClosedError, LinkTimeoutError, RendezvousError
 from phalanx.transport.address import Address
+from phalanx.transport.dial import UnreachableError, connect
 
 CLIENT_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """What a client sends first, with an empty SETTINGS frame."""
@@ -39,7 +39,7 @@ class Answer(enum.Enum):
 def probe(address: Address, within_s: float = ANSWER_S) -> Answer:
     """Connect to a task and see whether a TensorFlow server answers."""
     try:
-        with socket.create_connection((address.host, address.port), within_s) as connection:
+        with connect(address, str(address), deadline=time.monotonic() + within_s) as connection:
             connection.settimeout(within_s)
             connection.sendall(CLIENT_PREFACE)
             header = b""
@@ -49,9 +49,11 @@ def probe(address: Address, within_s: float = ANSWER_S) -> Answer:
                     return Answer.REFUSED
                 header += received
             return Answer.SERVES if header[3] == SETTINGS else Answer.SILENT
-    except ConnectionError:
+    except (UnreachableError, LinkTimeoutError):  # a name that is unknown yet, a network that is down
+        return Answer.SILENT
+    except (LinkClosedError, ConnectionError):
         return Answer.REFUSED
-    except OSError:  # a timeout, a name that is unknown yet, a network that is down
+    except OSError:  # it sent nothing in time
         return Answer.SILENT
 
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import functools
 import socket
 import ssl
-import threading
 import time
-from concurrent.futures import Future
-from typing import Any
 
 import msgspec
 
@@ -19,6 +14,7 @@ from phalanx.transport.credentials import Credentials
 from phalanx.transport.decoding import decode_message
 from phalanx.transport.handshake import Handshake, Hello, Role, Welcome, WrongSecretError
 from phalanx.transport.link import Link
+from phalanx.transport.name_resolution import resolve
 from phalanx.transport.tls import TLS
 
 CONNECT_TIMEOUT_S = 5.0
@@ -80,7 +76,7 @@ def dial(
         HandshakeError: what listens there is not of this job, or has another secret or version.
     """
     peer = hello.peer
-    sock = _connect(address, peer, credentials.tls, deadline)
+    sock = connect(address, peer, deadline=deadline, tls=credentials.tls)
     encrypt = credentials.wants_encryption(sock, bulk=bulk)
     link = Link(sock, peer)
     try:
@@ -99,32 +95,19 @@ def dial(
     return link, welcome
 
 
-def _resolve(address: Address, deadline: float) -> list[Any]:
-    """What `getaddrinfo` says of an address. That has no bound of its own, so a name is looked up in a thread.
+def connect(address: Address, peer: str, *, deadline: float, tls: TLS | None = None) -> socket.socket:
+    """Connect once, without a word.
 
-    Raises: OSError, UnicodeError as `getaddrinfo`; TimeoutError.
+    Args:
+        address: where something listens.
+        peer: its name, for messages.
+        deadline: when to give up, a value of `time.monotonic()`.
+        tls: wraps the connection in TLS, whose handshake runs with the first bytes.
+
+    Raises: LinkClosedError, UnreachableError, LinkTimeoutError as `dial`.
     """
-    look_up = functools.partial(socket.getaddrinfo, address.host, address.port, type=socket.SOCK_STREAM)
-    if address.is_ip:
-        return look_up(flags=socket.AI_NUMERICHOST)
-    found: Future[list[Any]] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(look_up())
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=run, name=f"phalanx-resolve-{address.host}", daemon=True).start()
     try:
-        return found.result(max(0.0, deadline - time.monotonic()))
-    except TimeoutError as error:
-        raise TimeoutError(errno.ETIMEDOUT, "no name server answers") from error
-
-
-def _connect(address: Address, peer: str, tls: TLS | None, deadline: float) -> socket.socket:
-    try:
-        candidates = _resolve(address, deadline)
+        candidates = resolve(address, max(0.0, deadline - time.monotonic()))
     except (OSError, UnicodeError) as error:  # UnicodeError: a label that is empty or too long
         reason = getattr(error, "strerror", None) or error
         raise UnreachableError(
@@ -148,7 +131,7 @@ def _connect(address: Address, peer: str, tls: TLS | None, deadline: float) -> s
             if sock.getsockname() == sock.getpeername():
                 raise ConnectionRefusedError("nothing listens")
             if tls is not None:
-                # The TLS handshake runs with the first bytes, under the link's deadlines.
+                # Under the link's deadlines.
                 sock.setblocking(False)
                 return tls.dialer.wrap_socket(sock, do_handshake_on_connect=False)
             return sock

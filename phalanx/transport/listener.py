@@ -130,7 +130,7 @@ class Listener:
         with contextlib.suppress(OSError):
             self._wakeup_sender.send(b"\0")
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join()  # no service blocks it
         else:
             self._release()
 

@@ -11,6 +11,7 @@ import socket
 from phalanx.config.environment_variables import LISTEN_FD, SECRET
 from phalanx.errors import ConfigurationError
 from phalanx.transport.address import Address
+from phalanx.transport.name_resolution import resolve
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +121,7 @@ def _listen_on_loopback(address: Address) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     failure = OSError(errno.EADDRNOTAVAIL, "the name has no address")
     with contextlib.ExitStack() as stack:
-        for family, _, _, _, endpoint in socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
+        for family, _, _, _, endpoint in resolve(address):
             try:
                 sockets.append(stack.enter_context(listen(family, endpoint)))
             except OSError as error:
@@ -136,9 +135,7 @@ def _listen_on_loopback(address: Address) -> list[socket.socket]:
 
 
 def _listen_on_ip(address: Address) -> socket.socket:
-    [(family, _, _, _, endpoint), *_] = socket.getaddrinfo(
-        address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-    )
+    [(family, _, _, _, endpoint), *_] = resolve(address)
     try:
         return listen(family, endpoint)
     except OSError as error:

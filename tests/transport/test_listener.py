@@ -557,7 +557,7 @@ def test_a_name_with_an_empty_label_cannot_be_resolved(port: Port) -> None:
 @pytest.mark.parametrize("hello", [b"\x81\xa4task\xa2\xff\xfe", b"\x81\xa1x" + b"\x91" * 5000 + b"\xc0"], ids=repr)
 def test_a_malformed_hello_is_refused_and_the_port_lives_on(port: Port, hello: bytes) -> None:
     """From one who knows the secret: a broken member, or anybody on a network without one."""
-    link = Link(dial_module._connect(port.address, "worker/0", None, soon()), "worker/0")
+    link = Link(dial_module.connect(port.address, "worker/0", deadline=soon()), "worker/0")
     dial_module._shake_hands(link, Handshake(Role.DIALER, SECRET), soon())
     link.send(hello, deadline=soon())
     with pytest.raises(LinkClosedError):
