@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -131,6 +132,19 @@ def test_a_torn_end_is_mended_by_the_next_who_writes(tmp_path: Path, torn: bytes
     path.write_bytes(whole.removesuffix(b"\n]\n") + torn)
     assert sink.write([b'{"name":"three","ph":"M"}'])
     assert [event["name"] for event in json.loads(path.read_text())][-2:] == ["two", "three"]
+
+
+def test_a_process_that_is_stopped_while_it_writes_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "LOCK_S", 0.05)
+    timeline.create(path := tmp_path / "t.json", "job")
+    sink = timeline.TimelineFileSink(path, "job")
+    with open(path, "r+b") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        assert not sink.write([b'{"name":"event"}'])
+    assert sink.write([b'{"name":"event"}'])
+    assert json.loads(path.read_text())[-1]["name"] == "event"
 
 
 def test_events_wait_for_the_file_of_their_job(tmp_path: Path) -> None:

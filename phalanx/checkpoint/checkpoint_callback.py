@@ -166,7 +166,7 @@ class CheckpointWriter:
     def wait(self) -> None:
         """See `FitWriter.wait`."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join()  # as long as the disk or the store takes
             self._thread = None
         self.check()
 

@@ -127,7 +127,7 @@ class ShardedCheckpoint:
     def wait(self) -> None:
         """Until the checkpoint that is being written is finished. Raises: see `save`."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join()  # as long as the disk or the store takes
             self._thread = None
         error, self._error = self._error, None
         if error is not None:

@@ -22,7 +22,7 @@ def temporary_directory() -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
             descriptor = os.open(name, os.O_RDONLY)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # a process that removes it has it for a moment
                 if not os.path.exists(name):
                     continue  # another process removed it as abandoned before it was locked
                 yield Path(name)

@@ -140,7 +140,7 @@ class PeerRegistry:
 
     def wait_until_absent(self, rank: Rank) -> bool:
         """Wait until there is no link to `rank`; False if the rendezvous is over."""
-        with self._changed:
+        with self._changed:  # the rendezvous has a deadline
             self._changed.wait_for(lambda: self._over or rank not in self._peers)
             return not self._over
 

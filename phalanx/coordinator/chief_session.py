@@ -163,7 +163,7 @@ class _ReceivedOrders:
 
         Raises: _ChiefGoneError; what else the reading thread met.
         """
-        message = self._inbox.get()
+        message = self._inbox.get()  # the reading thread ends with one, when the chief is silent for too long
         if isinstance(message, _GONE):
             raise _ChiefGoneError(str(message)) from message
         if isinstance(message, Exception):

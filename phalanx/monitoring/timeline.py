@@ -49,6 +49,9 @@ MEMBERSHIP = "membership"
 
 FLUSH_S = 0.5
 """How long an event waits in memory at most, and so what a killed rank loses."""
+LOCK_S = 5.0
+"""How long another process, which may be stopped, may write. Then the events wait for the next flush."""
+LOCK_POLL_S = 0.005
 PATIENCE_S = 10.0
 """How long the end of the process waits for a write in progress."""
 MAX_WAITING = 500_000
@@ -280,6 +283,19 @@ class TimelineFileRecorder(TimelineRecorder):
         return _encode(found)
 
 
+def _lock_file(file: int, within_s: float) -> bool:
+    """Lock a file for this process; whether that succeeded in time. A process that holds the lock may be stopped."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(LOCK_POLL_S)
+
+
 class TimelineFileSink:
     """Adds events to a file that `create` has created, together with other processes of this host.
 
@@ -299,8 +315,8 @@ class TimelineFileSink:
         except FileNotFoundError:
             return False
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)  # released when the descriptor is closed, also when this process dies
-            if os.pread(file, len(self._header), 0) != self._header:
+            # The lock is released when the descriptor is closed, also when this process dies.
+            if not _lock_file(file, LOCK_S) or os.pread(file, len(self._header), 0) != self._header:
                 return False
             content = b"".join(b",\n" + event for event in events) + _END
             _write_at(file, _end_of_events(file), content)

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from phalanx.cluster.admission import PROBE
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
@@ -30,7 +31,8 @@ from phalanx.parameter_server.server_messages import (
     QueryJobOver,
     Ticket,
 )
-from phalanx.parameter_server.server_protocol import LEADING
+from phalanx.parameter_server.server_protocol import LEAD, LEADING
+from phalanx.transport.dial import RefusedError
 from phalanx.transport.handshake import Hello
 from tests.launcher.conftest import wait_until
 
@@ -143,6 +145,23 @@ def test_of_two_servers_that_lead_the_one_that_was_called_upon_later_is_right() 
         assert called.leadership.is_leading
         assert not was_stopped.leadership.is_leading
         wait_until(lambda: was_stopped.leadership.following is not None)
+
+
+def test_a_server_that_restores_values_answers_other_tasks_meanwhile() -> None:
+    with started(copied=True) as (servers, (chief, other)):
+        group, me, head = servers[0]._groups[0], chief._me, Task("ps", 0)
+
+        def promote() -> None:
+            with pytest.raises(RefusedError):  # it brings no description of its task
+                me.dial(head, f"{LEAD}/0", deadline=time.monotonic() + BOUND_S)
+
+        with group._store.changed, group.leadership._applying:  # as while all values of a large model arrive
+            promoting = threading.Thread(target=promote)
+            promoting.start()
+            me.dial(head, PROBE, deadline=time.monotonic() + BOUND_S / 4)[0].close()
+            other.reconnection._connect(0, time.monotonic() + BOUND_S / 4)
+            assert promoting.is_alive()
+        promoting.join(BOUND_S)
 
 
 def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one() -> None:

@@ -77,7 +77,7 @@ class CollectiveThread:
         """Return when everything submitted has finished or failed. Returns at once if called by this thread itself."""
         if self._thread is threading.current_thread():
             return
-        with self._changed:
+        with self._changed:  # each function is a collective, which ends in time
             self._changed.wait_for(lambda: self._pending == 0)
 
     def stop(self, timeout_s: float) -> bool:
