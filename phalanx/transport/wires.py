@@ -104,6 +104,8 @@ class TLSWire:
         try:
             with self._call:
                 return self._sock.recv_into(buffer)
+        except BrokenPipeError:  # newer OpenSSLs answer an end without a close_notify by an alert, which nothing reads
+            return 0
         except (BlockingIOError, ssl.SSLWantReadError):
             self.receive_waits_for = select.POLLIN
         except ssl.SSLWantWriteError:
