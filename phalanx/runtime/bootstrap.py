@@ -44,6 +44,7 @@ from phalanx.keras_compat import lazy_imports
 from phalanx.runtime import core_affinity, exit_codes, orphan_guard, process_exit, progress
 
 FUNCTION = "--function"
+_THIS_FILE = __file__  # Python 3.14 removes the name from the main module before it calls `sys.excepthook`
 STACKS_SIGNAL = signal.SIGUSR2
 NO_ERROR = b"null"
 """Written instead of a crash report if the program came to its end."""
@@ -177,7 +178,7 @@ def _set_script_path(path: str) -> None:
 
 def without_own_frames(stacks: str) -> str:
     """Stacks as `faulthandler` writes them, less the frames of this file that stand under every program."""
-    return "".join(line for line in stacks.splitlines(keepends=True) if __file__ not in line)
+    return "".join(line for line in stacks.splitlines(keepends=True) if _THIS_FILE not in line)
 
 
 class _CrashReporter:
@@ -232,7 +233,7 @@ class _ErrorRecorder:
         # A Ctrl-C that comes while a lost peer's error is printed would garble it; the process is ending anyway.
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        while traceback is not None and traceback.tb_frame.f_code.co_filename == _THIS_FILE:
             traceback = traceback.tb_next
         error = error.with_traceback(traceback)
         is_known = self._reporter.record(error)
