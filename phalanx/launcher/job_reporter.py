@@ -58,7 +58,7 @@ class JobReporter(JobObserver):
         self._console.finish(end.rank)
         error = end.diagnostics.error
         if error is not None and not error.interrupted:  # the worker has not printed it
-            self._console.log(end.rank, error.traceback.encode())
+            self._console.log(end.rank, error.traceback)
         self._stragglers.forget(end.task)
         if self._verbose:
             self.report(f"{end.task} (rank {end.rank}) ended with exit code {end.code}")

@@ -12,12 +12,13 @@ of this process, while here another process draws, with any escape sequences, an
 from __future__ import annotations
 
 import codecs
+import functools
 import io
 import os
 import re
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import BinaryIO, Protocol
 
 from phalanx.monitoring.startup_noise import StartupNoiseFilter
@@ -38,6 +39,9 @@ MAX_LINE_CHARACTERS = 100_000
 MAX_ESCAPE_CHARACTERS = 1000
 NOTEBOOK = -1
 """Instead of the width of a terminal: lines do not wrap."""
+
+
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 class TextSink(Protocol):
@@ -65,7 +69,11 @@ def width(text: str) -> int:
 def plain_text(content: bytes) -> str:
     """What a task has written, as a terminal shows it in the end, without colours."""
     lines = content.decode(errors="replace").replace("\r\n", "\n").split("\n")
-    return "\n".join(_CONTROLS.sub("", without_escapes(_final(line))) for line in lines)
+    return "\n".join(_without_controls(_final(line)) for line in lines)
+
+
+def _without_controls(line: str) -> str:
+    return _CONTROLS.sub("", without_escapes(line))
 
 
 class LineAssembler:
@@ -99,6 +107,29 @@ def _final(line: str) -> str:
     return next((part for part in reversed(drawn) if without_escapes(part)), "")
 
 
+class PlainLog:
+    """The log file of one task: complete lines, as a terminal shows them in the end, without control characters.
+
+    Raises (each method): OSError if the file accepts no more.
+    """
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self._lines = {False: LineAssembler(), True: LineAssembler()}  # by whether it is stderr
+
+    def feed(self, is_error: bool, text: str) -> None:
+        self._write(self._lines[is_error].feed(text.replace("\r\n", "\n")))
+
+    def finish(self) -> None:
+        """Log the last lines, if they were not ended."""
+        for assembler in self._lines.values():
+            self._write(assembler.finish())
+
+    def _write(self, lines: Sequence[str]) -> None:
+        if lines:
+            self._file.write("".join(f"{_without_controls(line)}\n" for line in lines).encode(errors="replace"))
+
+
 class LiveLine:
     """The terminal's last line, drawn by the chief: its output in, the terminal's input out.
 
@@ -106,10 +137,12 @@ class LiveLine:
         prefix: of the line.
         is_notebook: whether the "terminal" is a cell of a notebook: of control sequences it knows carriage returns and
             colours.
+        colour: whether the chief's own colours are let through.
     """
 
-    def __init__(self, prefix: str, *, is_notebook: bool = False):
+    def __init__(self, prefix: str, *, is_notebook: bool = False, colour: bool = True):
         self._prefix = prefix
+        self._colour = colour
         self._is_notebook = is_notebook
         self._shown: list[str] = []  # what the last line shows, without the prefix
         self._shown_characters = 0
@@ -126,6 +159,8 @@ class LiveLine:
         written = []
         self.escaped = self.escaped or "\x1b" in text
         for token in _TOKEN.findall(text):
+            if not self._colour and _COLOUR.fullmatch(token):
+                continue
             if token == "\n":
                 if self._at_start and not self._shown:
                     written.append(self._prefix)  # empty lines have a prefix too
@@ -178,13 +213,13 @@ class LiveLine:
 
 
 class Console:
-    """Shows the output of all tasks, and logs it unchanged to a file for each task.
+    """Shows the output of all tasks, and logs it to a file for each task.
 
     Args:
         tasks: names of the tasks, in rank order; rank 0 is the chief.
         out, err: where stdout and stderr of the tasks go; the same object if they are the same place.
         columns: width of the terminal; None if `out` is no terminal, and NOTEBOOK if it is the cell of a notebook.
-        colour: whether prefixes are coloured.
+        colour: whether prefixes are coloured, and the tasks' own colours let through.
         logs: for each task a file for all of its output; empty to log nothing.
         quiet: whether start-up lines of TensorFlow are left out; they are logged all the same.
     """
@@ -203,8 +238,9 @@ class Console:
         self.columns = columns
         self._out, self._err = out, err
         self._prefixes = prefixes(tasks, colour=colour)
-        self._logs = logs
-        self._live = LiveLine(self._prefixes[0], is_notebook=columns == NOTEBOOK)
+        self._colour = colour
+        self._logs = [PlainLog(file) for file in logs]
+        self._live = LiveLine(self._prefixes[0], is_notebook=columns == NOTEBOOK, colour=colour)
         self._ended: list[TextSink] = []  # outputs that accept nothing any more, such as a file on a full disk
         self._decoders: dict[tuple[int, bool], codecs.IncrementalDecoder] = {}
         self._lines: dict[tuple[int, bool], LineAssembler] = {}
@@ -217,12 +253,12 @@ class Console:
 
     def feed(self, rank: int, is_error: bool, data: bytes) -> None:
         """Show what a task wrote, as far as lines are complete."""
-        self.log(rank, data)
         source = (rank, is_error)
         if source not in self._decoders:
             self._decoders[source] = codecs.getincrementaldecoder("utf-8")(errors="replace")
             self._lines[source] = LineAssembler()
         text = self._decoders[source].decode(data)
+        self._logged(lambda log: log.feed(is_error, text), rank)
         if self._filters is not None:
             text = self._filters.setdefault(source, StartupNoiseFilter()).feed(text)
         self._show(rank, is_error, text)
@@ -233,13 +269,17 @@ class Console:
         else:
             self._write_lines(rank, is_error, self._lines[rank, is_error].feed(text.replace("\r\n", "\n")))
 
-    def log(self, rank: int, data: bytes) -> None:
+    def log(self, rank: int, text: str) -> None:
         """Add to the log of a task what is not shown."""
+        self._logged(lambda log: log.feed(True, text), rank)
+        self._logged(PlainLog.finish, rank)
+
+    def _logged(self, write: Callable[[PlainLog], None], rank: int) -> None:
         if self._logs:
             try:
-                self._logs[rank].write(data)
+                write(self._logs[rank])
             except OSError as error:
-                self._logs = ()
+                self._logs = []
                 self.message(f"phalanx: the log files end here ({error.strerror}); the job continues")
 
     def finish(self, rank: int) -> None:
@@ -247,7 +287,10 @@ class Console:
         for is_error in (False, True):
             if (rank, is_error) in self._decoders:  # the decoder may hold the beginning of a character
                 held = self._filters.pop((rank, is_error), StartupNoiseFilter()).finish() if self._filters else ""
-                self._show(rank, is_error, held + self._decoders[rank, is_error].decode(b"", final=True))
+                rest = self._decoders[rank, is_error].decode(b"", final=True)
+                self._logged(functools.partial(PlainLog.feed, is_error=is_error, text=rest), rank)
+                self._show(rank, is_error, held + rest)
+        self._logged(PlainLog.finish, rank)
         if rank == 0 and self.columns is not None and self._live.is_open:
             self._write(False, self._live.feed("\n"))
         for is_error in (False, True):
@@ -268,8 +311,9 @@ class Console:
                 self._write(False, f"{_RESET}{_SHOW_CURSOR}")
 
     def _write_lines(self, rank: int, is_error: bool, lines: Sequence[str]) -> None:
-        if lines:
-            self._put_above(is_error, "".join(f"{self._prefixes[rank]}{line}\n" for line in lines))
+        shown = lines if self._colour else [without_escapes(line) for line in lines]
+        if shown:
+            self._put_above(is_error, "".join(f"{self._prefixes[rank]}{line}\n" for line in shown))
 
     def _put_above(self, is_error: bool, lines: str) -> None:
         if self.columns is not None:

@@ -148,11 +148,23 @@ def test_bytes_that_are_no_text_are_shown_as_such() -> None:
     assert out.getvalue() == "[worker/1] \N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}\n"
 
 
-def test_the_log_gets_the_bytes_as_they_were() -> None:
-    log = io.BytesIO()
-    out = io.StringIO()
-    Console(["worker/0"], out, out, logs=[log]).feed(0, False, b"\r1/2\r2/2\n\xff")
-    assert log.getvalue() == b"\r1/2\r2/2\n\xff"
+def test_the_log_has_lines_without_control_characters() -> None:
+    log, out = io.BytesIO(), io.StringIO()
+    console = Console(["worker/0"], out, out, columns=80, colour=True, logs=[log])
+    for byte in f"one\r\n\r{BAR}\b\b\r{BAR}\x07 größe\nlast".encode():
+        console.feed(0, False, bytes([byte]))
+    assert log.getvalue().decode() == "one\n 3/10 ━━━ - loss: 0.5 größe\n"
+    console.finish(0)
+    console.log(0, "Traceback\nValueError: \x1b[1mbold\x1b[0m")
+    assert log.getvalue().decode().splitlines()[2:] == ["last", "Traceback", "ValueError: bold"]
+
+
+@pytest.mark.parametrize("columns", [None, 80])
+def test_without_colours_those_of_the_tasks_are_left_out_too(columns: int | None) -> None:
+    shown, out = screen(columns=columns)
+    for rank in (0, 1):
+        shown.feed(rank, False, b"\x1b[1mbold\x1b[0m and \x1b[38;5;200mcolour\x1b[0m\n")
+    assert out.getvalue() == "[worker/0] bold and colour\n[worker/1] bold and colour\n"
 
 
 def test_width_does_not_count_escapes() -> None:

@@ -597,7 +597,7 @@ def test_logs_and_reports_are_not_written_through_links(launcher: Launcher, name
     assert f"logs{' cannot be written to' if not plant else ''}" in job.err
 
 
-def test_the_log_directory_keeps_each_tasks_output_as_it_was(launcher: Launcher) -> None:
+def test_the_log_directory_keeps_each_tasks_output(launcher: Launcher) -> None:
     script = launcher.script(
         r"""
         for i in range(3):
@@ -614,12 +614,8 @@ def test_the_log_directory_keeps_each_tasks_output_as_it_was(launcher: Launcher)
         "phalanx: `phalanx report deep/logs` makes a page of this job",
     ]
     for rank in range(2):
-        log = (launcher.folder / "deep" / "logs" / f"worker-{rank}.log").read_bytes()
-        progress = f"\r{rank}: 0/3\r{rank}: 1/3\r{rank}: 2/3\n".encode()
-        # The two streams are read as they come: only the order within each is kept.
-        assert len(log) == len(progress) + len(b"to stderr")
-        assert b"to stderr" in log
-        assert log.replace(b"to stderr", b"") == progress
+        log = (launcher.folder / "deep" / "logs" / f"worker-{rank}.log").read_text()
+        assert sorted(log.splitlines()) == [f"{rank}: 2/3", "to stderr"]
 
 
 def test_much_output_arrives_whole_and_in_order(launcher: Launcher) -> None:

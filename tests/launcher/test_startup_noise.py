@@ -39,7 +39,7 @@ def test_the_console_hides_it_and_the_log_has_it() -> None:
     console.feed(0, False, NOISE.encode() + b"W")
     console.finish(0)
     assert shown.getvalue() == "[worker/0] W\n"
-    assert log.getvalue() == NOISE.encode() + b"W"
+    assert log.getvalue() == NOISE.encode() + b"W\n"
     loud = Console(["worker/0"], shown, shown)
     loud.feed(0, False, NOISE.encode())
     assert "InitializeLog" in shown.getvalue()
