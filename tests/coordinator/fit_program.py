@@ -61,8 +61,10 @@ class Trace(keras.callbacks.Callback):
     the kind `fails`, until another one takes part."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        (FOLDER / f"trained-{os.getpid()}").touch()
-        if KIND == "pauses" and batch == 0:
+        trained = FOLDER / f"trained-{os.getpid()}"
+        is_first = not trained.exists()  # `batch` counts those of all workers
+        trained.touch()
+        if KIND == "pauses" and is_first:
             until((FOLDER / "go").exists, "training was not released")
         if KIND == "fails":
             until(lambda: len(list(FOLDER.glob("trained-*"))) > 1, "no worker took part")

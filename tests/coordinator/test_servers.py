@@ -52,7 +52,6 @@ def test_fit_trains_on_workers_that_serve_as_one_process_does(tmp_path: Path, ba
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="it gets no batch while the chief waits in a callback after its first batch")
 def test_a_worker_that_is_killed_in_fit_and_started_again_takes_part_again(tmp_path: Path) -> None:
     with job(tmp_path, "pauses", FIRST, workers=2) as tasks:
         first = {tasks.processes[name].pid for name in ("chief/0", "worker/0", "worker/1")}
