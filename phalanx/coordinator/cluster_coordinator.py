@@ -225,8 +225,7 @@ class ClusterCoordinator:
         self._dispatcher.join()  # running functions must not see them change
         self._take_changes()
         begin = self._variables.begin(used)
-        own = () if begin is None else (name[0] for name in begin.variables if name is not None)
-        self._define({*used, *own})
+        self._define({*used, *(begin.names() if begin is not None else ())})
         if begin is not None:
             values = pack(function_effects.untrained(self._worker.made), self._references, "The state of layers")
             self._dispatcher.workers.broadcast(begin, [values])

@@ -61,6 +61,11 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     optimizer: ScopedName | None
     variables: tuple[VariableName | None, ...] = ()
 
+    def names(self) -> list[ScopedName]:
+        """What workers must have made before."""
+        owners = [name[0] for name in self.variables if name is not None]
+        return owners if self.optimizer is None else [*owners, self.optimizer]
+
 
 class KeepObject(msgspec.Struct, frozen=True, tag="keep"):
     """Buffer: a large value that functions refer to by this number."""
