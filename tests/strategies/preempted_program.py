@@ -22,6 +22,19 @@ from tests.supervisor.models import make_data, make_model
 STEPS, PREEMPTED_AT = 6, 3
 
 
+def straight() -> Any:
+    """What one process trains without a preemption."""
+    model = make_model()
+    x, y = make_data()
+    for step in range(STEPS):
+        model.train_on_batch(x[16 * step : 16 * step + 16], y[16 * step : 16 * step + 16])
+    return model
+
+
+def weights_of(model: Any) -> list[Any]:
+    return [np.asarray(weight).tolist() for weight in model.get_weights()]
+
+
 def main(folder: Path, how: str) -> None:
     strategy = phalanx.MultiWorkerMirroredStrategy()
     with strategy.scope():
@@ -35,8 +48,8 @@ def main(folder: Path, how: str) -> None:
         handler.run(model.train_on_batch, x[batch], y[batch])
         if how == "signal" and step == PREEMPTED_AT and strategy.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-    weights: list[Any] = [np.asarray(weight).tolist() for weight in model.get_weights()]
-    (folder / f"result-{strategy.rank}").write_text(json.dumps({"began": began, "weights": weights}))
+    found = {"began": began, "weights": weights_of(model), "straight": weights_of(straight())}
+    (folder / f"result-{strategy.rank}").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused(backend, tmp_path) -> None:
 def test_a_strategy_that_comes_after_the_backends_threads_is_refused(backend, tmp_path) -> None:
     """PyTorch changes their number at any time."""
     code, output = run(LATE, backend, tmp_path)
-    assert code == 1
+    assert code == ConfigurationError.exit_code
     assert "too late" in output
 
 

@@ -17,7 +17,7 @@ from phalanx.errors import ConfigurationError, PreemptedError
 from phalanx.experimental import PreemptionCheckpointHandler, TerminationConfig
 from phalanx.strategies import preemption_handler
 from tests.launcher.conftest import Launcher
-from tests.strategies.preempted_program import PREEMPTED_AT, STEPS
+from tests.strategies.preempted_program import PREEMPTED_AT, STEPS, straight
 from tests.supervisor.models import make_data, make_model
 from tests.support.backends import BACKENDS
 
@@ -30,15 +30,6 @@ def train(model: Any, handler: PreemptionCheckpointHandler, after: Callable[[int
         batch = slice(16 * step, 16 * step + 16)
         handler.run(model.train_on_batch, x[batch], y[batch])
         after(step)
-
-
-def straight() -> Any:
-    """What is trained without a preemption."""
-    model = make_model()
-    x, y = make_data()
-    for step in range(STEPS):
-        model.train_on_batch(x[16 * step : 16 * step + 16], y[16 * step : 16 * step + 16])
-    return model
 
 
 def preempt(step: int) -> None:
@@ -151,7 +142,7 @@ def test_two_workers_are_preempted_together(backend: str, tmp_path: Path) -> Non
         assert process.returncode == code, out + err
     results = [json.loads((tmp_path / f"result-{rank}").read_text()) for rank in (0, 1)]
     assert [found["began"] for found in results] == [PREEMPTED_AT + 1] * 2
-    for weights in zip(*[found["weights"] for found in results], straight().get_weights(), strict=True):
+    for weights in zip(*[found["weights"] for found in results], results[0]["straight"], strict=True):
         np.testing.assert_allclose(weights[0], weights[1], atol=0)
         np.testing.assert_allclose(weights[0], weights[2], atol=1e-5)
     assert not (tmp_path / "preempted-1").exists(), "the chief alone saves"
