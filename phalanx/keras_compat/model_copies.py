@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import keras
 
 from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.adapted_layers import AdaptedState, adapted_states, restore_adapted
 from phalanx.keras_compat.keras_internals import keras_trainer
 from phalanx.keras_compat.model_state import optimizers
 from phalanx.keras_compat.object_config import configuration_of, serialized, without_tensorflow
@@ -53,6 +54,7 @@ class LayerCopy(NamedTuple):
         compilation: what `compile` was called with; None if it was not.
         optimized: for each optimizer of a model, the numbers of the variables that it was built for.
         frozen: the numbers of the layers in it that are not trainable; 0 is the layer itself.
+        adapted: what layers in it have learned by `adapt`.
     """
 
     kind: type | None
@@ -63,6 +65,7 @@ class LayerCopy(NamedTuple):
     compilation: Arguments | None
     optimized: tuple[tuple[int, ...], ...]
     frozen: tuple[int, ...]
+    adapted: tuple[AdaptedState, ...]
 
     def unbuilt(self) -> LayerCopy:
         """The same without what building adds."""
@@ -85,6 +88,7 @@ class LayerCopy(NamedTuple):
         else:
             made = keras.saving.deserialize_keras_object(self.config, custom_objects=self.definitions, safe_mode=False)
         self.build(made)
+        restore_adapted(made, self.adapted)
         for number, layer in enumerate(made._flatten_layers()):
             if layer.trainable != (number not in self.frozen):
                 layer.trainable = number not in self.frozen
@@ -147,6 +151,7 @@ def copy_of(layer: Any) -> LayerCopy:
         _compilation(layer) if isinstance(layer, keras.Model) else None,
         _optimized(layer) if isinstance(layer, keras.Model) else (),
         tuple(number for number, part in enumerate(layer._flatten_layers()) if not part.trainable),
+        adapted_states(layer),
     )
 
 

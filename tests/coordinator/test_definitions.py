@@ -12,6 +12,7 @@ from phalanx.coordinator.definitions import OutgoingDefinitions, parts_of
 from phalanx.coordinator.function_pickling import unpack
 from phalanx.engines import make_tensors
 from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.model_copies import record_construction
 from phalanx.training.scope_registry import ScopedName, ScopeRegistry
 
 
@@ -60,6 +61,42 @@ def test_what_is_in_an_object_or_shared_by_two_keeps_its_identity() -> None:
     assert scope.of(accuracy, found) in copy._compile_metrics.metrics
     assert float(scope.of(accuracy, found).count) == 2
     assert float(accuracy.count) == 0
+
+
+class Binned(keras.Model):
+    """A model that Keras cannot describe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bins = keras.layers.Discretization(num_bins=3)
+        self.scale = keras.layers.Normalization()
+
+    def call(self, x: Any) -> Any:
+        return keras.ops.cast(self.bins(x), "float32") + self.scale(x)
+
+
+def test_what_layers_have_learned_by_adapt_travels_with_them() -> None:
+    record_construction()
+    words, numbers = np.array([["red"], ["blue"], ["red"]]), np.float32([[1.0], [5.0], [9.0]])
+    lookup, text = keras.layers.StringLookup(), keras.layers.TextVectorization(output_mode="tf_idf")
+    whole, binned = keras.layers.IntegerLookup(), Binned()
+    plain = keras.layers.StringLookup(vocabulary=["green"])
+    for layer, values in ((lookup, words), (text, words), (whole, np.array([[7], [7], [8]]))):
+        layer.adapt(values)
+    binned.bins.adapt(numbers)
+    binned.scale.adapt(numbers)
+    scope = Scope(lookup, text, whole, plain, binned)
+    found = scope.arrived(lookup, text, whole, plain, binned)
+    for layer, values in ((lookup, words), (text, words), (whole, np.array([[8], [3]])), (binned, numbers)):
+        expected = keras.ops.convert_to_numpy(layer(values))
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(scope.of(layer, found)(values)), expected)
+    assert scope.of(plain, found).get_vocabulary() == ["[UNK]", "green"]
+    before, _ = scope.outgoing.pack()
+    lookup.adapt(np.array([["green"]]))
+    after, _ = scope.outgoing.pack()
+    roots = zip(after.names, before.digests, after.digests, strict=True)
+    changed = {names[0] for names, one, other in roots if one != other}
+    assert changed == {scope.made.name_of(lookup)}, "workers make it again"
 
 
 def test_what_is_required_is_sent_and_nothing_else() -> None:
