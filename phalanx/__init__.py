@@ -76,6 +76,7 @@ if TYPE_CHECKING:  # `as` exports a name
     from phalanx.strategies import Server as Server
     from phalanx.strategies import ShardedStrategy as ShardedStrategy
     from phalanx.strategies import Strategy as Strategy
+    from phalanx.strategies import StrategyExtended as StrategyExtended
     from phalanx.strategies import TPUStrategy as TPUStrategy
     from phalanx.strategies import ValueContext as ValueContext
     from phalanx.strategies import experimental_set_strategy as experimental_set_strategy
@@ -117,8 +118,8 @@ _EXPORTS = {
     "phalanx.strategies": (
         "CentralStorageStrategy DiLoCoStrategy LocalSGDStrategy MirroredStrategy ModelParallelStrategy "
         "MultiWorkerMirroredStrategy OneDeviceStrategy ParameterServerStrategy ReplicaContext RunOptions Server "
-        "ShardedStrategy Strategy TPUStrategy ValueContext experimental_set_strategy get_replica_context get_strategy "
-        "has_strategy in_cross_replica_context leave_job"
+        "ShardedStrategy Strategy StrategyExtended TPUStrategy ValueContext experimental_set_strategy "
+        "get_replica_context get_strategy has_strategy in_cross_replica_context leave_job"
     ),
     "phalanx.parameter_server.partitioners": "FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner",
     "phalanx.evaluator": "SidecarEvaluator",

@@ -22,6 +22,7 @@ tensorflow = pytest.importorskip("tensorflow")
 INTERNAL_ARGUMENTS = {
     "Strategy": {"extended"},
     "ReplicaContext": {"replica_id_in_sync_group"},
+    "StrategyExtended": {"container_strategy"},
     "coordinator.PerWorkerValue": {"values"},
     "experimental.coordinator.PerWorkerValues": {"values"},
     "experimental.TPUStrategy": {"device_assignment"},
@@ -90,6 +91,7 @@ def test_a_class_takes_the_arguments_of_the_original_by_name(path: str) -> None:
     [
         *present(tensorflow.distribute.Strategy),
         *present(tensorflow.distribute.cluster_resolver.ClusterResolver),
+        *present(tensorflow.distribute.StrategyExtended),
     ],
 )
 def test_an_object_has_the_methods_of_the_original_or_says_what_to_do(path: str) -> None:

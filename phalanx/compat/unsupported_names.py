@@ -7,7 +7,6 @@ _ALTERNATIVES = {
         "CrossDeviceOps": "pass HierarchicalCopyAllReduce() or ReductionToOneDevice(), or leave cross_device_ops out.",
         "DistributedValues": "strategy.run() and reduce() take and return plain values, as each process is one "
         "replica.",
-        "StrategyExtended": "strategies have no `extended` here, as each replica is a separate process.",
     },
     "phalanx.compat.v1": {
         "contrib": "tf.contrib ended with TensorFlow 1; much of it is in tf-slim and tensorflow-probability.",
@@ -46,13 +45,17 @@ _MEMBERS = {
         "experimental_replicate_to_logical_devices": "ModelParallelStrategy divides layers over devices by layout.",
         "experimental_run": "call strategy.run(fn, args=(next(iterator),)).",
         "experimental_split_to_logical_devices": "ModelParallelStrategy divides layers over devices by layout.",
-        "extended": "each replica is a separate process, so there is nothing to extend; reduce, gather and "
-        "get_replica_context().merge_call do what `extended` is used for.",
         "group": "operations run when they are called; leave group() out.",
         "make_dataset_iterator": "iterate strategy.experimental_distribute_dataset(dataset).",
         "make_input_fn_iterator": "iterate strategy.distribute_datasets_from_function(dataset_fn).",
         "unwrap": "call strategy.experimental_local_results(value).",
         "update_config_proto": "there are no sessions; leave it out.",
+    },
+    "StrategyExtended": {
+        "experimental_make_numpy_dataset": "pass the arrays to fit, or make a tf.data.Dataset of them.",
+        "experimental_run_steps_on_iterator": "call strategy.run(fn, args=(next(iterator),)) for each step.",
+        "num_hosts": "len(strategy.cluster_resolver.cluster_spec().ranked_tasks) is the number of tasks.",
+        "num_replicas_per_host": "strategy.num_replicas_in_sync counts the replicas of all hosts.",
     },
     "TPUClusterResolver": {
         "get_coordination_service_leader": "phalanx needs no coordination service.",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
 
 from phalanx.data import DistributedDataset
+from phalanx.keras_compat.merged_variables import ReplicaParts
 from phalanx.keras_compat.tensorflow_replica_count import Contexts
 
 Array = np.ndarray[Any, Any]
@@ -74,6 +76,12 @@ class Tensors(Protocol):
     @staticmethod
     def count_replicas(contexts: Contexts) -> None:
         """Let the backend's own functions that divide by the number of replicas ask `contexts` for it."""
+        ...
+
+    @staticmethod
+    def merging_variables(current_parts: Callable[[], ReplicaParts | None]) -> AbstractContextManager[None]:
+        """A context in which variables of the backend itself (not Keras's) that are created belong to
+        `current_parts()` of then, if there are any."""
         ...
 
     def reduce(self, thing: Any) -> Any:

@@ -1,14 +1,20 @@
-"""Variables of metrics that several replicas update, each its own: a read outside of `strategy.run` is of all of them.
+"""Variables that several replicas assign, each its own: what is read outside of `strategy.run`, or written inside, is
+merged as the variable's `aggregation` says.
 
-`tf.distribute` treats variables with `synchronization="on_read"` so, and Keras's metrics have such. The job's value is
-what the replicas' values come to, as the variable's `aggregation` says. When a value is assigned outside, the first
-replica keeps it, and the others keep what adds nothing.
+`tf.distribute` treats variables with `synchronization="on_read"` so: each replica assigns its own, and the job's value
+is what the replicas' values come to. Keras's metrics have such. When a value is assigned outside, the first replica
+keeps it, and the others keep what adds nothing. Every other variable with an `aggregation` is the same on all replicas:
+what `strategy.run` assigns, or adds, is merged first. What an optimizer assigns is the same already, because its
+gradients were merged.
 
-Uses `KerasVariable._direct_assign` and the stateless scopes. Tested with Keras 3.15.
+Uses `KerasVariable._direct_assign`, `Variable._initialize` and the stateless scopes. Tested with Keras 3.15.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -17,17 +23,33 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from phalanx.keras_compat.patching import insert_mixin, set_untracked
 
 ON_READ = "on_read"
+_SYNCHRONIZED = (ON_READ, "on_write", "auto")
+
+_creation = threading.local()
 
 
 class ReplicaParts(Protocol):
     """What knows the other replicas."""
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nothing to merge."""
+        ...
+
+    def add(self, variable: Any) -> None:
+        """A variable was created in the scope."""
+        ...
+
     def is_in_run(self) -> bool:
         """Whether the code that runs now is inside `strategy.run`."""
         ...
 
-    def merges_now(self) -> bool:
+    def merges_reads(self) -> bool:
         """Whether the code that runs now sees the job's values and not this replica's."""
+        ...
+
+    def merges_writes(self) -> bool:
+        """Whether what the code that runs now assigns may differ between replicas."""
         ...
 
     def reading_own(self) -> AbstractContextManager[None]:
@@ -35,7 +57,7 @@ class ReplicaParts(Protocol):
         ...
 
     def merge(self, value: Any, aggregation: str) -> Any:
-        """The job's value; called on all replicas."""
+        """The job's value; called on all replicas. Raises: ConfigurationError if this aggregation has none."""
         ...
 
     def own_part(self, value: Any, aggregation: str) -> Any:
@@ -43,19 +65,32 @@ class ReplicaParts(Protocol):
         ...
 
 
-def merge_on_read(metric: Any, parts: ReplicaParts, *, updated: bool = False) -> None:
-    """Let the metric's variables be the job's outside of `strategy.run`, once they were assigned inside.
+def registering(initialize: Callable[..., Any], register: Callable[[Any], None]) -> Callable[..., Any]:
+    """Around `Variable._initialize`: `register` is called with each Keras variable."""
 
-    Safe to call again.
+    @functools.wraps(initialize)
+    def method(self: Any, value: Any) -> None:
+        _creation.is_keras = True
+        try:
+            initialize(self, value)
+        finally:
+            _creation.is_keras = False
+        register(self)
 
-    Args:
-        updated: whether variables that it finds for the first time were created, and so assigned, inside.
-    """
-    for variable in metric._variables:
-        is_kept_apart = variable.synchronization == ON_READ and variable.aggregation != "none"
-        if is_kept_apart and not isinstance(variable, _MergedOnRead):
-            insert_mixin(variable, _MergedOnRead)
-            set_untracked(variable, _phalanx_parts=parts, _phalanx_updated=updated)
+    return method
+
+
+def is_created_by_keras() -> bool:
+    """Whether a variable of the backend that is created now is what a Keras variable keeps its value in."""
+    return getattr(_creation, "is_keras", False)
+
+
+def merge_variable(variable: Any, parts: ReplicaParts) -> None:
+    """Let a Keras variable that has an aggregation be the job's. Safe to call again."""
+    if variable.synchronization in _SYNCHRONIZED and not isinstance(variable, _MergedOnRead | _MergedOnWrite):
+        on_read = variable.synchronization == ON_READ
+        insert_mixin(variable, _MergedOnRead if on_read else _MergedOnWrite)
+        set_untracked(variable, _phalanx_parts=parts, _phalanx_updated=parts.is_in_run())
 
 
 class _MergedOnRead:
@@ -68,7 +103,7 @@ class _MergedOnRead:
     @property
     def value(self) -> Any:
         own = super().value  # type: ignore[misc]
-        if not self._phalanx_updated or in_stateless_scope() or not self._phalanx_parts.merges_now():
+        if not self._phalanx_updated or in_stateless_scope() or not self._phalanx_parts.merges_reads():
             return own
         return self._phalanx_parts.merge(own, self.aggregation)  # type: ignore[attr-defined]
 
@@ -76,7 +111,7 @@ class _MergedOnRead:
         parts = self._phalanx_parts
         if parts.is_in_run() and not self._phalanx_updated:
             set_untracked(self, _phalanx_updated=True)
-        if self._phalanx_updated and parts.merges_now():
+        if self._phalanx_updated and parts.merges_reads():
             value = parts.own_part(value, self.aggregation)  # type: ignore[attr-defined]
         with parts.reading_own():  # PyTorch's copies into the value that it reads
             super()._direct_assign(value)  # type: ignore[misc]
@@ -102,3 +137,25 @@ class _MergedOnRead:
 
     def _write_object_proto(self, proto: Any, options: Any) -> Any:
         return self._value._write_object_proto(proto, options)  # type: ignore[attr-defined]
+
+
+class _MergedOnWrite:
+    """Comes before the class of a Keras variable."""
+
+    _phalanx_parts: ReplicaParts
+
+    def assign(self, value: Any) -> Any:
+        return super().assign(self._phalanx_merged(value))  # type: ignore[misc]
+
+    def assign_add(self, value: Any) -> Any:
+        return super().assign(self + self._phalanx_merged(value))  # type: ignore[misc]
+
+    def assign_sub(self, value: Any) -> Any:
+        return super().assign(self - self._phalanx_merged(value))  # type: ignore[misc]
+
+    def _phalanx_merged(self, value: Any) -> Any:
+        parts = self._phalanx_parts
+        if in_stateless_scope() or not parts.merges_writes():
+            return value
+        value = self._convert_to_tensor(value, dtype=self._dtype)  # type: ignore[attr-defined]
+        return parts.merge(value, self.aggregation)  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ nothing: it passes the call, with Keras's own method, to the dispatcher.
     Model.fit, evaluate, predict, train_on_batch... -> dispatcher.run
     Model.save, Model.save_weights                  -> dispatcher.save
     Layer, Optimizer, Metric .__init__              -> dispatcher.register_object
+    Variable._initialize                            -> dispatcher.register_variable
     Optimizer.apply                                 -> dispatcher.merge_gradients, then Keras's own
     BatchNormalization._moments                     -> see `global_batch_norm`
     paths that are URLs                             -> see `remote_files`, `mirrored_logs`
@@ -32,6 +33,7 @@ import keras
 from phalanx.keras_compat import mirrored_logs, remote_files
 from phalanx.keras_compat.global_batch_norm import accepting_synchronized, synchronizing
 from phalanx.keras_compat.keras_internals import keras_trainer
+from phalanx.keras_compat.merged_variables import registering
 from phalanx.keras_compat.optimizer_applies import stray_merge
 from phalanx.keras_compat.patching import ClassPatches, defining_class
 
@@ -81,6 +83,10 @@ class KerasDispatcher(Protocol):
         """Called when a layer, an optimizer or a metric was constructed."""
         ...
 
+    def register_variable(self, variable: Any) -> None:
+        """Called when a variable was created."""
+        ...
+
     def run(self, model: Any, method: KerasMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called instead of `fit` and the other `DISPATCHED` methods; may call Keras's own `method`."""
         ...
@@ -123,6 +129,7 @@ def install(dispatcher: KerasDispatcher) -> None:
     _patches.replace(keras.layers.BatchNormalization, "_moments", synchronizing)
     for kind in OBJECT_KINDS:
         _patches.replace(defining_class(kind, "__init__"), "__init__", _registering_object)
+    _patches.replace(defining_class(keras.Variable, "_initialize"), "_initialize", _registering_variable)
     remote_files.install()
     mirrored_logs.install(_patches)
 
@@ -174,6 +181,10 @@ def _registering_object(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+def _registering_variable(original: Callable[..., Any]) -> Callable[..., Any]:
+    return registering(original, lambda variable: _dispatcher.register_variable(variable))
+
+
 def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
     keras_own = KerasMethod.of(original)
 
@@ -208,12 +219,17 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+def is_applying() -> bool:
+    """Whether an optimizer is being applied: what it assigns is the same on all replicas."""
+    return getattr(_applying, "now", False)
+
+
 def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
     """Around `optimizer.apply`: merge first. An optimizer around another one (loss scaling) merges for both."""
 
     @functools.wraps(original)
     def method(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        if getattr(_applying, "now", False):
+        if is_applying():
             return original(self, grads, trainable_variables)
         _applying.now = True
         try:

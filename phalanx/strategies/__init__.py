@@ -24,6 +24,7 @@ from phalanx.strategies.run_options import RunOptions
 from phalanx.strategies.set_strategy import experimental_set_strategy
 from phalanx.strategies.sharded_strategy import ShardedStrategy
 from phalanx.strategies.strategy import Strategy, ValueContext
+from phalanx.strategies.strategy_extended import StrategyExtended
 from phalanx.strategies.tpu_strategy import TPUStrategy
 
 
@@ -59,6 +60,7 @@ __all__ = [
     "Server",
     "ShardedStrategy",
     "Strategy",
+    "StrategyExtended",
     "TPUStrategy",
     "ValueContext",
     "experimental_set_strategy",

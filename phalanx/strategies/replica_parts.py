@@ -1,56 +1,117 @@
-"""Metrics of custom training loops: each replica counts its samples, and what is read outside of `run` is the job's."""
+"""The variables of custom training loops: what several replicas assign, each in its process, is the job's."""
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 
-from phalanx.keras_compat.merged_variables import merge_on_read
+from phalanx.collectives.communicator import Array
+from phalanx.engines.tensors import same_shape
+from phalanx.errors import ConfigurationError
+from phalanx.keras_compat.merged_variables import merge_variable
+from phalanx.keras_compat.trainer_hook import is_applying
+from phalanx.runtime import progress
 from phalanx.strategies import replica_context
 
 if TYPE_CHECKING:
     from phalanx.strategies.strategy import Strategy
 
 
-class MetricParts:
-    """The metrics that were created in a strategy's scope; see `ReplicaParts`."""
+class StrategyParts:
+    """The variables that were created in a strategy's scope; see `ReplicaParts`."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._metrics: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._created: dict[int, weakref.ref[Any]] = {}  # by id: variables cannot be hashed
+        self._noted: list[weakref.ref[Any]] = []  # those that the next `run` may assign
 
-    def note(self, metric: Any) -> None:
-        self._metrics.add(metric)
+    def __deepcopy__(self, memo: Any) -> StrategyParts:
+        return self  # of a variable that is copied
+
+    def note(self, variable: Any) -> None:
+        """A Keras variable was created."""
+        self.add(variable)
+        if self.is_alone or variable.aggregation == "none":
+            return
+        if self.is_in_run():
+            merge_variable(variable, self)
+        else:
+            self._noted.append(weakref.ref(variable))
 
     def prepare(self) -> None:
-        """Before `run`: what it updates is read as the job's from then on."""
-        for metric in self._metrics:
-            merge_on_read(metric, self)
+        """Before `run`: from now on, what it assigns is the job's. Programs that only call `fit` never come here."""
+        noted, self._noted = self._noted, []
+        for reference in noted:
+            variable = reference()  # no `:=`, which AutoGraph cannot convert
+            if variable is not None:
+                merge_variable(variable, self)
 
-    def find_new(self) -> None:
-        """After `run`: so is what it has created, as some metrics create their variables late."""
-        for metric in self._metrics:
-            merge_on_read(metric, self, updated=True)
+    def add(self, variable: Any) -> None:
+        key = id(variable)
+        self._created[key] = weakref.ref(variable, lambda _: self._created.pop(key, None))
+
+    def has_created(self, variable: Any) -> bool:
+        """Whether the variable was created in the scope."""
+        reference = self._created.get(id(variable))
+        return reference is not None and reference() is variable
+
+    @property
+    def is_alone(self) -> bool:
+        return self._strategy.computes_alone
 
     def is_in_run(self) -> bool:
         return replica_context.current_replica_context() is not None
 
-    def merges_now(self) -> bool:
+    def merges_reads(self) -> bool:
         # `fit` and the like merge metrics themselves.
         return replica_context.reads_jobs_values() and self._strategy._replica.calling_thread is None
+
+    def merges_writes(self) -> bool:
+        return self.is_in_run() and not is_applying()
 
     def reading_own(self) -> AbstractContextManager[None]:
         return replica_context.reading_own()
 
     def merge(self, value: Any, aggregation: str) -> Any:
+        strategy = self._strategy
+        if aggregation == "none":
+            return strategy._merged(value, self._agreed, same_shape, None)
         if aggregation == "only_first_replica":
-            return self._strategy.reduce("SUM", self.own_part(value, aggregation))
-        return self._strategy.reduce(aggregation.upper(), value)
+            return strategy._merged(value, self._chiefs, same_shape, None)
+        dtype = keras.backend.standardize_dtype(value.dtype)
+        if aggregation == "mean" and not keras.backend.is_float_dtype(dtype):
+            raise ConfigurationError(
+                f"A variable of dtype {dtype} with aggregation MEAN was assigned by several replicas, and their mean "
+                f"need not be a whole number. Give it a floating dtype, or the aggregation SUM."
+            )
+        return strategy.reduce(aggregation.upper(), value)
 
     def own_part(self, value: Any, aggregation: str) -> Any:
-        if aggregation == "mean" or self._strategy.rank == 0:
+        if aggregation != "sum" or self._strategy.rank == 0:
             return value
         return keras.ops.zeros_like(value)
+
+    def _chiefs(self, arrays: list[Array]) -> list[Array]:
+        progress.enter("broadcast")
+        return self._strategy._replica.communicator.broadcast(arrays)
+
+    def _agreed(self, arrays: list[Array]) -> list[Array]:
+        """The arrays, which must be equal on all replicas.
+
+        Raises: ConfigurationError on all replicas if they are not.
+        """
+        progress.enter("all_gather")
+        digest = hashlib.blake2b(b"".join(array.tobytes() for array in arrays), digest_size=8).digest()
+        digests = self._strategy._replica.communicator.all_gather(np.frombuffer(digest, np.int64))
+        if len({int(each[0]) for each in digests}) > 1:
+            raise ConfigurationError(
+                "The replicas have different values of a variable without an aggregation. Say how they become one: "
+                "create it in strategy.scope() with aggregation=tf.VariableAggregation.SUM, MEAN or "
+                "ONLY_FIRST_REPLICA. A variable that each replica keeps for itself is created outside of the scope."
+            )
+        return arrays

@@ -8,7 +8,7 @@ Methods that merge values (`reduce`, `gather`) must be called by every replica, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,8 @@ from phalanx.keras_compat import trainer_hook
 from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.runtime import process_exit, progress
 from phalanx.strategies import replica_context
-from phalanx.strategies.replica_parts import MetricParts
+from phalanx.strategies.replica_parts import StrategyParts
+from phalanx.strategies.strategy_extended import StrategyExtended
 from phalanx.training import model_dispatch
 from phalanx.training.replica import Replica
 from phalanx.training.steps.gradient_merge import GradientMerge
@@ -64,7 +65,7 @@ class Strategy:
         self._policy = policy
         self._merge = GradientMerge(replica, policy.compression)
         self._cluster_resolver = cluster_resolver
-        self._metric_parts = MetricParts(self)
+        self._parts = StrategyParts(self)
         self._tensors = make_tensors()
         self._tensors.trace_apart(replica_context.trace_key)
         self._tensors.count_replicas(replica_context)
@@ -143,6 +144,11 @@ class Strategy:
             f"{collectives} collectives, compression: {describe(self._policy.compression)}{rhythm}"
         )
 
+    @property
+    def extended(self) -> StrategyExtended:
+        """What optimizers, metrics and loops of a program's own may need (`tf.distribute.StrategyExtended`)."""
+        return StrategyExtended(self)
+
     def __repr__(self) -> str:
         if self.placement is not None:
             return f"<{type(self).__name__}: {self.placement}>"
@@ -154,8 +160,12 @@ class Strategy:
     def scope(self) -> Iterator[Strategy]:
         """Models created or compiled inside belong to this strategy."""
         install_hook()
-        with replica_context.entered(self), making_placed(self.placement):
+        with replica_context.entered(self), making_placed(self.placement), self._merging_variables():
             yield self
+
+    def _merging_variables(self) -> AbstractContextManager[None]:
+        """Where variables of the backend itself that are created are the job's."""
+        return self._tensors.merging_variables(_current_parts)
 
     # Custom loops.
 
@@ -187,8 +197,8 @@ class Strategy:
             )
         install_hook()
         if not self.computes_alone:
-            self._metric_parts.prepare()
-        with replica_context.running(self), running_placed(self.placement):
+            self._parts.prepare()
+        with replica_context.running(self), running_placed(self.placement), self._merging_variables():
             try:
                 result = fn(*args, **(kwargs or {}))
             except Exception as error:
@@ -196,8 +206,6 @@ class Strategy:
                 if behind is not None:
                     raise behind from None
                 raise
-        if not self.computes_alone:
-            self._metric_parts.find_new()
         return result
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
@@ -347,7 +355,7 @@ class Strategy:
 def install_hook() -> None:
     """Have Keras ask for the current strategy; safe to call again."""
     trainer_hook.install(
-        model_dispatch.ModelDispatcher(_current_member, _merge_gradients, _current_policy, _note_metric)
+        model_dispatch.ModelDispatcher(_current_member, _merge_gradients, _current_policy, _note_variable)
     )
 
 
@@ -471,10 +479,14 @@ def _current_member() -> model_dispatch.Member | None:
     return None if strategy is None else strategy._member
 
 
-def _note_metric(metric: Any) -> None:
+def _current_parts() -> StrategyParts | None:
     strategy = replica_context.current_strategy()
-    if strategy is not None and not strategy.computes_alone:
-        strategy._metric_parts.note(metric)
+    return None if strategy is None else strategy._parts
+
+
+def _note_variable(variable: Any) -> None:
+    if (parts := _current_parts()) is not None:
+        parts.note(variable)
 
 
 def _merge_gradients(gradients: list[Any], variables: list[Any]) -> list[Any]:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
-import keras
-
 from phalanx.data.dataset_creator import DatasetCreator
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import trainer_hook
@@ -50,7 +48,7 @@ class ModelDispatcher:
         current_member: returns the member that a model constructed or compiled now belongs to; None for Keras's own.
         merge_gradients: see `Dispatcher.merge_gradients`.
         current_policy: returns how such a model is to be trained.
-        note_metric: called with each metric that is created.
+        note_variable: called with each Keras variable that is created.
     """
 
     def __init__(
@@ -58,11 +56,11 @@ class ModelDispatcher:
         current_member: Callable[[], Member | None],
         merge_gradients: Callable[[list[Any], list[Any]], list[Any]],
         current_policy: Callable[[], TrainingPolicy] = lambda: EVERY_STEP,
-        note_metric: Callable[[Any], None] = lambda metric: None,
+        note_variable: Callable[[Any], None] = lambda variable: None,
     ) -> None:
         self._current_member = current_member
         self._current_policy = current_policy
-        self._note_metric = note_metric
+        self.register_variable = note_variable
         self.merge_gradients = merge_gradients
 
     def register_model(self, model: Any) -> None:
@@ -80,8 +78,6 @@ class ModelDispatcher:
         """Name what is created, so that tasks can refer to it."""
         if isinstance(member := self._current_member(), ParameterServerWorker):
             member.made.note(thing)
-        elif isinstance(thing, keras.metrics.Metric):
-            self._note_metric(thing)
 
     def run(self, model: Any, method: KerasMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `fit` and the like by the model's trainer, or by Keras if the model trains in this process alone."""

@@ -200,6 +200,9 @@ class Recorder:
     def register_object(self, thing: Any) -> None:
         self.seen.append(f"register_object {type(thing).__name__}")
 
+    def register_variable(self, variable: Any) -> None:
+        self.seen.append(f"register_variable {variable.aggregation}")
+
     def run(self, model: Any, method: Any, args: Any, kwargs: Any) -> Any:
         self.seen.append(f"run {method.name} {sorted(method.bind(model, args, kwargs))}")
         return method(model, *args, **kwargs)
@@ -217,7 +220,7 @@ def _methods() -> dict[tuple[type, str], Any]:
     from phalanx.keras_compat.keras_internals import keras_trainer
 
     kinds = (*keras_trainer().__mro__, *keras.Model.__mro__, *keras.optimizers.LossScaleOptimizer.__mro__)
-    kinds += (*keras.metrics.Mean.__mro__, keras.layers.BatchNormalization)
+    kinds += (*keras.metrics.Mean.__mro__, keras.layers.BatchNormalization, *keras.Variable.__mro__)
     return {(kind, name): value for kind in kinds for name, value in vars(kind).items() if callable(value)}
 
 
@@ -249,6 +252,7 @@ def hook_sees_every_call_and_leaves_no_trace() -> None:
     finally:
         trainer_hook.uninstall()
     expected = ["register_model", "register_object Dense", "register_object SGD", "run fit ['verbose', 'x', 'y']"]
+    expected += ["register_variable sum"]  # of the metrics
     expected += ["run train_on_batch ['x', 'y']", "run predict ['verbose', 'x']", "save save", "save save_weights"]
     assert not set(expected) - set(recorder.seen), recorder.seen
     assert before == _methods()

@@ -499,6 +499,158 @@ def metrics_in_functions_and_checkpoints(setting: Setting) -> dict[str, Any]:
     return {}
 
 
+def _merged(ranks: Any) -> dict[str, float]:
+    """What the replicas' values come to by aggregation, if each has its rank + 1."""
+    return {"sum": float((ranks + 1).sum()), "mean": float((ranks + 1).mean()), "only_first_replica": 1.0}
+
+
+@scenario(plain=False)
+def variables_of_a_custom_loop_are_the_jobs(setting: Setting) -> dict[str, Any]:
+    """Written ones are merged as their aggregation says; those that are merged on read are each replica's in `run`."""
+    strategy, rank = setting.strategy, setting.rank
+    expected = _merged(np.arange(setting.world_size))
+    make = lambda how, when: keras.Variable(0.0, trainable=False, aggregation=how, synchronization=when)  # noqa: E731
+    with strategy.scope():
+        written = {how: make(how, "auto") for how in expected}
+        read = {how: make(how, "on_read") for how in expected}
+        whole = keras.Variable(0, trainable=False, dtype="int32", aggregation="mean")
+        optimizer = keras.optimizers.SGD(0.5)
+    optimizer.build([written["sum"]])
+
+    def update() -> Any:
+        for variable in (*written.values(), *read.values()):
+            variable.assign_add(tensor(np.float32(rank + 1)))
+        late = make("sum", "on_read") if not lates else lates[0]
+        late.assign_add(tensor(np.float32(rank + 1)))
+        lates.append(late)
+        return read["sum"].value + 0
+
+    lates: list[Any] = []
+    for times in (1, 2):
+        np.testing.assert_allclose(host(strategy.run(update)), times * (rank + 1))
+        for how, value in expected.items():
+            np.testing.assert_allclose(host(written[how]), times * value, err_msg=f"{how} written")
+            np.testing.assert_allclose(host(read[how]), times * value, rtol=1e-6, err_msg=f"{how} read")
+        np.testing.assert_allclose(host(lates[0]), times * expected["sum"])
+    strategy.run(lambda: written["mean"].assign_sub(tensor(np.float32(rank + 1))))
+    np.testing.assert_allclose(host(written["mean"]), expected["mean"])
+    strategy.run(lambda: written["sum"].assign(tensor(np.float32(rank + 1))))
+    np.testing.assert_allclose(host(written["sum"]), expected["sum"])
+    if keras.backend.backend() != "jax":  # where `apply` in a function would merge nothing
+        gradient = tensor(np.float32(rank + 1))
+        strategy.run(lambda: optimizer.apply([gradient], [written["sum"]]))
+        np.testing.assert_allclose(host(written["sum"]), expected["sum"] / 2)  # merged once, by the optimizer
+        assert int(host(optimizer.iterations)) == 1
+    for variable in (written["mean"], read["mean"], read["sum"]):
+        variable.assign(7.0)
+        assert float(host(variable)) == 7, "assigned outside, on all replicas"
+    with pytest.raises(phalanx.errors.ConfigurationError, match="int32 with aggregation MEAN"):
+        strategy.run(lambda: whole.assign(tensor(np.int32(rank))))
+    return {"sum": host(written["sum"])}
+
+
+@scenario(plain=False, backends=("tensorflow",))
+def variables_of_tensorflow_are_the_jobs(setting: Setting) -> dict[str, Any]:
+    """As in `tf.distribute`, in eager code and in functions; without an aggregation all replicas must agree."""
+    import tensorflow as tf
+
+    strategy, rank = setting.strategy, setting.rank
+    expected = _merged(np.arange(setting.world_size))
+    on_read = tf.VariableSynchronization.ON_READ
+
+    def made(how: str, **options: Any) -> Any:
+        return tf.Variable(0.0, trainable=False, aggregation=tf.VariableAggregation[how.upper()], **options)
+
+    def loop() -> tuple[Callable[[], Any], Any, Any, Any]:
+        with strategy.scope():
+            written = {how: made(how) for how in (*expected, "none")}
+            read = {how: made(how, synchronization=on_read) for how in (*expected, "none")}
+
+        def update() -> Any:
+            for variable in (*(written[how] for how in expected), *read.values()):
+                variable.assign_add(rank + 1.0)
+            written["none"].assign_add(1.0)  # the same on all
+            return read["sum"] + 0.0
+
+        def step() -> Any:
+            own = strategy.run(update)
+            return own, {how: read[how] + 0.0 for how in expected}
+
+        return step, written, read, lambda: strategy.run(lambda: written["none"].assign(float(rank)))
+
+    for compiled in (False, True):
+        step, written, read, differ = loop()
+        step = tf.function(step) if compiled else step
+        for times in (1, 2):
+            own, inside = step()
+            np.testing.assert_allclose(own, times * (rank + 1))
+            for how, value in expected.items():
+                np.testing.assert_allclose(inside[how], times * value, rtol=1e-6)
+                np.testing.assert_allclose(read[how].numpy(), times * value, rtol=1e-6)
+                np.testing.assert_allclose(written[how].numpy(), times * value, rtol=1e-6)
+        assert float(written["none"]) == 2
+        for wrong in (differ, read["none"].numpy):
+            if setting.world_size > 1:
+                with pytest.raises(phalanx.errors.ConfigurationError, match="without an aggregation"):
+                    wrong()
+        for variable in (read["sum"], read["mean"], written["sum"]):
+            variable.assign(7.0)
+            variable.assign_sub(1.0)
+            assert float(variable) == 6, "assigned outside, on all replicas"
+        assert "merged" in repr(read["sum"])
+        with pytest.raises(phalanx.UnsupportedError, match="scatter_add"):
+            read["sum"].scatter_add(tf.IndexedSlices(1.0, 0))
+    outside = tf.Variable(0.0)
+    strategy.run(lambda: outside.assign(float(rank)))
+    assert float(outside) == rank, "created outside of the scope, it is this process's"
+    if rank == 0:
+        checkpoint = tf.train.Checkpoint(written=written["sum"], added=read["sum"])
+        assert checkpoint.restore(checkpoint.write(f"{setting.folder}/variables"))
+    return {"sum": np.asarray(written["sum"])}
+
+
+@scenario(plain=False)
+def extended_serves_loops_of_a_programs_own(setting: Setting) -> dict[str, Any]:
+    """`strategy.extended`, as an optimizer uses it that merges by itself."""
+    strategy, rank, world = setting.strategy, setting.rank, setting.world_size
+    extended = strategy.extended
+    total = float((np.arange(world) + 1).sum())
+    with strategy.scope():
+        variable = keras.Variable(np.float32([1, 2]), trainable=False)
+        summed = keras.Variable(0.0, trainable=False, aggregation="sum")
+    outside = keras.Variable(0.0)
+    assert extended.variable_created_in_scope(variable)
+    assert not extended.variable_created_in_scope(outside)
+    assert not phalanx.OneDeviceStrategy().extended.variable_created_in_scope(variable)
+
+    def across(within: Any, value: Any) -> Any:
+        own = within.extended
+        one, other = own.batch_reduce_to("SUM", [(value, variable), (2 * value, variable)])
+        own.update(summed, lambda each, added: each.assign_add(added), args=(one,))
+        return own.reduce_to("MEAN", value, destinations=variable), other
+
+    def replica(value: Any) -> Any:
+        return phalanx.get_replica_context().merge_call(across, args=(value,))
+
+    mean, doubled = extended.call_for_each_replica(replica, args=(tensor(np.float32(rank + 1)),))
+    np.testing.assert_allclose(host(mean), total / world, rtol=1e-6)
+    np.testing.assert_allclose(host(doubled), 2 * total)
+    np.testing.assert_allclose(host(summed), total, err_msg="what update assigns is merged already")
+    np.testing.assert_allclose(host(extended.broadcast_to(tensor(np.float32(rank)), variable)), 0)
+    np.testing.assert_allclose(host(extended.read_var(variable)), [1, 2])
+    assert extended.update_non_slot(variable, lambda x: x + 1, args=(1,)) == 2
+    assert extended.worker_devices == extended.parameter_devices == extended.non_slot_devices([variable])
+    assert extended.should_checkpoint == extended.should_save_summary == (rank == 0)
+    assert extended.steps_per_run == 1
+    with extended.colocate_vars_with(variable):
+        pass
+    with pytest.raises(phalanx.errors.ConfigurationError, match="scope"), extended.colocate_vars_with(outside):
+        pass
+    with pytest.raises(AttributeError, match=r"strategy\.run\(fn, args="):
+        extended.experimental_run_steps_on_iterator  # noqa: B018
+    return {"mean": host(mean)}
+
+
 @scenario(plain=False)
 def metrics_of_a_custom_loop_serve_fit_afterwards(setting: Setting) -> dict[str, Any]:
     strategy = setting.strategy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from phalanx.data import DistributedDataset
 from phalanx.engines.replica.jax.split_step import host_call
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.keras_compat.keras_internals import in_stateless_scope
+from phalanx.keras_compat.merged_variables import ReplicaParts
 from phalanx.keras_compat.tensorflow_replica_count import Contexts
 
 
@@ -62,6 +64,10 @@ class JaxTensors:
     @staticmethod
     def count_replicas(contexts: Contexts) -> None:
         pass  # it has none
+
+    @staticmethod
+    def merging_variables(current_parts: Callable[[], ReplicaParts | None]) -> AbstractContextManager[None]:
+        return nullcontext()  # it has none of its own
 
     def reduce(self, thing: Any) -> Any:
         return NotImplemented

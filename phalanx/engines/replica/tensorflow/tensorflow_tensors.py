@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
@@ -13,6 +14,8 @@ from phalanx.engines.replica.tensorflow.graph_iteration import GraphDataset
 from phalanx.engines.replica.tensorflow.host_calls import call_in_graph
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.merged_variables import ReplicaParts
+from phalanx.keras_compat.tensorflow_merged_variables import merging_variables
 from phalanx.keras_compat.tensorflow_replica_count import Contexts, count_replicas
 from phalanx.keras_compat.tensorflow_trace_cache import trace_apart
 
@@ -96,6 +99,10 @@ class TensorFlowTensors:
     @staticmethod
     def count_replicas(contexts: Contexts) -> None:
         count_replicas(contexts)
+
+    @staticmethod
+    def merging_variables(current_parts: Callable[[], ReplicaParts | None]) -> AbstractContextManager[None]:
+        return merging_variables(current_parts)
 
     def reduce(self, thing: Any) -> Any:
         if isinstance(thing, tf.types.experimental.PolymorphicFunction):

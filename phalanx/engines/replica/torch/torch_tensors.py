@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from phalanx.data import DistributedDataset
 from phalanx.engines.replica.torch.host_copies import from_host, to_host
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
+from phalanx.keras_compat.merged_variables import ReplicaParts
 from phalanx.keras_compat.tensorflow_replica_count import Contexts
 from phalanx.keras_compat.torch_internals import get_device
 
@@ -53,6 +55,10 @@ class TorchTensors:
     @staticmethod
     def count_replicas(contexts: Contexts) -> None:
         pass  # it has none
+
+    @staticmethod
+    def merging_variables(current_parts: Callable[[], ReplicaParts | None]) -> AbstractContextManager[None]:
+        return nullcontext()  # it has none of its own
 
     def reduce(self, thing: Any) -> Any:
         return NotImplemented

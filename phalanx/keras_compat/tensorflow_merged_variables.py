@@ -1,0 +1,126 @@
+"""`tf.Variable`s that a program creates in a scope, as `tf.distribute` treats them: see `merged_variables`.
+
+A variable that is synchronized when it is read is each replica's own in `strategy.run`, and the job's outside. Every
+other one is the same on all replicas, so what `run` assigns is merged by its `aggregation`; without one, all replicas
+must assign the same. Scattered updates have no such form, and are refused.
+
+Uses `tf.variable_creator_scope`, and of variables `sparse_read`, `gather_nd` and the order of their arguments. Tested
+with TensorFlow 2.21.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.merged_variables import ReplicaParts, is_created_by_keras
+from phalanx.keras_compat.patching import insert_mixin, set_untracked
+
+_SCATTERED = (
+    *("scatter_sub", "scatter_add", "scatter_max", "scatter_min", "scatter_mul", "scatter_div", "scatter_update"),
+    *("scatter_nd_sub", "scatter_nd_add", "scatter_nd_max", "scatter_nd_min", "scatter_nd_update"),
+    "batch_scatter_update",
+)
+
+
+def merging_variables(current_parts: Callable[[], ReplicaParts | None]) -> AbstractContextManager[None]:
+    """A context in which variables that are created belong to `current_parts()` of then, if there are any."""
+    context: AbstractContextManager[None] = tf.variable_creator_scope(partial(_create, current_parts))
+    return context
+
+
+def _create(current_parts: Callable[[], ReplicaParts | None], next_creator: Any, **arguments: Any) -> Any:
+    variable = next_creator(**arguments)
+    parts = current_parts()
+    if parts is None or is_created_by_keras() or isinstance(variable, _Merged):
+        return variable
+    parts.add(variable)
+    if not parts.is_alone:
+        on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
+        insert_mixin(variable, _MergedOnRead if on_read else _MergedOnWrite)
+        set_untracked(variable, _phalanx_parts=parts, _phalanx_aggregation=variable.aggregation.name.lower())
+    return variable
+
+
+class _Merged:
+    """Comes before the class of a variable."""
+
+    _phalanx_parts: ReplicaParts
+    _phalanx_aggregation: str
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._phalanx_parts.merges_writes() or isinstance(self, _MergedOnRead):
+            raise UnsupportedError(
+                f"variable.{name}() changes some rows of {self.name!r}, and those of several replicas cannot be "
+                f"merged. Add up whole values with variable.assign_add(), or merge what each replica has with "
+                f"strategy.reduce() and call {name}() outside of strategy.run()."
+            )
+        return getattr(super(_Merged, self), name)(*args, **kwargs)
+
+    return method
+
+
+for _name in _SCATTERED:
+    setattr(_Merged, _name, _refusing(_name))
+
+
+class _MergedOnRead(_Merged):
+    def value(self) -> Any:
+        return self._phalanx_read(super().value())  # type: ignore[misc]
+
+    def read_value(self) -> Any:
+        return self._phalanx_read(super().read_value())  # type: ignore[misc]
+
+    def sparse_read(self, indices: Any, name: Any = None) -> Any:
+        return tf.gather(self.value(), indices, name=name)
+
+    def gather_nd(self, indices: Any, name: Any = None) -> Any:
+        return tf.gather_nd(self.value(), indices, name=name)
+
+    def assign(self, value: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
+        return self._phalanx_write(super().assign, value, use_locking, name, read_value)  # type: ignore[misc]
+
+    def assign_add(self, delta: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
+        return self._phalanx_write(super().assign_add, delta, use_locking, name, read_value)  # type: ignore[misc]
+
+    def assign_sub(self, delta: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
+        return self._phalanx_write(super().assign_sub, delta, use_locking, name, read_value)  # type: ignore[misc]
+
+    def __repr__(self) -> str:
+        return f"<tf.Variable {self.name!r}, merged over the replicas where it is read>"  # type: ignore[attr-defined]
+
+    def _phalanx_read(self, own: Any) -> Any:
+        parts = self._phalanx_parts
+        return parts.merge(own, self._phalanx_aggregation) if parts.merges_reads() else own
+
+    def _phalanx_write(self, write: Any, value: Any, use_locking: Any, name: Any, read_value: bool) -> Any:
+        if not self._phalanx_parts.merges_reads():
+            return write(value, use_locking, name, read_value)
+        value = tf.convert_to_tensor(value, self.dtype)  # type: ignore[attr-defined]
+        own = self._phalanx_parts.own_part(value, self._phalanx_aggregation)
+        operation = write(own, use_locking, name, False)
+        return self if read_value else operation  # what TensorFlow returns would be read as this replica's
+
+
+class _MergedOnWrite(_Merged):
+    def assign(self, value: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
+        return super().assign(self._phalanx_merged(value), use_locking, name, read_value)  # type: ignore[misc]
+
+    def assign_add(self, delta: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
+        return super().assign_add(self._phalanx_merged(delta), use_locking, name, read_value)  # type: ignore[misc]
+
+    def assign_sub(self, delta: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
+        return super().assign_sub(self._phalanx_merged(delta), use_locking, name, read_value)  # type: ignore[misc]
+
+    def _phalanx_merged(self, value: Any) -> Any:
+        if not self._phalanx_parts.merges_writes():
+            return value
+        value = tf.convert_to_tensor(value, self.dtype)  # type: ignore[attr-defined]
+        return self._phalanx_parts.merge(value, self._phalanx_aggregation)
