@@ -230,7 +230,7 @@ class ElasticRecovery:
         engine.begin()
         engine.train(part, 1.0 / replica.world_size)
         engine.end()
-        self._model.merge.load({})  # what a compression has kept of it
+        self._model.merge.forget_compression()
 
     def _compile_for_a_loss(self, batch: JointBatch) -> None:
         """Compile steps for the parts that this rank would have if a member were lost, so that the others do not wait

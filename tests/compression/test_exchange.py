@@ -1,8 +1,8 @@
-"""What a replica remembers between exchanges: saved, loaded, and unchanged by an exchange that fails."""
+"""What a replica remembers between exchanges: saved, loaded, and as before after an exchange that fails."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from phalanx.cluster.membership import Membership
 from phalanx.collectives import connect
 from phalanx.compression import TopK
-from phalanx.errors import ConfigurationError, PhalanxError
+from phalanx.errors import ConfigurationError, PeerLostError
 from phalanx.strategies.local_sgd_strategy import DiLoCoStrategy, LocalSGDStrategy
 from phalanx.training.replica import Replica
 from phalanx.training.steps.outer_optimizer import AverageOuterOptimizer, OuterSGD
@@ -31,43 +31,47 @@ def on_ranks(function: Any, world_size: int = 2) -> list[Any]:
     return run_threads(body, world_size)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_an_exchange_goes_on_from_what_was_saved(overlap: bool) -> None:
+def test_an_exchange_goes_on_from_what_was_pooled() -> None:
+    """On one rank, whose pooled state is all of it."""
+
     def body(replica: Replica) -> bool:
-        straight = WeightExchange(OuterSGD(), TopK(0.1))
-        saved = WeightExchange(OuterSGD(), TopK(0.1))
+        straight, saved = (WeightExchange(OuterSGD(), TopK(0.1)) for _ in range(2))
         for exchange in (straight, saved):
             exchange.begin(values(0, 0), 1)
         for step in range(1, 4):
-            straight.took_step(replica.rank + 1)
-            saved.took_step(replica.rank + 1)
-            expected = straight.run(values(replica.rank, step), replica, overlap=overlap)
-            state = {name: np.array(array) for name, array in saved.state().items()}
+            straight.took_step(5)
+            expected = straight.run(values(0, step), replica, overlap=False)
+            state = {name: np.array(array) for name, array in saved.pooled(replica.communicator).items()}
             saved = WeightExchange(OuterSGD(), TopK(0.1))
-            saved.load(state)
-            found = saved.run(values(replica.rank, step), replica, overlap=overlap)
+            saved.load_pooled(state, 1)
+            saved.took_step(5)
+            found = saved.run(values(0, step), replica, overlap=False)
             if any(a.tobytes() != b.tobytes() for a, b in zip(expected, found, strict=True)):
                 return False
-        for exchange in (straight, saved):
-            exchange.state()  # waits for what is on its way
         return True
 
-    assert on_ranks(body) == [True, True]
+    assert on_ranks(body, 1) == [True]
 
 
-def test_an_exchange_that_fails_changes_nothing() -> None:
+class LosesAPeer(Replica):
+    def all_reduce(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise PeerLostError("lost", rank=1, task="worker/1", host="")
+
+
+def test_an_exchange_that_fails_may_be_repeated() -> None:
     def body(replica: Replica) -> bool:
-        exchange = WeightExchange(OuterSGD())
-        exchange.begin(values(0, 0), 1)
-        exchange.took_step(5)
-        exchange.run(values(replica.rank, 1), replica, overlap=False)
-        exchange.took_step(5)
-        before = exchange.state()
-        replica.communicator.close()
-        with pytest.raises(PhalanxError):
-            exchange.run(values(replica.rank, 2), replica, overlap=False)
-        after = exchange.state()
-        return before.keys() == after.keys() and all(np.array_equal(before[name], after[name]) for name in before)
+        straight, repeated = (WeightExchange(OuterSGD()) for _ in range(2))
+        found = []
+        for exchange in (straight, repeated):
+            exchange.begin(values(0, 0), 1)
+            exchange.took_step(5)
+            exchange.run(values(replica.rank, 1), replica, overlap=False)
+            exchange.took_step(replica.rank + 1)
+            if exchange is repeated:
+                with pytest.raises(PeerLostError):
+                    exchange.run(values(replica.rank, 2), LosesAPeer(replica.communicator), overlap=False)
+            found.append(exchange.run(values(replica.rank, 2), replica, overlap=False))
+        return all(a.tobytes() == b.tobytes() for a, b in zip(*found, strict=True))
 
     assert on_ranks(body) == [True, True]
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from phalanx.collectives.communicator import Array
-from phalanx.compression.base_compression import State
 from phalanx.compression.reducer import name_of
 
 
@@ -54,18 +53,6 @@ class GradientAccumulator:
     def clear(self) -> None:
         """Forget all sums."""
         self._sums = {}
-
-    def state(self) -> dict[str, Array]:
-        """All sums, by name; they belong to this rank."""
-        return {f"{key}/{index}": total for key, sums in self._sums.items() for index, total in enumerate(sums)}
-
-    def load(self, state: State) -> None:
-        """Continue from what `state` returned."""
-        found: dict[str, dict[int, Array]] = {}
-        for name, array in state.items():
-            key, _, index = name.rpartition("/")
-            found.setdefault(key, {})[int(index)] = np.asarray(array)
-        self._sums = {key: [array for _, array in sorted(sums.items())] for key, sums in found.items()}
 
     def _sums_of(self, key: str, arrays: Sequence[Array]) -> list[Array]:
         return self._sums.get(key) or [np.zeros(array.shape, _wide(array)) for array in arrays]

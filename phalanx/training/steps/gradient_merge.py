@@ -223,21 +223,10 @@ class StepMerge:
         """Metrics were reset: forget what they have counted since the last merge."""
         self._kept.counts.clear()
 
-    def state(self) -> dict[str, Array]:
-        """All that the merge keeps between steps, by name; see `CompressedReducer` for what belongs to whom. These
-        arrays are never changed in place, so that they may be loaded again after a step that failed."""
-        found = {f"held/{name}": array for name, array in self._kept.gradients.state().items()}
-        found |= {f"counts/{name}": array for name, array in self._kept.counts.state().items()}
+    def forget_compression(self) -> None:
+        """Forget what a compression has kept of steps so far."""
         if self._reducer is not None:
-            found |= {f"compression/{name}": array for name, array in self._reducer.state().items()}
-        return found
-
-    def load(self, state: State) -> None:
-        """Continue from what `state` returned."""
-        self._kept.gradients.load(below("held/", state))
-        self._kept.counts.load(below("counts/", state))
-        if self._reducer is not None:
-            self._reducer.load(below("compression/", state))
+            self._reducer.load({})
 
     def pooled(self) -> dict[str, Array]:
         """What the merges of all ranks keep of steps that are over, pooled; all ranks must call."""

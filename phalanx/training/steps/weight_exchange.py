@@ -19,7 +19,7 @@ from phalanx.training.steps.outer_optimizer import AverageOuterOptimizer, OuterO
 
 Arrays = Sequence[Array]
 
-_SHARED, _COMPRESSION = "shared/", "compression/"
+_ANCHOR, _VELOCITY, _WEIGHTS, _COMPRESSION = "anchor/", "velocity/", "weights", "compression/"
 
 
 class WeightExchange:
@@ -102,54 +102,41 @@ class WeightExchange:
         self._samples = self.steps = 0
         return [array.astype(value.dtype) for array, value in zip(local, values, strict=True)]
 
-    def state(self) -> dict[str, Array]:
-        """All state, by name: `own/...` belongs to this replica, `shared/...` to all. Waits for an exchange that is
-        under way."""
-        parts: dict[str, Arrays] = {"shared/anchor": self._anchor, "shared/velocity": self._velocity}
-        if self._start is not self._anchor:
-            parts["own/start"] = self._start
-        if self._underway is not None and (arrived := self._underway.wait(None)) is not None:
-            parts["shared/arrived"] = arrived
-        found = {f"{name}/{index}": array for name, arrays in parts.items() for index, array in enumerate(arrays)}
-        found["own/samples"] = np.array(self._samples, np.int64)
-        found["shared/steps"] = np.array([self.steps, self._weights], np.int64)
-        if self._reducer is not None:
-            found |= {f"compression/{name}": array for name, array in self._reducer.state().items()}
-        return found
+    # Right after an exchange that was not overlapped, nothing is under way and this replica has no steps of its own:
+    # what it keeps is the same on all ranks, except what a compression keeps.
 
     def pooled(self, communicator: Communicator) -> dict[str, Array]:
         """Right after an exchange that was not overlapped: the state of all ranks, pooled. All must call."""
-        found = {name: array for name, array in self.state().items() if name.startswith(_SHARED)}
+        found = self._shared()
         if self._reducer is not None:
             found |= {_COMPRESSION + name: array for name, array in self._reducer.pooled(communicator).items()}
         return found
 
     def load_pooled(self, state: State, ranks: int) -> None:
         """Continue, on so many ranks, from what `pooled` returned."""
-        self.load({name: array for name, array in state.items() if name.startswith(_SHARED)})
+        self._take(state)
         if self._reducer is not None:
             self._reducer.load_pooled(below(_COMPRESSION, state), ranks)
 
     def synchronise(self, communicator: Communicator, *, take: bool) -> None:
         """Right after an exchange that was not overlapped: give ranks that join (`take`) what all have in common. All
         ranks must call."""
-        own = {name: array for name, array in self.state().items() if name.startswith(_SHARED)}
-        shared = broadcast_named(communicator, own)
+        shared = broadcast_named(communicator, self._shared())
         if take:
-            self.load(shared)
+            self._take(shared)
         if self._reducer is not None:
             self._reducer.synchronise(communicator)
 
-    def load(self, state: State) -> None:
-        """Continue from what `state` returned; a replica that joins begins with the others' `shared/...` alone."""
-        self._anchor, self._velocity = _listed("shared/anchor/", state), _listed("shared/velocity/", state)
-        self._start = _listed("own/start/", state) or self._anchor
-        arrived = _listed("shared/arrived/", state)
-        self._underway = PendingExchange(self._merge, [], 0, arrived) if arrived else None
-        self._samples = int(state.get("own/samples", np.array(0)))
-        self.steps, self._weights = (int(number) for number in state["shared/steps"])
-        if self._reducer is not None:
-            self._reducer.load(below(_COMPRESSION, state))
+    def _shared(self) -> dict[str, Array]:
+        assert not self.unmerged, "replicas have state of their own between two exchanges"
+        parts = {_ANCHOR: self._anchor, _VELOCITY: self._velocity}
+        found = {f"{prefix}{index}": array for prefix, arrays in parts.items() for index, array in enumerate(arrays)}
+        return {**found, _WEIGHTS: np.array(self._weights, np.int64)}
+
+    def _take(self, shared: State) -> None:
+        self._anchor, self._velocity = _listed(_ANCHOR, shared), _listed(_VELOCITY, shared)
+        self._start, self._weights = self._anchor, int(shared[_WEIGHTS])
+        self._samples, self._underway, self.steps = 0, None, 0
 
     def _stepped(
         self, anchor: list[Array], velocity: list[Array], merged: Arrays | None
@@ -194,12 +181,10 @@ Merge = Callable[[Arrays, int, Replica], list[Array] | None]
 class PendingExchange:
     """One replica's contribution to an exchange, whose result is wanted later."""
 
-    def __init__(self, merge: Merge, progress: Arrays, samples: int, arrived: list[Array] | None = None) -> None:
+    def __init__(self, merge: Merge, progress: Arrays, samples: int) -> None:
         self._merge = merge
         self._progress = progress
         self._samples = samples
-        self._arrived = arrived
-        self._over = arrived is not None
         self._handle: Handle | None = None
 
     def send(self, replica: Replica) -> None:
@@ -208,17 +193,12 @@ class PendingExchange:
             "the exchange of the weights", lambda: self._merge(self._progress, self._samples, replica)
         )
 
-    def wait(self, replica: Replica | None) -> list[Array] | None:
-        """The mean progress; merged now, among the present ranks, if it was not started or has failed."""
-        if not self._over:
-            handle, self._handle = self._handle, None
-            if handle is not None:
-                self._arrived = handle.wait()
-            else:
-                assert replica is not None, "it was started"
-                self._arrived = self._merge(self._progress, self._samples, replica)
-            self._over = True
-        return self._arrived
+    def wait(self, replica: Replica) -> list[Array] | None:
+        """The mean progress; merged now, among the present ranks, if it was not started."""
+        if self._handle is None:
+            return self._merge(self._progress, self._samples, replica)
+        merged: list[Array] | None = self._handle.wait()
+        return merged
 
 
 def _wide(array: Array) -> Array:
