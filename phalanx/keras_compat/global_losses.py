@@ -113,27 +113,22 @@ class GloballyScaledLosses:
 
     def __init__(self, batch_size: int = 0) -> None:
         self.batch_size = batch_size
-        self._losses = PatchedFunction(keras_loss, "reduce_weighted_values", self._reduce)
         self._added_so_far: Counter[int] = Counter()
+        self._losses = PatchedFunction(keras_loss, "reduce_weighted_values", self._reduce)
         self._computes = PatchedFunction(Trainer, "_compute_loss", self._make_compute())
         self._adds = PatchedFunction(keras.layers.Layer, "add_loss", self._make_add())
         self._calls = PatchedFunction(keras_loss.Loss, "__call__", self._make_call())
-        self._added = PatchedFunction(Trainer, "_aggregate_additional_loss", self._sum)
+        added = PatchedFunction(Trainer, "_aggregate_additional_loss", self._sum)
+        self._patches = (self._losses, self._computes, self._calls, self._adds, added)
 
     def __enter__(self) -> None:
         self._added_so_far.clear()
-        self._losses.__enter__()
-        self._computes.__enter__()
-        self._calls.__enter__()
-        self._adds.__enter__()
-        self._added.__enter__()
+        for patch in self._patches:
+            patch.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        self._added.__exit__(*error)
-        self._adds.__exit__(*error)
-        self._calls.__exit__(*error)
-        self._computes.__exit__(*error)
-        self._losses.__exit__(*error)
+        for patch in self._patches:
+            patch.__exit__(*error)
 
     def _make_call(self) -> Callable[..., Any]:
         # A function, not a bound method: as an attribute of the class it is called with the loss.

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import keras
 
-from phalanx.keras_compat.patching import ClassPatches
+from phalanx.keras_compat.patching import Patches
 from phalanx.storage.mirror import MirroredFolder
 from phalanx.storage.paths import is_url
 from phalanx.storage.remote_path import RemotePath, has_store
@@ -23,7 +23,7 @@ from phalanx.storage.remote_path import RemotePath, has_store
 _folders: WeakKeyDictionary[Any, MirroredFolder] = WeakKeyDictionary()
 
 
-def install(patches: ClassPatches) -> None:
+def install(patches: Patches) -> None:
     """Patch the callback's class."""
     patches.replace(keras.callbacks.TensorBoard, "set_model", _redirecting)
     for name in ("on_epoch_end", "on_test_end", "on_train_end"):

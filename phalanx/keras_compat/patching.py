@@ -37,17 +37,17 @@ class PatchedFunction:
         setattr(self._owner, self._name, self.original)
 
 
-class ClassPatches:
-    """Patches of classes that stay until `restore`."""
+class Patches:
+    """Patches of classes and modules that stay until `restore`."""
 
     def __init__(self) -> None:
-        self._originals: dict[tuple[type, str], Any] = {}
+        self._originals: dict[tuple[Any, str], Any] = {}
 
-    def __contains__(self, place: tuple[type, str]) -> bool:
+    def __contains__(self, place: tuple[Any, str]) -> bool:
         return place in self._originals
 
-    def replace(self, owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
-        """Replace a method by what `wrap` makes of it, on the class itself or the base that defines it."""
+    def replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        """Replace a function of a module, or a method of a class or its base, by what `wrap` makes of it."""
         self._originals[owner, name] = vars(owner).get(name)
         setattr(owner, name, wrap(getattr(owner, name)))
 

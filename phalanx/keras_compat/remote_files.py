@@ -19,27 +19,16 @@ from typing import Any
 
 from keras.src.utils import file_utils
 
+from phalanx.keras_compat.patching import Patches
 from phalanx.storage.files import copy_file, list_names
 from phalanx.storage.paths import is_url
 from phalanx.storage.remote_path import RemotePath, has_store
 
-_originals: dict[str, Callable[..., Any]] = {}
 
-
-def install() -> None:
-    """Replace Keras's functions. Safe to call twice."""
-    if _originals:
-        return
+def install(patches: Patches) -> None:
+    """Replace Keras's functions."""
     for name, function in _FUNCTIONS.items():
-        _originals[name] = getattr(file_utils, name)
-        setattr(file_utils, name, _where_there_is_a_store(_originals[name], function))
-
-
-def uninstall() -> None:
-    """Restore Keras's own functions. Safe to call twice."""
-    for name, original in _originals.items():
-        setattr(file_utils, name, original)
-    _originals.clear()
+        patches.replace(file_utils, name, functools.partial(_where_there_is_a_store, function=function))
 
 
 def exists(path: str) -> bool:

@@ -35,7 +35,7 @@ from phalanx.keras_compat.global_batch_norm import accepting_synchronized, synch
 from phalanx.keras_compat.keras_internals import keras_trainer
 from phalanx.keras_compat.merged_variables import registering
 from phalanx.keras_compat.optimizer_applies import stray_merge
-from phalanx.keras_compat.patching import ClassPatches, defining_class
+from phalanx.keras_compat.patching import Patches, defining_class
 
 DISPATCHED = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 SAVED_SUFFIXES = {"save": (".keras", ".h5", ".hdf5"), "save_weights": (".weights.h5",)}
@@ -100,7 +100,7 @@ class KerasDispatcher(Protocol):
         ...
 
 
-_patches = ClassPatches()
+_patches = Patches()
 _keras_methods: dict[str, KerasMethod] = {}
 _dispatcher: KerasDispatcher
 _choose_train_function: Callable[[Any, Callable[[], None]], Callable[..., Any] | None]
@@ -130,14 +130,13 @@ def install(dispatcher: KerasDispatcher) -> None:
     for kind in OBJECT_KINDS:
         _patches.replace(defining_class(kind, "__init__"), "__init__", _registering_object)
     _patches.replace(defining_class(keras.Variable, "_initialize"), "_initialize", _registering_variable)
-    remote_files.install()
+    remote_files.install(_patches)
     mirrored_logs.install(_patches)
 
 
 def uninstall() -> None:
     """Restore Keras's own methods. Safe to call twice."""
     _patches.restore()
-    remote_files.uninstall()
     _keras_methods.clear()
 
 
