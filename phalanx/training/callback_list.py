@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import keras
@@ -19,7 +20,7 @@ from phalanx.keras_compat.callback_bases import (
     is_wrapped,
     logger_class,
 )
-from phalanx.keras_compat.patching import override_methods, restore_methods
+from phalanx.keras_compat.patching import overridden_methods
 from phalanx.keras_compat.saver_methods import SAVERS
 
 # These write files, call services or print: the chief does it once for all.
@@ -136,32 +137,22 @@ def on_this_rank_only() -> Iterator[None]:
         _thread.is_rank_local = before
 
 
-def isolate_chief_hooks(callbacks: CallbackList) -> None:
+def isolate_chief_hooks(callbacks: CallbackList, undo: ExitStack) -> None:
     """Run the hooks of user callbacks that run on the chief alone inside `on_this_rank_only`: they may evaluate or
-    predict, and the other ranks do not call these methods then."""
+    predict, and the other ranks do not call these methods then. As before once `undo` is closed."""
     for callback in callbacks.callbacks:
         kind = type(callback)
         if not runs_on_chief(callback) or kind in CHIEF_ONLY or issubclass(kind, ChiefCallback):
             continue
-        for name in vars(keras.callbacks.Callback):
-            if name.startswith("on_") and name not in vars(callback) and _overrides(callback, name):
-                override_methods(callback, **{name: _RankLocalHook(getattr(callback, name))})
+        hooks = [name for name in vars(keras.callbacks.Callback) if name.startswith("on_")]
+        own = [name for name in hooks if name not in vars(callback) and _overrides(callback, name)]
+        isolated = {name: partial(_run_on_this_rank_only, getattr(callback, name)) for name in own}
+        undo.enter_context(overridden_methods(callback, **isolated))
 
 
-def restore_hooks(callbacks: CallbackList) -> None:
-    """Undo `isolate_chief_hooks`."""
-    for callback in callbacks.callbacks:
-        for name in [name for name, value in vars(callback).items() if isinstance(value, _RankLocalHook)]:
-            restore_methods(callback, name)
-
-
-class _RankLocalHook:
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with on_this_rank_only():
-            return self._hook(*args, **kwargs)
+def _run_on_this_rank_only(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with on_this_rank_only():
+        return hook(*args, **kwargs)
 
 
 # What callbacks do, as far as their classes say.

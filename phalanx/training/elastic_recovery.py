@@ -154,7 +154,6 @@ class ElasticRecovery:
         former = state.callbacks
         kept = [callback for callback in former.callbacks if callback not in waiting]
         build_fit_callbacks(self._model, state, [*kept, *waiting])
-        saver_claims.claim_paths(state.callbacks, lambda: self._replica.generation)
         callback_list.transfer_list_state(former, state.callbacks)
         new = [callback for callback in state.callbacks.callbacks if callback not in kept]
         callback_list.start_mid_epoch(new, state.epoch)
@@ -253,14 +252,9 @@ def build_fit_callbacks(replica_model: ReplicaModel, state: ReplicaFitState, cal
     built = replica_model.build_callbacks(
         callbacks, arguments.verbose, epochs=arguments.epochs, steps=state.source.num_batches, add_history=True
     )
-    callback_list.isolate_chief_hooks(built)
+    callback_list.isolate_chief_hooks(built, state.undo)
     state.use_callbacks(built)
-
-
-def release_fit_callbacks(callbacks: Any) -> None:
-    """The `fit` is over, or cannot begin: its callbacks are the program's own again."""
-    saver_claims.release_paths(callbacks)
-    callback_list.restore_hooks(callbacks)
+    saver_claims.claim_paths(built, state.undo, lambda: replica_model.replica.generation)
 
 
 def _resized(data: Any, size: int) -> Any:

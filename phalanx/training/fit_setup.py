@@ -14,7 +14,7 @@ from phalanx.keras_compat.model_state import overrides
 from phalanx.training import callback_list, saver_claims
 from phalanx.training.checkpointing import FitCheckpointing
 from phalanx.training.consistency import check_same_configuration, compare_inputs, compare_samples
-from phalanx.training.elastic_recovery import ElasticRecovery, build_fit_callbacks, release_fit_callbacks
+from phalanx.training.elastic_recovery import ElasticRecovery, build_fit_callbacks
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.fit_position import FitRecorder
 from phalanx.training.fit_resumption import FitResumption
@@ -86,18 +86,17 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
     state.watched = any_rank(callback_list.has_batch_hooks(arguments.callbacks, "train"))
     state.watched_validation = any_rank(callback_list.has_batch_hooks(arguments.callbacks, "test"))
     state.chief_adds_logs = any_rank(callback_list.chief_may_add_logs(arguments.callbacks))
-    build_fit_callbacks(replica_model, state, arguments.callbacks)
     try:
-        saver_claims.claim_paths(state.callbacks, lambda: replica.generation)
+        build_fit_callbacks(replica_model, state, arguments.callbacks)
         if fit.recorder is not None:
             fit.recorder.track_callbacks()
         if recovery is not None:
             recovery.track_callbacks()
+        if overrides(model, "train_step") and state.stepper.merges_every_step and divides_batches(replica):
+            check_clipping(model)
     except BaseException:  # a lost peer, Ctrl-C: the callbacks are the program's own again
-        release_fit_callbacks(state.callbacks)
+        state.undo.close()
         raise
-    if overrides(model, "train_step") and state.stepper.merges_every_step and divides_batches(replica):
-        check_clipping(model)
     return fit
 
 

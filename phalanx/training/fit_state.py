@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ class FitState:
         progress_bar: among the callbacks, if this process shows one.
         epoch: index of the running epoch; between two epochs, of the next one.
         logs: the logs of the last epoch, with those of its validation.
+        undo: gives the callbacks their own methods back, and what they claim to others, when the `fit` is over.
     """
 
     arguments: FitArguments
@@ -33,6 +35,7 @@ class FitState:
     progress_bar: callback_list.ReplicaProgbar | None = None
     epoch: int = 0
     logs: dict[str, Any] = field(default_factory=dict)
+    undo: ExitStack = field(default_factory=ExitStack, repr=False)
 
     def use_callbacks(self, callbacks: Any) -> None:
         """Run this `CallbackList` from here on."""

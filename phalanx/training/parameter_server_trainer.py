@@ -88,11 +88,9 @@ class ParameterServerTrainer:
             fit, remote_model, worker, state, batches, make_agreement(fit), evaluate
         )
         self._rejoin = coordination.rejoin
-        try:
-            saver_claims.claim_paths(state.callbacks)
+        with state.undo:
+            saver_claims.claim_paths(state.callbacks, state.undo)
             history = FitLoop(model, state, coordination).run()
-        finally:
-            saver_claims.release_paths(state.callbacks)
         self._rejoin = None
         return history
 

@@ -20,7 +20,6 @@ from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.keras_internals import class_weight_to_sample_weights, pythonify_logs
 from phalanx.monitoring import timeline
 from phalanx.training import callback_list
-from phalanx.training.elastic_recovery import release_fit_callbacks
 from phalanx.training.evaluation import evaluate_on_replicas
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.fit_loop import FitLoop
@@ -81,7 +80,7 @@ class ReplicaTrainer:
         try:
             return FitLoop(self._model, fit.state, ReplicaCoordination(fit)).run()
         finally:
-            release_fit_callbacks(fit.state.callbacks)
+            fit.state.undo.close()
 
     def evaluate(
         self,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import keras
@@ -12,7 +14,7 @@ from keras.callbacks import CallbackList
 from phalanx.engines.spmd.placement import Placement
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
-from phalanx.keras_compat.patching import override_methods, restore_methods
+from phalanx.keras_compat.patching import overridden_methods
 from phalanx.keras_compat.saver_methods import SAVERS, finish_writing, writing_methods, written_path
 from phalanx.runtime.write_claim import WriteClaim
 from phalanx.storage.paths import StoragePath
@@ -32,10 +34,12 @@ def refuse_divided(callbacks: Any, placement: Placement) -> None:
             )
 
 
-def claim_paths(callbacks: CallbackList, generation: Callable[[], int] = lambda: 0) -> None:
+def claim_paths(callbacks: CallbackList, undo: ExitStack, generation: Callable[[], int] = lambda: 0) -> None:
     """Claim what the callbacks in this rank's list save to, and let them write under these claims.
 
     Args:
+        callbacks: those that this rank runs.
+        undo: releases the claims when it is closed.
         generation: see `WriteClaim`.
 
     Raises: ConfigurationError, SupersededError as `WriteClaim.acquire`.
@@ -47,31 +51,18 @@ def claim_paths(callbacks: CallbackList, generation: Callable[[], int] = lambda:
         claim = _claim(path, generation)
         with contextlib.suppress(OSError):  # the callback will fail likewise
             claim.acquire()
-        for name in writing_methods(callback):
-            override_methods(callback, **{name: _ClaimedMethod(claim, callback, name)})
+        undo.callback(claim.release)
+        methods = {
+            name: partial(_write, claim, callback, getattr(callback, name)) for name in writing_methods(callback)
+        }
+        undo.enter_context(overridden_methods(callback, **methods))
 
 
-def release_paths(callbacks: CallbackList) -> None:
-    """Undo `claim_paths`. Safe to call twice."""
-    for callback in callbacks.callbacks:
-        for name, method in [*vars(callback).items()]:
-            if isinstance(method, _ClaimedMethod):
-                method.claim.release()
-                restore_methods(callback, name)
-                override_methods(callback, **method.before)
-
-
-class _ClaimedMethod:
-    def __init__(self, claim: WriteClaim, callback: Any, name: str) -> None:
-        self.claim = claim
-        self.before = {name: vars(callback)[name]} if name in vars(callback) else {}
-        self._callback, self._method = callback, getattr(callback, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.claim.writing():
-            result = self._method(*args, **kwargs)
-            finish_writing(self._callback)
-        return result
+def _write(claim: WriteClaim, callback: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with claim.writing():
+        result = method(*args, **kwargs)
+        finish_writing(callback)
+    return result
 
 
 def _claim(path: StoragePath, generation: Callable[[], int]) -> WriteClaim:
