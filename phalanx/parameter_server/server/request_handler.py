@@ -15,9 +15,8 @@ from phalanx.arrays.allocation import copy_arrays
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import EvictedError, FrameError, LinkClosedError, LinkTimeoutError, PeerLostError, PhalanxError
 from phalanx.parameter_server import server_messages as messages
+from phalanx.parameter_server.server.group_requests import Handler, Sender
 from phalanx.parameter_server.server.schedule_rebuild import ScheduleRebuild
-from phalanx.parameter_server.server.schedule_requests import ScheduleRequests
-from phalanx.parameter_server.server.value_requests import Reply, Sender, ValueRequests
 from phalanx.parameter_server.server.worker_membership import WorkerMembership
 from phalanx.parameter_server.server_messages import (
     Acknowledged,
@@ -39,7 +38,6 @@ from phalanx.transport.link import Link
 logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
-Handler = Callable[[Sender, Any], Reply]
 
 SEND_S = 60.0
 """How long a worker may take to read an answer. A stopped worker holds up only its own thread."""
@@ -59,37 +57,6 @@ WITHOUT_LEASE = BEFORE_REBUILD | {messages.JoinFit, messages.ChiefAlive}
 
 _REQUESTS = Decoder(Request)
 _encode = msgspec.msgpack.Encoder().encode
-
-
-def handlers(values: ValueRequests, schedule: ScheduleRequests) -> dict[type, Handler]:
-    """The handler of each kind of request, connection requests excepted."""
-    return {
-        messages.DeclareModel: values.declare,
-        messages.JoinFit: values.join,
-        messages.Rejoin: values.rejoin,
-        messages.PushGradients: values.push,
-        messages.PullValues: values.pull,
-        messages.PullRows: values.pull_rows,
-        messages.PullTables: values.pull_tables,
-        messages.PullOptimizer: values.pull_optimizer,
-        messages.SetLearningRate: values.set_learning_rate,
-        messages.AssignVariables: values.assign,
-        messages.OpenEpoch: schedule.open_epoch,
-        messages.RequestTicket: schedule.next_ticket,
-        messages.NoBatch: schedule.no_batch,
-        messages.EndEpoch: schedule.end_epoch,
-        messages.RequestSampleOrder: schedule.sample_order,
-        messages.EpochReport: schedule.report,
-        messages.CollectReports: schedule.collect_reports,
-        messages.HoldSteps: schedule.hold_steps,
-        messages.RequestStop: schedule.request_stop,
-        messages.EndFit: schedule.end_fit,
-        messages.ChiefAlive: schedule.chief_alive,
-        messages.QueryJobOver: schedule.is_job_over,
-        messages.BeginSession: schedule.begin_session,
-        messages.Broadcast: schedule.broadcast,
-        messages.RequestBroadcast: schedule.wait_for_broadcast,
-    }
 
 
 class RequestHandler:

@@ -23,14 +23,13 @@ from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncemen
 from phalanx.parameter_server.server.connected_workers import ConnectedWorkers
 from phalanx.parameter_server.server.group_leadership import GroupLeadership, GroupRole
 from phalanx.parameter_server.server.group_recovery import GroupRecovery
+from phalanx.parameter_server.server.group_requests import GroupRequests
 from phalanx.parameter_server.server.leader_lease import LeaderLease
-from phalanx.parameter_server.server.request_handler import RequestHandler, handlers
+from phalanx.parameter_server.server.request_handler import RequestHandler
 from phalanx.parameter_server.server.schedule_rebuild import ScheduleRebuild
-from phalanx.parameter_server.server.schedule_requests import ScheduleRequests
 from phalanx.parameter_server.server.service_threads import ServiceThreads
 from phalanx.parameter_server.server.snapshots import Snapshots
 from phalanx.parameter_server.server.step_schedule import StepSchedule
-from phalanx.parameter_server.server.value_requests import ValueRequests
 from phalanx.parameter_server.server.variable_store import VariableStore
 from phalanx.parameter_server.server.worker_links import WorkerLinks
 from phalanx.parameter_server.server.worker_membership import POLL_S, WorkerMembership
@@ -100,17 +99,14 @@ class ShardGroup:
         self.lease = LeaderLease(
             names[CHIEF], self._store.replica, self._changed, self._threads, lambda: self.leadership.is_leading
         )
-        values = ValueRequests(
+        requests = GroupRequests(
             me.config,
             *parts,
+            ChiefAnnouncements(members),
             is_head=is_head,
-            is_replicated=other is not None,
-            confirm_update=lambda: self._wait_for_lease(lambda: self.lease.covers_updates),
+            confirm_update=None if other is None else lambda: self._wait_for_lease(lambda: self.lease.covers_updates),
         )
-        steps = ScheduleRequests(
-            me.config.timeout_s, schedule, ChiefAnnouncements(members), self._store, self._recovery
-        )
-        self._handler = RequestHandler(me, members, rebuild, handlers(values, steps), self._wait_for_lease)
+        self._handler = RequestHandler(me, members, rebuild, requests.table(), self._wait_for_lease)
 
     @property
     def _return_s(self) -> float:

@@ -1,0 +1,221 @@
+"""What a server does about each kind of request: about the variables of a group of shards, and, on the head, about the
+schedule and what the chief announces to the other workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from phalanx.config.job_config import JobConfig
+from phalanx.parameter_server import server_messages as messages
+from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncements
+from phalanx.parameter_server.server.declared_shards import CopyArrays
+from phalanx.parameter_server.server.group_recovery import GroupRecovery
+from phalanx.parameter_server.server.step_schedule import StepSchedule
+from phalanx.parameter_server.server.variable_store import VariableStore
+from phalanx.parameter_server.server_messages import Acknowledged, EpochOver, FitOver, Values, arrays_of, dtypes_of
+from phalanx.parameter_server.server_protocol import Worker
+from phalanx.parameter_server.table_rows import NUMBER
+
+Array = np.ndarray[Any, Any]
+Reply = tuple[messages.Response, Sequence[Array]] | None
+"""A response and its arrays; None: `Acknowledged`."""
+
+
+class Sender(NamedTuple):
+    """Where a request comes from.
+
+    Attributes:
+        worker: number of the worker.
+        link: name of its link.
+        buffers: arrays of the request.
+        copy: copies values to where they are sent from.
+    """
+
+    worker: Worker
+    link: str
+    buffers: Sequence[memoryview]
+    copy: CopyArrays
+
+
+Handler = Callable[[Sender, Any], Reply]
+
+
+class GroupRequests:
+    """The handlers of the requests to one group of shards.
+
+    Args:
+        config: of the job.
+        store: the group's variables.
+        schedule: the schedule of this server.
+        recovery: what is kept for a process that replaces this one.
+        announcements: what the chief announces to the other workers.
+        is_head: whether this is the head.
+        confirm_update: called after an update that the replica lacks; returns once the chief knows that it does. None
+            where there should be no replica.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        store: VariableStore,
+        schedule: StepSchedule,
+        recovery: GroupRecovery,
+        announcements: ChiefAnnouncements,
+        *,
+        is_head: bool,
+        confirm_update: Callable[[], None] | None,
+    ):
+        self._config = config
+        self._store = store
+        self._schedule = schedule
+        self._recovery = recovery
+        self._announcements = announcements
+        self._is_head = is_head
+        self._confirm_update = confirm_update
+
+    def table(self) -> dict[type, Handler]:
+        """The handler of each kind of request, connection requests excepted."""
+        store, schedule, recovery = self._store, self._schedule, self._recovery
+        members, announcements = schedule.members, self._announcements
+        return {
+            messages.DeclareModel: lambda sender, request: recovery.declare(request, sender.buffers),
+            messages.JoinFit: self._join,
+            messages.Rejoin: lambda sender, request: recovery.rejoin(sender.worker, request, sender.buffers),
+            messages.PushGradients: self._push,
+            messages.PullValues: self._pull,
+            messages.PullRows: self._pull_rows,
+            messages.PullTables: lambda sender, request: self._rows_reply(store.pull_tables(request.fit)),
+            messages.PullOptimizer: self._pull_optimizer,
+            messages.SetLearningRate: lambda sender, request: store.set_learning_rate(request.learning_rate),
+            messages.AssignVariables: lambda sender, request: store.assign(request, sender.buffers),
+            messages.OpenEpoch: self._open_epoch,
+            messages.RequestTicket: self._next_ticket,
+            messages.NoBatch: lambda sender, request: schedule.report_no_batch(request.ticket, ends=request.ends),
+            messages.EndEpoch: self._end_epoch,
+            messages.RequestSampleOrder: self._sample_order,
+            messages.EpochReport: self._add_report,
+            messages.CollectReports: self._collect_reports,
+            messages.HoldSteps: self._hold_steps,
+            messages.RequestStop: self._request_stop,
+            messages.EndFit: self._end_fit,
+            messages.ChiefAlive: lambda sender, request: members.chief_is_alive(),
+            messages.QueryJobOver: lambda sender, request: _yes_or_no(members.has_chief_left),
+            messages.BeginSession: lambda sender, request: announcements.begin_session(sender.worker, request.session),
+            messages.Broadcast: self._broadcast,
+            messages.RequestBroadcast: self._wait_for_broadcast,
+        }
+
+    # The variables.
+
+    def _join(self, sender: Sender, request: messages.JoinFit) -> Reply:
+        # Between two fits the chief may be busy for long; at the first it must be there in time.
+        start_s = self._config.rendezvous_timeout_s
+        timeout_s = max(start_s, self._config.timeout_s) if request.fit else start_s
+        joined = self._store.join(sender.worker, request.fit, request.variables, timeout_s)
+        self._recovery.worker_joined_fit(sender.worker)
+        if joined is None:
+            return FitOver(), ()
+        return messages.FitJoined(self._schedule.fit.era, step=self._schedule.global_step, **joined._asdict()), ()
+
+    def _push(self, sender: Sender, request: messages.PushGradients) -> Reply:
+        version, values, rows, extras, note = self._store.push(request, sender.buffers, sender.copy)
+        # Not checked where there is no replica: the other workers' updates hold the store's lock.
+        is_unreplicated = self._confirm_update is not None and not self._store.replica.is_attached
+        if self._confirm_update is not None and is_unreplicated:
+            self._confirm_update()  # the replica may lead by now, and have been lost for that reason
+        ticket = None
+        if self._is_head and request.gradients:
+            now = request.ticket
+            ticket = self._schedule.try_next_ticket(sender.worker, sender.link, now.fit, now.epoch, now.era)
+        arrays = [*values, *rows, *extras]
+        answer = Values(
+            version,
+            self._schedule.global_step,
+            dtypes_of(arrays),
+            len(values),
+            note,
+            ticket=ticket,
+            is_unreplicated=is_unreplicated,
+            rows=len(rows),
+        )
+        return answer, arrays
+
+    def _pull(self, sender: Sender, request: messages.PullValues) -> Reply:
+        version, values = self._store.pull(request.fit, request.version, request.after, sender.copy)
+        return Values(version, self._schedule.global_step, dtypes_of(values), len(values)), values
+
+    def _pull_rows(self, sender: Sender, request: messages.PullRows) -> Reply:
+        numbers = arrays_of(sender.buffers, [NUMBER.name] * len(sender.buffers))
+        return self._rows_reply(self._store.pull_rows(request.fit, numbers))
+
+    def _rows_reply(self, rows: list[Array]) -> Reply:
+        return Values(self._store.version, dtypes=dtypes_of(rows), rows=len(rows)), rows
+
+    def _pull_optimizer(self, sender: Sender, request: messages.PullOptimizer) -> Reply:
+        slots, state = self._store.pull_optimizer(tables=request.tables)
+        return Values(self._store.version, dtypes=dtypes_of(state), slots=slots), state
+
+    # The schedule.
+
+    def _open_epoch(self, sender: Sender, request: messages.OpenEpoch) -> None:
+        order = np.frombuffer(sender.buffers[0], np.int64) if sender.buffers else None
+        steps = None if request.steps < 0 else request.steps
+        self._schedule.open_epoch(request.fit, request.epoch, steps, order)
+
+    def _next_ticket(self, sender: Sender, request: messages.RequestTicket) -> Reply:
+        where = (sender.worker, sender.link, request.fit, request.epoch, request.era)
+        if request.wait:
+            return self._schedule.next_ticket(*where, self._config.timeout_s), ()
+        return self._schedule.try_next_ticket(*where) or Acknowledged(), ()
+
+    def _end_epoch(self, sender: Sender, request: messages.EndEpoch) -> Reply:
+        return EpochOver(self._schedule.end_epoch(request.fit, request.epoch)), ()
+
+    def _sample_order(self, sender: Sender, request: messages.RequestSampleOrder) -> Reply:
+        found = self._schedule.wait_for_order(request.fit, request.epoch, request.era, self._config.timeout_s)
+        return (Values(0), [found]) if isinstance(found, np.ndarray) else (found, ())
+
+    def _add_report(self, sender: Sender, request: messages.EpochReport) -> None:
+        self._schedule.add_report(sender.worker, request, arrays_of(sender.buffers, request.dtypes))
+
+    def _collect_reports(self, sender: Sender, request: messages.CollectReports) -> Reply:
+        merged = self._schedule.collect_reports(self._config.timeout_s)
+        note = self._schedule.fit.lost.describe()
+        return Values(0, self._schedule.global_step, dtypes_of(merged), note=note), merged
+
+    def _hold_steps(self, sender: Sender, request: messages.HoldSteps) -> Reply:
+        if request.on:
+            self._schedule.hold_steps(self._config.timeout_s)
+        else:
+            self._schedule.resume_steps()
+        return Values(0, self._schedule.global_step), ()
+
+    def _request_stop(self, sender: Sender, request: messages.RequestStop) -> Reply:
+        fit = self._schedule.fit
+        if request.fit != fit.number:
+            return _yes_or_no(False)
+        fit.stop_requested |= request.stop
+        return _yes_or_no(fit.stop_requested)
+
+    def _end_fit(self, sender: Sender, request: messages.EndFit) -> None:
+        self._schedule.end_fit(request.fit)
+        self._store.replica.replicate(request)
+        self._recovery.write_snapshot()
+
+    # What the chief announces.
+
+    def _broadcast(self, sender: Sender, request: messages.Broadcast) -> Reply:
+        arrays = [np.frombuffer(bytes(buffer), np.uint8) for buffer in sender.buffers]
+        holds = self._announcements.broadcast(request.subject, request.fit, arrays, keep_first=request.keep_first)
+        return (Values(0), holds) if request.keep_first else None
+
+    def _wait_for_broadcast(self, sender: Sender, request: messages.RequestBroadcast) -> Reply:
+        arrays = self._announcements.wait_for_broadcast(request.subject, request.fit)
+        return (FitOver(), ()) if arrays is None else (Values(0), arrays)
+
+
+def _yes_or_no(answer: bool) -> Reply:
+    return FitOver() if answer else Acknowledged(), ()
