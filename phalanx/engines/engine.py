@@ -8,14 +8,17 @@ with.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from phalanx.data.dataset_elements import ElementStructure
+from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.metric_rules import MetricRules
 from phalanx.engines.step_layout import StepLayout
+from phalanx.keras_compat import model_state
 from phalanx.keras_compat.log_origins import LogOrigins
 
 Array = np.ndarray[Any, Any]
@@ -115,81 +118,104 @@ class MergeProtocol(Protocol):
         ...
 
 
-class Engine(Protocol):
+class ModelValues(Protocol):
+    """Where the newest values of a model's variables are; see `Engine` for what each method does."""
+
+    @property
+    def in_variables(self) -> bool: ...
+
+    def begin(self) -> None: ...
+
+    def read(self, variables: Sequence[Any]) -> list[Array]: ...
+
+    def write(self, variables: Sequence[Any], values: Sequence[Array]) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Engine(ABC):
     """Runs the steps of one compiled Keras model on this replica.
 
     `share` is this rank's fraction of the global batch. After each training step weights, optimizer state, floating
     non-trainable state and metrics are the same on every rank. If a step raises (a peer is lost), they are as before
     it, apart from random seeds. So it is with `MicroBatchKept`.
+
+    Args:
+        model: compiled.
+        values: where its values are between the steps.
+
+    Attributes:
+        metric_rules: how the variables of the metrics are merged, and their values; known after `build`.
+        origins: what the logs of training steps are made of.
     """
 
-    @property
-    def metric_rules(self) -> MetricRules:
-        """How the variables of the metrics are merged, and their values; known after `build`."""
-        ...
-
-    @property
-    def origins(self) -> LogOrigins:
-        """What the logs of training steps are made of."""
-        ...
+    def __init__(self, model: Any, values: ModelValues) -> None:
+        self._model = model
+        self._values = values
+        self._batches = BatchPacking()
+        self.metric_rules = MetricRules(values.read, values.write)
+        self.origins = LogOrigins(model)
 
     @property
     def builds_from_a_batch(self) -> bool:
         """Whether Keras's own `fit` would now read a batch ahead, to build model or metrics from it."""
-        ...
+        return model_state.is_unbuilt(self._model)
 
     @property
     def in_variables(self) -> bool:
         """Whether the newest values are in the model's variables, where a callback may have changed them."""
-        ...
+        return self._values.in_variables
 
+    @abstractmethod
     def build(self, data: Batch) -> None:
         """Create all variables of model, metrics and optimizer for batches like `data`."""
-        ...
 
     def expect(self, form: ElementStructure) -> None:
         """Set the structure in which custom steps get the next batches to train and test with."""
-        ...
+        if form is not self._batches.form:
+            self._batches.form = form
+            self.retrace()
 
     def begin(self) -> None:
         """Call before the first step of an epoch or an evaluation."""
-        ...
+        self._values.begin()
 
+    @abstractmethod
     def train(self, data: Batch, share: float) -> None:
         """Take a training step on the global batch, of which `data` is this rank's part."""
-        ...
 
     def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
         """Prepare for steps with a local batch of another size, if that takes long.
 
         Returns: the rest of the work, which another thread may do; None if there is none.
         """
-        ...
+        return None
 
     def read(self, variables: Sequence[Any]) -> list[Array]:
-        """Copies of the newest values of variables of the model or its optimizer."""
-        ...
+        """Copies of the newest values of variables of the model, its metrics or its optimizer."""
+        return self._values.read(variables)
 
     def layer_state(self) -> list[Any]:
         """The floating variables (on PyTorch also buffers) that layers change while they compute."""
-        ...
+        return model_state.layer_state(self._model)
 
     def write(self, values: Sequence[tuple[Any, Array]]) -> None:
-        """Give variables of the model or its optimizer these values, for the next step."""
-        ...
+        """Give variables of the model, its metrics or its optimizer these values, for the next step."""
+        self._values.write([variable for variable, _ in values], [value for _, value in values])
 
+    @abstractmethod
     def retrace(self) -> None:
         """Call between `end` and `begin` after variables of the model were replaced by others."""
-        ...
 
+    @abstractmethod
     def logs(self) -> Mapping[str, Any]:
         """The merged logs of the last training step; computed when they are asked for."""
-        ...
 
+    @abstractmethod
     def test(self, data: Batch, share: float) -> None:
         """Add a local batch to this rank's own metric state; if its share is 0 (a stand-in), only compute it."""
-        ...
 
+    @abstractmethod
     def merged_metrics(
         self, share: float, start: Sequence[Array], *, final: bool, training: bool = False
     ) -> Mapping[str, Any]:
@@ -202,13 +228,12 @@ class Engine(Protocol):
                 to it.
             training: the logs of batches that each rank has trained on alone, instead of tested.
         """
-        ...
 
+    @abstractmethod
     def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
         """The model's outputs for a local batch, a structure of NumPy arrays; `form` as in `expect`. One program over
         several processes returns those for the global batch, of which `data` is this share."""
-        ...
 
     def end(self) -> None:
         """Put all state back into the model's variables."""
-        ...
+        self._values.end()

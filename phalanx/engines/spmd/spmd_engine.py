@@ -16,33 +16,32 @@ from keras import tree
 
 from phalanx.arrays.tree import map_leaves
 from phalanx.data.dataset_elements import ElementStructure
-from phalanx.engines.engine import Batch
+from phalanx.engines.engine import Batch, Engine
 from phalanx.engines.metric_rules import COUNTER
-from phalanx.engines.replica.jax.arguments_engine import ArgumentsEngine
 from phalanx.engines.replica.jax.model_arguments import ModelArguments
 from phalanx.engines.spmd.global_arrays import fetch, put_like, put_part
 from phalanx.engines.spmd.placed_model import PlacedModel, making_placed
 from phalanx.engines.spmd.placement import Placement
 from phalanx.engines.spmd.step_programs import StepPrograms
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.log_origins import LogOrigins
 
 logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
 
-class SpmdEngine(ArgumentsEngine):
+class SpmdEngine(Engine):
     """Steps of one Keras model on a mesh; see `phalanx.engines.engine.Engine`."""
 
     def __init__(self, model: Any, placement: Placement) -> None:
-        super().__init__(model, ModelArguments(model, fetch, put_like))
+        self._arguments = ModelArguments(model, fetch, put_like)
+        super().__init__(model, self._arguments)
         self._placement = placement
         self._placed = PlacedModel(model, placement)
         self._programs = StepPrograms(model, self._placed, placement, self._batches)
-        self.origins = LogOrigins(model)
         self._has_trained = False
         self._functions: dict[str, Callable[..., Any]] = {}
+        self._logs: dict[str, Any] = {}  # of the newest training step
         self._test_logs: dict[str, Any] = {}
 
     def retrace(self) -> None:
@@ -78,8 +77,8 @@ class SpmdEngine(ArgumentsEngine):
         self._arguments.keep(trainable, non_trainable, None, metrics)
         return tree.map_structure(fetch, outputs)
 
-    def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
-        return None
+    def logs(self) -> Mapping[str, Any]:
+        return self._logs
 
     def merged_metrics(
         self, share: float, start: Sequence[Array], *, final: bool, training: bool = False

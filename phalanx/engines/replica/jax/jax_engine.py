@@ -14,43 +14,44 @@ of step k. So no buffer is overwritten while it is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 from keras import tree
 
 from phalanx.arrays.tree import map_leaves
 from phalanx.data.dataset_elements import ElementStructure
-from phalanx.engines import step_logs
 from phalanx.engines.engine import Batch, MergeProtocol
-from phalanx.engines.replica.jax.arguments_engine import ArgumentsEngine
 from phalanx.engines.replica.jax.compiled_step import CompiledStep
 from phalanx.engines.replica.jax.local_step import LocalStep
 from phalanx.engines.replica.jax.model_arguments import ModelArguments
 from phalanx.engines.replica.jax.model_compiler import ModelCompiler
 from phalanx.engines.replica.jax.step_functions import AppliedResults, CompiledUpdate, StepFunctions, batch_kind
-from phalanx.engines.step_layout import MergeWeight, StepLayout
+from phalanx.engines.replica.replica_engine import ReplicaEngine
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.log_origins import LogOrigins
 
 Array = np.ndarray[Any, Any]
 Values = list[Any]
 
 
-class JaxEngine(ArgumentsEngine):
+class JaxEngine(ReplicaEngine):
     """Steps of one Keras model on the JAX backend; see `phalanx.engines.engine.Engine`."""
 
     def __init__(self, model: Any, merge: MergeProtocol) -> None:
-        super().__init__(model, ModelArguments(model))
-        self._merge = merge
+        self._arguments = ModelArguments(model)
+        super().__init__(model, merge, self._arguments)
+        self._logs: dict[str, Any] = {}  # of the newest training step
         self._compiler = ModelCompiler(model)
         self._predict = self._compiler.jit(model.predict_step)
-        self._functions = StepFunctions(model, merge, self._compiler, self._batches, self.metric_rules)
+        self._functions = StepFunctions(
+            model, merge, self._compiler, self._batches, self.metric_rules, (self.origins, self._test_origins)
+        )
         self.retrace()
-        self._tested: tuple[dict[str, Any], float] = {}, 1.0  # the logs of the newest test step, and its share
 
     def retrace(self) -> None:
         functions, compiler = self._functions, self._compiler
@@ -60,15 +61,9 @@ class JaxEngine(ArgumentsEngine):
         self._test = CompiledStep(functions.test, jit, merge, donate=(2,))
         self._update = CompiledUpdate(functions, self._model)
 
-    @property
-    def origins(self) -> LogOrigins:
-        return self._functions.origins
-
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=self._batches.for_keras(map_leaves(_in_jax_dtype, data)))
-        model_state.check_losses(self._model)
-        model_state.check_layers(self._model)
-        self.metric_rules.note(self._model.metrics_variables)
+        self._note_variables()
 
     def train(self, data: Batch, share: float) -> None:
         trainable, non_trainable, optimizer, metrics = self._arguments.get(with_optimizer=True)
@@ -96,35 +91,29 @@ class JaxEngine(ArgumentsEngine):
     def test(self, data: Batch, share: float) -> None:
         trainable, non_trainable, _, metrics = self._arguments.get(with_optimizer=False)
         start = metrics if share else [jnp.copy(value) for value in metrics]  # the function consumes its own
-        new_metrics, changed, logs = self._test(share, trainable, non_trainable, start, data)
-        self._tested = logs, share
+        new_metrics, changed, self._test_logs = self._test(share, trainable, non_trainable, start, data)
+        self._share = share
         if share:
             metrics = new_metrics
             for index, value in changed.items():
                 non_trainable[index] = value
         self._arguments.keep(trainable, non_trainable, None, metrics)
 
-    def merged_metrics(
-        self, share: float, start: Sequence[Array], *, final: bool, training: bool = False
-    ) -> Mapping[str, Any]:
-        rules = self.metric_rules
-        trainable, non_trainable, optimizer, metrics = self._arguments.get(with_optimizer=training)
-        packing = self._functions.packing
-        logs, last = self._tested
-        if training:
-            flat = model_state.flat_logs(self._logs)
-            logs, last = {name: flat[name] for name in (() if packing is None else packing.logs)}, share
-        arrays = rules.added([np.asarray(value) for value in metrics], start)
-        arrays += step_logs.weigh_last(list(logs.values()), last, share)
-        weights = [*rules.weights, *[MergeWeight.SHARE] * len(logs)]
-        layout = StepLayout.of(arrays, weights)
-        values = layout.cut(self._merge(layout, arrays, share))
-        merged = [jnp.array(value) for value in rules.with_start(values[: len(metrics)], start)]
-        averages = dict(zip(logs, values[len(metrics) :], strict=True))
-        self._arguments.keep(trainable, non_trainable, optimizer, merged if final else metrics)
-        silent = step_logs.silent_metrics(self._model, values[: len(metrics)])
-        origins = self._functions.origins if training else self._functions.test_origins
-        return self._functions.choose_logs(averages, merged, silent, origins)
+    def logs(self) -> Mapping[str, Any]:
+        return self._logs
+
+    def _own_logs(self) -> Mapping[str, Any]:
+        flat, packing = model_state.flat_logs(self._logs), self._functions.packing
+        return {name: flat[name] for name in (() if packing is None else packing.logs)}
+
+    def _reading_metrics(self) -> AbstractContextManager[Any]:
+        if self.in_variables:
+            return nullcontext()
+        *_, metrics = self._arguments.get(with_optimizer=False)
+        scope: AbstractContextManager[Any] = keras.StatelessScope(
+            list(zip(self._model.metrics_variables, metrics, strict=True))
+        )
+        return scope
 
     def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
         trainable, non_trainable, _, metrics = self._arguments.get(with_optimizer=False)

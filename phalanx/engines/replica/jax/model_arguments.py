@@ -24,7 +24,7 @@ def _copy_to_device(array: Any, value: Array) -> Any:
 
 
 class ModelArguments:
-    """The values of a model's variables, as arguments for the next step.
+    """The values of a model's variables, as arguments for the next step; see `phalanx.engines.engine.ModelValues`.
 
     Args:
         fetch: copies an array into host memory.
@@ -93,47 +93,45 @@ class ModelArguments:
             state["optimizer_variables"] = optimizer
         set_untracked(self._model, _jax_state=state, _jax_state_synced=False)
 
-    def read_metrics(self, variables: Sequence[Any]) -> list[Array]:
-        """Copies of the newest values of the metrics' variables, which are these."""
+    def read(self, variables: Sequence[Any]) -> list[Array]:
+        """See `Engine.read`."""
         if self.in_variables:
             return [self._fetch(variable.value) for variable in variables]
-        return [self._fetch(value) for value in self._model._jax_state["metrics_variables"]]
+        lists = self._lists()
+        return [self._fetch(lists[kind][index]) for kind, index in map(self._place, variables)]
 
-    def write_metrics(self, variables: Sequence[Any], values: Sequence[Array]) -> None:
-        """Give the metrics' variables, which are these, the values."""
+    def write(self, variables: Sequence[Any], values: Sequence[Array]) -> None:
+        """See `Engine.write`."""
         if self.in_variables:
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
             return
-        kept = self._model._jax_state
-        written = [self._put_like(old, new) for old, new in zip(kept["metrics_variables"], values, strict=True)]
-        set_untracked(self._model, _jax_state={**kept, "metrics_variables": written})
-
-    def read(self, variables: Sequence[Any]) -> list[Array]:
-        """See `Engine.read`."""
-        lists = self.get(with_optimizer=self._optimizer is not None)
-        places = [self._place(variable) for variable in variables]
-        return [self._fetch(lists[kind][index]) for kind, index in places]
-
-    def write(self, values: Sequence[tuple[Any, Array]]) -> None:
-        """See `Engine.write`."""
-        trainable, non_trainable, optimizer, metrics = self.get(with_optimizer=self._optimizer is not None)
-        lists = [list(trainable), non_trainable, list(optimizer or ())]
-        for variable, value in values:
-            kind, index = self._place(variable)
+        lists = list(map(list, self._lists()))
+        for (kind, index), value in zip(map(self._place, variables), values, strict=True):
             lists[kind][index] = self._put_like(lists[kind][index], value)
-        self.keep(lists[0], lists[1], lists[2] or None, metrics)
+        trainable, non_trainable, optimizer, metrics = lists
+        self.keep(trainable, non_trainable, optimizer or None, metrics)
 
-    @property
-    def _optimizer(self) -> Any:
-        """None before `compile`."""
-        return getattr(self._model, "optimizer", None)
+    def _lists(self) -> tuple[Values, Values, Values, Values]:
+        kept = self._model._jax_state
+        return (
+            kept["trainable_variables"],
+            kept["non_trainable_variables"],
+            kept.get("optimizer_variables") or [],
+            kept["metrics_variables"],
+        )
 
     def _place(self, variable: Any) -> tuple[int, int]:
-        """Which of the lists of `get` a variable is in, and its index there."""
+        """Which of `_lists` a variable is in, and its index there."""
         if not self._places:
             model = self._model
-            of_optimizer = () if self._optimizer is None else self._optimizer.variables
-            kinds = (model.trainable_variables, model.non_trainable_variables, of_optimizer)
+            optimizer = getattr(model, "optimizer", None)  # None before `compile`
+            of_optimizer = () if optimizer is None else optimizer.variables
+            kinds = (
+                model.trainable_variables,
+                model.non_trainable_variables,
+                of_optimizer,
+                model.metrics_variables,
+            )
             self._places = {id(v): (kind, n) for kind, variables in enumerate(kinds) for n, v in enumerate(variables)}
         return self._places[id(variable)]

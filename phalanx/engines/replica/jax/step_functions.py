@@ -77,11 +77,16 @@ class StepFunctions:
 
     Attributes:
         packing: how the last traced `gradients` packs its results; None before.
-        origins, test_origins: what the logs of training and test steps are made of.
     """
 
     def __init__(
-        self, model: Any, merge: MergeProtocol, compiler: ModelCompiler, batches: BatchPacking, rules: MetricRules
+        self,
+        model: Any,
+        merge: MergeProtocol,
+        compiler: ModelCompiler,
+        batches: BatchPacking,
+        rules: MetricRules,
+        origins: tuple[LogOrigins, LogOrigins],
     ) -> None:
         self._model = model
         self._rules = rules
@@ -89,8 +94,7 @@ class StepFunctions:
         self._compiler = compiler
         self._batches = batches
         self.packing: OutputPacking | None = None
-        self.origins = LogOrigins(model)
-        self.test_origins = LogOrigins(model)
+        self._origins, self._test_origins = origins  # of the logs of training and of test steps
 
     def gradients(
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
@@ -106,7 +110,7 @@ class StepFunctions:
         collectives = step_collectives.current()
         assert isinstance(collectives, MergeCollectives), "a CompiledStep runs it"
         merging = merging_stateless_applies(self._model, collectives.merge_gradients)
-        with merging as applied, self._watched("train_step", self.origins) as find:
+        with merging as applied, self._watched("train_step", self._origins) as find:
             state = (trainable, non_trainable, optimizer, self._start(metrics))
             logs, new_state = self._model.train_step(state, self._batches.pack(data))
             logs = find(logs)
@@ -171,14 +175,14 @@ class StepFunctions:
                 old + new if rule.is_additive else new
                 for old, new, rule in zip(metrics, merged, packing.metrics, strict=True)
             ]
-            logs = self.choose_logs(averages, metrics, silent, self.origins)
+            logs = self.choose_logs(averages, metrics, silent, self._origins)
             return trainable, optimizer, metrics, state, logs
 
         return self._compiler.jit(update, (0, 1, 2), options=self._compiler.same_on_all)
 
     def test(self, trainable: Values, non_trainable: Values, metrics: Values, data: Batch) -> Any:
         """A test step: the metrics' new values, the non-trainable variables that it changed, and its own logs."""
-        with self._watched("test_step", self.test_origins) as find:
+        with self._watched("test_step", self._test_origins) as find:
             logs, state = self._model.test_step((trainable, non_trainable, metrics), self._batches.pack(data))
             logs = find(logs)
         _, new_non_trainable, new_metrics = state
@@ -202,7 +206,7 @@ class StepFunctions:
         """The model's own `train_step`, without the update."""
         is_custom = model_state.overrides(self._model, "train_step")
         probed = probe(self._model.optimizer, is_custom=is_custom)
-        with probed as calls, self._watched("train_step", self.origins) as find:
+        with probed as calls, self._watched("train_step", self._origins) as find:
             state = (trainable, non_trainable, optimizer, metrics)
             logs, new_state = self._model.train_step(state, self._batches.pack(data))
             logs = find(logs)

@@ -24,10 +24,11 @@ from phalanx.engines import step_logs
 from phalanx.engines.accelerations import registry
 from phalanx.engines.accelerations.tensorflow_fused_adam import fused_adam
 from phalanx.engines.engine import Batch, MergeProtocol, MicroBatchKept
+from phalanx.engines.replica.model_variables import ModelVariables, variables_of_optimizers, weights_of_present
+from phalanx.engines.replica.replica_engine import ReplicaEngine
 from phalanx.engines.replica.tensorflow.batch_functions import BatchFunction, to_tensors
 from phalanx.engines.replica.tensorflow.graph_merge import GraphMerge, HostCallNeeded, complete
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
-from phalanx.engines.replica.variable_engine import VariableEngine
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_gradients import GlobalGradients
@@ -48,16 +49,16 @@ _Logs = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 them."""
 
 
-class TensorFlowEngine(VariableEngine):
+class TensorFlowEngine(ReplicaEngine):
     """Steps of one Keras model on the TensorFlow backend; see `phalanx.engines.engine.Engine`."""
 
-    builds_from_a_batch = False  # it builds while it traces
-
     def __init__(self, model: Any, merge: MergeProtocol) -> None:
-        super().__init__(model, merge, TensorFlowVariables())
+        self._variables = TensorFlowVariables()
+        super().__init__(model, merge, self._variables)
+        self._state: list[Any] = []  # of the layers; known after `build`
+        self._logs: _Logs = {}, {}, {}  # of the newest training step
+        self._silent: frozenset[str] | None = None
         self._graph = graph = GraphMerge(merge)
-        self._results: dict[str, Any] = {}
-        self._derived: dict[str, Any] = {}
         self._losses = GloballyScaledLosses()
         self._contexts: tuple[AbstractContextManager[Any], ...] = (
             self._losses,
@@ -86,6 +87,10 @@ class TensorFlowEngine(VariableEngine):
             for_each_size=self._merge.in_micro_batches,
         )
 
+    @property
+    def builds_from_a_batch(self) -> bool:
+        return False  # it builds while it traces
+
     def retrace(self) -> None:
         self._make_functions(xla=self._graph.xla)
 
@@ -102,38 +107,43 @@ class TensorFlowEngine(VariableEngine):
             if not has_built_layers(model):
                 build_layers(model, keras.utils.unpack_x_y_sample_weight(batch)[0])
             model._symbolic_build(data_batch=batch)
-        self._note_variables(model_state.layer_state(model))
+        self._state = self.layer_state()
+        self._note_variables()
 
     def train(self, data: Batch, share: float) -> None:
         if not (self._merge.repeats or self._merge.in_micro_batches):
-            self._averages, self._results, self._derived = self._run("_train", data, share)
+            self._logs = self._run("_train", data, share)
             return
         changed = [*self._state, *self._metrics]
         if model_state.overrides(self._model, "train_step"):
-            changed += self._variables_of_optimizers()
+            changed += variables_of_optimizers(self._model)
         # References, not copies: TensorFlow writes a new value elsewhere as long as the old one is referred to.
-        before = self._access.copies(changed)
+        before = self._variables.copies(changed)
         try:
             logs = self._run("_train", data, share)
             if self._graph.is_kept:
                 raise MicroBatchKept
-            self._averages, self._results, self._derived = logs
+            self._logs = logs
         except BaseException:
-            self._access.assign(changed, before)
+            self._variables.write(changed, before)
             raise
 
     def test(self, data: Batch, share: float) -> None:
-        before = None if share else self._access.copies(self._metrics)
+        before = None if share else self._variables.copies(self._metrics)
         self._test_logs = self._run("_test", data, share)
         if before is not None:
-            self._access.assign(self._metrics, before)
+            self._variables.write(self._metrics, before)
 
     def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
         return tree.map_structure(np.asarray, self._predict.traced(self._batches.pack(to_tensors(data), form)))
 
     def logs(self) -> Mapping[str, Any]:
+        averages, results, derived = self._logs
         silent = self._silent or frozenset()
-        return step_logs.choose_logs(self._averages, lambda: self._results, silent, self.origins, lambda: self._derived)
+        return step_logs.choose_logs(averages, lambda: results, silent, self.origins, lambda: derived)
+
+    def _own_logs(self) -> Mapping[str, Any]:
+        return self._logs[0]
 
     def _run(self, name: str, data: Batch, share: float) -> Any:
         """Call one of the functions, found by name because it may be made again without XLA meanwhile."""
@@ -226,7 +236,7 @@ class TensorFlowEngine(VariableEngine):
 
     def _start_metrics(self) -> list[Any]:
         """Reset the metrics' counters, so that they hold what this step adds; returns what they held before."""
-        before = self._access.copies(self._metrics)
+        before = self._variables.copies(self._metrics)
         for variable, value, rule in zip(self._metrics, before, self.metric_rules.rules, strict=True):
             if rule.is_additive:
                 variable.assign(tf.zeros_like(value))
@@ -250,7 +260,7 @@ class TensorFlowEngine(VariableEngine):
             *[tf.cast(value, tf.float32) for value in logs.values()],
         ]
         ends = np.cumsum([len(gradients), len(self._state), len(self._metrics)])
-        weights = [*self._gradient_weights(present), *[MergeWeight.SHARE] * len(self._state)]
+        weights = [*weights_of_present(self._model, present), *[MergeWeight.SHARE] * len(self._state)]
 
         def look(layout: StepLayout, flats: Sequence[Array]) -> None:
             if self._silent is None or self._silent:
@@ -268,20 +278,17 @@ class TensorFlowEngine(VariableEngine):
         return merged, dict(zip(logs, averages, strict=True))
 
 
-class TensorFlowVariables:
-    """See `VariableAccess`."""
+class TensorFlowVariables(ModelVariables):
+    """See `ModelVariables`."""
 
     def copies(self, variables: Sequence[Any]) -> list[Any]:
         return [tf.identity(variable.value) for variable in variables]
 
-    def assign(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    def read(self, variables: Sequence[Any]) -> list[Array]:
+        return [np.array(variable.value) for variable in variables]
+
+    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         _assign_weights(values, variables)
-
-    def to_host(self, value: Any) -> Array:
-        return np.asarray(value)
-
-    def without_gradients(self) -> AbstractContextManager[Any]:
-        return nullcontext()
 
 
 def _assign_weights(values: Sequence[Any], weights: Sequence[Any]) -> None:

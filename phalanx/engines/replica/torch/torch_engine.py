@@ -23,13 +23,13 @@ from phalanx.engines.accelerations import registry
 from phalanx.engines.accelerations.torch_onednn_matmul import OneDNNMatmul
 from phalanx.engines.engine import Batch, MergeProtocol
 from phalanx.engines.merge_collectives import MergeCollectives
+from phalanx.engines.replica.model_variables import ModelVariables, variables_of_optimizers, weights_of_present
+from phalanx.engines.replica.replica_engine import ReplicaEngine
 from phalanx.engines.replica.torch.accelerated_updates import AcceleratedUpdates
-from phalanx.engines.replica.torch.host_copies import all_to_host, from_host, to_host
+from phalanx.engines.replica.torch.host_copies import all_to_host, cut_merged, from_host, to_host
 from phalanx.engines.replica.torch.module_buffers import buffers
-from phalanx.engines.replica.torch.tensor_merge import TensorMerge, complete
 from phalanx.engines.replica.torch.torch_tensors import TorchTensors
-from phalanx.engines.replica.variable_engine import VariableEngine
-from phalanx.engines.step_layout import MergeWeight, StepLayout
+from phalanx.engines.step_layout import MergeWeight, StepLayout, gradient_weights
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_gradients import GlobalGradients
 from phalanx.keras_compat.global_losses import GloballyScaledLosses
@@ -41,7 +41,7 @@ from phalanx.keras_compat.torch_internals import convert_to_tensor, get_device
 Array = np.ndarray[Any, Any]
 
 
-class TorchEngine(VariableEngine):
+class TorchEngine(ReplicaEngine):
     """Steps of one Keras model on the PyTorch backend; see `phalanx.engines.engine.Engine`."""
 
     def __init__(self, model: Any, merge: MergeProtocol) -> None:
@@ -50,27 +50,30 @@ class TorchEngine(VariableEngine):
                 f"`steps_per_execution` must be 1 with the PyTorch backend; the model was compiled with "
                 f"steps_per_execution={model.steps_per_execution}."
             )
-        super().__init__(model, merge, TorchVariables())
+        self._variables = TorchVariables()
+        super().__init__(model, merge, self._variables)
+        self._state: list[Any] = []  # of layers and modules; known after `build`
+        self._averages: dict[str, Any] = {}
+        self._silent: frozenset[str] | None = None
         self._is_overridden = model_state.overrides(model, "train_step")
         self._backward = torch.compile(self._run_backward) if model.jit_compile else self._run_backward
         self._layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], StepLayout] = {}
         self._device = torch.device(get_device())
-        self._tensors = TensorMerge(merge, self._device)
         self._collectives = MergeCollectives(merge, TorchTensors().call)
-        self._in_step = InStep(self._collectives)
         self._losses = GloballyScaledLosses()
-        self._means = WeightedStepMeans(lambda: self._share)
         self._products = registry.choose("torch_onednn_matmul", OneDNNMatmul, nullcontext)()
+        means, in_step = WeightedStepMeans(lambda: self._share), InStep(self._collectives)
+        self._contexts: tuple[AbstractContextManager[Any], ...] = self._losses, means, in_step, self._products
         self._updates = AcceleratedUpdates()
-
-    @property
-    def builds_from_a_batch(self) -> bool:
-        return model_state.is_unbuilt(self._model)
 
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=self._batches.for_keras(data))
         floating = [buffer for buffer in buffers(self._model) if buffer.value.is_floating_point()]
-        self._note_variables([*_layer_state(self._model), *floating])
+        self._state = [*_layer_state(self._model), *floating]
+        self._note_variables()
+
+    def layer_state(self) -> list[Any]:
+        return list(self._state)
 
     def retrace(self) -> None:
         self._layouts.clear()
@@ -78,9 +81,9 @@ class TorchEngine(VariableEngine):
     def train(self, data: Batch, share: float) -> None:
         changed = list(self._state)
         if self._merge.repeats and self._is_overridden:
-            changed += self._variables_of_optimizers()
-        state_before = self._access.copies(changed)
-        metrics_before = self._access.copies(self._metrics)
+            changed += variables_of_optimizers(self._model)
+        state_before = self._variables.copies(changed)
+        metrics_before = self._variables.copies(self._metrics)
         with torch.no_grad():
             for variable, rule in zip(self._metrics, self.metric_rules.rules, strict=True):
                 if rule.is_additive:
@@ -88,14 +91,15 @@ class TorchEngine(VariableEngine):
         try:
             run = self._train_overridden if self._is_overridden else self._train_own
             self._begin(data, share)
-            with self._losses, self._means, self._in_step, self._products:
+            losses, means, in_step, products = self._contexts
+            with losses, means, in_step, products:
                 run(_to_device(data), metrics_before)
         except BaseException:
-            self._access.assign([*changed, *self._metrics], [*state_before, *metrics_before])
+            self._variables.write([*changed, *self._metrics], [*state_before, *metrics_before])
             raise
 
     def _begin(self, data: Batch, share: float) -> None:
-        self._share = self._tensors.share = self._collectives.share = share
+        self._share = self._collectives.share = share
         self._losses.batch_size = model_state.samples(data)
 
     def _train_own(self, data: Batch, metrics_before: list[Any]) -> None:
@@ -139,10 +143,27 @@ class TorchEngine(VariableEngine):
 
     def _train_overridden(self, data: Batch, metrics_before: list[Any]) -> None:
         assign = _assign_known if self._merge.updates else None
-        merging = merging_applies(self._model, self._tensors.merge_gradients, self._updates, assign)
+        merging = merging_applies(self._model, self._merge_gradients, self._updates, assign)
         with merging, self.origins.watched() as find:
             logs = find(self._model.train_step(self._batches.pack(data)))
         self._merge_all((), [], logs, metrics_before)
+
+    def _merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+        """The gradients of some weights, merged, or what replaces them; see `merging_applies`."""
+        if self._merge.updates:
+            gradients = complete(gradients, weights)
+        merged = list(gradients)
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        if present:
+            arrays = all_to_host([gradients[i] for i in present])
+            layout = StepLayout.of(arrays, gradient_weights([weights[i] for i in present]))
+            for i, tensor in zip(present, self._merged(layout, arrays)[1], strict=True):
+                merged[i] = tensor
+        return merged
+
+    def _merged(self, layout: StepLayout, arrays: Sequence[Array]) -> tuple[list[Array], list[Any]]:
+        """The merged arrays, and the same as tensors; they are overwritten by a later merge."""
+        return cut_merged(layout, self._merge(layout, arrays, self._share), self._device)
 
     def _merge_all(
         self, present: tuple[int, ...], gradients: list[Any], logs: dict[str, Any], metrics_before: list[Any]
@@ -156,22 +177,26 @@ class TorchEngine(VariableEngine):
             metrics_before: what the metrics held before the step.
         """
         values = [*gradients, *(variable.value for variable in (*self._state, *self._metrics))]
-        own = [np.asarray(self._access.to_host(value), np.float32) for value in logs.values()]
+        own = [np.asarray(keras.ops.convert_to_numpy(value), np.float32) for value in logs.values()]
         arrays = [*all_to_host(values), *own]
         key = (present, tuple(logs))
         layout = self._layouts.get(key)
         if layout is None:
-            counted = [*self._gradient_weights(present), *[MergeWeight.SHARE] * len(self._state)]
+            counted = [*weights_of_present(self._model, present), *[MergeWeight.SHARE] * len(self._state)]
             weights = [*counted, *self.metric_rules.weights, *[MergeWeight.SHARE] * len(logs)]
             layout = self._layouts[key] = StepLayout.of(arrays, weights)
-        arrays, tensors = self._tensors.merge(layout, arrays)
+        arrays, tensors = self._merged(layout, arrays)
         of_state, of_metrics, of_logs = accumulate((len(gradients), len(self._state), len(self._metrics)))
         self._silent = step_logs.still_silent(self._silent, self._model, arrays[of_metrics:of_logs])
         with torch.no_grad():
             for variable, value in zip(self._state, tensors[of_state:of_metrics], strict=True):
                 variable.value.copy_(value)
             for variable, value, rule, before in zip(
-                self._metrics, tensors[of_metrics:of_logs], self.metric_rules.rules, metrics_before, strict=True
+                self._metrics,
+                tensors[of_metrics:of_logs],
+                self.metric_rules.rules,
+                metrics_before,
+                strict=True,
             ):
                 variable.value.copy_(value)
                 if rule.is_additive:
@@ -183,15 +208,23 @@ class TorchEngine(VariableEngine):
         silent = self._silent or frozenset()
         return step_logs.choose_logs(self._averages, self._model.get_metrics_result, silent, self.origins)
 
+    def _own_logs(self) -> Mapping[str, Any]:
+        return self._averages
+
+    def _reading_metrics(self) -> AbstractContextManager[Any]:
+        no_grad: AbstractContextManager[Any] = torch.no_grad()
+        return no_grad
+
     def test(self, data: Batch, share: float) -> None:
-        before = None if share else self._access.copies(self._metrics)
+        before = None if share else self._variables.copies(self._metrics)
         self._begin(data, share)
         differ = model_state.logs_differ_from_metrics(self._model, "test_step")
         watched = self._test_origins.watched(of_interest=differ)
-        with torch.no_grad(), self._losses, self._means, self._in_step, self._products, watched as find:
+        losses, means, in_step, products = self._contexts
+        with torch.no_grad(), losses, means, in_step, products, watched as find:
             logs = find(self._model.test_step(self._batches.pack(_to_device(data))))
             if before is not None:
-                self._access.assign(self._metrics, before)
+                self._variables.write(self._metrics, before)
         self._test_logs = logs if differ else {}
 
     def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
@@ -200,23 +233,27 @@ class TorchEngine(VariableEngine):
         return tree.map_structure(to_host, outputs)
 
 
-class TorchVariables:
-    """See `VariableAccess`."""
+class TorchVariables(ModelVariables):
+    """See `ModelVariables`."""
 
     def copies(self, variables: Sequence[Any]) -> list[Any]:
         return [variable.value.clone() for variable in variables]
 
-    def assign(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    def read(self, variables: Sequence[Any]) -> list[Array]:
+        return [np.array(to_host(variable.value)) for variable in variables]
+
+    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         with torch.no_grad():
             for variable, value in zip(variables, values, strict=True):
                 variable.value.copy_(value if isinstance(value, torch.Tensor) else from_host(value))
 
-    def to_host(self, value: Any) -> Array:
-        return to_host(value) if isinstance(value, torch.Tensor) else np.asarray(value)
 
-    def without_gradients(self) -> AbstractContextManager[Any]:
-        no_grad: AbstractContextManager[Any] = torch.no_grad()
-        return no_grad
+def complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+    """The gradients, zero where the loss does not depend on a weight."""
+    return [
+        torch.zeros_like(weight.value) if gradient is None else gradient
+        for gradient, weight in zip(gradients, weights, strict=True)
+    ]
 
 
 def _layer_state(model: Any) -> list[Any]:

@@ -1,0 +1,80 @@
+"""What engines share that merge what a step contributes over the ranks, each process computing a part of the batch.
+
+A step merges the gradients together with everything else that it changed: layer state, what the metrics counted, logs.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx.engines import step_logs
+from phalanx.engines.engine import Engine, MergeProtocol, ModelValues
+from phalanx.engines.step_layout import MergeWeight, StepLayout
+from phalanx.keras_compat import model_state
+from phalanx.keras_compat.log_origins import LogOrigins
+
+Array = np.ndarray[Any, Any]
+
+
+class ReplicaEngine(Engine):
+    """The common half of `JaxEngine`, `TensorFlowEngine` and `TorchEngine`; see `Engine`."""
+
+    def __init__(self, model: Any, merge: MergeProtocol, values: ModelValues) -> None:
+        super().__init__(model, values)
+        self._merge = merge
+        self._share = 1.0  # of the newest step
+        self._test_logs: Mapping[str, Any] = {}
+        self._test_origins = LogOrigins(model)
+
+    @property
+    def _metrics(self) -> list[Any]:
+        return self.metric_rules.variables
+
+    def _note_variables(self) -> None:
+        """Call at the end of `build`: check the model, and note which of its variables a step merges."""
+        model_state.check_losses(self._model)
+        model_state.check_layers(self._model)
+        self.metric_rules.note(self._model.metrics_variables)
+
+    @abstractmethod
+    def _own_logs(self) -> Mapping[str, Any]:
+        """What the newest training step logged itself."""
+
+    def _reading_metrics(self) -> AbstractContextManager[Any]:
+        """A context in which the metrics compute their results from the newest values."""
+        return nullcontext()
+
+    def merged_metrics(
+        self, share: float, start: Sequence[Array], *, final: bool, training: bool = False
+    ) -> Mapping[str, Any]:
+        rules, origins = self.metric_rules, self.origins if training else self._test_origins
+        logs, last = (self._own_logs(), share) if training else (self._test_logs, self._share)
+        own = rules.values()
+        arrays = [*rules.added(own, start), *step_logs.weigh_last(list(map(_to_host, logs.values())), last, share)]
+        layout = StepLayout.of(arrays, [*rules.weights, *[MergeWeight.SHARE] * len(logs)])
+        values = layout.cut(self._merge(layout, arrays, share)) if arrays else []
+        merged, averages = values[: len(own)], dict(zip(logs, values[len(own) :], strict=True))
+        silent = step_logs.silent_metrics(self._model, merged)
+        rules.set_values(rules.with_start(merged, start))
+        with self._reading_metrics():
+            results = step_logs.choose_logs(averages, self._model.get_metrics_result, silent, origins)
+        if not final:
+            results = keras.tree.map_structure(_number, results)
+            rules.set_values(own)
+        return results
+
+
+def _to_host(value: Any) -> Array:
+    return np.asarray(keras.ops.convert_to_numpy(value))
+
+
+def _number(result: Any) -> Any:
+    """A metric's result, which does not change when the metric counts on; some results are arrays."""
+    value = np.array(_to_host(result))
+    return value if value.ndim else float(value)
