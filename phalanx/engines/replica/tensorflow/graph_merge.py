@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from phalanx.engines.engine import GradientRows, MergeProtocol, MicroBatchKept
 from phalanx.engines.merge_collectives import MergeCollectives
-from phalanx.engines.replica.tensorflow.host_calls import call_in_graph
+from phalanx.engines.replica.tensorflow.host_calls import call_on_host, take_failure
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
 from phalanx.engines.step_layout import MergeWeight, StepLayout, gradient_weights
 from phalanx.engines.tensors import HostFunction
@@ -32,7 +32,6 @@ class GraphMerge:
         xla: whether XLA compiles the part of the step before the merge.
         is_kept: in a step of micro-batches, whether others follow before the update; None in other steps.
         is_kept_in_graph: the same as a tensor.
-        failure: what a host function raised in this step: TensorFlow makes an error of its own of it.
     """
 
     def __init__(self, merge: MergeProtocol) -> None:
@@ -41,7 +40,6 @@ class GraphMerge:
         self.share = 1.0
         self.share_in_graph = tf.Variable(self.share)
         self.xla = False
-        self.failure: BaseException | None = None
         self._of_any_batch: dict[int, bool] = {}  # of each gradient by rows, see `_is_of_any_batch`
         self.is_kept: bool | None = None
         self.is_kept_in_graph: Any = None
@@ -51,7 +49,7 @@ class GraphMerge:
         if share != self.share:
             self.share = self.collectives.share = share
             self.share_in_graph.assign(share)
-        self.failure = None
+        take_failure()  # of an earlier step
         self.is_kept = None
 
     def _call(self, function: HostFunction, tensors: Sequence[Any], **options: Any) -> list[Any]:
@@ -101,7 +99,7 @@ class GraphMerge:
             merged = gather_rows(own, self.share)
             return [part for rows in merged for part in (rows.numbers, rows.gradients)]
 
-        gathered = self._on_host(gather, tensors, [tensor.dtype for tensor in tensors])
+        gathered = call_on_host(gather, tensors, [tensor.dtype for tensor in tensors])
         merged = {}
         for (i, own), indices, values in zip(slices.items(), gathered[::2], gathered[1::2], strict=True):
             indices.set_shape([None])
@@ -147,28 +145,10 @@ class GraphMerge:
 
         dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
         if not self._merge.in_micro_batches:
-            return _cut(tensors, self._on_host(merge, tensors, dtypes))
-        *flats, self.is_kept_in_graph = self._on_host(merge_or_keep, tensors, [*dtypes, tf.bool])
+            return _cut(tensors, call_on_host(merge, tensors, dtypes))
+        *flats, self.is_kept_in_graph = call_on_host(merge_or_keep, tensors, [*dtypes, tf.bool])
         self.is_kept_in_graph.set_shape([])
         return _cut(tensors, flats)
-
-    def _on_host(
-        self, function: Callable[[Sequence[Array]], Sequence[Any]], tensors: Sequence[Any], dtypes: Sequence[Any]
-    ) -> Sequence[Any]:
-        """Call a function of arrays in the middle of a step. What it raises is kept: TensorFlow makes an error of its
-        own of it."""
-
-        def call(*arrays: Array) -> Sequence[Any]:
-            try:
-                return function(arrays)
-            except BaseException as error:
-                self.failure = error
-                raise
-
-        if tf.inside_function():
-            results: Sequence[Any] = call_in_graph(call, tensors, dtypes)
-            return results
-        return [tf.convert_to_tensor(array) for array in call(*[tensor.numpy() for tensor in tensors])]
 
 
 def _is_of_any_batch(indices: Any) -> bool:

@@ -40,6 +40,34 @@ def call_in_graph(
     return results
 
 
+_failures: list[BaseException] = []
+"""How the last call of a host function ended: TensorFlow makes an error of its own of it, and Keras may, where it calls
+a layer."""
+
+
+def call_on_host(
+    function: Callable[[list[Array]], Sequence[Array]], tensors: Sequence[Any], dtypes: Sequence[Any]
+) -> list[Any]:
+    """Call a function of the tensors' arrays, in a graph or eagerly; see `call_in_graph`."""
+
+    def call(*arrays: Array) -> Sequence[Array]:
+        _failures.clear()
+        try:
+            return function(list(arrays))
+        except BaseException as error:
+            _failures.append(error)
+            raise
+
+    if tf.inside_function():
+        return list(call_in_graph(call, tensors, dtypes))
+    return [tf.convert_to_tensor(array) for array in call(*[tensor.numpy() for tensor in tensors])]
+
+
+def take_failure() -> BaseException | None:
+    """What the last function raised that `call_on_host` has called; None if it returned, or if it was taken."""
+    return _failures.pop() if _failures else None
+
+
 def linear(function: Callable[..., Any], adjoint: Callable[..., Any]) -> Callable[..., Any]:
     """A linear function of tensors whose gradient is its adjoint, and the gradient of that is the function again.
 

@@ -28,6 +28,7 @@ from phalanx.engines.replica.model_variables import ModelVariables, variables_of
 from phalanx.engines.replica.replica_engine import ReplicaEngine
 from phalanx.engines.replica.tensorflow.batch_functions import BatchFunction, to_tensors
 from phalanx.engines.replica.tensorflow.graph_merge import GraphMerge, HostCallNeeded, complete
+from phalanx.engines.replica.tensorflow.host_calls import take_failure
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.keras_compat import model_state
@@ -162,9 +163,8 @@ class TensorFlowEngine(ReplicaEngine):
             self._make_functions(xla=False)
             return self._run(name, data, share)
         except Exception as error:
-            failure = graph.failure or TensorFlowTensors.failure_behind(error)
+            failure = take_failure() or TensorFlowTensors.failure_behind(error)
             if failure is not None:  # the merge's own error, not what TensorFlow or Keras made of it
-                graph.failure = None
                 raise failure from None
             raise
 

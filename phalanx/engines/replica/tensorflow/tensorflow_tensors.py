@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from phalanx.engines.replica.tensorflow.graph_iteration import GraphDataset
-from phalanx.engines.replica.tensorflow.host_calls import call_in_graph
+from phalanx.engines.replica.tensorflow.host_calls import call_on_host, take_failure
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.merged_variables import ReplicaParts
@@ -85,9 +85,9 @@ class TensorFlowTensors:
                 "(tf.function(jit_compile=True)): compile the part that computes gradients, and call the rest from a "
                 "tf.function without."
             )
-        if not _failures or not isinstance(error, tf.errors.OpError | RuntimeError):
+        failure = take_failure() if isinstance(error, tf.errors.OpError | RuntimeError) else None
+        if failure is None:
             return None
-        failure = _failures.pop()
         first_line = str(failure).partition("\n")[0]
         named = type(failure).__name__ in str(error) if isinstance(error, tf.errors.OpError) else bool(first_line)
         return failure if named and first_line[:80] in str(error) else None
@@ -150,26 +150,10 @@ def _shapes_of(shape_of: Callable[[Shape], Shape], tensors: Sequence[Any]) -> li
     return [None if tensor.shape.rank is None else shape_of(tensor.shape.as_list()) for tensor in tensors]
 
 
-_failures: list[BaseException] = []
-"""How the last call of a host function ended: TensorFlow makes an error of its own of it, and Keras may, where it calls
-a layer."""
-
-
 def _on_host(function: HostFunction, tensors: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
     """The results, as many as `shapes`, in the dtypes of the first tensors."""
-
-    def call(*arrays: Array) -> list[Array]:
-        _failures.clear()
-        try:
-            return function(list(arrays))
-        except BaseException as error:
-            _failures.append(error)
-            raise
-
-    if not tf.inside_function():
-        return [tf.convert_to_tensor(array) for array in call(*[tensor.numpy() for tensor in tensors])]
-    dtypes = [tensor.dtype for tensor in tensors[: len(shapes)]]
-    results = call_in_graph(call, tensors, dtypes)
-    for shape, result in zip(shapes, results, strict=True):
-        result.set_shape(shape)
-    return list(results)
+    results = call_on_host(function, tensors, [tensor.dtype for tensor in tensors[: len(shapes)]])
+    if tf.inside_function():
+        for shape, result in zip(shapes, results, strict=True):
+            result.set_shape(shape)
+    return results
