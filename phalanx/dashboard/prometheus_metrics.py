@@ -2,60 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from phalanx.monitoring.job_view import RUNNING, JobView, MemberView
+from phalanx.monitoring.job_view import RUNNING, JobView
 
-_JOB_GAUGES = {
-    "steps_per_second": "Training steps per second.",
-    "samples_per_second": "Samples per second, over all workers.",
-    "sent_bytes_per_second": "Bytes sent in collectives per second, over all workers.",
-    "workers": "Workers that train together.",
-    "generation": "Generation of an elastic job.",
-    "epoch": "Index of the running epoch.",
-    "running": "1 while the job runs.",
-}
-_MEMBER_GAUGES = {
-    "up": "1 while a process of this task runs.",
-    "step_compute_seconds": "Seconds per step outside of collectives.",
-    "step_wait_seconds": "Seconds per step that the task waited for others.",
-    "memory_bytes": "Main memory of the process.",
-    "straggler": "1 while the others wait for this task.",
-    "gpu_utilization": "Fraction of the time that the task's GPU computes.",
-    "gpu_memory_bytes": "Occupied memory of the task's GPU.",
-    "server_version": "Version of a parameter server's values.",
-    "server_updates_per_second": "Updates of a parameter server per second.",
-}
-_JOB_COUNTERS = {
-    "steps": "Training steps.",
-    "samples": "Samples, over all workers.",
-    "sent_bytes": "Bytes sent in collectives, over all workers.",
-    "restarts": "How often the launcher has started the whole job again.",
-}
-_MEMBER_COUNTERS = {
-    "computed_seconds": "Seconds outside of collectives.",
-    "waited_seconds": "Seconds that the task waited for others.",
-    "starts": "Processes that were started for this task.",
-}
+
+class _Figure(NamedTuple):
+    """One figure of each job, or of each of its members."""
+
+    name: str
+    text: str
+    read: Callable[[Any], float | None]
+    kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
+
+
+_COUNTER = CounterMetricFamily
+_OF_JOBS = (
+    _Figure("steps_per_second", "Training steps per second.", lambda job: job.steps_per_s),
+    _Figure("samples_per_second", "Samples per second, over all workers.", lambda job: job.samples_per_s),
+    _Figure(
+        "sent_bytes_per_second", "Bytes sent in collectives per second, over all workers.", lambda job: job.bytes_per_s
+    ),
+    _Figure("workers", "Workers that train together.", lambda job: sum(each.is_member for each in job.workers)),
+    _Figure("generation", "Generation of an elastic job.", lambda job: job.generation),
+    _Figure("epoch", "Index of the running epoch.", lambda job: job.epoch),
+    _Figure("running", "1 while the job runs.", lambda job: job.status == RUNNING),
+    _Figure("steps", "Training steps.", lambda job: job.steps, _COUNTER),
+    _Figure("samples", "Samples, over all workers.", lambda job: job.samples, _COUNTER),
+    _Figure("sent_bytes", "Bytes sent in collectives, over all workers.", lambda job: job.bytes_sent, _COUNTER),
+    _Figure("restarts", "How often the launcher has started the whole job again.", lambda job: job.restarts, _COUNTER),
+)
+_OF_MEMBERS = (
+    _Figure("up", "1 while a process of this task runs.", lambda member: member.is_running),
+    _Figure(
+        "step_compute_seconds", "Seconds per step outside of collectives.", lambda member: _now(member, "compute_s")
+    ),
+    _Figure(
+        "step_wait_seconds", "Seconds per step that the task waited for others.", lambda member: _now(member, "wait_s")
+    ),
+    _Figure("memory_bytes", "Main memory of the process.", lambda member: _now(member, "memory") or None),
+    _Figure("straggler", "1 while the others wait for this task.", lambda member: member.is_slow),
+    _Figure(
+        "gpu_utilization",
+        "Fraction of the time that the task's GPU computes.",
+        lambda member: _part(member.gpu, "utilization"),
+    ),
+    _Figure("gpu_memory_bytes", "Occupied memory of the task's GPU.", lambda member: _part(member.gpu, "memory")),
+    _Figure(
+        "server_version", "Version of a parameter server's values.", lambda member: _part(member.server, "version")
+    ),
+    _Figure(
+        "server_updates_per_second",
+        "Updates of a parameter server per second.",
+        lambda member: None if member.server is None else member.updates_per_s,
+    ),
+    _Figure("computed_seconds", "Seconds outside of collectives.", lambda member: member.computed_s, _COUNTER),
+    _Figure("waited_seconds", "Seconds that the task waited for others.", lambda member: member.waited_s, _COUNTER),
+    _Figure("starts", "Processes that were started for this task.", lambda member: member.starts, _COUNTER),
+)
 
 
 class _Views:
-    """A collector of values that are known already."""
+    """See `prometheus_client.registry.Collector`."""
 
     def __init__(self, views: Sequence[JobView]):
         self._views = views
 
     def collect(self) -> Iterable[Metric]:
-        yield from _families(GaugeMetricFamily, _JOB_GAUGES, ["job"], self._views, _job_gauges)
-        yield from _families(CounterMetricFamily, _JOB_COUNTERS, ["job"], self._views, _job_counters)
-        members = [(view, member) for view in self._views for member in view.members.values()]
-        labels = ["job", "task", "host"]
-        yield from _families(GaugeMetricFamily, _MEMBER_GAUGES, labels, members, _member_gauges)
-        yield from _families(CounterMetricFamily, _MEMBER_COUNTERS, labels, members, _member_counters)
+        jobs = [([_job(view)], view) for view in self._views]
+        yield from _families(_OF_JOBS, ["job"], jobs)
+        members = [
+            ([_job(view), member.task, member.host], member) for view in self._views for member in view.members.values()
+        ]
+        yield from _families(_OF_MEMBERS, ["job", "task", "host"], members)
         logs = GaugeMetricFamily("phalanx_metric", "Loss and metrics of the training.", labels=["job", "name"])
         for view in self._views:
             for name, value in view.logs.items():
@@ -64,73 +88,33 @@ class _Views:
 
 
 def expose(views: Sequence[JobView]) -> tuple[bytes, str]:
-    """The answer to Prometheus, and its media type."""
+    """What `/metrics` answers: the content, and its type."""
     registry = CollectorRegistry()
     registry.register(_Views(views))  # type: ignore[arg-type]
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
-def _families(kind, names, labels, subjects, values) -> Iterable[Metric]:  # type: ignore[no-untyped-def]
-    """One metric for each name. `values` gives the labels of a subject and its numbers by name, None for unknown."""
-    families = {name: kind(f"phalanx_{name}", text, labels=labels) for name, text in names.items()}
-    for subject in subjects:
-        label_values, numbers = values(subject)
-        for name, number in numbers.items():
-            if number is not None:
-                families[name].add_metric(label_values, number)
-    return families.values()
+def _families(
+    figures: Sequence[_Figure], labels: Sequence[str], subjects: Sequence[tuple[list[str], Any]]
+) -> Iterable[Metric]:
+    """One family for each figure; a subject that has no value of it now is left out."""
+    for name, text, read, kind in figures:
+        family = kind(f"phalanx_{name}", text, labels=labels)
+        for values_of_labels, subject in subjects:
+            if (number := read(subject)) is not None:
+                family.add_metric(values_of_labels, number)
+        yield family
 
 
 def _job(view: JobView) -> str:
     return "" if view.started is None else view.started.job
 
 
-def _job_gauges(view: JobView) -> tuple[list[str], dict[str, float | None]]:
-    return [_job(view)], {
-        "steps_per_second": view.steps_per_s,
-        "samples_per_second": view.samples_per_s,
-        "sent_bytes_per_second": view.bytes_per_s,
-        "workers": sum(member.is_member for member in view.workers),
-        "generation": view.generation,
-        "epoch": view.epoch,
-        "running": view.status == RUNNING,
-    }
+def _now(member: Any, name: str) -> Any:
+    """What only a process that runs has."""
+    return getattr(member, name) if member.is_running else None
 
 
-def _job_counters(view: JobView) -> tuple[list[str], dict[str, float | None]]:
-    return [_job(view)], {
-        "steps": view.steps,
-        "samples": view.samples,
-        "sent_bytes": view.bytes_sent,
-        "restarts": view.restarts,
-    }
-
-
-def _labels(subject: tuple[JobView, MemberView]) -> list[str]:
-    view, member = subject
-    return [_job(view), member.task, member.host]
-
-
-def _member_gauges(subject: tuple[JobView, MemberView]) -> tuple[list[str], dict[str, float | None]]:
-    member = subject[1]
-    runs, gpu, server = member.is_running, member.gpu, member.server
-    return _labels(subject), {
-        "up": runs,
-        "step_compute_seconds": member.compute_s if runs else None,
-        "step_wait_seconds": member.wait_s if runs else None,
-        "memory_bytes": member.memory if runs and member.memory else None,
-        "straggler": member.is_slow,
-        "gpu_utilization": None if gpu is None else gpu.utilization,
-        "gpu_memory_bytes": None if gpu is None else gpu.memory,
-        "server_version": None if server is None else server.version,
-        "server_updates_per_second": None if server is None else member.updates_per_s,
-    }
-
-
-def _member_counters(subject: tuple[JobView, MemberView]) -> tuple[list[str], dict[str, float | None]]:
-    member = subject[1]
-    return _labels(subject), {
-        "computed_seconds": member.computed_s,
-        "waited_seconds": member.waited_s,
-        "starts": member.starts,
-    }
+def _part(part: Any, name: str) -> Any:
+    """A figure of a part that not every task has."""
+    return None if part is None else getattr(part, name)

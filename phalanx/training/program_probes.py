@@ -8,7 +8,7 @@ trained, and compute no more than that something. The last only judges, and take
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines.engine import Engine
@@ -19,29 +19,6 @@ from phalanx.training.metric_probe import checked, find_rules, rules_of
 from phalanx.training.replica import Replica, divides_batches
 
 
-class ProbeAgreement(Protocol):
-    """Whose findings hold on this process."""
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this process's own do."""
-        ...
-
-    @property
-    def divides_batches(self) -> bool:
-        """Whether steps are computed in parts."""
-        ...
-
-    @property
-    def admits_ranks(self) -> bool:
-        """Whether a rank may have joined that must be told again what the others know."""
-        ...
-
-    def from_chief(self, found: Any) -> Any:
-        """What the chief has found; all ranks meet here."""
-        ...
-
-
 class ChiefFinds:
     """The chief's findings hold on all replicas."""
 
@@ -50,37 +27,39 @@ class ChiefFinds:
 
     @property
     def is_chief(self) -> bool:
+        """Whether this process's own findings hold."""
         return self._replica.is_chief
 
     @property
     def divides_batches(self) -> bool:
+        """Whether steps are computed in parts."""
         return divides_batches(self._replica)
 
     @property
     def admits_ranks(self) -> bool:
+        """Whether a rank may have joined that must be told again what the others know."""
         return self._replica.elastic is not None
 
     def from_chief(self, found: Any) -> Any:
-        """See `ProbeAgreement.from_chief`."""
+        """What the chief has found; all ranks meet here."""
         return self._replica.retry(lambda: self._replica.broadcast_from_chief(found))
 
 
 class EachFinds(NamedTuple):
-    """Every process finds out the same by itself: all of them see the whole batch."""
+    """Every process finds out the same by itself, as all of them see the whole batch; see `ChiefFinds`."""
 
     divides_batches: bool
     is_chief: bool = True
     admits_ranks: bool = False
 
     def from_chief(self, found: Any) -> Any:
-        """See `ProbeAgreement.from_chief`."""
         return found
 
 
 class ProgramProbes:
     """The probes of one model on one rank."""
 
-    def __init__(self, model: Any, agreement: ProbeAgreement) -> None:
+    def __init__(self, model: Any, agreement: ChiefFinds | EachFinds) -> None:
         self._model = model
         self._agreement = agreement
         self._losses: tuple[Any, loss_probe.Findings] | None = None
