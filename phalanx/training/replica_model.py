@@ -261,7 +261,7 @@ class ReplicaModel:
         if (deterministic := self.deterministic) is not None:
             return deterministic
         if self.policy.placement is not None:
-            return OneProgramStepper(self.engine, self.merge, self.replica)
+            return OneProgramStepper(self.model, self.engine, self.merge, self.replica)
         if period is None:
             # Gradients that a rank holds are in no checkpoint, and would be lost with it.
             return SynchronousStepper(model, self.engine, self.merge, replica, accumulates=not repeats)
@@ -275,7 +275,7 @@ class ReplicaModel:
     def stepper_of_single_batches(self) -> ReplicaStepper:
         """What takes the steps of `train_on_batch`. It holds nothing back: the program may save the model after it."""
         if self.policy.placement is not None:
-            return OneProgramStepper(self.engine, self.merge, self.replica)
+            return OneProgramStepper(self.model, self.engine, self.merge, self.replica)
         return self.deterministic or SynchronousStepper(
             self.model, self.engine, self.merge, self.replica, accumulates=False
         )

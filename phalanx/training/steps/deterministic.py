@@ -14,14 +14,13 @@ from phalanx.data.micro_batches import MicroBatch
 from phalanx.engines.engine import Engine
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
-from phalanx.training import state_sync
 from phalanx.training.joint_batches import JointBatch
 from phalanx.training.model_checks import stateful_layer
 from phalanx.training.replica import Replica
 from phalanx.training.steps.gradient_merge import StepMerge
 from phalanx.training.steps.micro_batch_merge import MicroBatchMerge
 from phalanx.training.steps.micro_batch_randomness import MicroBatchRandomness
-from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
+from phalanx.training.steps.stepper import ReplicaStepper
 
 Array = np.ndarray[Any, Any]
 
@@ -34,18 +33,10 @@ class DeterministicStepper(ReplicaStepper):
     Every step is merged. So an optimizer that accumulates gradients gets those of all ranks at each.
     """
 
-    merges_every_step = True
-
     def __init__(self, model: Any, engine: Engine, merge: StepMerge, replica: Replica) -> None:
-        self._model = model
-        self._engine = engine
-        self._merge = merge
-        self._replica = replica
+        super().__init__(model, engine, merge, replica)
         self._sums = merge.micro_batches = MicroBatchMerge(replica)
         self._randomness = MicroBatchRandomness(model, engine)
-
-    def begin(self, *, watched: bool, entering: bool = False) -> None:
-        """See `ReplicaStepper.begin`."""
 
     def train(self, batch: JointBatch, *, last: bool | None = None) -> None:
         """See `Stepper.train`."""
@@ -86,18 +77,6 @@ class DeterministicStepper(ReplicaStepper):
                 self._randomness.enter(micro.number)
                 parts.append(self._engine.predict(micro.data, form))
         return tree.map_structure_up_to(parts[0], lambda *each: np.concatenate(each), *parts)
-
-    def finish(self, retry: RetryOnMembershipChange) -> Sequence[str]:
-        """See `ReplicaStepper.finish`."""
-        return ()
-
-    def logs(self) -> Mapping[str, Any]:
-        """See `Stepper.logs`."""
-        return self._engine.logs()
-
-    def admit(self) -> None:
-        """See `ReplicaStepper.admit`."""
-        state_sync.synchronise(self._model, self._replica, metrics=True)
 
 
 def check_deterministic(model: Any, *, trains: bool) -> None:

@@ -69,10 +69,7 @@ class LocalSGDStepper(ReplicaStepper):
         period: SyncPeriod,
         compression: Compression | None,
     ) -> None:
-        self._model = model
-        self._engine = engine
-        self._merge = merge
-        self._replica = replica
+        super().__init__(model, engine, merge, replica)
         self._period = period
         self.overlaps = period.overlap
         self.exchange = WeightExchange(period.outer, compression)

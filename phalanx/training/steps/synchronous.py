@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from phalanx.compression.base_compression import State
 from phalanx.engines.engine import Engine
-from phalanx.training import state_sync
 from phalanx.training.joint_batches import JointBatch
 from phalanx.training.replica import Replica
 from phalanx.training.steps.gradient_merge import MergeMode, StepMerge
@@ -22,15 +20,10 @@ class SynchronousStepper(ReplicaStepper):
         accumulates: whether a replica may keep its gradients until the update; else they are merged at every step.
     """
 
-    merges_every_step = True
-
     def __init__(
         self, model: Any, engine: Engine, merge: StepMerge, replica: Replica, *, accumulates: bool = True
     ) -> None:
-        self._model = model
-        self._engine = engine
-        self._merge = merge
-        self._replica = replica
+        super().__init__(model, engine, merge, replica)
         optimizer = model.optimizer
         self._scale = loss_scale(optimizer)
         inner = inner_optimizer(optimizer)
@@ -61,23 +54,6 @@ class SynchronousStepper(ReplicaStepper):
             sums = [a + b.astype(a.dtype) for a, b in zip(self._engine.read(self._accumulators), merged, strict=True)]
             self._engine.write(list(zip(self._accumulators, sums, strict=True)))
         return ()
-
-    def logs(self) -> Mapping[str, Any]:
-        """See `Stepper.logs`."""
-        return self._engine.logs()
-
-    def admit(self) -> None:
-        """See `ReplicaStepper.admit`."""
-        state_sync.synchronise(self._model, self._replica, metrics=True)
-        self._merge.synchronise()
-
-    def pooled(self) -> State:
-        """See `ReplicaStepper.pooled`."""
-        return self._merge.pooled()
-
-    def load_pooled(self, state: State) -> None:
-        """See `ReplicaStepper.load_pooled`."""
-        self._merge.load_pooled(state)
 
     def _mode(self, last: bool | None) -> MergeMode:
         if self._steps == 1:
