@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 
-from phalanx.checkpoint.callback_state import CallbackStateTracker, restore_states
+from phalanx.checkpoint.callback_state import restore_states
 from phalanx.data import local_range
 from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.errors import MembershipChangedError, PeerLostError
+from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.runtime import progress
 from phalanx.training import callback_list, saver_claims, state_sync
 from phalanx.training.fit_position import FitPosition, FitRecorder
@@ -54,12 +55,6 @@ class ElasticRecovery:
         self._was_chief = self._replica.is_chief
         self._generation = self._replica.generation
         self._compiled: dict[int, set[int]] = {}  # world sizes, and global batches whose parts were compiled for them
-        self._chief_callback_states: CallbackStateTracker | None = None
-
-    def track_callbacks(self) -> None:
-        """See `FitRecorder.track_callbacks`."""
-        chiefs = callback_list.chief_only_callbacks(self._state.arguments.callbacks)
-        self._chief_callback_states = CallbackStateTracker(chiefs)
 
     # While the members change.
 
@@ -104,10 +99,10 @@ class ElasticRecovery:
     def share_chief_callbacks(self) -> None:
         """After each epoch all ranks learn the state of the chief's own callbacks, in case they become chief."""
         # A collective in any case: ranks may have been passed different callbacks (`if rank == 0: ...`).
-        waiting = callback_list.chief_only_callbacks(self._state.arguments.callbacks)
-        assert self._chief_callback_states is not None, "the callbacks are tracked before the first step"
-        own = self._chief_callback_states.changes(waiting)
-        self._recorder.callback_states()  # what differs now may not differ when a position is recorded
+        callbacks = flatten_callbacks(self._state.arguments.callbacks)
+        waiting = callback_list.chief_only_callbacks(callbacks)
+        states = zip(callbacks, self._recorder.callback_states(), strict=True)
+        own = [state for callback, state in states if callback in waiting]
         chiefs: Any = self.retry(lambda: self._replica.broadcast_from_chief(own))
         if not self._replica.is_chief:
             restore_states(waiting, chiefs)

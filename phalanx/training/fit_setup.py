@@ -90,8 +90,6 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
         build_fit_callbacks(replica_model, state, arguments.callbacks)
         if fit.recorder is not None:
             fit.recorder.track_callbacks()
-        if recovery is not None:
-            recovery.track_callbacks()
         if overrides(model, "train_step") and state.stepper.merges_every_step and divides_batches(replica):
             check_clipping(model)
     except BaseException:  # a lost peer, Ctrl-C: the callbacks are the program's own again
