@@ -104,13 +104,23 @@ class TLSWire:
         try:
             with self._call:
                 return self._sock.recv_into(buffer)
-        except BrokenPipeError:  # newer OpenSSLs answer an end without a close_notify by an alert, which nothing reads
-            return 0
         except (BlockingIOError, ssl.SSLWantReadError):
             self.receive_waits_for = select.POLLIN
         except ssl.SSLWantWriteError:
             self.receive_waits_for = select.POLLOUT
+        except OSError as error:
+            _clear_error_queue(self._sock)
+            if isinstance(error, BrokenPipeError):  # a read that writes: OpenSSL answers the peer's end by an alert
+                return 0
+            raise
         return None
+
+
+def _clear_error_queue(sock: ssl.SSLSocket) -> None:
+    """Forget this thread's errors in OpenSSL, which CPython leaves there when a call has failed with an `errno`: the
+    thread's next call on another connection would fail with them (python/cpython#148594). To create an object is the
+    only way to them."""
+    sock.context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=sock.server_side)
 
 
 class EncryptedWire:

@@ -187,9 +187,9 @@ class _Starter:
     def __call__(self, *given: Any) -> int:
         names = (
             "args executables close_fds keep cwd env p2cread p2cwrite c2pread c2pwrite errread errwrite errpipe_read "
-            "errpipe_write restore_signals new_session process_group gid gids uid umask preexec allow_vfork"
+            "errpipe_write restore_signals new_session process_group gid gids uid umask preexec"
         )
-        asked = dict(zip(names.split(), given, strict=True))
+        asked = dict(zip(names.split(), given, strict=False))  # before Python 3.14, allow_vfork follows
         arguments = _python_arguments(asked)
         environment = dict(os.environ)
         if asked["env"] is not None:

@@ -46,6 +46,19 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return one, other
 
 
+def tls_pair(files: TLSFiles) -> tuple[socket.socket, socket.socket]:
+    tls = load_tls(files)
+    assert tls is not None
+    one, other = tcp_pair()
+    one = tls.dialer.wrap_socket(one, do_handshake_on_connect=False)
+    other = tls.listener.wrap_socket(other, server_side=True, do_handshake_on_connect=False)
+    accepting = threading.Thread(target=other.do_handshake)
+    accepting.start()
+    one.do_handshake()
+    accepting.join()
+    return one, other
+
+
 def make_certificates(directory: Path) -> dict[str, TLSFiles]:
     """An authority with a member's certificate, and a foreign authority with one."""
     if shutil.which("openssl") is None:
@@ -80,17 +93,10 @@ def links(request: pytest.FixtureRequest) -> Iterator[tuple[Link, Link]]:
     """Two ends of one connection, of each kind."""
     if request.param == "socketpair":
         one, other = socket.socketpair()
+    elif request.param == "tls":
+        one, other = tls_pair(request.getfixturevalue("certificates")["ours"])
     else:
         one, other = tcp_pair()
-    if request.param == "tls":
-        tls = load_tls(request.getfixturevalue("certificates")["ours"])
-        assert tls is not None
-        one = tls.dialer.wrap_socket(one, do_handshake_on_connect=False)
-        other = tls.listener.wrap_socket(other, server_side=True, do_handshake_on_connect=False)
-        accepting = threading.Thread(target=other.do_handshake)
-        accepting.start()
-        one.do_handshake()
-        accepting.join()
     pair = Link(one, "other"), Link(other, "one")
     if request.param == "encrypted":
         keys = SessionKeys(b"1" * KEY_BYTES, b"2" * KEY_BYTES)

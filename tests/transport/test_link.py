@@ -15,13 +15,14 @@ import time
 import numpy as np
 import pytest
 
+from phalanx.config.job_config import TLSFiles
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
 from phalanx.transport import link as link_module
 from phalanx.transport import tcp_state
 from phalanx.transport.link import Link, wait_until_delivered
 from phalanx.transport.tcp_state import host_silence_s
 from phalanx.transport.wires import skip_bytes
-from tests.transport.conftest import soon, tcp_pair, wait_until
+from tests.transport.conftest import soon, tcp_pair, tls_pair, wait_until
 
 Pair = tuple[Link, Link]
 
@@ -88,6 +89,26 @@ def test_the_end_of_the_peer_raises_link_closed(links: Pair) -> None:
     with pytest.raises(LinkClosedError, match="closed by this process"):
         a.send(b"", deadline=soon())
     assert a.fileno() == -1
+
+
+@pytest.mark.parametrize("links", ["tls"], indirect=True)
+def test_the_end_of_one_link_does_not_end_another_that_the_same_thread_reads(
+    links: Pair, certificates: dict[str, TLSFiles]
+) -> None:
+    a, b = links
+    for _ in range(5):
+        other, ended = (Link(sock, "other") for sock in tls_pair(certificates["ours"]))
+        other.try_receive_into(memoryview(bytearray(10)))
+        ended.close()
+        wait_until(other.peer_closed)
+        other.try_send([memoryview(b"unread")])
+        wait_until(lambda link=other: select.select([link], [], [link], 0)[0])
+        for call in (other.try_receive_into, lambda buffer, link=other: link.try_send([buffer])):
+            with pytest.raises(LinkClosedError):
+                call(memoryview(bytearray(10)))
+            assert b.try_receive_into(memoryview(bytearray(10))) == 0
+    a.send(b"still here", deadline=soon())
+    assert b.receive(deadline=soon())[0] == b"still here"
 
 
 def test_after_finish_the_peer_reads_to_the_end_and_can_still_answer(links: Pair) -> None:
