@@ -10,10 +10,13 @@ import os
 import hypothesis
 import pytest
 
+from tests.support import compilation
 from tests.support.backends import FIRST
 
 # The tests themselves use Keras a little, on any backend there is; jobs are told theirs.
 os.environ.setdefault("KERAS_BACKEND", FIRST)
+# The process that starts those of pytest-xdist makes the folder that they share.
+os.environ.update(compilation.settings(os.environ["KERAS_BACKEND"]))
 
 # The same examples in each run; how long one takes says nothing on a busy machine.
 hypothesis.settings.register_profile(

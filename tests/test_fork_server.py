@@ -41,7 +41,7 @@ print(json.dumps({
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
     def of(*arguments: str, real: bool = False, backend: str = FIRST, **options: Any) -> subprocess.Popen[str]:
-        settings = {**environment(backend, tmp_path), **options.pop("variables", {})}
+        settings = {**environment(backend), **options.pop("variables", {})}
         given = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options}
         popen = subprocess.Popen if real else fork_server.popen
         return popen([sys.executable, *arguments], env=settings, text=True, **given)

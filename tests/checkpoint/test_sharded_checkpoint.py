@@ -22,7 +22,7 @@ BOUND_S = 500.0
 
 def test_what_one_mesh_saves_is_restored_on_another_and_by_plain_keras(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.checkpoint.sharded_program", str(tmp_path)]
-    settings = {**environment("jax", tmp_path / "compiled"), "PJRT_NPROC": "8"}
+    settings = {**environment("jax"), "PJRT_NPROC": "8"}
     code, output = finish(command, settings, bound_s=BOUND_S, start=fork_server.popen)
     assert code == 0, output
     assert "finished" in output

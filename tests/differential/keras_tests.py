@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from tests.differential.run import ENVIRONMENT
+from tests.support import compilation
 
 PLAIN = "plain"
 """Stands for a rank where there is no strategy."""
@@ -78,7 +79,7 @@ def _run(backend: str, workers: int, tests: str, of_pytest: list[str], folder: P
     command += ["-o", "addopts=", "-p", "no:cacheprovider", *([] if workers else ["--plain"])]
     command += [*([] if tests.endswith(".py") else ["--pyargs"]), tests, *of_pytest]
     with (folder / f"{workers}.log").open("w") as log:
-        variables = {**os.environ, **ENVIRONMENT, "KERAS_BACKEND": backend}
+        variables = {**os.environ, **ENVIRONMENT, **compilation.cheap(backend), "KERAS_BACKEND": backend}
         subprocess.run(command, env=variables, stdout=log, stderr=log, check=False)
     found = {file.stem: json.loads(file.read_text()) for file in written.glob("*.json")}
     if missing := {str(rank) for rank in range(workers)} - set(found):

@@ -17,14 +17,14 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.support import compilation
+
 ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
     "JAX_PLATFORMS": "cpu",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    **compilation.SHARED,
 }
 
 
@@ -42,8 +42,8 @@ def main() -> int:
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="differential-"))
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ.update({"KERAS_BACKEND": options.backend, **ENVIRONMENT})
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
+    os.environ.update({"KERAS_BACKEND": options.backend, **ENVIRONMENT, **compilation.cheap(options.backend)})
+    os.environ[compilation.FOLDER] = str(folder / "compiled")
 
     import warnings
 

@@ -56,7 +56,7 @@ def test_what_rounding_changes_by_itself_is_no_difference():
 def test_random_programs(tmp_path, backend, programs):
     command = ["-m", "tests.differential.run", "--backend", backend, "--programs", str(programs)]
     command += ["--seed", "1", "--shrink", "0", "--minutes", "14", "--folder", str(tmp_path)]
-    variables = environment(backend, tmp_path / "compiled")
+    variables = environment(backend)
     code, output = finish([sys.executable, *command], variables, bound_s=BOUND_S, start=fork_server.popen)
     assert code == 0, output
     assert (found := re.search(r"(\d+) programs: .*?(\d+) equal", output)), output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,17 +20,16 @@ pytestmark = [
 BOUND_S = 120.0
 
 
-def run(folder: Path, *arguments: str, options: tuple[str, ...] = ()) -> tuple[int | None, str]:
+def run(*arguments: str, options: tuple[str, ...] = ()) -> tuple[int | None, str]:
     launcher = ["-m", "phalanx", "run", "--workers", "2", "--backend", "jax", *options]
     command = [sys.executable, *launcher, "-m", "tests.engines.spanning_program", *arguments]
-    settings = environment("jax", folder / "compiled")
-    return finish(command, settings, bound_s=BOUND_S, start=fork_server.popen)
+    return finish(command, environment("jax"), bound_s=BOUND_S, start=fork_server.popen)
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_program_spans_the_devices_of_all_processes(devices: int, tmp_path: Path) -> None:
+def test_a_program_spans_the_devices_of_all_processes(devices: int) -> None:
     options = () if devices == 1 else ("--devices-per-worker", str(devices))
-    code, output = run(tmp_path, str(devices), options=options)
+    code, output = run(str(devices), options=options)
     assert code == 0, output
     assert output.count("has finished") == 2
     assert "[Gloo]" not in output
@@ -39,8 +37,8 @@ def test_a_program_spans_the_devices_of_all_processes(devices: int, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_others_end_with_a_process_that_is_killed_and_name_it(rank: int, tmp_path: Path) -> None:
-    code, output = run(tmp_path, "1", "dies", str(rank))
+def test_the_others_end_with_a_process_that_is_killed_and_name_it(rank: int) -> None:
+    code, output = run("1", "dies", str(rank))
     assert code == 137, output
     assert f"The job ended: worker/{rank} (rank {rank}" in output
     survivor = 1 - rank
@@ -49,8 +47,8 @@ def test_the_others_end_with_a_process_that_is_killed_and_name_it(rank: int, tmp
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_an_error_of_the_program_is_the_cause_and_not_the_abort_of_jax(rank: int, tmp_path: Path) -> None:
-    code, output = run(tmp_path, "1", "fails", str(rank))
+def test_an_error_of_the_program_is_the_cause_and_not_the_abort_of_jax(rank: int) -> None:
+    code, output = run("1", "fails", str(rank))
     assert code == 1, output
     assert f"The job ended: worker/{rank} (rank {rank}" in output
     assert "KeyError: 'a mistake of the program'" in output
@@ -64,8 +62,8 @@ def test_an_error_of_the_program_is_the_cause_and_not_the_abort_of_jax(rank: int
         ("other", "worker/1 differs: worker/0 has 1 of cpu (cpu), worker/1 has 2 of cpu (cpu)"),
     ],
 )
-def test_what_cannot_be_one_program_is_refused_before_the_first_step(how: str, message: str, tmp_path: Path) -> None:
-    code, output = run(tmp_path, "1", how, "1")
+def test_what_cannot_be_one_program_is_refused_before_the_first_step(how: str, message: str) -> None:
+    code, output = run("1", how, "1")
     assert code == ConfigurationError.exit_code, output
     assert message in output
 

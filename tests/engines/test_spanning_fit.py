@@ -27,7 +27,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what Keras alone found."""
     folder = tmp_path_factory.mktemp("plain")
     command = [sys.executable, *PROGRAM, str(folder)]
-    code, output = finish(command, environment("jax", folder / "compiled"), bound_s=BOUND_S, start=fork_server.popen)
+    code, output = finish(command, environment("jax"), bound_s=BOUND_S, start=fork_server.popen)
     assert code == 0, output
     return folder
 
@@ -46,6 +46,6 @@ def test_two_processes_train_as_one_with_a_last_batch_that_does_not_divide(
 ) -> None:
     run = ["-m", "phalanx", "run", "--workers", "2", "--backend", "jax"]
     command = [sys.executable, *run, *PROGRAM, str(plain), *strategy.split()]
-    code, output = finish(command, environment("jax", plain / "compiled"), bound_s=BOUND_S, start=fork_server.popen)
+    code, output = finish(command, environment("jax"), bound_s=BOUND_S, start=fork_server.popen)
     assert code == 0, output
     assert output.count(f"agrees; {divided} weights are divided") == 2, output

@@ -32,7 +32,7 @@ TWO = ("-m", "phalanx", "run", "--workers", "2", "--backend", "jax")
 
 def run(folder: Path, strategy: str, launcher: Sequence[str] = (), code: int = 0, **variables: object) -> str:
     """What a run of the program says, which ends with this exit code."""
-    settings = environment("jax", folder.parent / "compiled") | {name: str(value) for name, value in variables.items()}
+    settings = environment("jax") | {name: str(value) for name, value in variables.items()}
     command = [sys.executable, *launcher, *PROGRAM, str(folder), strategy]
     found, output = finish(command, settings, bound_s=BOUND_S, start=fork_server.popen)
     assert found == code, output

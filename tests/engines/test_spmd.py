@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.jax, pytest.mark.timeout(300)]
 def test_what_devices_hold(tmp_path: Path) -> None:
     code, output = finish(
         [sys.executable, "-m", "tests.engines.spmd_program"],
-        environment("jax", tmp_path / "compiled"),
+        environment("jax"),
         bound_s=BOUND_S,
         start=fork_server.popen,
     )

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.backends import BACKENDS, DEVICE_SETTINGS, FIRST
+from tests.support import fork_server, programs
+from tests.support.backends import BACKENDS, FIRST
 from tests.support.commands import ROOT, finish
 
 EXAMPLES = ROOT / "examples"
@@ -21,17 +22,10 @@ Run = Callable[..., str]
 
 def environment(backend: str) -> dict[str, str]:
     """What a reader's shell would have: nothing of a job that this test may be part of itself."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PHALANX_")}
-    inherited.pop("TF_CONFIG", None)
-    # The interpreter of the tests, for commands that say `python`.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{inherited.get('PATH', '')}"
     return {
-        **inherited,
-        "PATH": path,
-        "KERAS_BACKEND": backend,
-        "PYTHONPATH": str(ROOT),
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        **DEVICE_SETTINGS,
+        **programs.environment(backend),
+        # The interpreter of the tests, for commands that say `python`.
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "COLUMNS": "200",
         # A rank that waits for a missing one must say so long before the test's own bound.
         "PHALANX_TIMEOUT": "60",
@@ -55,7 +49,8 @@ def run(tmp_path: Path) -> Run:
     ) -> str:
         phalanx = [] if workers is None else ["-m", "phalanx", "run", "--workers", str(workers)]
         command = [sys.executable, *phalanx, *map(str, arguments)]
-        code, output = finish(command, {**environment(backend), **(more or {})}, folder=tmp_path, bound_s=JOB_BOUND_S)
+        variables = {**environment(backend), **(more or {})}
+        code, output = finish(command, variables, folder=tmp_path, bound_s=JOB_BOUND_S, start=fork_server.popen)
         assert code is not None, f"{command} did not end within {JOB_BOUND_S:g} s:\n{output}"
         assert code == 0, f"{command} ended with {code}:\n{output}"
         return output

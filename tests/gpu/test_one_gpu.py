@@ -53,7 +53,7 @@ def _found(program_text: str, backend: str, folder: Path) -> dict[str, Any]:
     program, out = folder / "program.py", folder / "found.json"
     program.write_text(program_text)
     command = [sys.executable, str(program), str(out)]
-    code, output = finish(command, environment(backend, folder / "compiled"), bound_s=300.0)
+    code, output = finish(command, environment(backend), bound_s=300.0)
     assert code == 0, output
     found: dict[str, Any] = json.loads(out.read_text())
     return found

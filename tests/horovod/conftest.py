@@ -53,7 +53,7 @@ def _run(framework: str, backend: str, world_size: int, folder: Path, names: lis
     run = [sys.executable, "-m", "phalanx", "run", "-np", str(world_size)]
     code, output = finish(
         [*run, "-m", "tests.horovod.worker", framework, str(folder), *names],
-        environment(backend, folder.parent / "compiled") | {"PHALANX_TIMEOUT": "60"},
+        environment(backend) | {"PHALANX_TIMEOUT": "60"},
         bound_s=BOUND_S,
         start=fork_server.popen,
     )

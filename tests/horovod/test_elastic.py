@@ -34,7 +34,7 @@ def run(folder: Path, program: str, backend: str, *arguments: str, own: Sequence
     events.mkdir()
     code, output = finish(
         [sys.executable, "-m", "phalanx", "run", "-v", *arguments, str(PROGRAMS / program), str(events), *own],
-        environment(backend, folder / "compiled") | {"PHALANX_TIMEOUT": "60", "PYTHONPATH": str(ROOT)},
+        environment(backend) | {"PHALANX_TIMEOUT": "60", "PYTHONPATH": str(ROOT)},
         bound_s=BOUND_S,
         start=fork_server.popen,
     )

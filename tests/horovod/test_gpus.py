@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.horovod.visible_gpus import init_for
+from tests.support import fork_server
 from tests.support.backends import BACKENDS
 from tests.support.commands import finish
 from tests.support.programs import environment
@@ -25,9 +26,9 @@ def _seen(module: str, backend: str, folder: Path) -> list[str]:
     """What each of two workers on a host with the GPUs 4, 6 and 7 sees before and after the import."""
     program = folder / "program.py"
     program.write_text(PROGRAM.format(module=module))
-    settings = environment(backend, folder / "compiled") | {"CUDA_VISIBLE_DEVICES": "4,6,7"}
+    settings = environment(backend) | {"CUDA_VISIBLE_DEVICES": "4,6,7"}
     command = [sys.executable, "-m", "phalanx", "run", "--workers", "2", str(program)]
-    code, output = finish(command, settings, bound_s=90)
+    code, output = finish(command, settings, bound_s=90, start=fork_server.popen)
     assert code == 0, output
     return sorted(line.partition("sees ")[2] for line in output.splitlines() if "sees" in line)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ import pytest
 from tests.keras_compat.contract import CHECKS
 from tests.support.backends import BACKENDS
 from tests.support.commands import ROOT
+from tests.support.programs import environment
 
 BOUND_S = 180.0
 
@@ -23,7 +23,7 @@ def errors(backend: str) -> dict[str, str]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.keras_compat.contract"],
         cwd=ROOT,
-        env={**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        env=environment(backend),  # started, as a fork has imported what hooks into Keras
         stdout=subprocess.PIPE,
         text=True,
         timeout=BOUND_S,

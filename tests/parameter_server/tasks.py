@@ -82,7 +82,7 @@ class Tasks:
         with open(self._log(name), "ab") as log:
             return fork_server.popen(
                 [sys.executable, *self._arguments],
-                env={**environment(self._backend, self.folder.parent / "compiled"), **self._settings, **own},
+                env={**environment(self._backend), **self._settings, **own},
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

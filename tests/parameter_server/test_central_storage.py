@@ -69,7 +69,7 @@ def _run(backend: str, folder: Path, names: Sequence[str], *before: str) -> None
             [sys.executable, *before, *PROGRAM, str(folder), *names],
             starts_others=True,  # the other replica
             cwd=ROOT,
-            env=environment(backend, folder.parent / "compiled"),
+            env=environment(backend),
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,

@@ -38,7 +38,7 @@ class Launched:
         program = ["-m", "tests.parameter_server.program", str(folder), "synchronous", str(EPOCHS)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "phalanx", "run", "--ps", "2", "--workers", "2", *program],
-            env={**environment(FIRST, folder.parent / "compiled"), "REPLICATION": "2"},
+            env={**environment(FIRST), "REPLICATION": "2"},
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -15,6 +15,7 @@ from phalanx.planning.examined_program import examine
 from phalanx.planning.hlo_collectives import HloCollective
 from phalanx.planning.program_measurement import ProgramMeasurement
 from phalanx.planning.program_report import bounds, fits, render
+from tests.support import compilation
 from tests.support.backends import BACKENDS
 from tests.support.commands import ROOT
 from tests.support.programs import environment
@@ -28,8 +29,9 @@ needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, re
 def compile_for(topology: str, strategy: str, width: int, folder: Path) -> ProgramMeasurement:
     """What the program's step needs; it leaves no file behind."""
     target = parse_topology(topology)
-    settings = environment("jax", folder / "compiled") | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    settings.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
+    settings = environment("jax") | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    for variable in compilation.CHEAP:
+        settings.pop(variable, None)
     files = folder / "files"
     files.mkdir()
     request = PlanRequest(folder / "result", target.devices, target.name)

@@ -107,15 +107,15 @@ def quick_for_the_first(backends):
     return [name if name == FIRST else pytest.param(name, marks=pytest.mark.slow) for name in backends]
 
 
-def run(program, backend, folder):
-    command, settings = [sys.executable, "-c", program], environment(backend, folder)
+def run(program, backend):
+    command, settings = [sys.executable, "-c", program], environment(backend)
     return finish(command, settings, bound_s=250, start=fork_server.popen)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", quick_for_the_first(BACKENDS))
 def test_what_cannot_be_is_refused(backend, tmp_path) -> None:
-    code, output = run(PROGRAM, backend, tmp_path)
+    code, output = run(PROGRAM, backend)
     assert code == 0, output[-3000:]
     lines = [line for line in output.splitlines() if line.startswith("REFUSED")]
     assert len(lines) == 10 + (3 if backend == "torch" else 0)
@@ -127,7 +127,7 @@ def test_what_cannot_be_is_refused(backend, tmp_path) -> None:
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "torch"])
 def test_a_strategy_that_comes_after_the_backends_threads_is_refused(backend, tmp_path) -> None:
     """PyTorch changes their number at any time."""
-    code, output = run(LATE, backend, tmp_path)
+    code, output = run(LATE, backend)
     assert code == ConfigurationError.exit_code
     assert "too late" in output
 

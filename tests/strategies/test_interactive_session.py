@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(1300)
 
 def run(folder: Path, backend: str, *, short: bool) -> dict[str, Any]:
     """What the session found; afterwards none of its processes is left."""
-    variables = environment(backend, folder / "compiled") | {"PHALANX_TEST_MARK": str(folder)}
+    variables = environment(backend) | {"PHALANX_TEST_MARK": str(folder)}
     if short:
         variables["SHORT"] = "1"
     with (

@@ -39,7 +39,7 @@ def run(folder: Path, backend: str, kind: str, **variables: str) -> tuple[str, d
     out = folder / f"{kind}.json"
     code, output = finish(
         [sys.executable, str(PROGRAM), kind, str(out)],
-        environment(backend, folder.parent / "compiled") | variables,
+        environment(backend) | variables,
         bound_s=BOUND_S,
         start=lambda *arguments, **options: fork_server.popen(*arguments, starts_others=True, **options),
     )

@@ -21,7 +21,11 @@ import json, sys
 import keras, numpy as np, phalanx
 
 found = {}
-second = keras.backend.backend() == "jax"  # which can have two CPU devices
+second = keras.backend.backend() == "jax"
+if second:  # it can have two CPU devices
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 2)
 strategy = phalanx.OneDeviceStrategy("/cpu:1" if second else "/cpu:0")
 with strategy.scope():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.1), keras.layers.Dense(1)])
@@ -47,9 +51,9 @@ json.dump(found, open(sys.argv[1], "w"))
 def test_models_lie_and_compute_on_the_device(backend: str, tmp_path: Path) -> None:
     program, out = tmp_path / "program.py", tmp_path / "found.json"
     program.write_text(PROGRAM)
-    variables = environment(backend, tmp_path / "compiled")
-    variables["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-    code, output = finish([sys.executable, str(program), str(out)], variables, bound_s=300.0, start=fork_server.popen)
+    code, output = finish(
+        [sys.executable, str(program), str(out)], environment(backend), bound_s=300.0, start=fork_server.popen
+    )
     assert code == 0, output
     found: dict[str, Any] = json.loads(out.read_text())
     expected = "cpu:1" if backend == "jax" else "cpu"

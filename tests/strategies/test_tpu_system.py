@@ -33,7 +33,7 @@ for make in (phalanx.tpu.experimental.initialize_tpu_system, phalanx.TPUStrategy
 def test_without_a_tpu_the_error_names_what_trains_here(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(NO_TPU)
-    settings = {**environment("jax", tmp_path / "compiled"), "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    settings = {**environment("jax"), "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
     code, output = finish([sys.executable, str(program)], settings, bound_s=120.0, start=fork_server.popen)
     assert code == 0, output
     assert output.count("there is no TPU") == 3

@@ -38,7 +38,7 @@ def launch(
     """`phalanx run` of the program; its exit code and output."""
     return finish(
         [sys.executable, "-m", "phalanx", "run", *map(str, arguments)],
-        {**environment(backend, folder.parent / "compiled"), "PHALANX_TIMEOUT": "60", **(more or {})},
+        {**environment(backend), "PHALANX_TIMEOUT": "60", **(more or {})},
         bound_s=BOUND_S,
         start=fork_server.popen,
     )
@@ -146,7 +146,7 @@ def test_a_job_that_was_killed_goes_on_from_its_newest_checkpoint(kind: str, tmp
     process = fork_server.popen(
         [sys.executable, "-m", "phalanx", "run", *arguments, "100000"],
         cwd=ROOT,
-        env=environment(FIRST, tmp_path.parent / "compiled") | {"SAVE_SECS": "0.2"},
+        env=environment(FIRST) | {"SAVE_SECS": "0.2"},
         stdin=subprocess.DEVNULL,
         stdout=(tmp_path / "output").open("wb"),
         stderr=subprocess.STDOUT,

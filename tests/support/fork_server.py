@@ -53,6 +53,7 @@ READ_BY_IMPORTS = (
 )
 READ_LATER = frozenset(
     {
+        "CUDA_VISIBLE_DEVICES",
         "JAX_COMPILATION_CACHE_DIR",
         "PYTHONPATH",
         "PYTHONUNBUFFERED",

@@ -7,29 +7,24 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tests.support import fork_server
-from tests.support.backends import DEVICE_SETTINGS, ON_GPU
+from tests.support import compilation, fork_server
+from tests.support.backends import DEVICE_SETTINGS
 from tests.support.commands import ROOT, finish
 
 
-def environment(backend: str, cache: Path | None = None) -> dict[str, str]:
-    """What a program or job runs in: nothing of a job that this test may be part of itself.
-
-    On JAX nearly all of a test's time is compilation: it is made cheap, and shared between programs with the same
-    folder for it.
-    """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PHALANX_")}
-    inherited.pop("TF_CONFIG", None)
+def environment(backend: str) -> dict[str, str]:
+    """What a program or job runs in: nothing of a job that this test may be part of itself."""
+    left_out = {"TF_CONFIG", *compilation.CHEAP}
+    inherited = {
+        name: value for name, value in os.environ.items() if not (name.startswith("PHALANX_") or name in left_out)
+    }
     return {
         **inherited,
         "KERAS_BACKEND": backend,
         "PYTHONPATH": str(ROOT),
         "TF_CPP_MIN_LOG_LEVEL": "3",
         **DEVICE_SETTINGS,
-        **({} if ON_GPU else {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}),
-        **({} if cache is None else {"JAX_COMPILATION_CACHE_DIR": str(cache)}),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        **compilation.settings(backend),
         # A rank that waits for too long reports it well before the bound of the test.
         "PHALANX_TIMEOUT": "240",
     }

@@ -54,6 +54,6 @@ def run_scenarios(
         run = ["-m", "phalanx", "run", "--workers", str(world_size), "--backend", backend]
         command = [sys.executable, *run, *module, "job", table, str(folder), *names]
     bound_s = START_BOUND_S + SCENARIO_BOUND_S * len(names)
-    settings = environment(backend, folder.parent / "compiled")
+    settings = environment(backend)
     code, output = finish(command, settings, bound_s=bound_s, start=fork_server.popen)
     return Findings(folder, world_size, f"{output}\nexit code {code}")

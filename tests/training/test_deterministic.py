@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import fork_server
+from tests.support import compilation, fork_server
 from tests.support.backends import BACKENDS
 from tests.support.commands import finish
 from tests.support.programs import environment
@@ -40,9 +40,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
         if key not in made:
             file = tmp_path_factory.mktemp("deterministic") / "found"
             launcher = [] if workers == 1 else ["-m", "phalanx", "run", "--workers", str(workers), "--backend", backend]
-            settings = environment(backend, file.parent / "compiled")
+            settings = environment(backend)
             if models == ALL:  # else compilation is cheap
-                settings.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
+                for variable in compilation.CHEAP:
+                    settings.pop(variable, None)
             command = [sys.executable, *launcher, str(PROGRAM), str(file), str(micro_batches), str(dropout), *models]
             code, output = finish(command, settings, bound_s=BOUND_S, start=fork_server.popen)
             assert code == 0, output[-6000:]

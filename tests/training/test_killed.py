@@ -71,7 +71,7 @@ class Workers:
                 self.processes.append(
                     fork_server.popen(
                         [sys.executable, str(program), str(folder)],
-                        env={**environment(backend, folder / "compiled"), **own, "OMP_NUM_THREADS": "1"},
+                        env={**environment(backend), **own, "OMP_NUM_THREADS": "1"},
                         cwd=ROOT,
                         stdin=subprocess.DEVNULL,
                         stdout=errors,

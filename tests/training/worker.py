@@ -70,7 +70,7 @@ def one_program(kind: str) -> Any:
 
 
 def _run(scenario: Scenario, strategy: Any, folder: Path) -> dict[str, Any]:
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)  # a collection takes longer than most scenarios
     set_random_seed(SEED)
     rank = 0 if strategy is None else strategy.rank
     own, shared = folder / f"{scenario.name}.folder.{rank}", folder / f"{scenario.name}.shared"

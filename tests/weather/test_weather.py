@@ -67,7 +67,7 @@ def run(folder: Path, weather: Weather, *arguments: str, backend: str = FIRST, h
         prefix, variables = network.launcher(folder)
         code, output = finish(
             [*prefix, sys.executable, "-m", "phalanx", "run", "--hosts", network.slots, *arguments],
-            {**environment(backend, folder.parent / "compiled"), **variables},
+            {**environment(backend), **variables},
             bound_s=BOUND_S,
         )
     assert code == 0, output
@@ -90,7 +90,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
         if backend not in found:
             path = tmp_path_factory.mktemp(backend) / "result.json"
             program = [sys.executable, "-m", "tests.weather.program", str(path), "replicas"]
-            code, output = finish(program, environment(backend, path.parent), bound_s=BOUND_S)
+            code, output = finish(program, environment(backend), bound_s=BOUND_S)
             assert code == 0, output
             found[backend] = json.loads(path.read_text())
         return found[backend]
