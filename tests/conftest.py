@@ -10,11 +10,13 @@ import os
 import hypothesis
 import pytest
 
+from phalanx.keras_compat import lazy_imports
 from tests.support import compilation
 from tests.support.backends import FIRST
 
 # The tests themselves use Keras a little, on any backend there is; jobs are told theirs.
 os.environ.setdefault("KERAS_BACKEND", FIRST)
+lazy_imports.install()  # Keras imports scikit-learn, pandas and Matplotlib, which take longer than Keras
 # The process that starts those of pytest-xdist makes the folder that they share.
 os.environ.update(compilation.settings(os.environ["KERAS_BACKEND"]))
 

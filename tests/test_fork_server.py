@@ -24,14 +24,14 @@ BOUND_S = 100.0
 Start = Callable[..., "subprocess.Popen[str]"]
 
 DESCRIBE = """
-import json, os, signal, sys, keras
+import json, os, signal, sys
 names = [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")]
 print(json.dumps({
     "name": __name__, "argv": sys.argv, "orig_argv": sys.orig_argv[1:], "path": sys.path[0], "folder": os.getcwd(),
     "parent": os.getppid(), "session": os.getsid(0) == os.getpid(), "group": os.getpgrp() == os.getpid(),
     "variable": os.environ.get("A_VARIABLE"), "python_path": [p for p in sys.path if "some folder" in p],
     "descriptors": len(names), "threads": len(os.listdir("/proc/self/task")),
-    "backend": keras.backend.backend(), "hook": sys.excepthook is sys.__excepthook__,
+    "backend": os.environ["KERAS_BACKEND"], "hook": sys.excepthook is sys.__excepthook__,
     "handlers": [str(signal.getsignal(n)) for n in range(1, 32)],
     "unbuffered": sys.stdout.write_through, "line_buffered": [sys.stdout.line_buffering, sys.stderr.line_buffering],
 }))
@@ -56,15 +56,16 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 @pytest.mark.parametrize("backend", slow_after_the_first())
 def test_it_finds_what_a_started_one_finds(start: Start, tmp_path: Path, backend: str) -> None:
-    script = tmp_path / "described.py"
-    script.write_text(DESCRIBE)
+    (tmp_path / "described.py").write_text(DESCRIBE)
+    of_keras = f"import keras; assert keras.backend.backend() == {backend!r}"
+    (tmp_path / "with_keras.py").write_text(f"{of_keras}\n{DESCRIBE}")
     options = {
         "variables": {"A_VARIABLE": "value", "PYTHONPATH": os.pathsep.join(["/some folder", str(ROOT)])},
         "cwd": tmp_path,
         "start_new_session": True,
         "backend": backend,
     }
-    for arguments in (["described.py", "a", "b c"], ["-m", "described", "x"], ["-c", DESCRIBE, "-m", "y"]):
+    for arguments in (["with_keras.py", "a", "b c"], ["-m", "described", "x"], ["-c", DESCRIBE, "-m", "y"]):
         forked, started = (ended(start(*arguments, real=real, **options)) for real in (False, True))
         assert forked[0] == started[0] == 0, forked
         found, expected = (json.loads(output.splitlines()[-1]) for _, output in (forked, started))

@@ -9,7 +9,13 @@ from phalanx.data import AutoShardPolicy, distribute_dataset, shard_input, tf_da
 from phalanx.errors import ConfigurationError, UnsupportedError
 from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
 
-tf = pytest.importorskip("tensorflow")
+
+@pytest.fixture(autouse=True, scope="module")
+def _tensorflow():
+    """It takes seconds to import, and would in each process of pytest-xdist, were it imported to collect the tests."""
+    global tf, Policy
+    tf = pytest.importorskip("tensorflow")
+    Policy = tf.data.experimental.AutoShardPolicy
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +26,6 @@ def _no_seed_of_the_program():
 
 X = np.arange(46.0, dtype="float32").reshape(23, 2)
 Y = np.arange(23)
-Policy = tf.data.experimental.AutoShardPolicy
 
 
 def dataset(batch_size=4):
@@ -304,7 +309,7 @@ def test_by_default_files_are_read_as_by_one_process(record_files, pipeline):
     assert sorted(itertools.chain(*(batch[0] for batch in batches))) == sorted(ALL)
 
 
-@pytest.mark.parametrize("policy", [AutoShardPolicy.FILE, Policy.FILE, "file"])
+@pytest.mark.parametrize("policy", [AutoShardPolicy.FILE, "of TensorFlow", "file"])
 def test_the_file_policy_demands_files(record_files, policy):
     policy = Policy.FILE if policy == "of TensorFlow" else policy
     with pytest.raises(ConfigurationError, match="its source is not a list of files"):
