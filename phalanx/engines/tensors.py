@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 
@@ -25,23 +26,25 @@ def same_shape(shape: Shape) -> Shape:
     return shape
 
 
-class Tensors(Protocol):
-    """Converts between a backend's tensors and host arrays, and calls host functions from where tensors live."""
+class Tensors(ABC):
+    """Converts between a backend's tensors and host arrays, and calls host functions from where tensors live.
+
+    What most backends need nothing for does nothing here.
+    """
+
+    distributed_dataset: type[DistributedDataset] = DistributedDataset
+    """The class of this replica's part of a dataset, which compiled functions may be able to iterate."""
 
     @property
     def merges_in_apply(self) -> bool:
         """Whether an `optimizer.apply` inside `strategy.run` can merge its gradients first, at this moment."""
-        ...
+        return True
 
-    @property
-    def distributed_dataset(self) -> type[DistributedDataset]:
-        """The class of this replica's part of a dataset, which compiled functions may be able to iterate."""
-        ...
-
+    @abstractmethod
     def from_host(self, array: Array) -> Any:
         """A tensor with a copy of the values."""
-        ...
 
+    @abstractmethod
     def call(
         self,
         function: HostFunction,
@@ -60,31 +63,28 @@ class Tensors(Protocol):
 
         Returns: the results as tensors.
         """
-        ...
 
     @staticmethod
     def failure_behind(error: BaseException) -> BaseException | None:
         """The error of a host function that the backend has wrapped in this one; None if there is none."""
-        ...
+        return None
 
-    @staticmethod
+    @staticmethod  # noqa: B027 (most trace nothing)
     def trace_apart(key: Callable[[], Hashable | None]) -> None:
         """Trace compiled functions for each value of `key()` apart, where a trace keeps decisions made in Python:
         whether to merge may depend on the key."""
-        ...
 
-    @staticmethod
+    @staticmethod  # noqa: B027 (most have no such functions)
     def count_replicas(contexts: Contexts) -> None:
         """Let the backend's own functions that divide by the number of replicas ask `contexts` for it."""
-        ...
 
     @staticmethod
     def merging_variables(current_parts: Callable[[], ReplicaParts | None]) -> AbstractContextManager[None]:
         """A context in which variables of the backend itself (not Keras's) that are created belong to
         `current_parts()` of then, if there are any."""
-        ...
+        return nullcontext()
 
     def reduce(self, thing: Any) -> Any:
         """What `__reduce_ex__` would return for an object of the backend that the backend itself can't pickle;
         NotImplemented for everything else, including dense tensors."""
-        ...
+        return NotImplemented

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.data import DistributedDataset
 from phalanx.engines.replica.jax.split_step import host_call
-from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
+from phalanx.engines.tensors import Gradient, HostFunction, Shape, Tensors, same_shape
 from phalanx.keras_compat.keras_internals import in_stateless_scope
-from phalanx.keras_compat.merged_variables import ReplicaParts
-from phalanx.keras_compat.tensorflow_replica_count import Contexts
 
 
-class JaxTensors:
+class JaxTensors(Tensors):
     """See `phalanx.engines.tensors.Tensors`."""
-
-    distributed_dataset = DistributedDataset
 
     @property
     def merges_in_apply(self) -> bool:
@@ -52,25 +46,6 @@ class JaxTensors:
                 for i, result in zip(chosen, results, strict=True):
                     found[i] = result
         return found
-
-    @staticmethod
-    def failure_behind(error: BaseException) -> BaseException | None:
-        return None  # errors come as they are
-
-    @staticmethod
-    def trace_apart(key: Callable[[], Hashable | None]) -> None:
-        pass  # compiled functions merge nothing
-
-    @staticmethod
-    def count_replicas(contexts: Contexts) -> None:
-        pass  # it has none
-
-    @staticmethod
-    def merging_variables(current_parts: Callable[[], ReplicaParts | None]) -> AbstractContextManager[None]:
-        return nullcontext()  # it has none of its own
-
-    def reduce(self, thing: Any) -> Any:
-        return NotImplemented
 
 
 def _known(shape: Shape, of_argument: tuple[int, ...]) -> tuple[int, ...]:

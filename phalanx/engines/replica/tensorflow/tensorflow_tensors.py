@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -12,21 +11,22 @@ import tensorflow as tf
 
 from phalanx.engines.replica.tensorflow.graph_iteration import GraphDataset
 from phalanx.engines.replica.tensorflow.host_calls import call_on_host, take_failure
-from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
+from phalanx.engines.tensors import Gradient, HostFunction, Shape, Tensors, same_shape
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat.merged_variables import ReplicaParts
 from phalanx.keras_compat.tensorflow_merged_variables import merging_variables
-from phalanx.keras_compat.tensorflow_replica_count import Contexts, count_replicas
+from phalanx.keras_compat.tensorflow_replica_count import count_replicas
 from phalanx.keras_compat.tensorflow_trace_cache import trace_apart
 
 Array = np.ndarray[Any, Any]
 
 
-class TensorFlowTensors:
+class TensorFlowTensors(Tensors):
     """See `phalanx.engines.tensors.Tensors`."""
 
-    merges_in_apply = True
     distributed_dataset = GraphDataset
+    trace_apart = staticmethod(trace_apart)
+    count_replicas = staticmethod(count_replicas)
+    merging_variables = staticmethod(merging_variables)
 
     def from_host(self, array: Array) -> Any:
         return tf.convert_to_tensor(array)
@@ -91,18 +91,6 @@ class TensorFlowTensors:
         first_line = str(failure).partition("\n")[0]
         named = type(failure).__name__ in str(error) if isinstance(error, tf.errors.OpError) else bool(first_line)
         return failure if named and first_line[:80] in str(error) else None
-
-    @staticmethod
-    def trace_apart(key: Callable[[], Hashable | None]) -> None:
-        trace_apart(key)
-
-    @staticmethod
-    def count_replicas(contexts: Contexts) -> None:
-        count_replicas(contexts)
-
-    @staticmethod
-    def merging_variables(current_parts: Callable[[], ReplicaParts | None]) -> AbstractContextManager[None]:
-        return merging_variables(current_parts)
 
     def reduce(self, thing: Any) -> Any:
         if isinstance(thing, tf.types.experimental.PolymorphicFunction):

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from phalanx.data import DistributedDataset
 from phalanx.engines.replica.torch.host_copies import from_host, to_host
-from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
-from phalanx.keras_compat.merged_variables import ReplicaParts
-from phalanx.keras_compat.tensorflow_replica_count import Contexts
+from phalanx.engines.tensors import Gradient, HostFunction, Shape, Tensors, same_shape
 from phalanx.keras_compat.torch_internals import get_device
 
 Array = np.ndarray[Any, Any]
 
 
-class TorchTensors:
+class TorchTensors(Tensors):
     """See `phalanx.engines.tensors.Tensors`."""
-
-    merges_in_apply = True
-    distributed_dataset = DistributedDataset
 
     def from_host(self, array: Array) -> Any:
         return from_host(np.array(array, copy=True), get_device())
@@ -43,25 +36,6 @@ class TorchTensors:
         if gradient is None:
             return _on_host(function, tensors)
         return list(_Differentiable.apply(function, gradient, *tensors))  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    def failure_behind(error: BaseException) -> BaseException | None:
-        return None  # errors come as they are
-
-    @staticmethod
-    def trace_apart(key: Callable[[], Hashable | None]) -> None:
-        pass  # nothing is traced
-
-    @staticmethod
-    def count_replicas(contexts: Contexts) -> None:
-        pass  # it has none
-
-    @staticmethod
-    def merging_variables(current_parts: Callable[[], ReplicaParts | None]) -> AbstractContextManager[None]:
-        return nullcontext()  # it has none of its own
-
-    def reduce(self, thing: Any) -> Any:
-        return NotImplemented
 
 
 class _Differentiable(torch.autograd.Function):  # type: ignore[misc]
