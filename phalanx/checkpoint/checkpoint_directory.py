@@ -148,6 +148,7 @@ class CheckpointDirectory:
             self.directory.mkdir(parents=True, exist_ok=True)
             with staged(path, lambda file: _write_sealed(file, content, saved_state)) as whole, self.claim.writing():
                 put_in_place(whole, path)
+            with self.claim.writing():  # once more: in a store, the directory may belong to another process by now
                 self._set_aside(path)
                 self._delete_old()
         except OSError as error:

@@ -10,8 +10,10 @@ run supersedes an earlier one; another run takes over from a process that is dea
                itself with `.NAME.owner`. So no file appears there after another process has claimed the directory.
 
 The kernel, or the server of a network file system, releases the locks of a dead process. On a file system without locks
-and in a store (`phalanx.storage`) the owner is compared as well, but a process that stops between comparing and writing
-is not noticed, and a process of another run counts as dead.
+and in a store (`phalanx.storage`) the owner is compared as well, before and after a file is put in its place. A process
+that stops between comparing and writing can still finish that one file when it wakes. Of two processes of a run that
+claim a directory at once, the one with the earlier token may have the last word; the other takes the directory back
+when it writes next. A process of another run counts as dead.
 """
 
 from __future__ import annotations
@@ -128,12 +130,21 @@ class WriteClaim:
         with self._mutex:
             self.acquire()
             with self._record.locked():
-                owner = self._read()
-                if owner is None or owner.process != _process():
-                    self._record.drop()
-                    _lost.add(self._record.path)
-                    raise self._superseded(owner)
+                self._check()
                 yield
+                self._check()  # see the top of the file
+
+    def _check(self) -> None:
+        """Raise SupersededError unless this process has the directory, or it is its turn by the tokens."""
+        owner, me = self._read(), self._me()
+        if owner is not None and owner.process == me.process:
+            return
+        if owner is not None and me.is_of_run(owner) and me.token > owner.token:
+            self._record.take(msgspec.json.encode(me))
+            return
+        self._record.drop()
+        _lost.add(self._record.path)
+        raise self._superseded(owner)
 
     def release(self) -> None:
         """Let others claim the directory. Safe to call twice."""
@@ -174,11 +185,11 @@ class WriteClaim:
             return None
 
     def _superseded(self, owner: Owner | None) -> SupersededError:
-        now = "its claim was deleted" if owner is None else f"it belongs to {owner} now"
+        now = "its claim was deleted or damaged" if owner is None else f"it belongs to {owner} now"
         return SupersededError(
-            f"This process may no longer write to {self.directory}: {now}. It has written nothing since then, and "
-            f"stops. If it was cut off from its job, the job continues without it, and you need not do anything. If "
-            f"two jobs were given this directory, give each its own."
+            f"This process may no longer write to {self.directory}: {now}. Since then, it has at most finished the "
+            f"file that it was writing, and it stops. If it was cut off from its job, the job continues without it, "
+            f"and you need not do anything. If two jobs were given this directory, give each its own."
         )
 
 

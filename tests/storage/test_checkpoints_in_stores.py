@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import phalanx
+from phalanx.checkpoint import checkpoint_directory
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
 from phalanx.errors import SupersededError
 from phalanx.evaluator import sidecar_evaluator
@@ -19,6 +21,7 @@ from phalanx.evaluator.checkpoint_watcher import DELIVERY_TIMEOUT_S, CheckpointW
 from phalanx.runtime import write_claim
 from phalanx.runtime.write_claim import Owner, WriteClaim
 from phalanx.storage.files import list_names, write_file
+from phalanx.storage.paths import StoragePath
 from phalanx.storage.remote_path import RemotePath
 from tests.supervisor.models import STEPS, make_data, make_model
 
@@ -89,6 +92,54 @@ def test_of_one_run_the_later_attempt_owns_a_directory(
     else:
         claim.acquire()
         claim.release()
+
+
+def put_owner(store: RemotePath, attempt: int) -> None:
+    """As another process of the run does, which claims the directory in this moment."""
+    write_file(store / ".fit0.owner", msgspec.json.encode(Owner("run", attempt, 0, "another", "elsewhere", 7)))
+
+
+def test_of_two_that_claim_a_directory_at_once_the_later_attempt_has_it(
+    memory: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both find it free, and the earlier one writes its claim last. No store has a lock against that."""
+    monkeypatch.setattr(write_claim, "run_of_job", lambda: ("run", 1))
+    claim = WriteClaim(memory, "fit0")
+    claim.acquire()
+    put_owner(memory, attempt=0)
+    with claim.writing():
+        pass
+    owner = msgspec.json.decode((memory / ".fit0.owner").read_bytes(), type=Owner)
+    assert (owner.attempt, owner.pid) == (1, os.getpid()), "the other one stops before it writes again"
+
+
+def test_a_writer_that_wakes_in_the_middle_of_a_save_does_no_more_than_finish_its_file(
+    memory: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_claim, "run_of_job", lambda: ("run", 1))
+    late, ahead = CheckpointDirectory(memory, basename="fit0", keep=1), CheckpointDirectory(memory, basename="fit0")
+    ahead.save(make_model(), 7)
+    ahead.save(make_model(), 8)
+    put_in_place = checkpoint_directory.put_in_place
+
+    def stop_and_wake(staging: StoragePath, path: StoragePath) -> None:
+        put_in_place(staging, path)
+        put_owner(memory, attempt=2)
+
+    monkeypatch.setattr(checkpoint_directory, "put_in_place", stop_and_wake)
+    with pytest.raises(SupersededError, match="has at most finished the file"):
+        late.save(make_model(), 6)
+    kept = [f"fit0-00000000{step}.weights.h5" for step in (6, 7, 8)]
+    assert names(memory) == kept, "it has set aside or deleted what others had written"
+
+
+@pytest.mark.parametrize("content", [b"", b'{"run": "ru', b"\xff"], ids=["empty", "truncated", "garbled"])
+def test_a_writer_whose_claim_is_damaged_stops(memory: RemotePath, content: bytes) -> None:
+    claim = WriteClaim(memory, "fit0")
+    claim.acquire()
+    write_file(memory / ".fit0.owner", content)
+    with pytest.raises(SupersededError, match="deleted or damaged"), claim.writing():
+        pytest.fail("it may belong to another process now")
 
 
 def test_fit_resumes_from_a_store(store: RemotePath) -> None:
