@@ -46,7 +46,13 @@ async def _serve(
 ) -> None:
     dashboard = Dashboard(hub, token=token, port=listener.getsockname()[1], control=control)
     config = uvicorn.Config(
-        dashboard.app(), log_level="error", access_log=False, lifespan="on", timeout_graceful_shutdown=2, ws="none"
+        dashboard.app(),
+        log_level="error",
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=2,
+        http="h11",  # httptools, which uvicorn prefers, has no bound for the head of a request
+        ws="none",
     )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve([listener]))

@@ -10,7 +10,9 @@ from phalanx.launcher.machine import Machine, as_gib, describe_quota
 from phalanx.launcher.worker_environment import FORWARDED_PREFIXES
 
 _OTHERS = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "NO_COLOR", "PYTHONPATH")
-_SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|API_KEY", re.IGNORECASE)
+_SECRET = re.compile(r"SECRET|TOKEN|PASSW|PASSPHRASE|CREDENTIAL|(API|ACCESS|PRIVATE)_KEY", re.IGNORECASE)
+# In a URL, and of `sshpass` in PHALANX_SSH.
+_PASSWORD = re.compile(r"(?<=//)[^/@\s]+(?=@)|(?<=\bsshpass -p)\s*\S+")
 HIDDEN = "(set, hidden)"
 
 
@@ -34,7 +36,7 @@ def render(machine: Machine, environment: Mapping[str, str]) -> str:
 def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that Phalanx, Keras and the backends read, by name, with the values of secrets hidden."""
     names = sorted(name for name in environment if name.startswith(FORWARDED_PREFIXES) or name in _OTHERS)
-    return {name: HIDDEN if _SECRET.search(name) else environment[name] for name in names}
+    return {name: HIDDEN if _SECRET.search(name) else _PASSWORD.sub("(hidden)", environment[name]) for name in names}
 
 
 def _shared(machine: Machine) -> str:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from phalanx.config.environment_variables import (
+    DASHBOARD_TOKEN,
     ELASTIC_COORDINATOR,
     HOROVOD_CROSS_RANK,
     HOROVOD_CROSS_SIZE,
@@ -152,5 +153,5 @@ def forwarded(base: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in base.items()
-        if (name.startswith(FORWARDED_PREFIXES) or name in FORWARDED) and name not in (HOST_ID, SECRET)
+        if (name.startswith(FORWARDED_PREFIXES) or name in FORWARDED) and name not in (DASHBOARD_TOKEN, HOST_ID, SECRET)
     }

@@ -46,6 +46,21 @@ def test_a_report_of_a_bug_has_versions_the_machine_and_no_secret() -> None:
     }
 
 
+def test_no_password_in_a_value_is_in_the_report() -> None:
+    environment = {
+        "PHALANX_SSH": "sshpass -p hunter2 ssh",
+        "KERAS_HOME": "https://me:hunter2@files.example/keras",
+        "TF_PASSWD": "hunter2",
+        "JAX_ACCESS_KEY": "hunter2",
+    }
+    assert shown_variables(environment) == {
+        "JAX_ACCESS_KEY": "(set, hidden)",
+        "KERAS_HOME": "https://(hidden)@files.example/keras",
+        "PHALANX_SSH": "sshpass -p(hidden) ssh",
+        "TF_PASSWD": "(set, hidden)",
+    }
+
+
 def test_the_command_describes_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_SECRET", "hidden from all")
     done = CliRunner().invoke(cli, ["env"])

@@ -74,6 +74,7 @@ def test_other_hosts_get_the_settings_but_not_what_describes_this_host() -> None
         "PHALANX_TIMEOUT": "5",
         "PHALANX_HOST_ID": "me",
         "PHALANX_SECRET": "user's",
+        "PHALANX_DASHBOARD_TOKEN": "of a page of this host",
         "CUDA_VISIBLE_DEVICES": "0",
         "HOME": "/home/me",
         "PATH": "/bin",
