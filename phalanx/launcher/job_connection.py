@@ -1,14 +1,17 @@
 """Asks the launcher of a running job: for its state, or to do something with it.
 
-The launcher answers on a Unix socket in this user's folder of jobs. The kernel tells it whose process asks, so no
-secret is needed, and none is stored. A connection carries one request and one answer, a line of JSON each.
+The launcher answers on a Unix socket in this user's folder of jobs. The kernel tells both ends whose process the other
+one is, so no secret is needed, and none is stored. A connection carries one request and one answer, each a line of
+JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,6 +74,8 @@ def send_request(path: Path, request: ControlRequest) -> ControlAnswer:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, short_name(path) as name:
             connection.settimeout(ANSWER_S)
             connection.connect(name)
+            if not is_of_this_user(connection):
+                raise PermissionError(errno.EPERM, "its socket belongs to another user", str(path))
             connection.sendall(msgspec.json.encode(request) + b"\n")
             content = b"".join(iter(lambda: connection.recv(1 << 16), b""))
         answer = decode_json(content, ControlAnswer)
@@ -79,6 +84,19 @@ def send_request(path: Path, request: ControlRequest) -> ControlAnswer:
     if answer.refusal:
         raise ConfigurationError(answer.refusal)
     return answer
+
+
+def is_of_this_user(connection: socket.socket) -> bool:
+    """Whether a process of this user, or of root, is at the other end. Elsewhere than on Linux the permissions of the
+    socket say so.
+
+    Source: unix(7), SO_PEERCRED.
+    """
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return uid in (os.getuid(), 0)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 import threading
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +13,13 @@ from typing import Protocol
 import msgspec
 
 from phalanx.errors import ConfigurationError, FrameError
-from phalanx.launcher.job_connection import MAX_REQUEST_BYTES, ControlAnswer, ControlRequest, short_name
+from phalanx.launcher.job_connection import (
+    MAX_REQUEST_BYTES,
+    ControlAnswer,
+    ControlRequest,
+    is_of_this_user,
+    short_name,
+)
 from phalanx.launcher.job_recorder import JobRecorder
 from phalanx.monitoring.job_view import ACTIONS, why_not
 from phalanx.transport.decoding import decode_json
@@ -85,7 +90,7 @@ class JobControl:
                 return
             with connection, contextlib.suppress(OSError):  # the client is gone or slow, which is its own affair
                 connection.settimeout(REQUEST_S)
-                if _is_this_user(connection):
+                if is_of_this_user(connection):
                     connection.sendall(self._answer(_read_line(connection)))
 
     def _answer(self, line: bytes) -> bytes:
@@ -137,16 +142,3 @@ def _read_line(connection: socket.socket) -> bytes:
             break
         content += data
     return content
-
-
-def _is_this_user(connection: socket.socket) -> bool:
-    """Whether a process of this user, or of root, is at the other end. Elsewhere than on Linux the permissions of the
-    socket say so.
-
-    Source: unix(7), SO_PEERCRED.
-    """
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return uid in (os.getuid(), 0)

@@ -7,8 +7,10 @@ PID namespace can tell whether it is alive, and reach its socket.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,9 @@ from phalanx.config.environment_variables import JOBS_DIRECTORY
 from phalanx.errors import FrameError
 from phalanx.runtime.host_identity import host_identity
 from phalanx.transport.decoding import decode_json
+
+MAX_ENTRY_BYTES = 1 << 20
+"""A command line may be long."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ def running() -> list[RegisteredJob]:
     found = []
     for path in sorted(_files()):
         try:
-            entry = decode_json(path.read_bytes(), RegisteredJob)
+            entry = decode_json(_read(path), RegisteredJob)
         except (OSError, FrameError):
             continue  # gone, being written, or of another version
         if not entry.is_here or _lives(entry):
@@ -99,6 +104,18 @@ def running() -> list[RegisteredJob]:
                 with contextlib.suppress(OSError):
                     left.unlink()
     return found
+
+
+def _read(path: Path) -> bytes:
+    """The content of a file. In a folder that others may write to, a pipe would be waited for, and a link could lead to
+    a device without end.
+
+    Raises: OSError.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "This is no file", str(path))
+        return file.read(MAX_ENTRY_BYTES)
 
 
 def _files() -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,15 @@ def test_what_is_no_entry_is_left_alone(folder: Path) -> None:
         change(folder / "job.json", pid="1")
         assert running() == []
         assert (folder / "job.json").exists()
+
+
+@pytest.mark.timeout(60)
+def test_what_others_put_into_a_shared_folder_is_not_followed(folder: Path) -> None:
+    os.mkfifo(folder / "pipe.json")
+    (folder / "endless.json").symlink_to("/dev/zero")
+    with registered("job", ["train.py"]):
+        (folder / "link.json").symlink_to(folder / "job.json")
+        assert [entry.job for entry in running()] == ["job"]
 
 
 def test_who_has_no_home_has_no_jobs(monkeypatch: pytest.MonkeyPatch) -> None:

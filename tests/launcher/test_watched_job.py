@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import threading
@@ -98,6 +99,20 @@ def test_a_launcher_that_is_gone_is_noticed(path: Path) -> None:
     assert follower.is_gone
     with pytest.raises(LinkClosedError, match="does not answer"):
         send_request(path, ControlRequest())
+
+
+def test_a_socket_of_another_user_is_asked_nothing(path: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root may act as another user")
+    with socket.socket(socket.AF_UNIX) as theirs, short_name(path) as name:
+        theirs.bind(name)
+        os.seteuid(65534)
+        try:
+            theirs.listen()
+        finally:
+            os.seteuid(0)
+        with pytest.raises(LinkClosedError, match="belongs to another user"):
+            send_request(path, ControlRequest())
 
 
 def test_what_is_asked_for_is_done_or_refused(path: Path, watched: tuple[JobRecorder, Job, JobControl]) -> None:
