@@ -8,7 +8,6 @@ Every rank runs every test, on the same random numbers. `tests.differential.kera
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import keras
 import pytest
 
 from tests.differential.keras_tests import PLAIN
+from tests.support.outcomes import OutcomeWriter
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,26 +30,17 @@ def pytest_configure(config: pytest.Config) -> None:
         import phalanx
 
         strategy = phalanx.MultiWorkerMirroredStrategy()
-    config.pluginmanager.register(_Session(config.getoption("outcomes"), strategy))
+    name = f"{PLAIN if strategy is None else strategy.rank}.json"
+    config.pluginmanager.register(OutcomeWriter(config.getoption("outcomes") / name))
+    config.pluginmanager.register(_Session(strategy))
 
 
 class _Session:
-    def __init__(self, folder: Path, strategy: Any) -> None:
+    def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        self._path = folder / f"{PLAIN if strategy is None else strategy.rank}.json"
-        self._outcomes: dict[str, str] = {}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> Generator[None, None, None]:
         keras.utils.set_random_seed(1)  # some tests draw their data, and every rank must train on the same
         with contextlib.nullcontext() if self._strategy is None else self._strategy.scope():
             yield
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """The outcome: "passed", "skipped", or the last line of the error."""
-        if report.when == "call" or not report.passed:
-            error = str(getattr(getattr(report.longrepr, "reprcrash", None), "message", report.longrepr))
-            self._outcomes[report.nodeid.rpartition("::")[2]] = error if report.failed else report.outcome
-
-    def pytest_sessionfinish(self) -> None:
-        self._path.write_text(json.dumps(self._outcomes))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from tests.differential.run import ENVIRONMENT
 from tests.support import compilation
+from tests.support.outcomes import Outcomes, are_as_listed, count, read
 
 PLAIN = "plain"
 """Stands for a rank where there is no strategy."""
@@ -35,9 +35,6 @@ NOT_ON_REPLICAS: dict[str, dict[str, str]] = {
 }
 """By backend: patterns of tests that fail with several replicas, and why; as in `docs/concepts/numbers.md`."""
 
-Outcomes = dict[str, str]
-"""By test: "passed", "skipped" or the error."""
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(
@@ -49,23 +46,19 @@ def main() -> int:
     options, of_pytest = parser.parse_known_args()
     folder = Path(tempfile.mkdtemp(prefix="keras-tests-"))
     plain = _run(options.backend, 0, options.tests, of_pytest, folder)[PLAIN]
-    print(f"{options.backend}, plain Keras: {_counts(plain)}", flush=True)
+    print(f"{options.backend}, plain Keras: {count(plain)}", flush=True)
     is_good = bool(plain)
     for workers in options.workers:
         ranks = _run(options.backend, workers, options.tests, of_pytest, folder)
         failed = {name: error for name in plain if (error := _error(name, plain, ranks))}
-        print(f"{options.backend}, {workers} workers: {_counts(ranks['0'])}", flush=True)
+        print(f"{options.backend}, {workers} workers: {count(ranks['0'])}", flush=True)
         listed = NOT_ON_REPLICAS[options.backend] if workers > 1 else {}
         expected = {
             name
             for name, outcome in plain.items()
             if outcome == "passed" and any(fnmatch.fnmatchcase(name, pattern) for pattern in listed)
         }
-        for name, error in failed.items():
-            print(f"  {'expected' if name in expected else 'FAILED'}: {name}: {error.strip().splitlines()[0][:300]}")
-        for name in expected - set(failed):
-            print(f"  PASSED, though it is listed: {name}")
-        is_good &= set(failed) == expected
+        is_good &= are_as_listed(failed, expected)
     print(f"all output is in {folder}")
     return 0 if is_good else 1
 
@@ -78,24 +71,17 @@ def _run(backend: str, workers: int, tests: str, of_pytest: list[str], folder: P
     command = [sys.executable, *job, "-m", "pytest", "-p", "tests.differential.in_scope", f"--outcomes={written}"]
     command += ["-o", "addopts=", "-p", "no:cacheprovider", *([] if workers else ["--plain"])]
     command += [*([] if tests.endswith(".py") else ["--pyargs"]), tests, *of_pytest]
-    with (folder / f"{workers}.log").open("w") as log:
+    log = folder / f"{workers}.log"
+    with log.open("w") as output:
         variables = {**os.environ, **ENVIRONMENT, **compilation.cheap(backend), "KERAS_BACKEND": backend}
-        subprocess.run(command, env=variables, stdout=log, stderr=log, check=False)
-    found = {file.stem: json.loads(file.read_text()) for file in written.glob("*.json")}
-    if missing := {str(rank) for rank in range(workers)} - set(found):
-        sys.exit(f"ranks {sorted(missing)} did not finish:\n{(folder / f'{workers}.log').read_text()[-3000:]}")
-    return found
+        subprocess.run(command, env=variables, stdout=output, stderr=output, check=False)
+    return read(written, map(str, range(workers)), log)
 
 
 def _error(name: str, plain: Outcomes, ranks: dict[str, Outcomes]) -> str:
     """Why a test that passes in plain Keras does not pass on a rank."""
     errors = [outcomes.get(name, "did not run") for outcomes in ranks.values()]
     return next((error for error in errors if error != "passed"), "") if plain[name] == "passed" else ""
-
-
-def _counts(outcomes: Outcomes) -> str:
-    passed, skipped = (list(outcomes.values()).count(kind) for kind in ("passed", "skipped"))
-    return f"{passed} passed, {skipped} skipped, {len(outcomes) - passed - skipped} failed"
 
 
 if __name__ == "__main__":

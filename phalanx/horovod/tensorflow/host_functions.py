@@ -81,8 +81,7 @@ def call_host_once(
 
     Raises: UnsupportedError when the result is differentiated; in a graph, an error of TensorFlow's with this text.
     """
-    # TensorFlow lets a program begin with gradients of another dtype than the results have.
-    flowing = [tf.cast(tf.convert_to_tensor(each), dtype) for each, (dtype, _) in zip(flowing, like, strict=True)]
+    flowing = cast_like(flowing, like)
 
     def refuse(*upstream: Any) -> list[Any]:
         if tf.executing_eagerly():
@@ -100,6 +99,16 @@ def call_host_once(
         return call_host(function, [*upstream, *others], like), refuse
 
     return list(returned(*flowing))
+
+
+def cast_like(gradients: Sequence[Any], like: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """The gradients of results. TensorFlow lets a program begin with those of another dtype than the results have.
+
+    Args:
+        gradients: tensors.
+        like: dtype and static shape of each result.
+    """
+    return [tf.cast(tf.convert_to_tensor(each), dtype) for each, (dtype, _) in zip(gradients, like, strict=True)]
 
 
 def name_in_graph(kind: str) -> str | None:

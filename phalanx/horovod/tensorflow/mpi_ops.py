@@ -24,7 +24,7 @@ from phalanx.horovod.framework_bindings import make_function
 from phalanx.horovod.operation_request import Array, OperationKind
 from phalanx.horovod.operations import Arguments, Average, Sum, barrier, join
 from phalanx.horovod.tensorflow.compression import Compression
-from phalanx.horovod.tensorflow.host_functions import call_host, call_host_once, name_in_graph
+from phalanx.horovod.tensorflow.host_functions import call_host, call_host_once, cast_like, name_in_graph
 from phalanx.horovod.tensorflow.session_calls import is_for_session
 
 Around = Callable[[Callable[[], Any]], Any]
@@ -33,7 +33,12 @@ Around = Callable[[Callable[[], Any]], Any]
 def _differentiable(kind: OperationKind, tensors: Sequence[Any], arguments: Arguments, around: Around) -> list[Any]:
     """The results of a collective of dense tensors, with a gradient."""
     arguments = msgspec.structs.replace(arguments, name=arguments.name or name_in_graph(kind.value))
-    of_gradient = arguments.for_gradient()
+
+    def of_gradient() -> Arguments:
+        called = arguments.for_gradient()
+        # A graph for a session may hold several gradients of one collective, which run at once.
+        return msgspec.structs.replace(called, name=name_in_graph(str(called.name))) if is_for_session() else called
+
     # Splits may be known only when the graph runs, so they are an input of the host function.
     splits = [] if arguments.splits is None else [tf.convert_to_tensor(arguments.splits)]
 
@@ -47,17 +52,11 @@ def _differentiable(kind: OperationKind, tensors: Sequence[Any], arguments: Argu
     if kind is OperationKind.ALLREDUCE:
         like = [(each.dtype, each.shape) for each in tensors]
 
-        def back(arrays: list[Array]) -> Any:
-            return operations.gradient(kind, arrays, of_gradient)
+        def back(*upstream: Any) -> list[Any]:
+            called = of_gradient()
+            return call_host(lambda arrays: operations.gradient(kind, arrays, called), cast_like(upstream, like), like)
 
-        reduce = linear(
-            lambda *inputs: call_host(forward, inputs, like), lambda *upstream: call_host(back, upstream, like)
-        )
-        return list(reduce(*tensors))
-
-    def backward(arrays: list[Array]) -> Any:
-        *gradients, rows = arrays
-        return operations.gradient(kind, gradients, of_gradient, [int(each) for each in rows])
+        return list(linear(lambda *inputs: call_host(forward, inputs, like), back)(*tensors))
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def collective(*inputs: Any) -> Any:
@@ -67,6 +66,12 @@ def _differentiable(kind: OperationKind, tensors: Sequence[Any], arguments: Argu
         )
 
         def gradient(*upstream: Any) -> Any:
+            called = of_gradient()
+
+            def backward(arrays: list[Array]) -> Any:
+                *gradients, rows = arrays
+                return operations.gradient(kind, gradients, called, [int(each) for each in rows])
+
             if counts:
                 rows = results[1]
             elif kind is OperationKind.ALLGATHER:

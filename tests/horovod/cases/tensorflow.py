@@ -127,6 +127,23 @@ def check_gradients_of_collectives() -> None:
         gradient(lambda x: hvd.allreduce(x, op=hvd.Max))
 
 
+def check_gradients_in_a_session() -> None:
+    """Those of two results are two operations of one graph, and may begin in another dtype than the results have."""
+    size = hvd.size()
+    with tf.Graph().as_default(), v1.Session() as session:
+        fed = v1.placeholder(tf.float64, [size])
+        for collective, expected in (
+            (lambda tensors: hvd.grouped_allreduce(tensors, op=hvd.Sum, name="same"), size),
+            (hvd.grouped_allgather, 1),
+            (lambda tensors: hvd.grouped_reducescatter(tensors, op=hvd.Sum), size),
+        ):
+            results = collective([fed, fed * 2])
+            starts = [tf.ones(tf.shape(result), tf.float32) for result in results]
+            gradients = [tf.gradients(*each)[0] for each in zip(results, [fed, fed], starts, strict=True)]
+            found = session.run(gradients, {fed: np.ones(size)})
+            np.testing.assert_array_equal(found, [[expected] * size, [2 * expected] * size])
+
+
 def check_gradients_of_gradients() -> None:
     rank, size = hvd.rank(), hvd.size()
 
