@@ -144,11 +144,30 @@ class _ReducingTape:
         """Do not reduce the gradients of this variable."""
         self._hvd_local.add(id(tensorflow_variable(source)))
 
-    def gradient(self, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any) -> Any:
-        """See `tf.GradientTape.gradient`."""
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """See `tf.GradientTape.gradient`; `use_generic_names` is ignored."""
         gradients = super().gradient(target, sources, output_gradients, **kwargs)  # type: ignore[misc]
         flat = tf.nest.flatten(gradients)
-        identities = [id(tensorflow_variable(source)) for source in tf.nest.flatten(sources)]
-        local = {index for index, identity in enumerate(identities) if identity in self._hvd_local}
+        local = {index for index, source in enumerate(tf.nest.flatten(sources)) if self._hvd_is_local(source)}
         reduced = reduce_shared(flat, local, self._hvd_reduction, scales_local=self._hvd_scales_local)
         return tf.nest.pack_sequence_as(gradients, reduced)
+
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Sequence[Any], output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[Any], list[Any]]:
+        """Pairs of a source and its gradient: first those that are not reduced, then the others. See `gradient`."""
+        local: list[Any] = []
+        reduced: list[Any] = []
+        for pair in zip(sources, self.gradient(target, sources, output_gradients), strict=True):
+            (local if self._hvd_is_local(pair[0]) else reduced).append(pair)
+        return local, reduced
+
+    def _hvd_is_local(self, source: Any) -> bool:
+        return id(tensorflow_variable(source)) in self._hvd_local

@@ -330,10 +330,13 @@ def check_gradients_of_local_layers_are_not_merged() -> None:
     layer.build((None, 2))
     shared = tf.Variable([1.0, 1.0])
     for scale, expected in ((True, (rank + 1.0) / size), (False, rank + 1.0)):
-        with tf.GradientTape() as tape:
+        with tf.GradientTape(persistent=True) as tape:
             loss = tf.reduce_sum(layer(tf.fill([1, 2], rank + 1.0))) + (rank + 1.0) * tf.reduce_sum(shared)
         tape = hvd.PartialDistributedGradientTape(tape, local_layers=layer, scale_local_gradients=scale)
         own, merged = tape.gradient(loss, [layer.kernel.value, shared])
+        (pair,), others = tape.get_local_and_global_gradients(loss, [shared, layer.kernel.value])
+        assert pair[0] is layer.kernel.value
+        np.testing.assert_array_equal([pair[1], others[0][1][:, None]], [own, merged[:, None]])
         np.testing.assert_allclose(own, np.full((2, 1), expected), rtol=1e-6)
         np.testing.assert_allclose(merged, np.full(2, (size + 1) / 2), rtol=1e-6)
 
