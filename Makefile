@@ -17,7 +17,7 @@ PACKAGE_torch := torch==2.13.0
 # them out.
 TESTED_WITH_jax := optax orbax-checkpoint
 
-.PHONY: pictures demo test test-slow test-lowest test-cloud gpu-check chaos differential keras-tests lint docs dist bench bench-servers bench-recovery bench-peers clean
+.PHONY: pictures demo test test-slow test-lowest test-cloud gpu-check chaos differential keras-tests horovod-tests lint docs dist bench bench-servers bench-recovery bench-peers clean
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -85,6 +85,11 @@ differential: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
 # Keras's own tests on replicas: make keras-tests ARGS="--backend torch --workers 2"
 keras-tests: $(addprefix $(VENV)/.backend-,$(BACKENDS)) $(VENV)/.test
 	$(PY) -m tests.differential.keras_tests $(ARGS)
+
+# Horovod's own tests on two processes, from a repository or a path: make horovod-tests ARGS="--source ../horovod test_torch"
+horovod-tests: $(VENV)/.backend-tensorflow $(VENV)/.backend-torch $(VENV)/.test
+	$(PIP) --group horovod
+	$(PY) -m tests.horovod.original_tests $(ARGS)
 
 lint: .venv-lint/.installed
 	.venv-lint/bin/ruff check .
