@@ -33,12 +33,6 @@ Around = Callable[[Callable[[], Any]], Any]
 def _differentiable(kind: OperationKind, tensors: Sequence[Any], arguments: Arguments, around: Around) -> list[Any]:
     """The results of a collective of dense tensors, with a gradient."""
     arguments = msgspec.structs.replace(arguments, name=arguments.name or name_in_graph(kind.value))
-
-    def of_gradient() -> Arguments:
-        called = arguments.for_gradient()
-        # A graph for a session may hold several gradients of one collective, which run at once.
-        return msgspec.structs.replace(called, name=name_in_graph(str(called.name))) if is_for_session() else called
-
     # Splits may be known only when the graph runs, so they are an input of the host function.
     splits = [] if arguments.splits is None else [tf.convert_to_tensor(arguments.splits)]
 
@@ -53,7 +47,7 @@ def _differentiable(kind: OperationKind, tensors: Sequence[Any], arguments: Argu
         like = [(each.dtype, each.shape) for each in tensors]
 
         def back(*upstream: Any) -> list[Any]:
-            called = of_gradient()
+            called = _for_gradient(arguments)
             return call_host(lambda arrays: operations.gradient(kind, arrays, called), cast_like(upstream, like), like)
 
         return list(linear(lambda *inputs: call_host(forward, inputs, like), back)(*tensors))
@@ -66,7 +60,7 @@ def _differentiable(kind: OperationKind, tensors: Sequence[Any], arguments: Argu
         )
 
         def gradient(*upstream: Any) -> Any:
-            called = of_gradient()
+            called = _for_gradient(arguments)
 
             def backward(arrays: list[Array]) -> Any:
                 *gradients, rows = arrays
@@ -85,6 +79,13 @@ def _differentiable(kind: OperationKind, tensors: Sequence[Any], arguments: Argu
         return results, gradient
 
     return list(collective(*tensors))
+
+
+def _for_gradient(arguments: Arguments) -> Arguments:
+    """The arguments of the operation that computes the gradient of a collective."""
+    called = arguments.for_gradient()
+    # A graph for a session may hold several gradients of one collective, which run at once.
+    return msgspec.structs.replace(called, name=name_in_graph(str(called.name))) if is_for_session() else called
 
 
 def _result_shape(kind: OperationKind, tensor: Any) -> Any:
