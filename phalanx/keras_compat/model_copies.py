@@ -138,6 +138,12 @@ def copy_of(layer: Any) -> LayerCopy:
 
     Raises: UnsupportedError if Keras cannot describe it.
     """
+    for part in layer._flatten_layers():
+        if type(part) is keras.layers.Layer and part.variables:
+            raise UnsupportedError(
+                f"{part.name!r} is a plain Layer that has been given weights from outside, so it cannot be made again "
+                f"in other processes. Write a class that adds them in its __init__ or build."
+            )
     construction = vars(layer).get(_CONSTRUCTION)
     is_recorded = construction is not None and "get_config" not in _own_methods(layer)
     config = {} if is_recorded else _config(layer)

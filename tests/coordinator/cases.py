@@ -36,6 +36,12 @@ def data() -> tuple[Any, Any]:
     return x, np.argmax(x[:, :CLASSES], axis=1).astype("int32")
 
 
+class Counter(keras.layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+
+
 class World:
     """What the program made in scope, on every task alike."""
 
@@ -55,8 +61,7 @@ class World:
             self.normalize = keras.layers.BatchNormalization(center=False, scale=False)
             self.normalize.build((None, FEATURES))
             self.drop = keras.layers.Dropout(0.5)
-            self.counter = keras.layers.Layer()
-            self.counter.count = self.counter.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+            self.counter = Counter()
 
 
 def steps_of(world: World) -> Callable[..., float]:
@@ -463,6 +468,8 @@ def made_later(coordinator: ClusterCoordinator, world: World) -> Any:
     with coordinator.strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")])
         mean = keras.metrics.Mean()
+        words = keras.layers.StringLookup()
+    words.adapt(np.array([["red"], ["blue"], ["red"]]))
     weights = model.layers[-1].kernel
 
     def function() -> tuple[float, bool, bool]:
@@ -474,7 +481,8 @@ def made_later(coordinator: ClusterCoordinator, world: World) -> Any:
     coordinator.join()
     model.layers[-1].kernel.assign(keras.ops.full((2, 1), 3.0))
     changed = coordinator.schedule(function).fetch()
-    return {"values": values, "changed": changed, "mean": float(mean.result())}
+    numbers = coordinator.schedule(lambda: keras.ops.convert_to_numpy(words(np.array([["blue"], ["red"]])))).fetch()
+    return {"values": values, "changed": changed, "mean": float(mean.result()), "numbers": numbers.tolist()}
 
 
 CASES: dict[str, Callable[[ClusterCoordinator, World], Any]] = {

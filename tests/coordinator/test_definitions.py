@@ -128,6 +128,10 @@ def test_what_cannot_travel_is_named() -> None:
         def get_config(self) -> dict[str, Any]:
             return {"generator": self.generator}
 
+    plain = keras.layers.Layer(name="plain")
+    plain.add_weight(shape=())
+    with pytest.raises(UnsupportedError, match="'plain' is a plain Layer"):
+        Scope(plain).arrived(plain)
     metric = Metric(number for number in range(3))
     with pytest.raises(UnsupportedError, match=r"The Metric .* cannot travel .*generator"):
         Scope(metric).arrived(metric)

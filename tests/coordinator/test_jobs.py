@@ -188,6 +188,7 @@ def test_workers_without_a_program_get_what_is_made_later(found: Found, backend:
     assert result["values"] == [(2.0, True, False)] * 4
     assert result["changed"] == (6.0, True, False)
     assert result["mean"] == 3.0
+    assert result["numbers"] == [[2], [1]], "what a layer has learned by adapt"
 
 
 @pytest.mark.slow
