@@ -22,7 +22,8 @@ from phalanx.engines.tensors import Tensors
 from phalanx.errors import PhalanxError, UnsupportedError
 from phalanx.keras_compat.model_copies import LayerCopy, copy_of
 from phalanx.keras_compat.model_state import optimizers
-from phalanx.training.call_pickling import CallPickler
+from phalanx.runtime.pickling import dumps_referring, refusing
+from phalanx.training.call_pickling import of_call
 from phalanx.training.remote_variables import to_host
 from phalanx.training.scope_registry import KINDS, ScopedName, ScopeRegistry
 
@@ -177,24 +178,20 @@ class OutgoingDefinitions:
             return "made", *name
 
         what = f"The {type(made).__name__} {getattr(made, 'name', '')!r}"
-        try:
+        with refusing(
+            f"{what} cannot travel to workers that run no program of their own",
+            "Give its class a get_config() (see keras.saving), or run the same program on all tasks.",
+        ):
             made_from = copy_of(made) if isinstance(made, keras.layers.Layer) else made
             unbuilt = made_from.unbuilt() if isinstance(made_from, LayerCopy) else made_from
             digest = hashlib.blake2b(self._pickled(unbuilt, refer), digest_size=16).digest()
             state = state_of(made)
             paths = [variable.path for variable in (*trained_by_servers(made), *state)]
             content = self._pickled(Definition(made_from, [to_host(v) for v in state], paths), refer)
-        except PhalanxError as error:
-            raise type(error)(f"{what} cannot travel to workers that run no program of their own: {error}") from error
-        except Exception as error:  # whatever the pickling code of some class raises
-            raise UnsupportedError(
-                f"{what} cannot travel to workers that run no program of their own: {str(error).rstrip('.')}. Give its "
-                f"class a get_config() (see keras.saving), or run the same program on all tasks."
-            ) from error
         packed[root] = digest, content
 
     def _pickled(self, thing: Any, refer: Any) -> bytes:
-        return CallPickler(self._tensors, refer, with_weights=False).pickled(thing)
+        return dumps_referring(thing, refer, of_call(self._tensors, with_weights=False))
 
 
 def _fail(error: PhalanxError) -> NoReturn:

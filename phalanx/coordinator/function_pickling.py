@@ -7,9 +7,6 @@ host arrays. Everything else travels by value (cloudpickle: also functions and c
 
 from __future__ import annotations
 
-import copyreg
-import io
-import pickle
 from collections.abc import Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Protocol
@@ -17,8 +14,9 @@ from typing import Any, Protocol
 import keras
 
 from phalanx.engines.tensors import Tensors
-from phalanx.errors import PhalanxError, UnsupportedError
-from phalanx.runtime.pickling import Pickler
+from phalanx.errors import UnsupportedError
+from phalanx.runtime.pickling import dumps_referring, loads_referring, refusing
+from phalanx.training.call_pickling import by_value
 from phalanx.training.scope_registry import KINDS, ScopedName, ScopeRegistry
 
 # Most of what a pickle is made of, so that little time is lost by asking whether it travels as a reference.
@@ -43,12 +41,16 @@ class References:
         fixed: things that every task has, by name.
         made: what the program made in scopes.
         tensors: of this task's backend.
+
+    Attributes:
+        reduce: how a thing that is no reference is taken apart.
     """
 
     def __init__(self, fixed: Mapping[str, Any], made: ScopeRegistry, tensors: Tensors) -> None:
         self._fixed = dict(fixed)
         self._made = made
         self._tensors = tensors
+        self.reduce = by_value(tensors)
         self._owners: dict[int, tuple[ScopedName, int]] = {}
 
     def refer(self, thing: Any) -> tuple[Any, ...] | None:
@@ -100,13 +102,6 @@ class References:
         array = reference[1]
         return array if array.ndim else array[()]
 
-    def reduce(self, thing: Any) -> Any:
-        """How a thing is taken apart that pickle cannot, or not well; as `__reduce_ex__` says it."""
-        if isinstance(thing, keras.losses.Loss):
-            # Keras would write a file, and wants classes of the program to be registered.
-            return copyreg.__newobj__, (type(thing),), vars(thing)  # type: ignore[attr-defined]
-        return self._tensors.reduce(thing)
-
     def _name(self, thing: Any) -> ScopedName:
         name = self._made.name_of(thing)
         if name is None or self._made.find(name) is not thing:
@@ -143,17 +138,11 @@ def pack(thing: Any, references: References, what: str) -> bytes:
 
     Raises: UnsupportedError if it cannot travel.
     """
-    file = io.BytesIO()
-    try:
-        _Pickler(file, references).dump(thing)
-    except PhalanxError as error:
-        raise type(error)(f"{what} cannot travel: {error}") from error
-    except Exception as error:  # whatever the pickling code of some class raises
-        raise UnsupportedError(
-            f"{what} cannot be sent to another task: {str(error).rstrip('.')}. Create such objects inside the "
-            f"function, or with create_per_worker_values."
-        ) from error
-    return file.getvalue()
+    with refusing(
+        f"{what} cannot be sent to another task",
+        "Create such objects inside the function, or with create_per_worker_values.",
+    ):
+        return dumps_referring(thing, references.refer, references.reduce)
 
 
 def unpack(data: bytes | memoryview, load: Loader) -> Any:
@@ -162,26 +151,4 @@ def unpack(data: bytes | memoryview, load: Loader) -> Any:
     Args:
         load: `References.load`, or `load_on_host`.
     """
-    return _Unpickler(io.BytesIO(data), load).load()
-
-
-class _Pickler(Pickler):
-    def __init__(self, file: io.BytesIO, references: References) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._references = references
-
-    def persistent_id(self, thing: Any) -> tuple[Any, ...] | None:
-        return self._references.refer(thing)
-
-    def reducer_override(self, thing: Any) -> Any:
-        reduced = self._references.reduce(thing)
-        return super().reducer_override(thing) if reduced is NotImplemented else reduced
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, load: Loader) -> None:
-        super().__init__(file)
-        self._load = load
-
-    def persistent_load(self, reference: tuple[Any, ...]) -> Any:
-        return self._load(reference)
+    return loads_referring(data, load)

@@ -17,7 +17,8 @@ from phalanx.coordinator.worker_server import MethodState, WorkerSettings
 from phalanx.engines.tensors import Tensors
 from phalanx.keras_compat.model_copies import record_construction
 from phalanx.keras_compat.object_names import name_counters
-from phalanx.training.call_pickling import CallPickler
+from phalanx.runtime.pickling import dumps_referring, refusing
+from phalanx.training.call_pickling import A_CALL_TAKES, of_call
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.program_random_state import random_state
 from phalanx.training.scope_registry import KINDS, ScopedName
@@ -92,12 +93,12 @@ class MethodCalls:
             own = made.name_of(thing) if isinstance(thing, KINDS) else None
             return ("made", *own) if own is not None and self.definitions.knows([own]) else None
 
-        contents = {
-            argument: CallPickler(self._tensors, refer, with_weights=True).pickled_or_refused(
-                value,
+        reduce = of_call(self._tensors, with_weights=True)
+        contents = {}
+        for argument, value in arguments.items():
+            with refusing(
                 f"{method}({argument}=...) cannot travel to workers that run no program of their own",
-                "run the same program on all tasks",
-            )
-            for argument, value in arguments.items()
-        }
+                f"{A_CALL_TAKES}, or run the same program on all tasks.",
+            ):
+                contents[argument] = dumps_referring(value, refer, reduce)
         return CallMethod(name, method, fit), [pickle.dumps(state), pickle.dumps(contents)]

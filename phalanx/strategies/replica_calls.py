@@ -8,7 +8,6 @@ a callback was given, travel as references.
 from __future__ import annotations
 
 import hashlib
-import io
 import pickle
 import sys
 from collections import OrderedDict
@@ -21,7 +20,8 @@ from phalanx.collectives.cross_device_ops import CrossDeviceOps
 from phalanx.engines.tensors import Tensors
 from phalanx.keras_compat import model_copies
 from phalanx.keras_compat.model_copies import LayerCopy
-from phalanx.training.call_pickling import CallPickler
+from phalanx.runtime.pickling import dumps_referring, loads_referring, refusing
+from phalanx.training.call_pickling import A_CALL_TAKES, of_call
 from phalanx.training.model_dispatch import policy_of
 from phalanx.training.program_random_state import random_state
 from phalanx.training.training_policy import TrainingPolicy
@@ -154,7 +154,7 @@ def session_state() -> bytes:
 def unpack_arguments(contents: Mapping[str, memoryview], model: Any) -> dict[str, Any]:
     """The arguments of a call, with this process's model where the caller's was."""
     layers = list(model._flatten_layers())
-    return {name: _Unpickler(io.BytesIO(content), layers).load() for name, content in contents.items()}
+    return {name: loads_referring(content, layers.__getitem__) for name, content in contents.items()}
 
 
 def _pickled(thing: Any, what: str, tensors: Tensors, places: Mapping[int, int]) -> bytes:
@@ -163,18 +163,9 @@ def _pickled(thing: Any, what: str, tensors: Tensors, places: Mapping[int, int])
         what: names it in errors.
         places: of the layers that the other replicas have, by their ids; others travel with their weights.
     """
-    pickler = CallPickler(tensors, lambda thing: places.get(id(thing)), with_weights=bool(places))
-    return pickler.pickled_or_refused(
-        thing,
+    with refusing(
         f"{what} cannot travel to the other replicas of this session",
-        "put the training into a function and call phalanx.launch(function, workers=N)",
-    )
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, layers: list[Any]) -> None:
-        super().__init__(file)
-        self._layers = layers
-
-    def persistent_load(self, place: Any) -> Any:
-        return self._layers[place]
+        f"{A_CALL_TAKES}, or put the training into a function and call phalanx.launch(function, workers=N).",
+    ):
+        reduce = of_call(tensors, with_weights=bool(places))
+        return dumps_referring(thing, lambda each: places.get(id(each)), reduce)
