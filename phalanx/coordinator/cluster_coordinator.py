@@ -227,7 +227,7 @@ class ClusterCoordinator:
         begin = self._variables.begin(used)
         self._define({*used, *(begin.names() if begin is not None else ())})
         if begin is not None:
-            values = pack(function_effects.untrained(self._worker.made), self._references, "The state of layers")
+            values = pack(self._variables.untrained(), self._references, "The state of layers")
             self._dispatcher.workers.broadcast(begin, [values])
 
     def _define(self, names: Collection[ScopedName]) -> None:

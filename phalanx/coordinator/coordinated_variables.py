@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from phalanx.coordinator.coordinator_messages import Begin, VariableName
-from phalanx.coordinator.function_effects import untrained
+from phalanx.coordinator.function_effects import Place, untrained
 from phalanx.coordinator.function_pickling import References
 from phalanx.engines.tensors import Tensors
 from phalanx.errors import DisagreementError, PhalanxError, UnsupportedError
@@ -117,10 +117,14 @@ class ChiefVariables:
             self._served.pull_optimizer()
         self._pulled = None if more_to_come else self._checksums()
 
+    def untrained(self) -> dict[Place, Array]:
+        """What layers have and servers do not train."""
+        return untrained(self._worker.made, () if self._served is None else self._served.variables)
+
     def _checksums(self) -> list[int]:
         assert self._served is not None
         values = [to_host(v) for v in (*self._served.variables, *self._served.optimizer.variables)]
-        values += untrained(self._worker.made).values()
+        values += self.untrained().values()
         return [checksum(value) for value in values]
 
     def _choose(self, used: Collection[ScopedName]) -> ScopedName | None:

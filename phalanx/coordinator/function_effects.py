@@ -8,7 +8,7 @@ worker's own; the coordinator takes that of the function which finished last.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,13 +56,12 @@ def _layer_variables(made: ScopeRegistry) -> dict[Place, Any]:
     }
 
 
-def frozen_weights(made: ScopeRegistry) -> dict[Place, Any]:
-    """The weights of layers that are not trained; only the coordinator's program changes them."""
+def _weights(made: ScopeRegistry) -> dict[Place, Any]:
+    """The weights of layers, frozen or not."""
     return {
         (name, -1 - index): variable
         for name, layer in made.layers()
         for index, variable in enumerate(layer._trainable_variables)
-        if not variable.trainable
     }
 
 
@@ -71,14 +70,21 @@ def layer_state(made: ScopeRegistry) -> dict[Place, Array]:
     return _values(_layer_variables(made))
 
 
-def untrained(made: ScopeRegistry) -> dict[Place, Array]:
-    """The present values of all that layers have and servers do not train."""
-    return _values(frozen_weights(made) | _layer_variables(made))
+def untrained(made: ScopeRegistry, trained: Iterable[Any]) -> dict[Place, Array]:
+    """The present values of all that layers have and servers do not train: frozen weights, and those of models that
+    the optimizer was not built with; only the coordinator's program changes them.
+
+    Args:
+        trained: the variables that servers train.
+    """
+    on_servers = {id(variable) for variable in trained}
+    kept = {place: weight for place, weight in _weights(made).items() if id(weight) not in on_servers}
+    return _values(kept | _layer_variables(made))
 
 
 def set_untrained(made: ScopeRegistry, values: Mapping[Place, Array]) -> None:
     """Give the layers what another task's have."""
-    for place, variable in (frozen_weights(made) | _layer_variables(made)).items():
+    for place, variable in (_weights(made) | _layer_variables(made)).items():
         if place in values:
             variable.assign(values[place])
 
