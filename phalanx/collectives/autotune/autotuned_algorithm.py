@@ -114,13 +114,9 @@ class AutotunedAlgorithm:
         if search.choice is not None and self._log is not None:
             self._log.report(f"all-reduce of {_readable_size(1 << _size_class(size))}", search)
 
-    def broadcast(self, call: CollectiveCall, buffers: Views, root: int) -> None:
-        """See `CollectiveAlgorithm.broadcast`."""
-        self._use_default().broadcast(call, buffers, root)
-
-    def all_gather(self, call: CollectiveCall, payload: Views, incoming: Sequence[Views]) -> None:
+    def all_gather(self, call: CollectiveCall, parts: Sequence[Views]) -> None:
         """See `CollectiveAlgorithm.all_gather`."""
-        self._use_default().all_gather(call, payload, incoming)
+        self._use_default().all_gather(call, parts)
 
     def all_to_all(
         self, call: CollectiveCall, outgoing: Sequence[Views], incoming: Sequence[Views], sizes: Sequence[Sequence[int]]

@@ -41,7 +41,7 @@ class Reduction:
 class CollectiveAlgorithm(Protocol):
     """Moves values among the ranks of a group: all members of a generation, or some of them.
 
-    Positions (`root`, the order of `incoming`) count within the group. All ranks of the group call the same method with
+    Positions (the order of `parts`) count within the group. All ranks of the group call the same method with
     matching sizes. The algorithm compares `call.signature` between them and calls `Mesh.mismatch` if it differs. Sizes
     that may differ between ranks have been exchanged before.
     """
@@ -57,12 +57,9 @@ class CollectiveAlgorithm(Protocol):
         """Fill the outputs with the merged inputs."""
         ...
 
-    def broadcast(self, call: CollectiveCall, buffers: Views, root: int) -> None:
-        """Fill `buffers` with those of position `root`."""
-        ...
-
-    def all_gather(self, call: CollectiveCall, payload: Views, incoming: Sequence[Views]) -> None:
-        """Fill `incoming[p]` with the payload of position p, this rank's own included."""
+    def all_gather(self, call: CollectiveCall, parts: Sequence[Views]) -> None:
+        """Fill `parts[p]` with that of position p. This rank's own is complete. With a single part that is not empty it
+        is a broadcast; without any, a barrier."""
         ...
 
     def all_to_all(
@@ -85,11 +82,18 @@ class CollectiveAlgorithm(Protocol):
     def close(self) -> None: ...
 
 
-def exchange_sizes(algorithm: CollectiveAlgorithm, call: CollectiveCall, own: Sequence[int]) -> list[list[int]]:
+def broadcast(algorithm: CollectiveAlgorithm, call: CollectiveCall, views: Views, root: int) -> None:
+    """Fill `views` with those of position `root`."""
+    algorithm.all_gather(call, [views if position == root else [] for position in range(len(algorithm.ranks))])
+
+
+def exchange_sizes(
+    algorithm: CollectiveAlgorithm, call: CollectiveCall, position: int, own: Sequence[int]
+) -> list[list[int]]:
     """Every rank's `own` (equally many numbers on each), in rank order."""
     table = np.empty((len(algorithm.ranks), len(own)), np.int64)
-    mine = np.array(own, np.int64)
-    algorithm.all_gather(call, [byte_view(mine)], [[byte_view(row)] for row in table])
+    table[position] = own
+    algorithm.all_gather(call, [[byte_view(row)] for row in table])
     return [[int(number) for number in row] for row in table]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from phalanx.cluster.membership import Membership
 from phalanx.collectives.fusion_layout import byte_view
-from phalanx.collectives.host.algorithm import CollectiveAlgorithm, Reduction, Views
+from phalanx.collectives.host.algorithm import CollectiveAlgorithm, Reduction, Views, broadcast
 from phalanx.collectives.host.ring_algorithm import RingAlgorithm
 from phalanx.collectives.operation import CollectiveCall
 from phalanx.collectives.reduction import finish
@@ -74,28 +74,18 @@ class HierarchicalAlgorithm:
                 call, Reduction(reduction.layouts, partial, partial, ones, reduction.op, reduction.divisor)
             )
         used = [partial[index] for layout in reduction.layouts for index in layout.indices]
-        self._local.broadcast(call, [byte_view(array) for array in used], 0)
+        broadcast(self._local, call, [byte_view(array) for array in used], 0)
         for merged, out in zip(partial, reduction.outputs, strict=True):
             finish(merged, out)
 
-    def broadcast(self, call: CollectiveCall, buffers: Views, root: int) -> None:
-        home = next(index for index, ranks in enumerate(self._hosts) if root in ranks)
-        if self._host == home:
-            self._local.broadcast(call, buffers, self._local.ranks.index(root))
-        else:
-            self._local.all_gather(call, [], [[] for _ in self._local.ranks])
+    def all_gather(self, call: CollectiveCall, parts: Sequence[Views]) -> None:
+        self._local.all_gather(call, [parts[rank] for rank in self._local.ranks])
+        by_host = [[view for rank in ranks for view in parts[rank]] for ranks in self._hosts]
         if self._leaders is not None:
-            self._leaders.broadcast(call, buffers, home)
-        # The home host receives nothing new; this tells its ranks that the leaders have met.
-        self._local.broadcast(call, buffers if self._host != home else [], 0)
-
-    def all_gather(self, call: CollectiveCall, payload: Views, incoming: Sequence[Views]) -> None:
-        self._local.all_gather(call, payload, [incoming[rank] for rank in self._local.ranks])
-        by_host = [[view for rank in ranks for view in incoming[rank]] for ranks in self._hosts]
-        if self._leaders is not None:
-            self._leaders.all_gather(call, by_host[self._host], by_host)
+            self._leaders.all_gather(call, by_host)
         others = [view for host, views in enumerate(by_host) if host != self._host for view in views]
-        self._local.broadcast(call, others, 0)
+        # Also if there is nothing new for this host: it tells its ranks that the leaders have met.
+        broadcast(self._local, call, others, 0)
 
     def all_to_all(
         self, call: CollectiveCall, outgoing: Sequence[Views], incoming: Sequence[Views], sizes: Sequence[Sequence[int]]

@@ -16,7 +16,7 @@ import numpy as np
 from phalanx.cluster.membership import Membership
 from phalanx.collectives.communicator import Array, CommunicatorStatistics, ReduceOp
 from phalanx.collectives.fusion_layout import byte_view
-from phalanx.collectives.host.algorithm import CollectiveAlgorithm, exchange_sizes
+from phalanx.collectives.host.algorithm import CollectiveAlgorithm, broadcast, exchange_sizes
 from phalanx.collectives.host.argument_checks import (
     check_all_to_all,
     check_root,
@@ -161,7 +161,7 @@ class HostCommunicator:
             for source, target in zip(arrays, results, strict=True):
                 np.copyto(target, source)
         buffers = [byte_view(array) for array in results]
-        self.runner.run(operation, lambda call: self.runner.algorithm.broadcast(call, buffers, root))
+        self.runner.run(operation, lambda call: broadcast(self.runner.algorithm, call, buffers, root))
         return results
 
     def broadcast_bytes(self, payload: bytes, root: int = 0) -> bytes:
@@ -170,9 +170,9 @@ class HostCommunicator:
 
         def body(call: CollectiveCall) -> bytes:
             length = np.array([len(payload)], np.int64)
-            self.runner.algorithm.broadcast(call, [byte_view(length)], root)
+            broadcast(self.runner.algorithm, call, [byte_view(length)], root)
             content = bytearray(payload) if self.rank == root else bytearray(int(length[0]))
-            self.runner.algorithm.broadcast(call, [memoryview(content)], root)
+            broadcast(self.runner.algorithm, call, [memoryview(content)], root)
             return bytes(content)
 
         return self.runner.run(prepare("broadcast_bytes", f"root={root}"), body, len(payload))
@@ -183,10 +183,10 @@ class HostCommunicator:
 
         def body(call: CollectiveCall) -> list[Array]:
             # 0-d arrays have no first dimension; reshaped, they count as one row.
-            counts = exchange_sizes(self.runner.algorithm, call, [array.shape[0] if array.ndim else 1])
+            counts = exchange_sizes(self.runner.algorithm, call, self.rank, [array.shape[0] if array.ndim else 1])
             results = [np.empty((count, *array.shape[1:]), array.dtype) for (count,) in counts]
-            incoming = [[byte_view(result)] for result in results]
-            self.runner.algorithm.all_gather(call, [byte_view(array)], incoming)
+            results[self.rank][...] = array
+            self.runner.algorithm.all_gather(call, [[byte_view(result)] for result in results])
             return results if array.ndim else [result.reshape(()) for result in results]
 
         return self.runner.run(prepare("all_gather", "", (varying_kind(array),)), body, array.nbytes)
@@ -195,9 +195,12 @@ class HostCommunicator:
         """See `Communicator.all_gather_bytes`."""
 
         def body(call: CollectiveCall) -> list[bytes]:
-            contents = [bytearray(length) for (length,) in exchange_sizes(self.runner.algorithm, call, [len(payload)])]
-            incoming = [[memoryview(content)] for content in contents]
-            self.runner.algorithm.all_gather(call, [memoryview(payload).cast("B")], incoming)
+            contents = [
+                bytearray(length)
+                for (length,) in exchange_sizes(self.runner.algorithm, call, self.rank, [len(payload)])
+            ]
+            contents[self.rank][:] = payload
+            self.runner.algorithm.all_gather(call, [[memoryview(content)] for content in contents])
             return [bytes(content) for content in contents]
 
         return self.runner.run(prepare("all_gather_bytes"), body, len(payload))
@@ -209,7 +212,7 @@ class HostCommunicator:
         first = arrays[0]
 
         def body(call: CollectiveCall) -> list[Array]:
-            counts = exchange_sizes(self.runner.algorithm, call, [array.shape[0] for array in arrays])
+            counts = exchange_sizes(self.runner.algorithm, call, self.rank, [array.shape[0] for array in arrays])
             row_bytes = math.prod(first.shape[1:]) * first.itemsize
             sizes = [[count * row_bytes for count in row] for row in counts]
             results = [np.empty((row[self.rank], *first.shape[1:]), first.dtype) for row in counts]
@@ -224,9 +227,7 @@ class HostCommunicator:
         """See `Communicator.barrier`."""
         nothing: list[list[memoryview]] = [[]] * self.world_size
         self.runner.mesh.bytes_shared += nbytes
-        self.runner.run(
-            prepare("barrier", what), lambda call: self.runner.algorithm.all_gather(call, [], nothing), nbytes
-        )
+        self.runner.run(prepare("barrier", what), lambda call: self.runner.algorithm.all_gather(call, nothing), nbytes)
 
     def close(self) -> None:
         """See `Communicator.close`. Cuts short a collective that runs in the background."""

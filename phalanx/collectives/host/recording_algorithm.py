@@ -17,7 +17,7 @@ class RecordedCall(msgspec.Struct, frozen=True):
     """What one rank brought to a collective.
 
     Attributes:
-        kind: the name of the algorithm's method.
+        kind: all_reduce, broadcast, all_gather or all_to_all.
         nbytes: bytes of its contribution, as they travel.
         packs: for an all-reduce, number of arrays and bytes of each dtype.
     """
@@ -56,14 +56,15 @@ class RecordingAlgorithm(SingleProcessAlgorithm):
         packs = tuple((len(layout.indices), layout.wire_bytes) for layout in reduction.layouts)
         self.calls.append(RecordedCall("all_reduce", sum(nbytes for _, nbytes in packs), packs))
 
-    def broadcast(self, call: CollectiveCall, buffers: Views, root: int) -> None:
-        self.calls.append(RecordedCall("broadcast", total_bytes(buffers)))
-
-    def all_gather(self, call: CollectiveCall, payload: Views, incoming: Sequence[Views]) -> None:
-        for views in incoming:
-            if views:
-                copy_views(payload, views)
-        self.calls.append(RecordedCall("all_gather", total_bytes(payload)))
+    def all_gather(self, call: CollectiveCall, parts: Sequence[Views]) -> None:
+        own, sizes = parts[self.ranks.index(0)], [size for size in map(total_bytes, parts) if size]
+        if len(sizes) == 1:
+            self.calls.append(RecordedCall("broadcast", sizes[0]))
+            return
+        for views in parts:
+            if views is not own:
+                copy_views(own, views)
+        self.calls.append(RecordedCall("all_gather", total_bytes(own)))
 
     def all_to_all(
         self, call: CollectiveCall, outgoing: Sequence[Views], incoming: Sequence[Views], sizes: Sequence[Sequence[int]]

@@ -183,19 +183,19 @@ class RingAlgorithm:
 
     # ------------------------------------------------------------------ others
 
-    def broadcast(self, call: CollectiveCall, buffers: Views, root: int) -> None:
+    def all_gather(self, call: CollectiveCall, parts: Sequence[Views]) -> None:
+        roots = [position for position, views in enumerate(parts) if total_bytes(views)]
+        if len(roots) == 1 and total_bytes(parts[roots[0]]) > DIRECT_BYTES:
+            self._broadcast(parts[roots[0]], roots[0])
+        else:
+            self._exchange([parts[self._position]] * self._size, parts)
+
+    def _broadcast(self, buffers: Views, root: int) -> None:
+        """Along the chain that begins at position `root`."""
+        self.name = "chain"
         self._meet()
-        mesh, size = self.mesh, total_bytes(buffers)
-        self.name = "direct" if size <= DIRECT_BYTES else "chain"
-        if size <= DIRECT_BYTES:
-            if self._position == root:
-                for rank in self._others:
-                    mesh.send(rank, buffers)
-            else:
-                mesh.expect(self.ranks[root], buffers)
-            mesh.run()
-            return
-        chunks = [views_between(buffers, *bounds) for bounds in ranges(size, self._chunk_bytes)]
+        mesh = self.mesh
+        chunks = [views_between(buffers, *bounds) for bounds in ranges(total_bytes(buffers), self._chunk_bytes)]
         is_last = self._next == self.ranks[root]
         for chunk in chunks:
             if self._position == root:
@@ -205,26 +205,21 @@ class RingAlgorithm:
                 mesh.expect(self._previous, chunk, then)
         mesh.run()
 
-    def all_gather(self, call: CollectiveCall, payload: Views, incoming: Sequence[Views]) -> None:
-        self.name = "direct"
-        for rank, views in zip(self.ranks, incoming, strict=True):
-            if rank != self.mesh.membership.rank:
-                self.mesh.expect(rank, views)
-        for rank in self._in_turn():
-            self.mesh.send(rank, payload)
-        copy_views(payload, incoming[self._position])
-        self.mesh.run()
-
     def all_to_all(
         self, call: CollectiveCall, outgoing: Sequence[Views], incoming: Sequence[Views], sizes: Sequence[Sequence[int]]
     ) -> None:
+        copy_views(outgoing[self._position], incoming[self._position])
+        self._exchange(outgoing, incoming)
+
+    def _exchange(self, outgoing: Sequence[Views], incoming: Sequence[Views]) -> None:
+        """Send to every other rank, and receive from it, at once."""
         self.name = "direct"
         for rank, views in zip(self.ranks, incoming, strict=True):
             if rank != self.mesh.membership.rank:
                 self.mesh.expect(rank, views)
-        for rank in self._in_turn():
-            self.mesh.send(rank, outgoing[self.ranks.index(rank)])
-        copy_views(outgoing[self._position], incoming[self._position])
+        # The next rank first, so that not all ranks send to rank 0 at once.
+        for position in [*range(self._position + 1, self._size), *range(self._position)]:
+            self.mesh.send(self.ranks[position], outgoing[position])
         self.mesh.run()
 
     def fail(self) -> None:
@@ -240,10 +235,6 @@ class RingAlgorithm:
         for rank in self._others:
             self.mesh.send(rank)
         self.mesh.run()
-
-    def _in_turn(self) -> list[Rank]:
-        """The other ranks, the next one first, so that not all ranks send to rank 0 at once."""
-        return [self.ranks[(self._position + step) % self._size] for step in range(1, self._size)]
 
 
 def _pack(pieces: list[LayoutPiece], reduction: Reduction, work: Array) -> None:

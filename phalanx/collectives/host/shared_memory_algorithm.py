@@ -223,19 +223,10 @@ class SharedMemoryAlgorithm:
 
     # ------------------------------------------------------------------ others
 
-    def broadcast(self, call: CollectiveCall, buffers: Views, root: int) -> None:
-        size = total_bytes(buffers)
-        lengths = [size if position == root else 0 for position in range(self._size)]
-        wanted: list[tuple[int, int, Views]] = [
-            (0, length if self._position != root else 0, buffers) for length in lengths
-        ]
-        self._stream(call, buffers if self._position == root else [], lengths, wanted)
-
-    def all_gather(self, call: CollectiveCall, payload: Views, incoming: Sequence[Views]) -> None:
-        lengths = [total_bytes(views) for views in incoming]
-        wanted = [(0, length, views) for length, views in zip(lengths, incoming, strict=True)]
-        self._stream(call, payload, lengths, wanted)
-        copy_views(payload, incoming[self._position])
+    def all_gather(self, call: CollectiveCall, parts: Sequence[Views]) -> None:
+        lengths = [total_bytes(views) for views in parts]
+        wanted = [(0, length, views) for length, views in zip(lengths, parts, strict=True)]
+        self._stream(call, parts[self._position], lengths, wanted)
 
     def all_to_all(
         self, call: CollectiveCall, outgoing: Sequence[Views], incoming: Sequence[Views], sizes: Sequence[Sequence[int]]

@@ -28,11 +28,8 @@ class SingleProcessAlgorithm:
                 else:
                     target[...] = source.astype(layout.wire) * scale
 
-    def broadcast(self, call: CollectiveCall, buffers: Views, root: int) -> None:
+    def all_gather(self, call: CollectiveCall, parts: Sequence[Views]) -> None:
         pass
-
-    def all_gather(self, call: CollectiveCall, payload: Views, incoming: Sequence[Views]) -> None:
-        copy_views(payload, incoming[0])
 
     def all_to_all(
         self, call: CollectiveCall, outgoing: Sequence[Views], incoming: Sequence[Views], sizes: Sequence[Sequence[int]]
