@@ -25,8 +25,7 @@ class Actions:
             self.evaluate,
             self.predict,
             self.fit,
-            self.train_on_batch,
-            self.test_on_batch,
+            *([self.train_on_batch, self.test_on_batch] if self.architecture.batch_size is None else []),
             self.change_and_fit,
             self.change_and_fit,
             self.fit_another,
@@ -46,6 +45,8 @@ class Actions:
             keywords["steps_per_epoch"] = str(w.number(1, 3))
         elif w.chance(6):
             keywords["steps_per_epoch"] = "1"  # all data sets have one batch
+        if not source.is_once and w.chance(8):
+            keywords["initial_epoch"] = "1"
         if not source.is_dataset:
             self._add_options_of_arrays(source)
         if "validation_split" not in keywords and w.chance(3):
@@ -60,6 +61,8 @@ class Actions:
         w = self.w
         if w.chance(4):
             source.keywords["shuffle"] = "False"
+        if self.architecture.batch_size:
+            return
         if w.chance(5) and self.data.samples > 4 and "tensor" not in source.arguments[0]:
             source.keywords["validation_split"] = "0.25"
         (output, *others) = self.architecture.outputs
@@ -75,8 +78,12 @@ class Actions:
             keywords["validation_data"] = source.arguments[0]
         else:
             keywords["validation_data"] = f"({', '.join(data.names)})"
-            if w.chance(3):
+            if self.architecture.batch_size is None and w.chance(3):
                 keywords["validation_batch_size"] = str(w.one_of([1, 3, 32]))
+            elif self.architecture.batch_size:
+                keywords["validation_batch_size"] = str(self.architecture.batch_size)
+            if w.chance(5):
+                keywords["validation_steps"] = "1"
         if w.chance(4):
             keywords["validation_freq"] = "2"
 
@@ -94,9 +101,11 @@ class Actions:
             "checkpoint": f"ModelCheckpoint(folder / 'best.keras', monitor='{monitor}', save_best_only=True)",
             "stop": "StopAt(1)",
             "momentum": "Change()",
+            "rate": "ChangeRate()",
+            "nan": "TerminateOnNaN()",
         }
         names = dict.fromkeys(w.one_of(list(choices)) for _ in range(w.number(1, 2)))
-        if "plateau" in names or "schedule" in names:
+        if names.keys() & {"plateau", "schedule", "rate"}:
             w.write(
                 """
                 if isinstance(model.optimizer._learning_rate, optimizers.schedules.LearningRateSchedule):
@@ -110,8 +119,11 @@ class Actions:
             w.define("StopAt", STOP)
         if "momentum" in names:
             w.define("Change", CHANGE)
+        if "rate" in names:
+            w.define("ChangeRate", CHANGE_RATE)
         w.imports.add(
-            "from keras.callbacks import EarlyStopping, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau"
+            "from keras.callbacks import EarlyStopping, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau, "
+            "TerminateOnNaN"
         )
         keywords["callbacks"] = f"[{', '.join(choices[name] for name in names)}]"
         return "keep" in names
@@ -234,4 +246,9 @@ CHANGE = """
             for name in ("momentum", "beta_1", "weight_decay"):
                 if isinstance(getattr(self.model.optimizer, name, None), float):
                     setattr(self.model.optimizer, name, 0.5 / (1 + epoch))
+    """
+CHANGE_RATE = """
+    class ChangeRate(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            self.model.optimizer.learning_rate = 0.02 / (1 + batch)
     """

@@ -14,6 +14,10 @@ SHAPES = {"vector": ((3,), (2,)), "tokens": ((4,),), "sequence": ((4, 3),), "ima
 """Few, and small: on JAX nearly all of the time is compilation, once for each shape."""
 
 
+STATEFUL_BATCH = 6
+"""Jobs of one, two and three divide it evenly."""
+
+
 @dataclass(frozen=True)
 class Input:
     """`kind` is "vector", "tokens", "sequence" or "image"; `shape` is without the batch."""
@@ -42,9 +46,16 @@ class Architecture:
     is_built: bool = True
     form: str = "functional"
 
+    @property
+    def batch_size(self) -> int | None:
+        """Of all batches, where the model keeps a state for each sample of one."""
+        return STATEFUL_BATCH if self.form == "stateful" else None
+
 
 def draw_architecture(w: Writer) -> Architecture:
     """Write the lines that make `model`."""
+    if w.backend != "torch" and w.chance(20):  # on PyTorch Keras itself cannot train them
+        return _write_stateful(w)
     inputs = [_input(w, f"in{index}") for index in range(1 + w.chance(4))]
     outputs = [_output(w, f"out{index}") for index in range(1 + w.chance(4))]
     forms = ["functional"]
@@ -57,6 +68,20 @@ def draw_architecture(w: Writer) -> Architecture:
     else:
         _write_functional(w, architecture)
     return architecture
+
+
+def _write_stateful(w: Writer) -> Architecture:
+    (shape,) = SHAPES["sequence"]
+    output = _output(w, "out0")
+    part = f"{STATEFUL_BATCH} // replicas"
+    if w.chance(4):
+        part = str(STATEFUL_BATCH)  # is refused: a replica has fewer samples
+    w.write("replicas = getattr(getattr(scope, '__self__', None), 'num_replicas_in_sync', 1)")
+    w.write(f"given = keras.Input(batch_shape=({part}, {', '.join(map(str, shape))}))")
+    layer = w.one_of(["LSTM", "GRU", "SimpleRNN"])
+    w.write(f"h = layers.{layer}(3, stateful=True)(given)")
+    w.write(f"model = keras.Model(given, {_head(output)}(h))")
+    return Architecture([Input("in0", "sequence", shape)], [output], form="stateful")
 
 
 def _input(w: Writer, name: str) -> Input:
@@ -94,6 +119,8 @@ def _write_functional(w: Writer, architecture: Architecture) -> None:
         if w.chance(4):
             w.write("same = layers.Dense(3, activation='tanh')")
             w.write("h = same(same(layers.Dense(3)(h)))  # a shared layer")
+        elif w.chance(4):
+            w.write(_ATTENTION)
         elif w.chance(4):
             w.write("h = layers.Dense(3)(h)")
             w.write("h = layers.Add()([h, layers.Dense(3, activation='tanh')(h)])")
@@ -141,6 +168,11 @@ def _write_functional(w: Writer, architecture: Architecture) -> None:
     w.write(f"model = {made}")
     architecture.form += " with dicts" if has_dicts else ""
 
+
+_ATTENTION = """
+h = layers.Reshape((3, 2))(layers.Dense(6)(h))
+h = layers.Flatten()(layers.MultiHeadAttention(1, 2)(h, h))
+"""
 
 STEPPING = {
     "jax": """
@@ -214,6 +246,9 @@ def _body(w: Writer, given: Input) -> list[str]:
         if mask:
             found.append(w.one_of(["layers.LSTM(3)", "layers.GlobalAveragePooling1D()", "layers.GRU(3)"]))
             kind = "vector"
+    elif w.chance(8):
+        w.define("adapted", _ADAPTED)
+        found.append(f"adapted(layers.Normalization(), {given.shape[-1]})")
     if kind == "sequence":
         for _ in range(w.number(0, 1)):
             found.append(w.one_of(_SEQUENCE_LAYERS))
@@ -234,6 +269,8 @@ _SEQUENCE_LAYERS = (
     "layers.TimeDistributed(layers.Dense(2, activation='tanh'))",
     "layers.LayerNormalization()",
     "layers.SimpleRNN(3, return_sequences=True)",
+    "layers.Masking(0.0)",
+    "layers.Conv1DTranspose(2, 2, activation='tanh')",
 )
 _SEQUENCE_ENDS = (
     "layers.Flatten()",
@@ -249,6 +286,9 @@ _IMAGE_LAYERS = (
     "layers.SeparableConv2D(2, 2, padding='same', activation='tanh')",
     "layers.GroupNormalization(groups=1)",
     "layers.BatchNormalization(trainable=False)",
+    "layers.UpSampling2D(2)",
+    "layers.ZeroPadding2D(1)",
+    "layers.Conv2DTranspose(2, 2, activation='tanh')",
 )
 
 
@@ -265,6 +305,9 @@ def _vector_layer(w: Writer) -> str:
                 "layers.UnitNormalization()",
                 "layers.Dense(3, trainable=False)",
                 "layers.PReLU()",
+                "layers.RMSNormalization()",
+                "layers.SpectralNormalization(layers.Dense(3))",
+                "layers.GaussianNoise(0.0)",
             ]
         )
     if kind == "defined":
@@ -282,6 +325,12 @@ def _vector_layer(w: Writer) -> str:
     )
     return f"layers.Dense({w.one_of([3, 2, 4])}, activation={w.one_of(ACTIVATIONS)!r}{options})"
 
+
+_ADAPTED = """
+    def adapted(layer, width):
+        layer.adapt(np.random.default_rng(5).normal(1.0, 2.0, (20, width)).astype("float32"))
+        return layer
+    """
 
 _DEFINED = {
     "Penalized": """

@@ -22,6 +22,7 @@ OPTIMIZERS = (
     "Lamb(0.01)",
     "Ftrl(0.1, l1_regularization_strength=0.01)",
     "Muon(0.01)",
+    "ScheduleFreeAdamW(0.01)",
 )
 OPTIONS = (
     "",
@@ -43,10 +44,10 @@ SCHEDULES = (
 OTHER_SCHEDULES = ("Warmup()",)
 """A class without `get_config`."""
 LOSSES = {
-    "regression": ("MeanSquaredError", "MeanAbsoluteError", "Huber", "LogCosh", "CosineSimilarity"),
-    "binary": ("BinaryCrossentropy", "BinaryFocalCrossentropy"),
+    "regression": ("MeanSquaredError", "MeanAbsoluteError", "Huber", "LogCosh", "CosineSimilarity", "Tversky"),
+    "binary": ("BinaryCrossentropy", "BinaryFocalCrossentropy", "Poisson", "SquaredHinge", "Dice"),
     "classes": ("SparseCategoricalCrossentropy",),
-    "one_hot": ("CategoricalCrossentropy", "CategoricalFocalCrossentropy", "KLDivergence"),
+    "one_hot": ("CategoricalCrossentropy", "CategoricalFocalCrossentropy", "KLDivergence", "Dice"),
 }
 METRICS = {
     "regression": (
@@ -56,6 +57,8 @@ METRICS = {
         "metrics.CosineSimilarity()",
         "metrics.R2Score()",
         "metrics.MeanAbsolutePercentageError()",
+        "metrics.LogCoshError()",
+        "metrics.PearsonCorrelation()",
         "scaled_error",
         "Total()",
         "Largest()",
@@ -65,6 +68,8 @@ METRICS = {
         "metrics.BinaryAccuracy()",
         "metrics.BinaryCrossentropy()",
         "metrics.MeanSquaredError()",
+        "metrics.Poisson()",
+        "metrics.Hinge()",
         "Total()",
         "Largest()",
     ),
@@ -73,17 +78,30 @@ METRICS = {
         "metrics.SparseCategoricalAccuracy(name='other')",
         "metrics.SparseTopKCategoricalAccuracy(k=2)",
         "metrics.SparseCategoricalCrossentropy()",
+        "metrics.MeanIoU({units}, sparse_y_pred=False)",
     ),
     "one_hot": (
         "'accuracy'",
         "metrics.TopKCategoricalAccuracy(k=2)",
         "metrics.CategoricalCrossentropy()",
         "metrics.CategoricalHinge()",
+        "metrics.OneHotMeanIoU({units})",
+        "metrics.F1Score()",
+        "metrics.F1Score(average='weighted')",
         "scaled_error",
         "Total()",
     ),
 }
-PROBABILITIES = ("metrics.AUC(num_thresholds=11)", "metrics.Precision()", "metrics.Recall()")
+PROBABILITIES = (
+    "metrics.AUC(num_thresholds=11)",
+    "metrics.AUC(num_thresholds=11, multi_label=True)",
+    "metrics.Precision()",
+    "metrics.Recall()",
+    "metrics.BinaryIoU(threshold=0.5)",
+    "metrics.FBetaScore(average='micro', threshold=0.5)",
+    "metrics.PrecisionAtRecall(0.5, num_thresholds=11)",
+    "metrics.SensitivityAtSpecificity(0.5, num_thresholds=11)",
+)
 COUNTS = ("metrics.FalsePositives()",)
 """Not on PyTorch, where their results are views of their variables: after a validation, plain Keras reports what that
 has counted as the training's."""
@@ -101,12 +119,19 @@ def draw_compile(w: Writer, architecture: Architecture) -> str:
         arguments.append("steps_per_execution=2")
     if w.chance(8):
         arguments.append("run_eagerly=True")
-    elif w.chance(6) and w.backend == "tensorflow":
+    elif w.chance(6) and w.backend != "torch":
         arguments.append(f"jit_compile={w.one_of([False, True])}")
     return f"model.compile({', '.join(arguments)})"
 
 
 def draw_optimizer(w: Writer) -> str:
+    """A call that makes an optimizer."""
+    if w.chance(10):
+        return f"optimizers.LossScaleOptimizer({_inner_optimizer(w)}, initial_scale=16.0, dynamic_growth_steps=3)"
+    return _inner_optimizer(w)
+
+
+def _inner_optimizer(w: Writer) -> str:
     made = w.one_of(OPTIMIZERS)
     option = w.one_of(OPTIONS) if w.chance(3) else ""
     if "weight_decay" in made and "weight_decay" in option:
@@ -154,7 +179,7 @@ def _loss(w: Writer, output: Output) -> str:
         )
     name = w.one_of(LOSSES[output.task])
     arguments = []
-    if output.logits and name != "KLDivergence":
+    if output.logits and "entropy" in name:
         arguments.append("from_logits=True")
     reduction = w.one_of(["sum_over_batch_size", "sum_over_batch_size", "sum", "mean_with_sample_weight"])
     if reduction != "sum_over_batch_size":
@@ -223,4 +248,4 @@ def _metrics(w: Writer, output: Output) -> str:
                     return 1.0 * self.total
             """,
         )
-    return f"[{', '.join(found)}]"
+    return f"[{', '.join(name.replace('{units}', str(output.units)) for name in found)}]"

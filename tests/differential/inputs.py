@@ -47,7 +47,8 @@ class Data:
 
 def draw_data(w: Writer, architecture: Architecture, suffix: str, *, weighted: bool) -> Data:
     """Write the lines that make a data set."""
-    data = Data(suffix, w.one_of([10, 6, 17, 24, 2]), weighted)
+    size = architecture.batch_size
+    data = Data(suffix, w.one_of([10, 6, 17, 24, 2] if size is None else [2 * size, size, 4 * size]), weighted)
     has_dicts = "dicts" in architecture.form
     inputs = [_values(given, data.samples) for given in architecture.inputs]
     names = [given.name for given in architecture.inputs]
@@ -118,7 +119,7 @@ class Source:
 
 def draw_source(w: Writer, architecture: Architecture, data: Data, *, only_x: bool = False) -> Source:
     names = [data.x] if only_x else data.names
-    size = str(w.one_of([4, 8, 3, 1, 32]))
+    size = str(architecture.batch_size or w.one_of([4, 8, 3, 1, 32]))
     nested = any(_is_nested(architecture, name) for name in names)
     kinds = ["arrays", "arrays", "generator", "pydataset", "tensors", "once"]
     if w.backend == "tensorflow" or w.chance(4):
