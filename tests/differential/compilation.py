@@ -186,7 +186,7 @@ def _loss(w: Writer, output: Output) -> str:
         arguments.append(f"reduction={reduction!r}")
     if name in ("BinaryCrossentropy", "CategoricalCrossentropy") and w.chance(4):
         arguments.append("label_smoothing=0.1")
-    # On PyTorch, what plain Keras's loss ignores is gone from the weights of the metrics as well (`docs/concepts/numbers.md`).
+    # On PyTorch, plain Keras's loss masks the weights of the metrics as well (`docs/concepts/numbers.md`).
     if name == "SparseCategoricalCrossentropy" and w.backend != "torch" and w.chance(4):
         arguments.append("ignore_class=0")
     return f"losses.{name}({', '.join(arguments)})"

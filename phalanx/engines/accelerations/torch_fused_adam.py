@@ -10,9 +10,15 @@ The same: the two differ in where epsilon stands (Kingma & Ba 2014, section 2, t
     Keras    w -= lr sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)
     PyTorch  w -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps')
 
-so eps' = eps / sqrt(1 - b2^t) makes them equal, to rounding. `tests/engines/test_torch_fused_adam.py` compares weights
-and optimizer state after 20 steps. Other classes than Keras's own, AMSGrad, half precision, and tensors that the kernel
-would read otherwise than PyTorch's operations (sparse, of other shapes, with gaps) are left to Keras.
+and in the precision of 1 - b^t: Keras computes it in that of the weights, which for b2 = 0.999 is off by 1e-5 in the
+first steps, and PyTorch in float64. So the kernel gets another epsilon and another rate, with Keras's own factor a:
+
+    eps' = eps / sqrt(1 - b2^t)
+    lr' = a (1 - b1^t) / sqrt(1 - b2^t), where a = lr sqrt(1 - b2^t) / (1 - b1^t) in Keras's precision
+
+`tests/engines/test_torch_fused_adam.py` compares weights and optimizer state after 1, 3 and 20 steps. Other classes
+than Keras's own, AMSGrad, half precision, and tensors that the kernel would read otherwise than PyTorch's operations
+(sparse, of other shapes, with gaps) are left to Keras.
 """
 
 from __future__ import annotations
@@ -20,9 +26,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 
 from phalanx.engines.accelerations.adam_coefficients import has_plain_coefficients
@@ -95,6 +103,8 @@ def _update_in_one_pass(optimizer: Any, gradients: Sequence[Any], variables: Seq
         return False
     iterations = optimizer.iterations  # an integer tensor while gradients are accumulated, else a variable
     step = int(getattr(iterations, "value", iterations)) + 1
+    corrections = [1.0 - beta**step for beta in (optimizer.beta_1, optimizer.beta_2)]
+    factor = _factor_of_keras(optimizer, learning_rate, step, weights[0])
     with denormals_as_zero(has_safe_epsilon(optimizer)):
         torch._fused_adam_(
             weights,
@@ -103,12 +113,28 @@ def _update_in_one_pass(optimizer: Any, gradients: Sequence[Any], variables: Seq
             velocities,
             [],
             [torch.full((), float(step), device=device)] * len(weights),
-            lr=float(learning_rate),
+            lr=factor * corrections[0] / math.sqrt(corrections[1]),
             beta1=optimizer.beta_1,
             beta2=optimizer.beta_2,
             weight_decay=0.0,  # Keras has applied its own
-            eps=optimizer.epsilon / math.sqrt(1.0 - optimizer.beta_2**step),
+            eps=optimizer.epsilon / math.sqrt(corrections[1]),
             amsgrad=False,
             maximize=False,
         )
     return True
+
+
+@lru_cache
+def _betas(beta_1: float, beta_2: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.tensor([beta_1, beta_2], dtype=dtype, device=device)
+
+
+def _factor_of_keras(optimizer: Any, learning_rate: Any, step: int, like: torch.Tensor) -> float:
+    """What Keras multiplies the momentum with. `b^t` comes from the same function, because another one may round it to
+    another bit, a part in 10,000 of what is left of 1."""
+    dtype = like.dtype
+    betas = _betas(optimizer.beta_1, optimizer.beta_2, dtype, like.device)
+    powers = torch.pow(betas, torch.full((), step, dtype=dtype, device=like.device))
+    number: Any = np.float32 if dtype is torch.float32 else np.float64
+    first, second = map(number, (1 - powers).tolist())
+    return float(number(float(learning_rate)) * np.sqrt(second) / first)
