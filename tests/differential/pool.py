@@ -92,7 +92,11 @@ class _Team:
 
 
 class Pool:
-    """Runs programs in processes that stay. `close` ends them; they are made when they are needed."""
+    """Runs programs in processes that stay. `close` ends them; they are made when they are needed.
+
+    Attributes:
+        sources: the programs since `renew`, in the order in which they ran.
+    """
 
     def __init__(self, folder: Path, *, programs_per_team: int = 150):
         self.folder = folder
@@ -100,8 +104,10 @@ class Pool:
         self._teams: dict[int | None, _Team] = {}
         self._used: dict[int | None, int] = {}
         self._numbers = itertools.count()
+        self.sources: list[str] = []
 
     def run(self, source: str, world_size: int) -> Result:
+        self.sources.append(source)
         path, folder = self._write(source)
         plain, team = self._team(None), self._team(world_size)
         plain.send(path, folder / "plain")
@@ -126,6 +132,7 @@ class Pool:
         return found
 
     def renew(self) -> None:
+        self.sources.clear()
         for size in list(self._teams):
             self._end(size)
 

@@ -66,6 +66,8 @@ def main() -> int:
         title = f"{failure.kind}\n\n{failure}".replace('"""', "'''").replace("\\", "/")
         path = folder / f"{options.backend}-{abs(hash(program)) % 10**6:06}.py"
         path.write_text(program.script(title))
+        for number, source in enumerate(failure.before):
+            path.with_suffix(f".{number}-before.py").write_text(source)
         print(f"FOUND {failure.kind}\n{failure}\n  script: {path}\n{program.source}", flush=True)
 
     gc.freeze()  # what is imported is not looked through again by the processes that are forked, after each program

@@ -6,7 +6,7 @@ import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import hypothesis
@@ -23,11 +23,17 @@ Progress = Callable[[Program, str, float], None]
 
 
 class Different(AssertionError):
-    """Replicas did otherwise than plain Keras."""
+    """Replicas did otherwise than plain Keras.
 
-    def __init__(self, kind: str, details: str):
+    Attributes:
+        kind: what differs.
+        before: the programs without which nothing differs.
+    """
+
+    def __init__(self, kind: str, details: str, before: Sequence[str] = ()):
         super().__init__(details)
         self.kind = kind
+        self.before = tuple(before)
 
 
 @dataclass
@@ -81,11 +87,14 @@ class Judge:
     def _repeated(self, program: Program) -> str:
         try:
             return self._verdict(program, self._pool.run(program.source, program.world_size))
-        except Different:
-            # What another program left behind in the processes must not be this one's fault.
+        except Different as first:
+            # What another program has left behind in the processes is a fault as well, but not one of this program.
+            before = self._pool.sources[:-1]
             self._pool.renew()
             verdict = self._verdict(program, self._pool.run(program.source, program.world_size))
-            return f"different only after other programs, then {verdict}"
+            raise Different(
+                f"{verdict} without the programs before, after them {first.kind}", str(first), before
+            ) from None
 
     def _verdict(self, program: Program, result: Result) -> str:
         if result.plain is None:

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from tests.differential.comparison import differences, flatten
-from tests.differential.programs import TOLERANCES
+from tests.differential.pool import Result
+from tests.differential.programs import TOLERANCES, Program
+from tests.differential.search import Different, Judge, Tally
+from tests.differential.worker import Outcome
 from tests.support import fork_server
 from tests.support.backends import BACKENDS
 from tests.support.commands import finish
@@ -42,6 +45,33 @@ def test_what_rounding_changes_by_itself_is_no_difference():
     expected, noisy = {"weights": np.array([1.0, 2.0])}, {"weights": np.array([1.01, 2.0])}
     assert differences({"weights": np.array([1.02, 2.0])}, expected, 1e-5, [noisy]) == []
     assert differences({"weights": np.array([1.5, 2.0])}, expected, 1e-5, [noisy])
+
+
+class _Pool:
+    """Replicas that train twice as far as plain Keras, until `renew`."""
+
+    def __init__(self):
+        self.sources = ["an earlier program"]
+        self._factor = 2.0
+
+    def run(self, source, world_size):
+        self.sources.append(source)
+        plain, ours = ({"0. loss": {"": np.array([value])}} for value in (1.0, self._factor))
+        return Result(Outcome(plain), [Outcome(ours)] * world_size)
+
+    def plain_again(self, source, seeds):
+        return []
+
+    def renew(self):
+        self.sources.clear()
+        self._factor = 1.0
+
+
+def test_a_program_that_differs_only_after_others_is_found_with_these():
+    with pytest.raises(Different, match="instead of 1") as found:
+        Judge(_Pool(), Tally(), None).check(Program("this program", 2, 1e-5))
+    assert found.value.kind == "equal without the programs before, after them numbers: loss"
+    assert found.value.before == ("an earlier program",)
 
 
 @pytest.mark.timeout(BOUND_S + 60)
