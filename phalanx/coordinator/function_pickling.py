@@ -7,9 +7,9 @@ host arrays. Everything else travels by value (cloudpickle: also functions and c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 
@@ -26,12 +26,6 @@ _ALWAYS_BY_VALUE = frozenset(
         *(FunctionType, BuiltinFunctionType, CodeType, ModuleType),
     }
 )
-
-
-class Loader(Protocol):
-    """Finds what a reference refers to."""
-
-    def __call__(self, reference: tuple[Any, ...]) -> Any: ...
 
 
 class References:
@@ -145,7 +139,7 @@ def pack(thing: Any, references: References, what: str) -> bytes:
         return dumps_referring(thing, references.refer, references.reduce)
 
 
-def unpack(data: bytes | memoryview, load: Loader) -> Any:
+def unpack(data: bytes | memoryview, load: Callable[[tuple[Any, ...]], Any]) -> Any:
     """The thing that was packed.
 
     Args:

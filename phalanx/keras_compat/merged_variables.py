@@ -44,6 +44,10 @@ class ReplicaParts(Protocol):
         """Whether the code that runs now is inside `strategy.run`."""
         ...
 
+    def is_in_fit(self) -> bool:
+        """Whether the code that runs now is a step of `fit` and the like."""
+        ...
+
     def merges_reads(self) -> bool:
         """Whether the code that runs now sees the job's values and not this replica's."""
         ...

@@ -53,6 +53,15 @@ class _Merged:
     _phalanx_parts: ReplicaParts
     _phalanx_aggregation: str
 
+    def _phalanx_check(self) -> None:
+        """Raises: UnsupportedError in a step of `fit`, which merges Keras's variables alone."""
+        if self._phalanx_aggregation != "none" and self._phalanx_parts.is_in_fit():
+            raise UnsupportedError(
+                f"The tf.Variable {self.name!r} is to be merged over the replicas "  # type: ignore[attr-defined]
+                f"({self._phalanx_aggregation}), and was assigned in a step of fit(), which merges metrics and weights "
+                f"of layers. Use a Keras metric or layer.add_weight(), or train in a custom loop with strategy.run()."
+            )
+
 
 def _refusing(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,6 +110,7 @@ class _MergedOnRead(_Merged):
         return parts.merge(own, self._phalanx_aggregation) if parts.merges_reads() else own
 
     def _phalanx_write(self, write: Any, value: Any, use_locking: Any, name: Any, read_value: bool) -> Any:
+        self._phalanx_check()
         if not self._phalanx_parts.merges_reads():
             return write(value, use_locking, name, read_value)
         value = tf.convert_to_tensor(value, self.dtype)  # type: ignore[attr-defined]
@@ -120,6 +130,7 @@ class _MergedOnWrite(_Merged):
         return super().assign_sub(self._phalanx_merged(delta), use_locking, name, read_value)  # type: ignore[misc]
 
     def _phalanx_merged(self, value: Any) -> Any:
+        self._phalanx_check()
         if not self._phalanx_parts.merges_writes():
             return value
         value = tf.convert_to_tensor(value, self.dtype)  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ import numpy as np
 from phalanx.collectives.communicator import Array
 from phalanx.engines.tensors import same_shape
 from phalanx.errors import ConfigurationError
+from phalanx.keras_compat import step_collectives
 from phalanx.keras_compat.merged_variables import merge_variable
 from phalanx.keras_compat.trainer_hook import is_applying
 from phalanx.runtime import progress
@@ -66,6 +67,9 @@ class StrategyParts:
 
     def is_in_run(self) -> bool:
         return replica_context.current_replica_context() is not None
+
+    def is_in_fit(self) -> bool:
+        return step_collectives.current() is not None and not self.is_in_run()
 
     def merges_reads(self) -> bool:
         # `fit` and the like merge metrics themselves.

@@ -609,6 +609,30 @@ def variables_of_tensorflow_are_the_jobs(setting: Setting) -> dict[str, Any]:
     return {"sum": np.asarray(written["sum"])}
 
 
+@scenario(plain=False, backends=("tensorflow",))
+def variables_of_tensorflow_that_fit_would_not_merge_are_refused(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    class Counting(keras.Model):
+        def __init__(self, seen: Any) -> None:
+            super().__init__()
+            self.dense, self.seen = keras.layers.Dense(1), seen
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+        def train_step(self, data: Any) -> Any:
+            self.seen.assign_add(1.0)
+            return super().train_step(data)
+
+    with setting.strategy.scope():
+        model = Counting(tf.Variable(0.0, trainable=False, aggregation=tf.VariableAggregation.SUM, name="seen"))
+        model.compile("sgd", "mse")
+    with pytest.raises(phalanx.UnsupportedError, match=r"'seen:0' is to be merged .* step of fit"):
+        model.fit(features(8), np.ones((8, 1), "float32"), batch_size=4, verbose=0)
+    return {}
+
+
 @scenario(plain=False)
 def extended_serves_loops_of_a_programs_own(setting: Setting) -> dict[str, Any]:
     """`strategy.extended`, as an optimizer uses it that merges by itself."""
