@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import socket
 import threading
@@ -25,8 +24,7 @@ from phalanx.transport.listener import Listener
 
 TICK_S = 0.1
 SEND_S = 2.0
-"""For a message of a few kilobytes. A process that does not read it in this time is stopped; its silence reveals
-that."""
+"""For a message of a few kilobytes. A process that does not read it in this time is stopped, and is lost."""
 
 _decoder: Decoder[messages.ToCoordinator] = Decoder(messages.ToCoordinator)
 
@@ -177,7 +175,11 @@ class _Sender(threading.Thread):
         self._messages.put(None)
 
     def run(self) -> None:
-        while (message := self._messages.get()) is not None:
-            with contextlib.suppress(LinkClosedError, LinkTimeoutError):  # the receiving thread notices
+        try:
+            while (message := self._messages.get()) is not None:
                 messages.send(self._link, message, SEND_S)
-        self._link.finish()
+            self._link.finish()
+        except LinkTimeoutError:
+            self._link.close()  # to one that misses an order, no later one may be sent
+        except LinkClosedError:
+            pass  # the receiving thread reads what the process has sent before

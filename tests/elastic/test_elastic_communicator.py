@@ -22,6 +22,7 @@ from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts
 from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
 from phalanx.config.job_config import CollectiveConfig, JobConfig, TLSFiles
+from phalanx.elastic import coordinator_server, membership_messages
 from phalanx.elastic.coordinator_server import CoordinatorServer
 from phalanx.elastic.elastic_communicator import ElasticCommunicator
 from phalanx.elastic.elastic_group import ElasticGroup
@@ -31,6 +32,7 @@ from phalanx.elastic.membership_messages import COORDINATOR, LAUNCHER, EntryBega
 from phalanx.errors import LinkClosedError, MembershipChangedError
 from phalanx.transport.address import Address
 from phalanx.transport.credentials import Credentials
+from phalanx.transport.decoding import Decoder
 from phalanx.transport.dial import dial
 from phalanx.transport.handshake import Hello
 from phalanx.transport.link import Link
@@ -351,6 +353,22 @@ def test_the_late_end_of_a_former_link_does_not_lose_the_process():
         wait_until(lambda: coordinator.lose.called)
     finally:
         server.close()
+
+
+def test_a_process_that_does_not_read_for_a_while_misses_no_order_in_the_middle(monkeypatch):
+    monkeypatch.setattr(coordinator_server, "SEND_S", 0.01)
+    ours, others = socket.socketpair()
+    link, reader = Link(ours, "worker/0"), Link(others, "the launcher")
+    sender = coordinator_server._Sender("worker/0", link)
+    sender.start()
+    for generation in range(2000):  # more than the connection holds
+        sender.send(membership_messages.GenerationEnded(generation))
+    wait_until(lambda: link.closed or sender._messages.qsize() < 1000)
+    sender.finish()
+    orders = membership_messages.receive(reader, Decoder(membership_messages.FromCoordinator))
+    received = [order.generation for order in orders]
+    assert received == list(range(len(received)))
+    sender.join(BOUND_S)
 
 
 def test_bytes_and_shapes_of_a_result_that_is_handed_on():
