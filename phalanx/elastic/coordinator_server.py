@@ -110,6 +110,7 @@ class CoordinatorServer:
             if reason := self.coordinator.table.disagreement(description):
                 return Welcome(refusal=messages.DISAGREEMENT, reason=reason)
             response = self.coordinator.admit(description, time.monotonic())
+            self._senders.pop(hello.incarnation, None)  # from now on, only the end of the new link is a loss
         return Welcome(details=msgspec.msgpack.encode(response))
 
     def adopt(self, hello: Hello, link: Link) -> None:

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts
+from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
 from phalanx.config.job_config import CollectiveConfig, JobConfig, TLSFiles
 from phalanx.elastic import coordinator_server, membership_messages
@@ -351,6 +353,26 @@ def test_the_late_end_of_a_former_link_does_not_lose_the_process():
         coordinator.lose.assert_not_called()
         ends[1].close()
         wait_until(lambda: coordinator.lose.called)
+    finally:
+        server.close()
+
+
+def test_a_former_link_that_ends_before_the_new_one_is_served_does_not_lose_the_process():
+    limits = MembershipLimits(minimum=1, maximum=1, expected=1, start_s=BOUND_S, timeout_s=BOUND_S)
+    port, credentials = socket.create_server(("127.0.0.1", 0)), Credentials(SECRET)
+    server = CoordinatorServer([port], limits, credentials=credentials, job="job", job_actions=mock.Mock())
+    spec = ClusterSpec({"worker": ["127.0.0.1:1"]})
+    identity = TaskIdentity(spec, Task("worker", 0), JobFacts(), JobConfig(secret=SECRET))
+    details, incarnation = msgspec.msgpack.encode(identity.description), identity.description.incarnation
+    hello = Hello(purpose="", task="worker/0", peer="", incarnation=incarnation, details=details)
+    ours, others = socket.socketpair()
+    try:
+        server.admit(hello)
+        server.adopt(hello, Link(ours, "worker/0"))
+        server.admit(hello)  # it has dialled again, and is not answered yet
+        others.close()
+        wait_until(lambda: all(thread.name != "phalanx-elastic-from-worker/0" for thread in threading.enumerate()))
+        assert incarnation in server.coordinator.table.processes
     finally:
         server.close()
 
