@@ -37,8 +37,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if fresh:
         sets.begin(job.membership.world_size)
     if process_sets is not None and process_sets != "dynamic":
-        for process_set in process_sets:
-            sets.add_process_set(process_set)
+        sets.add_process_sets(process_sets)
 
 
 def shutdown() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from packaging import version
 
 
@@ -28,3 +30,19 @@ def in_thread(target: Callable[..., Any], args: Sequence[Any] = (), daemon: bool
     thread = threading.Thread(target=target, args=args, daemon=daemon)
     thread.start()
     return thread
+
+
+@contextmanager
+def env(**variables: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        yield
+
+
+class _basics:
+    @staticmethod
+    def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+        from phalanx.horovod.common.process_sets import get_process_set_ids_and_ranks
+
+        return get_process_set_ids_and_ranks()

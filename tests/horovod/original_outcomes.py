@@ -27,3 +27,4 @@ def pytest_collection_finish() -> None:
     """Horovod's TensorFlow module shows what its tests then read from it."""
     if (hvd := sys.modules.get("phalanx.horovod.tensorflow")) is not None:
         hvd.util, hvd._executing_eagerly = horovod_internals, horovod_internals._executing_eagerly
+        hvd.mpi_ops._basics = horovod_internals._basics

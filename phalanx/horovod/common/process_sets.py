@@ -122,22 +122,34 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         ConfigurationError: it is registered already, is empty, or has a rank that is not in the job.
         HorovodInternalError: the arguments differ between ranks.
     """
-    if not isinstance(process_set, ProcessSet):
-        process_set = ProcessSet(process_set)
-    job = current()
-    known = next((one for one in _registered.values() if one.ranks == process_set.ranks), None)
-    if process_set.process_set_id is not None or known is not None:
-        raise ConfigurationError(f"{known or process_set} is registered already; a process set of these ranks exists.")
-    wrong = [rank for rank in process_set.ranks if not 0 <= rank < job.membership.world_size]
+    (added,) = add_process_sets([process_set])
+    return added
+
+
+def add_process_sets(process_sets: Iterable[ProcessSet | Sequence[int]]) -> list[ProcessSet]:
+    """As `add_process_set`, for several; after a ConfigurationError, none of them is registered."""
+    wanted = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in process_sets]
+    job, known = current(), list(_registered.values())
+    for process_set in wanted:
+        _check_addable(process_set, known, job.membership.world_size)
+        known.append(process_set)
+    for process_set in wanted:
+        number = next(_numbers)
+        job.add_process_set(number, process_set.ranks)
+        process_set.process_set_id = number
+        _registered[number] = process_set
+    return wanted
+
+
+def _check_addable(process_set: ProcessSet, known: Sequence[ProcessSet], world_size: int) -> None:
+    twin = next((one for one in known if one.ranks == process_set.ranks), None)
+    if process_set.process_set_id is not None or twin is not None:
+        raise ConfigurationError(f"{twin or process_set} is registered already; a process set of these ranks exists.")
+    wrong = [rank for rank in process_set.ranks if not 0 <= rank < world_size]
     if wrong or not process_set.ranks:
         raise ConfigurationError(
-            f"a process set needs ranks of the job, 0 to {job.membership.world_size - 1}; it got {process_set.ranks}."
+            f"a process set needs ranks of the job, 0 to {world_size - 1}; it got {process_set.ranks}."
         )
-    number = next(_numbers)
-    job.add_process_set(number, process_set.ranks)
-    process_set.process_set_id = number
-    _registered[number] = process_set
-    return process_set
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:

@@ -368,6 +368,10 @@ def check_process_sets_of_different_ranks_raise_everywhere() -> None:
         hvd.add_process_set([0] if hvd.rank() else [1])
     with pytest.raises(ValueError, match="needs ranks"):
         hvd.add_process_set([hvd.size()])
+    twice = [hvd.ProcessSet([0]), hvd.ProcessSet([0])]
+    with pytest.raises(ValueError, match="already"):
+        hvd.init(process_sets=twice)
+    assert list(get_process_set_ids_and_ranks()) == [0], "an error leaves none of them registered"
 
 
 def check_who_and_where() -> None:
