@@ -65,7 +65,8 @@ class _Member:
         self.window.append((now, figures))
 
     def restart(self) -> None:
-        """Forget what it has done."""
+        """Forget what it has done. Its next figures are those that later ones are compared with: what it did between
+        its last report and now is not counted."""
         self.window.clear()
         self.position = None
 

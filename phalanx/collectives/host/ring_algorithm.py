@@ -193,7 +193,7 @@ class RingAlgorithm:
     def _broadcast(self, buffers: Views, root: int) -> None:
         """Along the chain that begins at position `root`."""
         self.name = "chain"
-        self._meet()
+        self._meet()  # in the chain a rank hears only from the one before it
         mesh = self.mesh
         chunks = [views_between(buffers, *bounds) for bounds in ranges(total_bytes(buffers), self._chunk_bytes)]
         is_last = self._next == self.ranks[root]
