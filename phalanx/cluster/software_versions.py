@@ -45,9 +45,9 @@ def installed_software(environment: Mapping[str, str] | None = None) -> Software
     return SoftwareVersions(
         python=platform.python_version(),
         phalanx=__version__,
-        keras=_version("keras"),
+        keras=version_of("keras"),
         backend=backend,
-        backend_version=next(filter(None, map(_version, _PACKAGES.get(backend, (backend,)))), ""),
+        backend_version=next(filter(None, map(version_of, _PACKAGES.get(backend, (backend,)))), ""),
     )
 
 
@@ -63,7 +63,8 @@ def keras_backend(environment: Mapping[str, str]) -> str:
     return str(backend or DEFAULT_KERAS_BACKEND)
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Its version; empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from phalanx.launcher.host_pool import ElasticOptions
 from phalanx.launcher.host_slots import HostShare, own_name
-from phalanx.launcher.hosts.local_host import listen
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.job_supervisor import JobSupervisor
 from phalanx.launcher.worker_placement import LOOPBACK, new_identity
+from phalanx.transport.ports import listen_at
 
 if TYPE_CHECKING:
     from phalanx.elastic.coordinator_server import CoordinatorServer
@@ -33,7 +33,7 @@ class ElasticSupervisor:
 
     def __init__(self, shares: Sequence[HostShare], *, stays_here: bool, start_timeout_s: float | None):
         self._start_timeout_s = start_timeout_s
-        self._listener = listen(LOOPBACK if stays_here else None)
+        self._listener = listen_at(LOOPBACK if stays_here else None)
         host = LOOPBACK if stays_here else own_name([share for share in shares if not share.is_here])
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self.identity = new_identity()

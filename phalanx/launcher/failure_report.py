@@ -60,7 +60,7 @@ def render(
     verdict: RootCause,
     ends: Sequence[WorkerExit],
     *,
-    log_dir: str | None = None,
+    log_dir: Path | None = None,
     full: bool = True,
     traceback: bool = True,
     colour: bool = False,
@@ -168,7 +168,7 @@ def _echoes(ends: Sequence[WorkerExit], cause: WorkerExit | None) -> list[str]:
 
 def write(folder: Path, verdict: RootCause, ends: Sequence[WorkerExit]) -> None:
     """Write the report and its JSON form into the log directory."""
-    page = render(verdict, ends, log_dir=str(folder)).encode(errors="replace")
+    page = render(verdict, ends, log_dir=folder).encode(errors="replace")
     fields = msgspec.json.format(msgspec.json.encode(as_json(verdict, ends)), indent=2)
     for name, content in ((PAGE_FILE, page), (JSON_FILE, fields)):
         with open(folder / name, "wb", opener=open_no_link) as file:

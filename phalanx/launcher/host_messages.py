@@ -110,7 +110,7 @@ class KeepAlive(msgspec.Struct, frozen=True, tag="keep_alive"):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Open ports for this many more workers at `address` (see `local_host.listen`), and start them in `directory`
+    """Open ports for this many more workers at `address` (see `ports.listen_at`), and start them in `directory`
     later."""
 
     workers: int

@@ -118,7 +118,7 @@ def _report_failure(outcome: JobOutcome, job: JobRequest, console: Console, *, c
         page = failure_report.render(
             verdict,
             outcome.ends,
-            log_dir=str(config.log_dir) if config.log_dir else None,
+            log_dir=config.log_dir,
             full=config.verbose,
             colour=colour,
             hint="" if config.verbose else MORE,
@@ -135,7 +135,7 @@ def _page(outcome: JobOutcome, log_dir: Path | None) -> str:
     """The failure report; empty if there is nothing to explain."""
     if outcome.verdict.success:
         return ""
-    return failure_report.render(outcome.verdict, outcome.ends, log_dir=str(log_dir) if log_dir else None)
+    return failure_report.render(outcome.verdict, outcome.ends, log_dir=log_dir)
 
 
 def _run_with_restarts(run_once: Callable[[int], JobOutcome], console: Console, max_restarts: int) -> JobOutcome:

@@ -32,7 +32,7 @@ from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
 from phalanx.launcher import failure_report
 from phalanx.launcher.host_messages import WorkerSpec
 from phalanx.launcher.hosts.base_host import WorkerPlacement
-from phalanx.launcher.hosts.local_host import LocalHost, listen
+from phalanx.launcher.hosts.local_host import LocalHost
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
 from phalanx.launcher.root_cause import WorkerExit
@@ -42,6 +42,7 @@ from phalanx.launcher.worker_program import Program, parse_command, runs_tests, 
 from phalanx.monitoring.console import Console
 from phalanx.runtime import core_affinity, exit_codes, process_exit
 from phalanx.runtime.core_affinity import host_shares
+from phalanx.transport.ports import listen_at
 
 # The number of local replicas, in the environment of each of them.
 REPLICAS = "PHALANX_LOCAL_REPLICAS"
@@ -185,7 +186,7 @@ def reserve_task_replicas(count: int, address: str) -> ReservedReplicas:
     """Ports for this process and for `count` - 1 more replicas of its task, which run the same program.
 
     Args:
-        address: where this task listens; see `listen`.
+        address: where this task listens; see `listen_at`.
     """
     program = parse_command(sys.orig_argv)
     assert program is not None, "asked only where `is_program`"
@@ -206,7 +207,7 @@ class ReservedReplicas:
         self._shares = host_shares(count)
         self._selector = selectors.DefaultSelector()
         self._host = LocalHost(self._selector, shares=self._shares[1:])
-        self._listener = listen(address)
+        self._listener = listen_at(address)
         self.ports = [self._listener.getsockname()[1], *self._host.prepare(count - 1, address=address)]
 
     def start(

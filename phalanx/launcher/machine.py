@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import resource
@@ -11,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.cluster.software_versions import version_of
 from phalanx.devices.gpu_count import count_gpus
 from phalanx.runtime.core_affinity import available_cores, core_quota
 
@@ -62,7 +62,7 @@ def describe_machine(environment: Mapping[str, str]) -> Machine:
     return Machine(
         system=f"{_distribution()}, {platform.system()} {platform.release()}, {platform.machine()}",
         python=f"{platform.python_version()} ({sys.executable})",
-        packages=_versions(),
+        packages={package: version for package in PACKAGES if (version := version_of(package))},
         cores=len(available_cores()),
         quota=core_quota(),
         memory=memory,
@@ -89,16 +89,6 @@ def describe_quota(machine: Machine) -> str:
 
 def as_gib(size: int | None) -> str:
     return "unknown" if size is None else f"{size / 2**30:.3g} GiB"
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _distribution() -> str:

@@ -26,13 +26,13 @@ from phalanx.config.environment import process_environment
 from phalanx.devices.gpu_count import ON_DEMAND_ALLOCATION
 from phalanx.errors import PhalanxError, RendezvousError
 from phalanx.launcher.host_slots import HostShare
-from phalanx.launcher.hosts.local_host import listen
 from phalanx.launcher.hosts.ssh_host import SSHHost
 from phalanx.launcher.machine import Machine, as_gib, describe_machine, describe_quota
 from phalanx.launcher.worker_placement import LOOPBACK, START_TIMEOUT_S
 from phalanx.monitoring.startup_noise import QUIET
 from phalanx.transport.address import Address
 from phalanx.transport.dial import connect
+from phalanx.transport.ports import listen_at
 
 BACKENDS = ("jax", "tensorflow", "torch")
 # The import of a backend from a cold network file system.
@@ -184,7 +184,7 @@ def probe_backend(name: str, environment: Mapping[str, str]) -> BackendProbe:
 
 def _check_port() -> Finding:
     try:
-        with listen(LOOPBACK) as listener, socket.create_connection(listener.getsockname(), CONNECT_TIMEOUT_S):
+        with listen_at(LOOPBACK) as listener, socket.create_connection(listener.getsockname(), CONNECT_TIMEOUT_S):
             return Finding(Verdict.OK, "ports of this machine can be opened and reached")
     except OSError as error:
         return Finding(Verdict.PROBLEM, f"a port of this machine cannot be opened and reached: {error}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
 
 import msgspec
 
@@ -45,13 +44,14 @@ class CrashReport(msgspec.Struct, frozen=True):
 
 def of_error(error: BaseException) -> CrashReport:
     text = _bounded("".join(traceback.format_exception(error)))
+    chain = list(exit_codes.causes(error, handled=True))
     return CrashReport(
         kind=type(error).__name__,
         message=without_escapes(exit_codes.message(error))[:MAX_MESSAGE_CHARACTERS],
         traceback=text,
-        lost=next((each.task for each in _chain(error) if isinstance(each, PeerLostError)), None),
-        silent=next((each.peer for each in _chain(error) if isinstance(each, LinkTimeoutError)), None),
-        code=next((each.exit_code for each in _chain(error) if isinstance(each, PhalanxError)), 1),
+        lost=next((each.task for each in chain if isinstance(each, PeerLostError)), None),
+        silent=next((each.peer for each in chain if isinstance(each, LinkTimeoutError)), None),
+        code=next((each.exit_code for each in chain if isinstance(each, PhalanxError)), 1),
         interrupted="KeyboardInterrupt" in text,  # libraries wrap it in their own errors
         folded=_bounded(folded_traceback.folded(error)),
         origin=_bounded(folded_traceback.origin(error)),
@@ -76,12 +76,3 @@ def parse(content: bytes) -> CrashReport | None:
         return decode_json(content, CrashReport)
     except FrameError:
         return None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what it was raised from or while handling, and so on."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

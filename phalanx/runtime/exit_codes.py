@@ -166,13 +166,18 @@ def of_error(error: BaseException) -> int:
     return next((cause.exit_code for cause in causes(error) if isinstance(cause, errors.PhalanxError)), 1)
 
 
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what it was raised `from`, and so on. `raise error from error` makes an error its own cause."""
+def causes(error: BaseException | None, *, handled: bool = False) -> Iterator[BaseException]:
+    """The error, what it was raised `from`, and so on. `raise error from error` makes an error its own cause.
+
+    Args:
+        handled: whether to include what was handled when an error was raised, as tracebacks do.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__
+        hides = error.__suppress_context__ or not handled
+        error = error.__cause__ or (None if hides else error.__context__)
 
 
 def message(error: BaseException) -> str:

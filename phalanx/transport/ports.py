@@ -57,7 +57,7 @@ def open_listening_sockets(
     try:
         if address.is_loopback:
             return _listen_on_loopback(address)
-        return [_listen_on_ip(address) if address.is_ip else _listen_on_all(address.port)]
+        return [listen_at(address.host, address.port)]
     except OSError as error:
         raise _describe_failure(address, error) from error
 
@@ -134,20 +134,22 @@ def _listen_on_loopback(address: Address) -> list[socket.socket]:
     return sockets
 
 
-def _listen_on_ip(address: Address) -> socket.socket:
-    [(family, _, _, _, endpoint), *_] = resolve(address)
-    try:
-        return listen(family, endpoint)
-    except OSError as error:
-        if error.errno not in NO_SUCH_ADDRESS:
-            raise
-        logger.info(
-            "%s is not an address of this host (NAT, or a container): listening on all addresses.", address.host
-        )
-        return _listen_on_all(address.port)
+def listen_at(host: str | None, port: int = 0) -> socket.socket:
+    """A listening socket.
 
-
-def _listen_on_all(port: int) -> socket.socket:
+    Args:
+        host: an IP address, to listen there only. On all addresses of this host for a name, which may mean another one
+            to other hosts, for None, and for an address that this host does not have (NAT, or a container).
+        port: 0 for one that the system chooses.
+    """
+    if host is not None and Address(host, port).is_ip:
+        [(family, _, _, _, endpoint), *_] = resolve(Address(host, port))
+        try:
+            return listen(family, endpoint)
+        except OSError as error:
+            if error.errno not in NO_SUCH_ADDRESS:
+                raise
+            logger.info("%s is not an address of this host: listening on all addresses.", host)
     try:
         return listen(socket.AF_INET6, ("::", port), dual=True)
     except OSError as error:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -147,7 +148,7 @@ def test_the_page_says_who_where_and_what_to_check() -> None:
             diagnostics=WorkerDiagnostics(phase="evaluate", state="S", stacks='File "x.py"'),
         ),
     ]
-    text = failure_report.render(find_root_cause(ends), ends, log_dir="/logs")
+    text = failure_report.render(find_root_cause(ends), ends, log_dir=Path("/logs"))
     assert "worker/1 (rank 1, pid 101 on host) failed with ValueError: boom" in text
     assert "it was in: all_reduce, epoch 1, step 37" in text
     assert "last in evaluate" in text

@@ -22,10 +22,8 @@ from phalanx.launcher.hosts.worker_process import WorkerLaunch, WorkerProcess, i
 from phalanx.launcher.orphan_reaper import reap_orphans
 from phalanx.launcher.worker_environment import worker_environment
 from phalanx.runtime.core_affinity import CoreShare, available_cores, host_shares
-from phalanx.transport.address import Address
-from phalanx.transport.ports import NO_SUCH_ADDRESS
+from phalanx.transport.ports import listen_at
 
-LISTEN_BACKLOG = 128
 # How often the workers' reports are collected and orphans are reaped.
 REPORT_INTERVAL_S = 0.5
 
@@ -70,9 +68,9 @@ class LocalHost:
         which is never closed and bound again. Returns the ports.
 
         Args:
-            address: see `listen`.
+            address: see `listen_at`.
         """
-        opened = [listen(address) for _ in range(workers)]
+        opened = [listen_at(address) for _ in range(workers)]
         self._listeners += opened
         return [listener.getsockname()[1] for listener in opened]
 
@@ -207,22 +205,3 @@ class LocalHost:
         if is_main_thread() and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._restores_sigchld = True
-
-
-def listen(address: str | None) -> socket.socket:
-    """A listening socket on a port that the system chooses.
-
-    Args:
-        address: an IP address, to listen there only. On all addresses of this host for a name, which may mean another
-            one to other hosts, for None, and for an address that this host does not have, as behind NAT.
-    """
-    if address is not None and Address(address, 0).is_ip:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            return socket.create_server((address, 0), family=family, backlog=LISTEN_BACKLOG)
-        except OSError as error:
-            if error.errno not in NO_SUCH_ADDRESS:
-                raise
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=LISTEN_BACKLOG)
-    return socket.create_server(("", 0), backlog=LISTEN_BACKLOG)
