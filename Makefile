@@ -1,6 +1,7 @@
 # For a new reader: `make demo`, `make test` and `make docs`.
 PYTHON ?= python3.11
-BACKENDS ?= jax tensorflow torch
+# The quick tests of code that is the same for all backends run on the first: PyTorch compiles nothing.
+BACKENDS ?= torch jax tensorflow
 # Tests at a time; those of a module on one backend come one after another, as some share their jobs.
 AT_ONCE ?= 3
 VENV := .venv

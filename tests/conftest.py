@@ -5,6 +5,7 @@ What is marked `slow` stands beside each test. `make test` leaves it out, `make 
 
 from __future__ import annotations
 
+import gc
 import os
 
 import hypothesis
@@ -55,5 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)  # after `pytest-xdist` has named the groups
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.collect()
+    gc.freeze()  # or a collection in a fork would write to every page, and so copy it
     if getattr(session.config.option, "loadgroup", False):
         assert all("@" in item.nodeid for item in session.items), "pytest-xdist would not keep a group's tests together"

@@ -64,17 +64,12 @@ def test_a_worker_imports_neither_wrappers_nor_pictures_nor_tables_with_keras(tm
     assert loaded(tmp_path, TRAINED) == []
 
 
-def test_tables_are_known_when_the_program_has_some(tmp_path):
+def test_they_are_there_when_the_program_uses_them_or_has_tables(tmp_path):
     pytest.importorskip("pandas")
-    assert "pandas" in loaded(tmp_path, TRAINED + TRAINED_ON_TABLES)
-
-
-def test_they_are_there_when_they_are_used(tmp_path):
     pytest.importorskip("sklearn")
     used = "assert keras.wrappers.SKLearnClassifier and keras.visualization.plot_image_gallery"
-    found = loaded(tmp_path, used)
-    assert "sklearn" in found
-    assert {"keras.wrappers", "keras.visualization"} <= set(found)
+    found = loaded(tmp_path, TRAINED + TRAINED_ON_TABLES + used)
+    assert {"pandas", "sklearn", "keras.wrappers", "keras.visualization"} <= set(found)
 
 
 def test_there_is_all_that_is_deferred():

@@ -69,7 +69,11 @@ def test_a_program_started_by_hand_ends_with_the_errors_code(
 
 
 @pytest.mark.parametrize(
-    "first", ["phalanx.MultiWorkerMirroredStrategy", "phalanx.experimental.CentralStorageStrategy"]
+    "first",
+    [
+        "phalanx.MultiWorkerMirroredStrategy",
+        pytest.param("phalanx.experimental.CentralStorageStrategy", marks=pytest.mark.slow),
+    ],
 )
 def test_the_first_use_of_the_package_sets_the_codes(first: str, launcher: Launcher) -> None:
     job = launcher.python(launcher.script(f"import phalanx\n{first}\nraise phalanx.errors.UnsupportedError('no')"))

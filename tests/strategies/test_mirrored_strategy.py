@@ -71,7 +71,9 @@ def test_a_program_started_by_python_trains_as_one_process(backend: str, tmp_pat
     check(tmp_path, backend, plain_of(backend), *ONE_OF_EACH_FORM[0])
 
 
-@pytest.mark.parametrize(("devices", "ops", "words"), ONE_OF_EACH_FORM[1:])
+@pytest.mark.parametrize(
+    ("devices", "ops", "words"), [pytest.param(*ONE_OF_EACH_FORM[1], marks=pytest.mark.slow), *ONE_OF_EACH_FORM[2:]]
+)
 @pytest.mark.parametrize(
     "backend", [name if name == "torch" else pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS]
 )

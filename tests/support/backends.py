@@ -10,8 +10,9 @@ import pytest
 
 from phalanx.devices.gpu_count import HIDE_GPUS, ON_DEMAND_ALLOCATION
 
-BACKENDS = tuple(os.environ.get("BACKENDS", "jax tensorflow torch").split())
+BACKENDS = tuple(os.environ.get("BACKENDS", "torch jax tensorflow").split())
 FIRST = BACKENDS[0]
+"""It stands for all where the code is the same; PyTorch comes first, as it compiles nothing."""
 
 # Jobs of tests run side by side, and are compared digit by digit: GPUs are shared, and multiply in full float32.
 ON_GPU = bool(os.environ.get("TEST_ON_GPU"))
