@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.training.scenarios.common import BATCH, FEATURES, SAMPLES, classifier, compiled, features, fitted_on, labels
 from tests.training.scenarios.inputs import ShortPages
-from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, scenario
 
 BATCHES = 6
 SIZE = 4
@@ -52,7 +52,7 @@ def _refilled() -> Iterator[Any]:
         yield data[index]
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=EACH_KIND)
 def generator_that_fills_one_buffer(setting: Setting) -> dict[str, Any]:
     model = compiled(setting)
     found = fitted_on(model, _refilled(), epochs=1)
@@ -91,7 +91,7 @@ class InDatabase(keras.utils.PyDataset):
         return np.stack([np.frombuffer(x, np.float32) for x, _ in rows]), np.array([y for _, y in rows], np.int32)
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=EACH_KIND)
 def data_bound_to_a_thread(setting: Setting) -> dict[str, Any]:
     # Keras on TensorFlow reads in TensorFlow's threads.
     data = InDatabase(any_thread=setting.alone and setting.backend == "tensorflow")
@@ -116,7 +116,7 @@ def _encoded(encoder: Any) -> Iterator[Any]:
             yield encoder.predict(x[rows], verbose=0), y[rows]
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=EACH_KIND)
 def generator_that_predicts_with_another_model(setting: Setting) -> dict[str, Any]:
     encoder = _encoder(setting)
     model = compiled(setting, classifier)
@@ -189,7 +189,7 @@ class Augmented(Refilled):
         return x + np.random.normal(size=x.shape).astype("float32"), y
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=EACH_KIND)
 def py_dataset_that_draws_random_numbers(setting: Setting) -> dict[str, Any]:
     """The same number of batches is read as in Keras, by models that are built and by others."""
     model = compiled(setting, metrics=["accuracy"])
@@ -236,7 +236,7 @@ def generator_for_validation_that_ends(setting: Setting) -> dict[str, Any]:
     return fitted_on(compiled(setting), features(), y=labels(), epochs=3, batch_size=BATCH, validation_data=data)
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=EACH_KIND)
 def generators_that_end(setting: Setting) -> dict[str, Any]:
     found = {}
     for count, steps in ((4, None), (5, 3), (6, 3)):
