@@ -28,15 +28,15 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("tests")
 
 LONGEST = (
-    *("parameter_server/test_restarts", "parameter_server/test_faults", "training/test_scenarios"),
-    *("parameter_server/test_training", "horovod/test_parallel", "elastic/test_jobs", "training/test_killed"),
-    *("coordinator/test_faults", "parameter_server/test_embedding_rows", "collectives/test_failures"),
-    *("parameter_server/test_central_storage", "compression/test_scenarios", "training/test_checkpoint_callback"),
-    *("engines/test_vectorized_updater", "engines/test_memory_growth", "training/test_resuming"),
-    *("chaos/test_chaos", "launcher/test_run_command", "collectives/test_contract", "strategies/test_interface"),
-    "keras_compat/test_tensorflow_trace_cache",
+    *("training/test_scenarios", "parameter_server/test_restarts", "horovod/test_parallel", "elastic/test_jobs"),
+    *("training/test_deterministic", "engines/test_spanning_fit", "engines/test_spanning_restart"),
+    *("collectives/test_failures", "launcher/test_run_command", "training/test_one_program", "chaos/test_chaos"),
+    *("parameter_server/test_training", "parameter_server/test_faults", "keras_compat/test_contract"),
+    *("strategies/test_mirrored_strategy", "collectives/test_contract", "strategies/test_interface"),
+    *("compression/test_scenarios", "strategies/test_interactive_session", "launcher/test_terminal"),
+    *("parameter_server/test_embedding_rows", "parameter_server/test_central_storage", "launcher/test_host_pool"),
 )
-"""Modules that take longer than a minute, the longest first: one that comes late keeps a core waiting at the end."""
+"""Modules that take half a minute or more, the longest first: one that comes late keeps a core waiting at the end."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before `pytest-xdist` reads the marks
