@@ -18,6 +18,8 @@ from phalanx.config.environment_variables import RUN
 from phalanx.errors import ConfigurationError, SupersededError
 from phalanx.runtime import write_claim
 from phalanx.runtime.write_claim import WriteClaim
+from tests.support.backends import BACKENDS
+from tests.support.programs import check_python
 
 Run = Callable[[str], None]
 
@@ -193,21 +195,37 @@ def test_whatever_saves_during_a_fit_stops_when_the_job_goes_on_elsewhere(tmp_pa
     assert files(tmp_path) == before[0]
 
 
+SHARDED = """
+import os, sys
+from pathlib import Path
+
+import keras, pytest
+import phalanx
+from phalanx.config.environment_variables import RUN
+from phalanx.errors import SupersededError
+from phalanx.runtime import write_claim
+from tests.security.test_write_claims import another, files
+
+write_claim.DYING_S = write_claim.LEASE_S = 0.2
+os.environ[RUN], folder = "job:0", Path(sys.argv[1])
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+checkpoint = phalanx.ShardedCheckpoint(folder)
+for step in (1, 2):
+    checkpoint.save(model, step)
+    checkpoint.wait()
+with another("job:1"):
+    successor = phalanx.ShardedCheckpoint(folder)
+    successor.save(model, 1)
+    successor.wait()
+before = files(folder)
+with pytest.raises(SupersededError, match="job job"):
+    checkpoint.save(model, 3)
+assert phalanx.ShardedCheckpoint(folder).steps == [1, 2]
+assert files(folder) == before, "what it has not finished is gone"
+"""
+
+
 @pytest.mark.jax
-def test_a_sharded_checkpoint_is_not_finished_by_a_process_that_was_succeeded(tmp_path: Path, run: Run) -> None:
-    run("job:0")
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    checkpoint = phalanx.ShardedCheckpoint(tmp_path)
-    checkpoint.save(model, 1)
-    checkpoint.wait()
-    checkpoint.save(model, 2)
-    checkpoint.wait()
-    with another("job:1"):
-        successor = phalanx.ShardedCheckpoint(tmp_path)
-        successor.save(model, 1)
-        successor.wait()
-    before = files(tmp_path)
-    with pytest.raises(SupersededError, match="job job"):
-        checkpoint.save(model, 3)
-    assert phalanx.ShardedCheckpoint(tmp_path).steps == [1, 2]
-    assert files(tmp_path) == before, "what it has not finished is gone"
+@pytest.mark.skipif("jax" not in BACKENDS, reason="ShardedCheckpoint is JAX's")
+def test_a_sharded_checkpoint_is_not_finished_by_a_process_that_was_succeeded(tmp_path: Path) -> None:
+    check_python("-c", SHARDED, str(tmp_path), backend="jax")

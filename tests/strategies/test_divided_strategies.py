@@ -28,7 +28,8 @@ def test_other_backends_are_refused_with_the_remedy(
         make()
 
 
-def test_arguments_of_replicas_are_refused() -> None:
+def test_arguments_of_replicas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
     with pytest.raises(ConfigurationError, match="cross_device_ops and compression say how replicas merge"):
         phalanx.MirroredStrategy(engine="spmd", compression="int8")
     with pytest.raises(ConfigurationError, match="it is 'spmd' or 'replicas'"):
