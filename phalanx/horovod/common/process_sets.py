@@ -33,12 +33,12 @@ class ProcessSet:
 
     def size(self) -> int:
         """The number of members. Raises ValueError if it is not registered, as do the methods below."""
-        self._check_registered()
+        self.check_registered()
         return len(self.ranks)
 
     def rank(self) -> int:
         """This process's number among the members. Raises ValueError if it is no member."""
-        self._check_registered()
+        self.check_registered()
         own = current().membership.rank
         if own not in self.ranks:
             raise ValueError(f"rank {own} is no member of {self}.")
@@ -46,7 +46,7 @@ class ProcessSet:
 
     def included(self) -> bool:
         """Whether this process is a member."""
-        self._check_registered()
+        self.check_registered()
         return current().membership.rank in self.ranks
 
     def position(self, rank: int, what: str) -> int:
@@ -64,20 +64,20 @@ class ProcessSet:
 
     @property
     def controller(self) -> Controller:
-        """What runs the collectives. Raises ValueError if this process is no member."""
+        """What runs the collectives. Raises ConfigurationError if this process is no member."""
         job = current()
-        controller = job.controllers.get(self._check_registered())
+        controller = job.controllers.get(self.check_registered())
         if controller is None:
-            raise ValueError(
+            raise ConfigurationError(
                 f"rank {job.membership.rank} is no member of {self}, so it cannot take part in its collectives."
             )
         return controller
 
-    def _check_registered(self) -> int:
-        """The number of the process set. Raises ValueError if it has none."""
+    def check_registered(self) -> int:
+        """The number of the process set. Raises ConfigurationError if no such set is registered under it."""
         current()  # raises before `init`
-        if self.process_set_id is None:
-            raise ValueError(f"{self} is not registered; call hvd.add_process_set on all ranks first.")
+        if self.process_set_id is None or _registered.get(self.process_set_id) != self:
+            raise ConfigurationError(f"{self} is not registered; call hvd.add_process_set on all ranks first.")
         return self.process_set_id
 
     def __eq__(self, other: object) -> bool:

@@ -32,6 +32,7 @@ Around = Callable[[Callable[[], Any]], Any]
 
 def _differentiable(kind: OperationKind, tensors: Sequence[Any], arguments: Arguments, around: Around) -> list[Any]:
     """The results of a collective of dense tensors, with a gradient."""
+    arguments.process_set.check_registered()
     arguments = msgspec.structs.replace(arguments, name=arguments.name or name_in_graph(kind.value))
     # Splits may be known only when the graph runs, so they are an input of the host function.
     splits = [] if arguments.splits is None else [tf.convert_to_tensor(arguments.splits)]

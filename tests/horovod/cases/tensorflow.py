@@ -311,7 +311,14 @@ def check_the_tape_trains_as_one_process() -> None:
 
 
 def check_numbers_of_the_job_as_tensors() -> None:
+    unknown = hvd.ProcessSet([0])
+    unknown.process_set_id = 10
+    with tf.Graph().as_default(), pytest.raises(ValueError, match="not registered"):
+        hvd.allreduce(tf.ones(2), process_set=unknown)
     evens = hvd.add_process_set(list(range(0, hvd.size(), 2)))
+    if not evens.included():
+        with pytest.raises(tf.errors.InvalidArgumentError, match="no member"):
+            hvd.allreduce(tf.ones(2), process_set=evens)
     for call in _both(lambda: hvd.process_set_included_op(evens.process_set_id)):
         assert call().numpy() == (hvd.rank() % 2 == 0)
     for call in _both(lambda: hvd.size_op(evens.process_set_id)):
