@@ -12,8 +12,8 @@ To look at a step without running it, on the mesh's devices or on others that ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -96,36 +96,29 @@ class StepPrograms:
 
     def _train(self, state: tuple[Values, ...], data: Batch) -> Any:
         trainable, non_trainable, optimizer, metrics = state
-        with self._tracing(), self._laying_out_gradients():
+        with making_placed(self._placement), self._laying_out_gradients():
             gathered = self._gathered(trainable, non_trainable)
             logs, new = self._model.train_step((*gathered, optimizer, metrics), self._batches.pack(data))
         return logs, tuple(map(list, new))
 
     def _test(self, state: tuple[Values, ...], data: Batch) -> Any:
         trainable, non_trainable, metrics = state
-        with self._tracing():
+        with making_placed(self._placement):
             gathered = self._gathered(trainable, non_trainable)
             logs, new = self._model.test_step((*gathered, metrics), self._batches.pack(data))
         return logs, (trainable, list(new[1]), list(new[2]))
 
     def _predict(self, state: tuple[Values, ...], data: Batch, form: Any) -> Any:
-        with self._tracing():
+        with making_placed(self._placement):
             outputs, new = self._model.predict_step(self._gathered(*state), self._batches.pack(data, form))
         return outputs, list(new)
 
-    @contextmanager
-    def _tracing(self) -> Iterator[None]:
-        with making_placed(self._placement):
-            yield
-
-    @contextmanager
-    def _laying_out_gradients(self) -> Iterator[None]:
+    def _laying_out_gradients(self) -> AbstractContextManager[None]:
+        """A context in which gradients are divided before they are summed, at level 2 and above."""
         if self._placement.level < 2:
-            yield
-            return
+            return nullcontext()
         of_gradient = self._placement.of_gradient
-        with laying_out_gradients(lambda gradient, variable: self._constrain(gradient, of_gradient(variable))):
-            yield
+        return laying_out_gradients(lambda gradient, variable: self._constrain(gradient, of_gradient(variable)))
 
     def _gathered(self, trainable: Values, non_trainable: Values) -> tuple[Values, Values]:
         """The weights as the model computes with them."""

@@ -188,10 +188,6 @@ class StepFunctions:
         _, new_non_trainable, new_metrics = state
         return new_metrics, _changed(non_trainable, new_non_trainable), self._own_logs("test_step", logs)
 
-    def still_silent(self, before: frozenset[str] | None, merged: Sequence[Any]) -> frozenset[str]:
-        """See `step_logs.still_silent`."""
-        return step_logs.still_silent(before, self._model, merged)
-
     def choose_logs(
         self, averages: Mapping[str, Any], metrics: Values, silent: frozenset[str], origins: LogOrigins
     ) -> dict[str, Any]:
@@ -241,7 +237,7 @@ class CompiledUpdate:
         is_new = packing is not self._packing
         if is_new or (self._silent and packing.logs):
             before, merged = self._silent, packing.read(flats)[2]
-            self._silent = self._functions.still_silent(before, merged)
+            self._silent = step_logs.still_silent(before, self._model, merged)
             if is_new or self._silent != before:
                 self._packing = packing
                 self._compiled.clear()
