@@ -7,8 +7,8 @@ import select
 import socket
 import ssl
 import threading
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from phalanx.transport.encryption import RecordReader, RecordWriter, SessionKeys
 
@@ -78,7 +78,7 @@ class TLSWire:
 
     def __init__(self, sock: ssl.SSLSocket):
         self._sock = sock
-        self._call = threading.Lock()
+        self._lock = threading.Lock()
         self.is_in_record = False
         self.send_waits_for = select.POLLOUT
         self.receive_waits_for = select.POLLIN
@@ -88,8 +88,7 @@ class TLSWire:
         if not piece:
             return 0
         try:
-            with self._call:
-                count = self._sock.send(piece)
+            count = self._call(self._sock.send, piece)
             self.send_waits_for = select.POLLOUT
             self.is_in_record = False
             return count
@@ -102,25 +101,33 @@ class TLSWire:
 
     def receive_into(self, buffer: memoryview) -> int | None:
         try:
-            with self._call:
-                return self._sock.recv_into(buffer)
+            return self._call(self._sock.recv_into, buffer)
+        except BrokenPipeError:  # from a read: OpenSSL answers the peer's end by an alert, which nothing reads
+            return 0
         except (BlockingIOError, ssl.SSLWantReadError):
             self.receive_waits_for = select.POLLIN
         except ssl.SSLWantWriteError:
             self.receive_waits_for = select.POLLOUT
-        except OSError as error:
-            _clear_error_queue(self._sock)
-            if isinstance(error, BrokenPipeError):  # a read that writes: OpenSSL answers the peer's end by an alert
-                return 0
-            raise
         return None
 
+    def _call(self, operation: Callable[[Any], int], buffer: memoryview | bytes) -> int:
+        """Call OpenSSL, and again if it fails with an error that may be another connection's.
 
-def _clear_error_queue(sock: ssl.SSLSocket) -> None:
-    """Forget this thread's errors in OpenSSL, which CPython leaves there when a call has failed with an `errno`: the
-    thread's next call on another connection would fail with them (python/cpython#148594). To create an object is the
-    only way to them."""
-    sock.context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=sock.server_side)
+        What fails on a connection with an `errno`, its release included, leaves an error in the thread's queue, where
+        CPython finds it when the next call on any connection would only block (python/cpython#148594).
+        """
+        with self._lock:
+            try:
+                return operation(buffer)
+            except (BlockingIOError, ssl.SSLError):  # SSLErrors are this connection's
+                raise
+            except OSError:
+                self._clear_error_queue()
+                return operation(buffer)
+
+    def _clear_error_queue(self) -> None:
+        """To create an object clears the thread's queue; Python has no other way."""
+        self._sock.context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=self._sock.server_side)
 
 
 class EncryptedWire:
