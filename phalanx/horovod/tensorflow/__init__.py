@@ -24,6 +24,7 @@ from phalanx.horovod.tensorflow.session_optimizer import GradientAccumulation, S
 from phalanx.horovod.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 init = visible_gpus.init_for("tensorflow")
+"""As `basics.init`, and this process computes on the GPU of its local rank."""
 
 
 def DistributedOptimizer(
