@@ -121,9 +121,14 @@ class TLSWire:
                 return operation(buffer)
             except (BlockingIOError, ssl.SSLError):  # SSLErrors are this connection's
                 raise
-            except OSError:
+            except OSError as error:
                 self._clear_error_queue()
-                return operation(buffer)
+                try:
+                    return operation(buffer)
+                except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                    raise
+                except OSError:
+                    raise error from None  # it was this connection's, and says more than what follows from it
 
     def _clear_error_queue(self) -> None:
         """To create an object clears the thread's queue; Python has no other way."""
