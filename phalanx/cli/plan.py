@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from phalanx.cli.option_groups import GroupedCommand, GroupedOption
-from phalanx.cli.run import BACKENDS
+from phalanx.cluster.software_versions import BACKENDS
 from phalanx.config.environment_variables import KERAS_BACKEND
 
 if TYPE_CHECKING:

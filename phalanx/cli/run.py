@@ -14,6 +14,7 @@ import click
 
 from phalanx.cli import horovodrun_options
 from phalanx.cli.option_groups import GroupedCommand, GroupedOption
+from phalanx.cluster.software_versions import BACKENDS
 from phalanx.launcher.host_blacklist import COOLDOWN_S
 from phalanx.launcher.host_slots import MAX_WORKERS
 from phalanx.launcher.restart_policy import DEFAULT_RESTARTS
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from phalanx.launcher.job_request import JobRequest
 
 CONTROL = "control"
-BACKENDS = ("jax", "tensorflow", "torch")
 
 
 @dataclass(frozen=True, slots=True)

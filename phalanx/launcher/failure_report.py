@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from phalanx.cluster.software_versions import BACKENDS
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.host_messages import STOPPED, WorkerDiagnostics
 from phalanx.launcher.root_cause import RootCause, WorkerExit, waited_for
@@ -231,9 +232,22 @@ def _check(verdict: RootCause, ends: Sequence[WorkerExit]) -> str:
     missed = cause.diagnostics.missed
     if missed in [end.task for end in ends if end.by_launcher and end.returncode is not None]:
         return f"the network between {cause.task} and {missed}, which was still there when the launcher ended it"
+    if backend := _missing_backend(cause):
+        return (
+            f"that {backend} is installed, or choose another backend with --backend or KERAS_BACKEND; "
+            f"Keras uses tensorflow where nothing names one"
+        )
     if cause.returncode > 0 and cause.diagnostics.error is None:
         return "the end of its output, and where the program ends itself with this code (`sys.exit`)"
     return exit_codes.meaning(verdict.code).check
+
+
+def _missing_backend(cause: WorkerExit) -> str | None:
+    """The backend of Keras that the program, or Keras itself, could not import."""
+    error = cause.diagnostics.error
+    if error is None or error.kind != "ModuleNotFoundError":
+        return None
+    return next((backend for backend in BACKENDS if error.message == f"No module named '{backend}'"), None)
 
 
 def _end(end: WorkerExit) -> str:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
+from phalanx.cluster.software_versions import BACKENDS
 from phalanx.config.environment import process_environment
 from phalanx.devices.gpu_count import ON_DEMAND_ALLOCATION
 from phalanx.errors import PhalanxError, RendezvousError
@@ -34,7 +35,6 @@ from phalanx.transport.address import Address
 from phalanx.transport.dial import connect
 from phalanx.transport.ports import listen_at
 
-BACKENDS = ("jax", "tensorflow", "torch")
 # The import of a backend from a cold network file system.
 IMPORT_TIMEOUT_S = 180.0
 CONNECT_TIMEOUT_S = 5.0

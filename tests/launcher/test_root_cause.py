@@ -212,3 +212,13 @@ def test_a_worker_lost_with_its_host_is_the_cause_of_what_others_lost() -> None:
     verdict = find_root_cause([end(0, LOST, 0, diagnostics=lost("worker/1")), end(1, None, 1)])
     assert verdict.cause is not None
     assert verdict.cause.rank == 1
+
+
+def test_a_backend_that_is_not_installed_is_named_with_the_option_that_chooses_another() -> None:
+    missing = WorkerDiagnostics(error=CrashReport("ModuleNotFoundError", "No module named 'tensorflow'", "Traceback"))
+    ends = [end(0, 1, 0, diagnostics=missing)]
+    page = failure_report.render(find_root_cause(ends), ends)
+    assert "Check: that tensorflow is installed, or choose another backend with --backend or KERAS_BACKEND" in page
+    own = WorkerDiagnostics(error=CrashReport("ModuleNotFoundError", "No module named 'mine'", "Traceback"))
+    ends = [end(0, 1, 0, diagnostics=own)]
+    assert "--backend" not in failure_report.render(find_root_cause(ends), ends)
