@@ -43,6 +43,11 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     @staticmethod
     def _sum(tensors: list[Any]) -> list[Any]:
         """The sums over the ranks, with a gradient; they travel together."""
+        if keras.backend.backend() == "tensorflow":  # whose collectives also run in sessions
+            from phalanx.horovod.tensorflow.mpi_ops import grouped_allreduce
+
+            summed: list[Any] = grouped_allreduce(tensors, op=operations.Sum)
+            return summed
         return make_tensors().call(_sums, tensors, gradient=lambda flowing, shapes: _sums(flowing))
 
 

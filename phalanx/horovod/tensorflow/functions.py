@@ -7,11 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from phalanx.engines.replica.tensorflow.host_calls import is_for_session
 from phalanx.errors import UnsupportedError
 from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.object_collectives import allgather_object, broadcast_object
 from phalanx.horovod.tensorflow.mpi_ops import broadcast_
-from phalanx.horovod.tensorflow.session_calls import is_for_session
 
 
 def broadcast_variables(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from phalanx.engines.replica.tensorflow.host_calls import call_in_graph
+from phalanx.engines.replica.tensorflow.host_calls import call_in_graph, is_for_session
 from phalanx.errors import CollectiveMismatchError, ConfigurationError
 from phalanx.horovod.common.exceptions import HorovodInternalError
 from phalanx.horovod.operations import refuse_second_gradient
-from phalanx.horovod.tensorflow.session_calls import call_in_session, is_for_session
+from phalanx.horovod.tensorflow.session_calls import call_in_session
+from phalanx.keras_compat.tensorflow_session_errors import translate_session_errors
 
 Array = np.ndarray[Any, Any]
 HostFunction = Callable[[list[Array]], Sequence[Any]]
@@ -23,9 +25,10 @@ HostFunction = Callable[[list[Array]], Sequence[Any]]
 class MismatchError(HorovodInternalError, tf.errors.FailedPreconditionError):  # type: ignore[misc]
     """The ranks' arguments of a collective differ: also the error that Horovod's callers in TensorFlow catch."""
 
-    def __init__(self, error: HorovodInternalError):
-        tf.errors.FailedPreconditionError.__init__(self, None, None, str(error))
-        self.exit_code = error.exit_code
+    exit_code = CollectiveMismatchError.exit_code
+
+    def __init__(self, message: str, node_def: Any = None, op: Any = None):
+        tf.errors.FailedPreconditionError.__init__(self, node_def, op, message)
 
 
 class ArgumentError(ConfigurationError, tf.errors.InvalidArgumentError):  # type: ignore[misc]
@@ -52,20 +55,35 @@ def call_host(function: HostFunction, tensors: Sequence[Any], like: Sequence[tup
     """
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     if tf.executing_eagerly():
-        try:
-            results = function([tensor.numpy() for tensor in tensors])
-        except HorovodInternalError as error:
-            if isinstance(error.__cause__, CollectiveMismatchError):
-                raise MismatchError(error) from error.__cause__
-            raise
-        except ConfigurationError as error:
-            raise ArgumentError(error) from None
+        results = _call(function, [tensor.numpy() for tensor in tensors])
         return [tf.convert_to_tensor(array, dtype) for array, (dtype, _) in zip(results, like, strict=True)]
-    call = call_in_session if is_for_session() else call_in_graph
-    results = call(lambda *arrays: function(list(arrays)), tensors, [dtype for dtype, _ in like])
+    if is_for_session():
+        translate_session_errors(_mismatch_in_session)
+        call: Callable[..., Sequence[Any]] = call_in_session
+    else:
+        call = call_in_graph
+    results = call(lambda *arrays: _call(function, list(arrays)), tensors, [dtype for dtype, _ in like])
     for result, (_, shape) in zip(results, like, strict=True):
         result.set_shape(shape)
     return list(results)
+
+
+def _call(function: HostFunction, arrays: list[Array]) -> Sequence[Any]:
+    """The results of a function, whose errors are those that Horovod's callers in TensorFlow catch."""
+    try:
+        return function(arrays)
+    except HorovodInternalError as error:
+        if isinstance(error.__cause__, CollectiveMismatchError):
+            raise MismatchError(str(error)) from error.__cause__
+        raise
+    except ConfigurationError as error:
+        raise ArgumentError(error) from None
+
+
+def _mismatch_in_session(error: tf.errors.UnknownError) -> MismatchError | None:
+    """The MismatchError of which TensorFlow has kept only the text. In a `tf.function`, that stays an UnknownError."""
+    is_mismatch = re.search(rf"\b{MismatchError.__name__}: ", error.message)
+    return MismatchError(error.message, error.node_def, error.op) if is_mismatch else None
 
 
 def call_host_once(

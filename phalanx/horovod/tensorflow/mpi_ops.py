@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import tensorflow as tf
 
-from phalanx.engines.replica.tensorflow.host_calls import linear
+from phalanx.engines.replica.tensorflow.host_calls import is_for_session, linear
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.horovod import basics, operations
 from phalanx.horovod.common.process_sets import ProcessSet, get_process_set_ids_and_ranks, global_process_set
@@ -25,7 +25,6 @@ from phalanx.horovod.operation_request import Array, OperationKind
 from phalanx.horovod.operations import Arguments, Average, Sum, barrier, join
 from phalanx.horovod.tensorflow.compression import Compression
 from phalanx.horovod.tensorflow.host_functions import call_host, call_host_once, cast_like, name_in_graph
-from phalanx.horovod.tensorflow.session_calls import is_for_session
 
 Around = Callable[[Callable[[], Any]], Any]
 

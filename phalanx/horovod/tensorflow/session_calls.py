@@ -14,11 +14,6 @@ from typing import Any
 import tensorflow as tf
 
 
-def is_for_session() -> bool:
-    """Whether the present graph, or the one around it, is run by a session."""
-    return not tf.compat.v1.executing_eagerly_outside_functions()
-
-
 def call_in_session(function: Callable[..., Any], tensors: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     """As `call_in_graph`, in a graph that a session runs: without an order, and on a thread of its own.
 

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 import phalanx.horovod.tensorflow as hvd
+from phalanx.engines import make_tensors
 
 v1 = tf.compat.v1
 
@@ -29,6 +30,14 @@ def check_collectives_of_a_session_hold_none_of_its_threads() -> None:
             found = session.run(merged, {fed: [1.0, hvd.rank()]})
     for name in names:
         np.testing.assert_allclose(found[name], [3 * hvd.size(), 3 * sum(range(hvd.size()))])
+
+
+def check_merges_of_strategies_are_refused_in_a_session() -> None:
+    """Also in a function that the session's graph calls."""
+    with tf.Graph().as_default():
+        for call in _both(lambda x: make_tensors().call(lambda arrays: arrays, [x])):
+            with pytest.raises(Exception, match="that a session runs"):  # the type is AutoGraph's in a function
+                call(tf.ones([2]))
 
 
 def check_allreduce_of_every_dtype_eager_and_in_a_graph() -> None:
@@ -188,7 +197,22 @@ def check_differences_raise_on_every_rank() -> None:
         hvd.allreduce(tf.ones([2], tf.float64 if last else tf.float32), name="differs")
     with pytest.raises(tf.errors.OpError, match="Mismatched shapes"):
         tf.function(lambda x: hvd.allreduce(x, name="differs"))(tf.ones([3 if last else 2]))
+    with tf.Graph().as_default(), v1.Session() as session:
+        mine = tf.ones([3 if last else 2])
+        in_branch = v1.cond(v1.placeholder_with_default(True, []), lambda: hvd.allreduce(mine), lambda: mine)
+        for merged in (hvd.allreduce(mine), in_branch):
+            with pytest.raises(tf.errors.FailedPreconditionError, match="Mismatched shapes") as caught:
+                session.run(merged)
+            assert isinstance(caught.value, hvd.HorovodInternalError)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="add up"):
+            session.run(hvd.alltoall(tf.ones([hvd.size()]), v1.placeholder_with_default([1] * (hvd.size() + 1), [None])))
+        with pytest.raises(tf.errors.UnknownError, match="of the program"):
+            session.run(tf.numpy_function(_raise, [0], tf.int32))
     assert hvd.allreduce(tf.ones([1]), op=hvd.Sum).numpy()[0] == hvd.size()
+
+
+def _raise(_: object) -> None:
+    raise RuntimeError("of the program")
 
 
 def check_variables_are_broadcast() -> None:
@@ -390,5 +414,14 @@ def check_sync_batch_normalization_is_that_of_one_process_on_the_whole_batch() -
             np.testing.assert_allclose(hvd.allreduce(own, op=hvd.Sum), expected, rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(sync.moving_mean, plain.moving_mean, rtol=1e-5)
         np.testing.assert_allclose(sync.moving_variance, plain.moving_variance, rtol=1e-4)
+    with tf.Graph().as_default(), v1.Session() as session:
+        sync = hvd.SyncBatchNormalization()
+        fed = v1.placeholder(tf.float32, [None, *whole.shape[1:]])
+        merged = sync(fed, training=True)
+        of_fed = tf.gradients(tf.reduce_sum(merged * weights[mine]), fed)
+        session.run(v1.global_variables_initializer())
+        part, (of_own,) = session.run([merged, of_fed], {fed: whole[mine]})
+    np.testing.assert_allclose(part, y[mine], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(of_own, of_x[mine], rtol=1e-3, atol=1e-4)
     with pytest.raises(ValueError, match="fused"):
         hvd.SyncBatchNormalization(fused=True)

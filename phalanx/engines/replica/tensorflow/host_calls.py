@@ -15,6 +15,11 @@ from phalanx.errors import UnsupportedError
 Array = np.ndarray[Any, Any]
 
 
+def is_for_session() -> bool:
+    """Whether the present graph, or the one around it, is run by a session, as in TensorFlow 1."""
+    return not tf.compat.v1.executing_eagerly_outside_functions()
+
+
 def call_in_graph(
     function: Callable[..., Sequence[Array] | None], tensors: Sequence[Any], dtypes: Sequence[Any]
 ) -> Any:
@@ -27,10 +32,10 @@ def call_in_graph(
     Raises: UnsupportedError in a graph of TensorFlow 1, which knows no such order: calls that wait for other ranks
         would fill the few threads of its session, in another order on each rank, until nothing can go on.
     """
-    if not hasattr(tf.compat.v1.get_default_graph(), "outer_graph"):
+    if is_for_session():
         raise UnsupportedError(
-            "Values cannot be merged in a tf.Graph that a session runs (TensorFlow 1). Merge them in eager code or "
-            "inside a tf.function."
+            "Values cannot be merged in a tf.Graph that a session runs (TensorFlow 1). Merge them in eager code, or "
+            "in a tf.function that eager code calls."
         )
     turn = _turn()
     with tf.control_dependencies([turn.assign_add(1)]):
@@ -58,9 +63,9 @@ def call_on_host(
             _failures.append(error)
             raise
 
-    if tf.inside_function():
-        return list(call_in_graph(call, tensors, dtypes))
-    return [tf.convert_to_tensor(array) for array in call(*[tensor.numpy() for tensor in tensors])]
+    if tf.executing_eagerly():
+        return [tf.convert_to_tensor(array) for array in call(*[tensor.numpy() for tensor in tensors])]
+    return list(call_in_graph(call, tensors, dtypes))
 
 
 def take_failure() -> BaseException | None:
