@@ -1,6 +1,7 @@
 """Cloudpickle, for functions and objects that are sent to other processes of the job, which may have some already."""
 
 from __future__ import annotations
+import __future__
 
 import importlib
 import io
@@ -20,15 +21,20 @@ Refer = Callable[[Any], Any]
 Reduce = Callable[[Any], Any]
 """Returns how a thing is taken apart, as `__reduce_ex__` says it; NotImplemented for what pickle knows."""
 
+_LAZY = __future__.annotations
+
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles modules by name, whatever their class, and keeps the file name of code.
+    """Pickles modules by name, whatever their class, and keeps what AutoGraph needs of functions.
 
     Cloudpickle treats a module of a custom class, such as `torch.ops`, as an object, and fails. A function refers to
     that module if it uses `torch` and, for example, `keras.ops`: cloudpickle looks at the names alone.
 
     Since 3.1.3 it drops the file name of code. Tracebacks would lack their source lines, and
     AutoGraph, which reads the source of a `tf.function`, could not convert its `if` and `for`.
+
+    It sends the globals that code uses, which are not those that only annotations name. AutoGraph would evaluate them
+    again, unless it finds among the globals that the module has asked for annotations without values (PEP 563).
     """
 
     def reducer_override(self, thing: Any) -> Any:
@@ -39,7 +45,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             name = getattr(thing, "__name__", "")
             if sys.modules.get(name) is thing:
                 return importlib.import_module, (name,)
-        return super().reducer_override(thing)
+        reduced = super().reducer_override(thing)
+        if isinstance(thing, types.FunctionType) and reduced is not NotImplemented:  # it is taken apart
+            _, sent = reduced[2]
+            if thing.__globals__.get("annotations", _LAZY) is _LAZY:
+                sent["__globals__"]["annotations"] = _LAZY
+        return reduced
 
 
 def _code(filename: str, args: tuple[Any, ...]) -> types.CodeType:

@@ -9,6 +9,8 @@ from tests.support.programs import check_python
 pytestmark = pytest.mark.tensorflow
 
 PROGRAM = """
+from __future__ import annotations
+
 import tensorflow as tf
 
 from phalanx.engines import make_tensors
@@ -65,6 +67,19 @@ except UnsupportedError as error:
     assert "does not exist any more" in str(error), error
 else:
     raise AssertionError("the object of the method is gone")
+Number = tf.Tensor  # a global that only annotations name
+FACTOR = 2.0  # and one that only a default names
+
+
+def absolute(x: Number, factor: float = FACTOR) -> Number:
+    if x < 0:
+        return -x * factor
+    return x
+
+
+assert float(tf.function(travel(absolute))(tf.constant(-3.0))) == 6.0
+del annotations  # as if the program had not imported it
+assert float(tf.function(travel(absolute))(tf.constant(-3.0))) == 6.0
 print("travelled")
 """
 
