@@ -24,7 +24,6 @@ SOURCE = "https://github.com/horovod/horovod"
 COMMIT = "2626dc87a3a8eb8fb7d2216198ce45bce0f9e65a"
 """The last one at the time of writing, after Horovod 0.28.1."""
 
-_CLASS_IN_SESSIONS = "TensorFlow makes an UnknownError of what a Python function raises in a session"
 _NO_REF = "calls `variable.ref()`, which variables of Keras 3 do not have"
 _COMPUTE = "calls `optimizer._compute_gradients()` of Keras 2"
 _RATE = "calls `keras.optimizers.Optimizer(name=...)` without a learning rate, which Keras 3 requires"
@@ -38,17 +37,7 @@ NOT_HERE: dict[str, dict[str, str]] = {
     "test_tensorflow": {
         "test_horovod_syncbn_cpu": "calls `tf.keras.layers.BatchNormalization(fused=False)` of Keras 2",
         "test_partial_distributed_gradient_tape": _NO_REF,
-    }
-    | dict.fromkeys(
-        [
-            *("test_horovod_allgather_error", "test_horovod_allgather_type_error"),
-            *("test_horovod_allreduce_error", "test_horovod_allreduce_type_error"),
-            *("test_horovod_alltoall_rank_error", "test_horovod_alltoall_type_error"),
-            *("test_horovod_broadcast_error", "test_horovod_broadcast_rank_error", "test_horovod_broadcast_type_error"),
-            *("test_horovod_reducescatter_error", "test_horovod_reducescatter_type_error"),
-        ],
-        _CLASS_IN_SESSIONS,
-    ),
+    },
     "test_tensorflow2_keras": {
         "test_broadcast_global_variables_callback_with_local_vars": _NO_REF,
         "test_grad_aggregation_with_inf_grad": _COMPUTE,

@@ -205,7 +205,9 @@ def check_differences_raise_on_every_rank() -> None:
                 session.run(merged)
             assert isinstance(caught.value, hvd.HorovodInternalError)
         with pytest.raises(tf.errors.InvalidArgumentError, match="add up"):
-            session.run(hvd.alltoall(tf.ones([hvd.size()]), v1.placeholder_with_default([1] * (hvd.size() + 1), [None])))
+            session.run(
+                hvd.alltoall(tf.ones([hvd.size()]), v1.placeholder_with_default([1] * (hvd.size() + 1), [None]))
+            )
         with pytest.raises(tf.errors.UnknownError, match="of the program"):
             session.run(tf.numpy_function(_raise, [0], tf.int32))
     assert hvd.allreduce(tf.ones([1]), op=hvd.Sum).numpy()[0] == hvd.size()
