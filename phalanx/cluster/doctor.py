@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.cluster.link_benchmark import EXAMINE, LinkBenchmarkAnswer, LinkBenchmarkService, LinkMeasurement, measure
-from phalanx.cluster.peer_dialing import identify_task
+from phalanx.cluster.peer_identification import identify_task
 from phalanx.cluster.resolvers import ClusterResolver
 from phalanx.cluster.resolvers.auto_resolver import resolve
 from phalanx.cluster.software_versions import SoftwareVersions, installed_software
@@ -30,14 +30,13 @@ from phalanx.errors import ConfigurationError, HandshakeError, PhalanxError, Ren
 from phalanx.transport import name_resolution
 from phalanx.transport.address import Address
 from phalanx.transport.decoding import decode_message
-from phalanx.transport.dial import RefusedError, retry_delay_s
+from phalanx.transport.dial import ATTEMPT_TIMEOUT_S, RefusedError, retry_delay_s
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener
 from phalanx.transport.ports import PortTakenError
 
 DEFAULT_WAIT_S = 10.0
 """How long to try to reach each task: enough to start the command in several terminals."""
-ATTEMPT_TIMEOUT_S = 5.0
 NOTABLE_CLOCK_OFFSET_S = 1.0
 """Training does not depend on clocks, but the logs of hosts whose clocks differ more are hard to compare."""
 
@@ -280,8 +279,8 @@ def _compare(report: DoctorReport) -> None:
             )
 
 
-def _name(owner: TaskDescription | str) -> str:
-    return owner.whereabouts if isinstance(owner, TaskDescription) else owner
+def _name(owner: TaskDescription | PhalanxError) -> str:
+    return owner.whereabouts if isinstance(owner, TaskDescription) else str(owner)
 
 
 def show(report: DoctorReport, console: Console) -> None:

@@ -11,6 +11,7 @@ from phalanx.transport.link import Link, wait_until_delivered
 
 Rank = int
 
+FIRST_GENERATION = 1
 SEE_TASK_OUTPUT = "See the end of that task's output for the cause."
 CONNECTION_CLOSED = f"its connection closed, so the process or its host died. {SEE_TASK_OUTPUT}"
 """The default explanation for a lost task."""
@@ -26,6 +27,7 @@ class Member:
         host: the identity of its host: equal for two members that can share memory.
         address: `host:port` of its listening port.
         pid: its process id on its host.
+        incarnation: random, one for each process.
     """
 
     rank: Rank
@@ -33,6 +35,7 @@ class Member:
     host: str
     address: str
     pid: int
+    incarnation: str = ""
 
 
 @dataclass(slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.cluster.admission import PROBE, ProbeService
-from phalanx.cluster.membership import Member, Membership
-from phalanx.cluster.rendezvous import FIRST_GENERATION, gather_members
+from phalanx.cluster.membership import FIRST_GENERATION, Membership
+from phalanx.cluster.peer_identification import PROBE, ProbeService
+from phalanx.cluster.rendezvous import gather_members
 from phalanx.cluster.resolvers import ClusterResolver
 from phalanx.cluster.spec import EVALUATOR, PS, WORKER, ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts
@@ -126,9 +126,7 @@ def join(
 
 
 def _single_process_node(me: TaskIdentity) -> Node:
-    own = me.description
-    member = Member(rank=0, task=own.task, host=own.host, address=own.address, pid=own.pid)
-    membership = Membership(generation=FIRST_GENERATION, rank=0, members=(member,))
+    membership = Membership(FIRST_GENERATION, 0, (me.description.as_member(0),))
     listener = None
     if me.config.listen_fd is not None and me.task.type != EVALUATOR and EVALUATOR in me.spec.jobs:
         listener = _open_probe_port(me)

@@ -1,91 +1,67 @@
 """The rendezvous: the tasks of a cluster find each other, check that they agree, and become linked ranks.
 
-Every task listens on its port and dials all tasks of lower rank, so each pair has one link. At their first contact,
-two tasks compare what must agree (`phalanx.cluster.task_comparison`). A task with a link to every other task reports
-that to the chief; when all have, the chief answers with the list of members, and the job begins. Until then, broken
-links are replaced: processes may restart in any order, minutes apart.
+A job of fixed size is formed as a generation of an elastic one is (`member_links`), with the chief as its coordinator.
+Every task dials the chief and describes itself; the chief compares what must agree (`task_comparison`). When all are
+present, it sends them the list of members; they link to each other and report whether they could; when all could, the
+chief sends the start.
 
-                        link to all others           all have reported
-    gathering  ------------------------>  ready  -----------------------> joined
-        ^                                   |
-        +------- a link breaks -------------+
+                    all are present            all have all links
+    gathering  --------------------->  linking  ----------------->  started
+        ^                                 |
+        +--- a task is lost, or cannot ---+
+             reach another one
 
-A failure ends it early: tasks that disagree notify all others over separate connections (purpose `failure`), so that
-every task raises the same message, whether it has links or not.
-
-Before the start, only the links of the chief carry messages (`_Status` to it, `_Start` from it). The links between
-other tasks are not read, because their first bytes may already belong to a collective of a task that received its
-`_Start` a moment earlier.
+Until then, tasks may restart in any order, minutes apart: one that loses the chief dials it again, and the chief waits
+again for one that it loses. A failure ends the rendezvous for all: the chief dismisses those that are present and
+refuses those that arrive, so that every task raises the same message.
 
 If two processes have the same task, the chief accepts the first one and refuses the other, which raises an error.
-Other tasks may meet the wrong one first; they refuse the second one temporarily, until the first one is gone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import select
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 
-from phalanx.cluster.admission import FAILURE, serve_rendezvous
-from phalanx.cluster.membership import Member, Membership, Rank
-from phalanx.cluster.missing_tasks import (
-    describe_owner,
-    log_missing_tasks,
-    run_in_threads,
-    timeout_error,
-    watch_for_exited_tasks,
-)
-from phalanx.cluster.peer_dialing import ATTEMPT_TIMEOUT_S, CHIEF_RANK, identify_task, keep_linked
-from phalanx.cluster.peer_registry import PeerRegistry
+from phalanx.cluster import membership_messages as messages
+from phalanx.cluster.admission import DISAGREEMENT, DUPLICATE, RUNNING
+from phalanx.cluster.chief_rendezvous import ChiefRendezvous
+from phalanx.cluster.member_links import MemberLinks, NotFormedError
+from phalanx.cluster.membership import Membership
+from phalanx.cluster.missing_tasks import describe_owner, task_exited, timeout_error, watch_missing_tasks
+from phalanx.cluster.peer_identification import PROBE, ProbeService, identify_task
+from phalanx.cluster.rendezvous_state import CHIEF_RANK, RendezvousState
 from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import (
     ConfigurationError,
     DisagreementError,
     FrameError,
+    HandshakeError,
     LinkClosedError,
     LinkTimeoutError,
     PhalanxError,
+    RendezvousError,
 )
-from phalanx.transport.decoding import decode_message
-from phalanx.transport.dial import RefusedError
+from phalanx.transport.decoding import Decoder
+from phalanx.transport.dial import ATTEMPT_TIMEOUT_S, HANDSHAKE_FAILURES_S, RefusedError, retry_delay_s
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener
 from phalanx.transport.ports import PortTakenError
 
 logger = logging.getLogger(__name__)
 
-FIRST_GENERATION = 1
-
-FAILURE_BROADCAST_S = 2.0
-"""How long a failure is offered to tasks that do not answer, because they are just starting."""
 PORT_TAKEN_PATIENCE_S = 5.0
 """How long to retry opening the port while a process that does not answer holds it: it may be about to exit."""
-POLL_S = 1.0
-"""Longest time between two checks of the deadline; events wake the loop at once."""
+POLL_S = 0.5
+"""Longest time between two checks whether the rendezvous has failed."""
+EXITED_AFTER_S = 4.0
+"""How long nothing must listen at the chief's port, under a launcher, before it counts as exited."""
 
-
-class _Status(msgspec.Struct, frozen=True, tag="status"):
-    """To the chief: the tasks that the sender has no link to, with the reasons. Empty if it is ready."""
-
-    missing: dict[str, str]
-
-
-class _Start(msgspec.Struct, frozen=True, tag="start"):
-    """From the chief: all tasks are ready; these are the members in rank order."""
-
-    generation: int
-    members: list[Member]
-
-
-_Message = TypeVar("_Message", _Status, _Start)
+_decoder: Decoder[messages.FromCoordinator] = Decoder(messages.FromCoordinator)
 
 
 def gather_members(me: TaskIdentity, timeout_s: float) -> tuple[Membership, Listener]:
@@ -93,31 +69,21 @@ def gather_members(me: TaskIdentity, timeout_s: float) -> tuple[Membership, List
 
     Raises: as `phalanx.cluster.join`.
     """
-    registry = PeerRegistry(me)
-    listener: Listener | None = None
     started_at = time.monotonic()
+    listener = _listen(me)
+    state = RendezvousState(me, listener, timeout_s)
     try:
-        listener = _listen(me)
-        serve_rendezvous(listener, me, registry)
+        listener.register(PROBE, ProbeService(me))
+        watch = threading.Thread(target=watch_missing_tasks, args=(state,), name="phalanx-missing-tasks", daemon=True)
+        rendezvous = ChiefRendezvous(state) if me.rank == CHIEF_RANK else _MemberRendezvous(state)
         listener.start()
-        for rank in range(me.rank):
-            _start_thread(f"dial-{me.tasks[rank]}", keep_linked, me, registry, rank)
-        _start_thread("notice", log_missing_tasks, me, registry, listener, timeout_s)
-        _start_thread("ended", watch_for_exited_tasks, me, registry)
-        membership = _gather(me, registry, started_at + timeout_s)
-        if membership is None:
-            raise timeout_error(me, registry, listener, timeout_s)
-    except BaseException as error:
-        registry.finish(joined=False)
-        if isinstance(error, DisagreementError):
-            _broadcast_failure(me, registry, error)
-        if listener is not None:
-            listener.close()
-        for peer in registry.peers.values():
-            peer.link.close()
+        watch.start()
+        membership = rendezvous.gather()
+    except BaseException:
+        listener.close()
         raise
     finally:
-        registry.close()
+        state.finish()
     logger.info(
         "%s is rank %d of %d in generation %d, on %d host(s), after %.1f s",
         me.task,
@@ -144,151 +110,98 @@ def _listen(me: TaskIdentity) -> Listener:
         time.sleep(0.1)
 
 
-def _start_thread(name: str, target: Callable[..., None], *args: object) -> None:
-    # Daemons: they end within one attempt once the rendezvous is over, and are not waited for.
-    threading.Thread(target=target, args=args, name=f"phalanx-{name}", daemon=True).start()
+class _MemberRendezvous:
+    """The part of every task but the chief."""
 
+    def __init__(self, state: RendezvousState):
+        self._me, self._state = state.me, state
+        self._links = MemberLinks(self._me)
 
-def _gather(me: TaskIdentity, registry: PeerRegistry, deadline: float) -> Membership | None:
-    """React to events until the job begins; None if the deadline passes first."""
-    progress = _ChiefProtocol(me, registry) if me.rank == CHIEF_RANK else _MemberProtocol(me, registry)
-    while True:
-        if failure := registry.failure:
-            raise failure
-        if start := progress.advance():
-            registry.finish(joined=True)
-            # A peer lost since the chief counted it has a closed link; the first collective names it.
-            peers = registry.last_peers
-            return Membership(
-                generation=start.generation,
-                rank=me.rank,
-                members=tuple(start.members),
-                links={rank: peers[rank].link for rank in me.other_ranks},
-            )
-        if time.monotonic() >= deadline:
-            return None
-        _wait(registry, progress.events(), min(deadline - time.monotonic(), POLL_S))
-
-
-def _wait(registry: PeerRegistry, events: dict[Rank, int], timeout_s: float) -> None:
-    """Wait until a link or the registry changes."""
-    poller = select.poll()
-    poller.register(registry.wakeup, select.POLLIN)
-    for rank, peer in registry.peers.items():
-        with contextlib.suppress(ValueError, OSError):  # closed a moment ago
-            poller.register(peer.link, events.get(rank, 0) | _PEER_CLOSED)
-    poller.poll(1000 * max(0.0, timeout_s))
-    with contextlib.suppress(BlockingIOError):
-        registry.wakeup.recv(4096)
-
-
-_PEER_CLOSED = getattr(select, "POLLRDHUP", 0)
-
-
-class _ChiefProtocol:
-    """The chief's part: collects the status of all tasks and sends the start."""
-
-    def __init__(self, me: TaskIdentity, registry: PeerRegistry):
-        self._me = me
-        self._registry = registry
-
-    def events(self) -> dict[Rank, int]:
-        return dict.fromkeys(self._me.other_ranks, select.POLLIN)
-
-    def advance(self) -> _Start | None:
-        for rank, peer in self._registry.peers.items():
+    def gather(self) -> Membership:
+        while True:
+            # Before the chief knows of this task, and without links and orders of a chief that is gone.
+            self._state.listener.register(messages.MESH, self._links)
             try:
-                while (status := _receive(peer.link, _Status)) is not None:
-                    peer.missing = status.missing
+                link = self._reach_chief()
+                try:
+                    return self._follow_orders(link)
+                finally:
+                    link.close()
             except (LinkClosedError, FrameError) as error:
-                self._registry.remove(rank, peer, f"was present before, but {error}")
-        peers = self._registry.peers
-        if len(peers) < len(self._me.other_ranks) or any(peer.missing != {} for peer in peers.values()):
-            return None
-        descriptions = {
-            self._me.rank: self._me.description,
-            **{rank: peer.description for rank, peer in peers.items()},
-        }
-        members = [
-            Member(rank=rank, task=one.task, host=one.host, address=one.address, pid=one.pid)
-            for rank, one in sorted(descriptions.items())
-        ]
-        start = _Start(FIRST_GENERATION, members)
-        for peer in peers.values():
-            # If a peer is lost just now, others may have begun already: the first collective raises PeerLostError.
-            with contextlib.suppress(LinkClosedError, LinkTimeoutError):
-                _send(peer.link, start)
-        return start
+                self._state.lost(CHIEF_RANK, f"was present before, but {error}")
+                self._links.close()
+                self._links = MemberLinks(self._me)
+            except BaseException:
+                self._links.close()
+                raise
 
-
-class _MemberProtocol:
-    """Every other task's part: reports its missing links to the chief and waits for the start."""
-
-    def __init__(self, me: TaskIdentity, registry: PeerRegistry):
-        self._me = me
-        self._registry = registry
-        self._last_status: tuple[Link, dict[str, str]] | None = None
-
-    def events(self) -> dict[Rank, int]:
-        return {CHIEF_RANK: select.POLLIN}
-
-    def advance(self) -> _Start | None:
-        chief = self._registry.peers.get(CHIEF_RANK)
-        if chief is not None:
+    def _reach_chief(self) -> Link:
+        """A link to the chief, which is dialled until it accepts this task."""
+        me, state = self._me, self._state
+        chief, details = me.tasks[CHIEF_RANK], msgspec.msgpack.encode(me.description)
+        absent_since = time.monotonic()
+        failing_since = refused_since = None
+        answer = ""
+        while True:
+            now = time.monotonic()
             try:
-                # First: once the job has begun, a closed link is no reason to wait again.
-                if start := _receive(chief.link, _Start):
-                    return start
-                self._drop_broken_links()
-                missing = self._registry.missing()
-                if self._last_status != (chief.link, missing):
-                    _send(chief.link, _Status(missing))
-                    self._last_status = (chief.link, missing)
-                return None
-            except (LinkClosedError, LinkTimeoutError, FrameError) as error:
-                self._registry.remove(CHIEF_RANK, chief, f"was present before, but {error}")
-        self._drop_broken_links()
-        return None
+                link, _ = me.dial(chief, messages.RENDEZVOUS, details, deadline=now + ATTEMPT_TIMEOUT_S)
+                state.arrived(CHIEF_RANK)
+                return link
+            except (LinkClosedError, LinkTimeoutError) as error:
+                is_refused = isinstance(error.__cause__, ConnectionRefusedError)
+                failing_since, refused_since = None, (refused_since or now) if is_refused else None
+                cause = f"nothing listens there any longer; before: {answer}" if answer and is_refused else str(error)
+            except HandshakeError as error:
+                failing_since, refused_since = failing_since or now, None
+                cause = answer = str(error)
+                if permanent := permanent_error(error, time.monotonic() - failing_since):
+                    raise permanent from error
+            if refused_since is not None and me.config.listen_fd is not None and now - refused_since > EXITED_AFTER_S:
+                raise task_exited(me, CHIEF_RANK)
+            state.lost(CHIEF_RANK, cause)
+            self._check()
+            state.wait_until_over(retry_delay_s(time.monotonic() - absent_since))
 
-    def _drop_broken_links(self) -> None:
-        """Watch the links to tasks other than the chief, without reading them."""
-        for rank, peer in self._registry.peers.items():
-            if rank != CHIEF_RANK and peer.link.peer_closed():
-                self._registry.remove(rank, peer, "was present before, but its process exited or its connection broke")
-
-
-def _send(link: Link, message: _Status | _Start) -> None:
-    # A few hundred bytes into an empty buffer.
-    link.send(msgspec.msgpack.encode(message), deadline=time.monotonic() + ATTEMPT_TIMEOUT_S)
-
-
-def _receive(link: Link, kind: type[_Message]) -> _Message | None:
-    """The next message; None if it has not arrived yet."""
-    try:
-        header, _ = link.receive(deadline=0.0)
-    except LinkTimeoutError:
-        return None
-    try:
-        return decode_message(header, kind)
-    except FrameError as error:
-        raise FrameError(f"{link.peer} did not send a {kind.__name__}: {error}") from error
-
-
-def _broadcast_failure(me: TaskIdentity, registry: PeerRegistry, failure: DisagreementError) -> None:
-    """Send all other tasks the reason why the job cannot begin. Tasks not seen yet get a moment to start."""
-    until = time.monotonic() + FAILURE_BROADCAST_S
-
-    def send_failure(rank: Rank) -> None:
-        while time.monotonic() < until:
+    def _follow_orders(self, link: Link) -> Membership:
+        while True:
+            self._check()
             try:
-                link, _ = me.dial(me.tasks[rank], FAILURE, str(failure).encode(), deadline=until)
-                link.close()
-                return
-            except RefusedError:
-                return
-            except PhalanxError:
-                if registry.has_seen(rank):
-                    return  # it has received the failure already, and exited
-                time.sleep(0.05)
+                order = messages.receive_one(link, _decoder, deadline=time.monotonic() + POLL_S)
+            except LinkTimeoutError:
+                continue
+            match order:
+                case messages.FormGeneration():
+                    failure = ""
+                    try:
+                        self._links.form(order)
+                    except NotFormedError as error:
+                        failure = str(error)
+                    messages.send(link, messages.LinksReport(order.generation, failure), ATTEMPT_TIMEOUT_S)
+                case messages.StartOrder():
+                    self._state.listener.unregister(messages.MESH)
+                    return self._links.membership
+                case messages.Dismissed(reason, cause, task):
+                    if cause == DISAGREEMENT:
+                        raise DisagreementError(reason)
+                    raise task_exited(self._me, self._me.rank_of(task) or CHIEF_RANK)
 
-    run_in_threads(send_failure, me.other_ranks, until=until)
+    def _check(self) -> None:
+        """Raise what ends the rendezvous, if it has failed or its time is over."""
+        self._state.check()
+        if time.monotonic() >= self._state.deadline:
+            raise timeout_error(self._state)
+
+
+def permanent_error(error: HandshakeError, failing_s: float) -> PhalanxError | None:
+    """The error that ends the rendezvous, or None if another attempt at the chief may succeed.
+
+    Args:
+        error: the result of the last attempt.
+        failing_s: for how many seconds all attempts have been answered without success.
+    """
+    if not isinstance(error, RefusedError):
+        return error if failing_s >= HANDSHAKE_FAILURES_S else None
+    kinds = {DISAGREEMENT: DisagreementError, RUNNING: RendezvousError, DUPLICATE: ConfigurationError}
+    kind = kinds.get(error.welcome.refusal)
+    return None if kind is None else kind(error.welcome.reason)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from phalanx.cluster.membership import Member, Rank
 from phalanx.cluster.spec import CHIEF, PS, TASK_TYPES, WORKER, ClusterSpec
 from phalanx.config.environment_variables import KERAS_BACKEND, SEED
 
@@ -60,6 +61,9 @@ class TaskDescription(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def whereabouts(self) -> str:
         return f"{self.task} (pid {self.pid} on {self.host})"
+
+    def as_member(self, rank: Rank) -> Member:
+        return Member(rank, self.task, self.host, self.address, self.pid, self.incarnation)
 
 
 def describe_difference(variables: Sequence[object], others: Sequence[object], one: str, other: str) -> str | None:

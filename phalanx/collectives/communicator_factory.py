@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from phalanx.cluster.membership import Membership, Rank
-from phalanx.cluster.rendezvous import FIRST_GENERATION
+from phalanx.cluster.membership import FIRST_GENERATION, Membership, Rank
 from phalanx.collectives.autotune.autotune_log import AutotuneLog
 from phalanx.collectives.autotune.autotuned_algorithm import AutotunedAlgorithm, TunableAlgorithm
 from phalanx.collectives.host import shared_segment as segments

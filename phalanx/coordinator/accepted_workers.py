@@ -15,7 +15,8 @@ from typing import Protocol
 
 import msgspec
 
-from phalanx.cluster.admission import PROBE, ProbeService, admit_worker, link_name
+from phalanx.cluster.admission import admit_worker, link_name
+from phalanx.cluster.peer_identification import PROBE, ProbeService
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.coordinator.coordinator_messages import Answer, Begin, ForgetObject, MakeObject, Ping, StopWorker
 from phalanx.coordinator.worker_connection import DeferredMessage, Message, WorkerConnection

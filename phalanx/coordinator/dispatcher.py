@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from phalanx.cluster.peer_dialing import identify_task
+from phalanx.cluster.peer_identification import identify_task
 from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.coordinator.accepted_workers import AcceptedWorkers

@@ -12,20 +12,19 @@ from typing import NoReturn
 
 import msgspec
 
+from phalanx.cluster import membership_messages as messages
+from phalanx.cluster.admission import DISAGREEMENT
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.environment_variables import ELASTIC_COORDINATOR
-from phalanx.elastic import membership_messages as messages
 from phalanx.errors import DisagreementError, EvictedError, LinkClosedError, LinkTimeoutError, RendezvousError
 from phalanx.transport.address import Address
 from phalanx.transport.decoding import Decoder, decode_message
-from phalanx.transport.dial import RefusedError, retry_delay_s
+from phalanx.transport.dial import ATTEMPT_TIMEOUT_S, RefusedError, retry_delay_s
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
 
 SEND_S = 5.0
-LINK_UP_S = 5.0
-"""For one connection. The other end was heard of a moment ago."""
 SIGN_OF_LIFE_S = 0.5
 
 Order = messages.FormGeneration | messages.PastEntry | messages.EntryBegan
@@ -120,11 +119,15 @@ class CoordinatorClient:
         while True:
             try:
                 link, welcome = self._identity.dial_address(
-                    address, messages.LAUNCHER, messages.COORDINATOR, details, deadline=time.monotonic() + LINK_UP_S
+                    address,
+                    messages.LAUNCHER,
+                    messages.COORDINATOR,
+                    details,
+                    deadline=time.monotonic() + ATTEMPT_TIMEOUT_S,
                 )
                 return link, decode_message(welcome.details, messages.JoinResponse)
             except RefusedError as error:
-                kind = DisagreementError if error.welcome.refusal == messages.DISAGREEMENT else RendezvousError
+                kind = DisagreementError if error.welcome.refusal == DISAGREEMENT else RendezvousError
                 raise kind(error.welcome.reason) from error
             except (LinkClosedError, LinkTimeoutError) as error:
                 waited_s = time.monotonic() - started_at
@@ -149,7 +152,7 @@ class CoordinatorClient:
                 self.regroup_requested = order.generation
             elif isinstance(order, messages.GenerationEnded):
                 self._on_generation_ended(order.generation)
-            else:
+            elif not isinstance(order, messages.StartOrder):  # the start of a job of fixed size
                 if isinstance(order, messages.FormGeneration):
                     self._generation = order.generation
                 self._orders.put(order)

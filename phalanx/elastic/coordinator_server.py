@@ -10,14 +10,14 @@ from functools import partial
 
 import msgspec
 
-from phalanx.cluster.task_comparison import TaskDescription
-from phalanx.elastic import membership_messages as messages
+from phalanx.cluster import membership_messages as messages
+from phalanx.cluster.admission import DISAGREEMENT, decode_newcomer
 from phalanx.elastic.elastic_coordinator import ElasticCoordinator, LossCause, ProcessLost
 from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits
-from phalanx.errors import ConfigurationError, FrameError, LinkClosedError, LinkTimeoutError
+from phalanx.errors import ConfigurationError, LinkClosedError, LinkTimeoutError
 from phalanx.transport.credentials import Credentials
-from phalanx.transport.decoding import Decoder, decode_message
+from phalanx.transport.decoding import Decoder
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener
@@ -98,17 +98,14 @@ class CoordinatorServer:
     # See `transport.listener.Service`.
 
     def admit(self, hello: Hello) -> Welcome:
-        try:
-            description = decode_message(hello.details, TaskDescription)
-        except FrameError as error:
-            return Welcome(
-                refusal=messages.DISAGREEMENT, reason=f"{hello.task} runs another version of Phalanx ({error})."
-            )
+        description = decode_newcomer(hello, messages.LAUNCHER)
+        if isinstance(description, Welcome):
+            return description
         with self._lock:
             if self.coordinator.failure:
                 return Welcome(refusal=messages.FAILED, reason=f"The job has failed: {self.coordinator.failure}.")
             if reason := self.coordinator.table.disagreement(description):
-                return Welcome(refusal=messages.DISAGREEMENT, reason=reason)
+                return Welcome(refusal=DISAGREEMENT, reason=reason)
             response = self.coordinator.admit(description, time.monotonic())
             self._senders.pop(hello.incarnation, None)  # from now on, only the end of the new link is a loss
         return Welcome(details=msgspec.msgpack.encode(response))

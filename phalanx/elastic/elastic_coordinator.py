@@ -23,9 +23,9 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from phalanx.cluster import membership_messages as messages
 from phalanx.cluster.spec import CHIEF
 from phalanx.cluster.task_comparison import TaskDescription
-from phalanx.elastic import membership_messages as messages
 from phalanx.elastic.entry_results import EntryLog
 from phalanx.elastic.evictions import EvictionPolicy
 from phalanx.elastic.launcher_interface import ElasticJob

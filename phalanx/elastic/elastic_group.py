@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from phalanx.cluster import timeline_relay
+from phalanx.cluster.membership_messages import EntryBegan, EntryFinished, PastEntry
 from phalanx.collectives.communicator import CommunicatorStatistics
 from phalanx.collectives.communicator_factory import connect
 from phalanx.collectives.host.host_communicator import HostCommunicator
@@ -24,7 +25,6 @@ from phalanx.collectives.options import CommunicationOptions
 from phalanx.elastic.elastic_node import ElasticNode
 from phalanx.elastic.generation_loop import LOSSES, Position, form_next_generation, join_generation
 from phalanx.elastic.join_points import JoinPoints
-from phalanx.elastic.membership_messages import EntryBegan, EntryFinished, PastEntry
 from phalanx.errors import MembershipChangedError, PhalanxError
 from phalanx.monitoring import timeline
 from phalanx.transport.serialization import decode, encode

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from phalanx.cluster import membership_messages as messages
+from phalanx.cluster.member_links import MemberLinks
 from phalanx.cluster.membership import Membership
 from phalanx.cluster.node import Node, join
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
@@ -9,9 +11,7 @@ from phalanx.cluster.spec import RANKED_TYPES, ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
-from phalanx.elastic import membership_messages as messages
 from phalanx.elastic.coordinator_client import CoordinatorClient
-from phalanx.elastic.member_links import MemberLinks
 from phalanx.transport.link import wait_until_delivered
 
 
@@ -46,7 +46,7 @@ class ElasticNode:
         self.addresses: tuple[messages.MemberAddress, ...] = ()
         self._is_closed = False
         self.listener = identity.open_listener()
-        self.listener.register(messages.GENERATION, self.links)
+        self.listener.register(messages.MESH, self.links)
         self.listener.start()
         try:
             self.coordinator = CoordinatorClient(identity, self.links.generation_ended)

@@ -7,8 +7,8 @@ at the current one until it becomes a member.
 
 from __future__ import annotations
 
+from phalanx.cluster.membership_messages import NOT_KEPT, EntryBegan, EntryFinished, PastEntry
 from phalanx.elastic.member_table import ElasticProcess
-from phalanx.elastic.membership_messages import NOT_KEPT, EntryBegan, EntryFinished, PastEntry
 
 KEPT_BYTES = 2**30
 """Limit for the results of all entries together: they are kept in the launcher's memory."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
+from phalanx.cluster.membership_messages import LossReport
 from phalanx.elastic.member_table import ElasticProcess
-from phalanx.elastic.membership_messages import LossReport
 
 STUCK_GRACE_S = 1.0
 """After a member has waited for the whole timeout: how long the other waiting members have to report it."""

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from phalanx.cluster.member_links import NotFormedError
+from phalanx.cluster.membership_messages import LossReport, PastEntry
 from phalanx.elastic.elastic_node import ElasticNode
-from phalanx.elastic.member_links import NotFormedError
-from phalanx.elastic.membership_messages import LossReport, PastEntry
 from phalanx.errors import CollectiveTimeoutError, LinkClosedError, PeerLostError
 from phalanx.monitoring import timeline
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from phalanx.cluster.membership_messages import LossReport, MemberAddress
 from phalanx.cluster.task_comparison import TaskDescription, describe_disagreement
-from phalanx.elastic.membership_messages import LossReport, MemberAddress
 
 
 @dataclass(frozen=True)
@@ -149,17 +149,9 @@ class MemberTable:
         self.members = list(incarnations)
         for incarnation in self.members:
             process = self.processes[incarnation]
-            report, description = process.report, process.description
-            addresses.append(
-                MemberAddress(
-                    incarnation,
-                    description.task,
-                    description.host,
-                    description.address,
-                    description.pid,
-                    completed=report.completed if report else -1,
-                    needs_state=report.needs_state if report else not is_first,
-                )
-            )
+            report = process.report
+            needs_state = report.needs_state if report else not is_first
+            completed = report.completed if report else -1
+            addresses.append(MemberAddress.of(process.description, completed, needs_state=needs_state))
             process.report = process.ready_entry = process.queried_entry = None
         return addresses

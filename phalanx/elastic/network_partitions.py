@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from phalanx.elastic.membership_messages import LossReport
+from phalanx.cluster.membership_messages import LossReport
 
 Pair = frozenset[str]
 """Two incarnations."""

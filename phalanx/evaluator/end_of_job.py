@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.cluster.admission import PROBE
+from phalanx.cluster.peer_identification import PROBE
 from phalanx.cluster.spec import PS, ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity

@@ -15,7 +15,9 @@ from pathlib import Path
 
 from phalanx.arrays import allocation
 from phalanx.cluster import Node, timeline_relay
+from phalanx.cluster.member_links import MemberLinks, NotFormedError
 from phalanx.cluster.membership import Membership, Rank
+from phalanx.cluster.membership_messages import FormGeneration, MemberAddress
 from phalanx.cluster.resolvers.auto_resolver import resolve
 from phalanx.cluster.task_comparison import JobFacts
 from phalanx.collectives import CommunicationOptions, connect
@@ -33,7 +35,6 @@ from phalanx.horovod.execution import FusedPart
 from phalanx.horovod.fusion_autotune import FusionSettings
 from phalanx.horovod.horovod_environment import HorovodEnvironment
 from phalanx.horovod.operation_request import OperationKind, Request
-from phalanx.horovod.process_set_links import LinkOffer
 from phalanx.monitoring import timeline
 from phalanx.runtime import process_exit, telemetry
 
@@ -163,23 +164,31 @@ class HorovodJob:
 
         Raises: HorovodInternalError if the ranks' arguments differ, or a member is lost meanwhile.
         """
-        included = self.membership.rank in ranks
         purpose = f"horovod process set {number} of generation {self.membership.generation}"
-        offer = LinkOffer(self._node, purpose, ranks) if included else None
+        members = [MemberAddress.of(self.membership.members[rank]) for rank in ranks]
+        order = FormGeneration(self.membership.generation, members)
+        links = MemberLinks(self._node.identity, purpose) if self.membership.rank in ranks else None
+        listener = self._node.listener
         try:
+            if links is not None and listener is not None:
+                listener.register(purpose, links)
             self._agree(f"add_process_set.{number}", str(list(ranks)))
-            if offer is not None:
-                offer.dial(self._node.config.rendezvous_timeout_s)
+            if links is not None:
+                links.dial(order)
+            # All have dialled before any completes: a lost member is noticed here.
             self._agree(f"link_process_set.{number}", "")
-            if offer is not None:
-                self._memberships[number] = membership = offer.complete()
-                self.controllers[number] = self._controller(membership, f"collectives of process set {number}")
-        except (LinkTimeoutError, *LOSSES) as error:
+            if links is not None:
+                links.complete(order)
+                self._memberships[number] = links.membership
+                self.controllers[number] = self._controller(links.membership, f"collectives of process set {number}")
+        except (NotFormedError, LinkTimeoutError, *LOSSES) as error:
             self._lost = error
             raise HorovodInternalError.of(error) from error
         finally:
-            if offer is not None:
-                offer.close()
+            if links is not None and listener is not None:
+                listener.unregister(purpose)
+                if number not in self._memberships:
+                    links.close()
 
     def remove_process_set(self, number: int) -> None:
         """Remove a process set; all ranks of the job must call this."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from phalanx.cluster.admission import DISAGREEMENT
-from phalanx.cluster.peer_dialing import ATTEMPT_TIMEOUT_S, HANDSHAKE_FAILURES_S
 from phalanx.cluster.spec import Task
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import (
@@ -21,7 +20,7 @@ from phalanx.errors import (
     RendezvousError,
 )
 from phalanx.parameter_server.server_protocol import NOT_LEADING, NOTICE_AFTER_S
-from phalanx.transport.dial import RefusedError, retry_delay_s
+from phalanx.transport.dial import ATTEMPT_TIMEOUT_S, HANDSHAKE_FAILURES_S, RefusedError, retry_delay_s
 from phalanx.transport.handshake import Welcome
 from phalanx.transport.link import Link
 

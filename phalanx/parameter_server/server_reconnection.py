@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from phalanx import errors
-from phalanx.cluster.admission import PROBE
 from phalanx.cluster.membership import SEE_TASK_OUTPUT
-from phalanx.cluster.peer_dialing import ATTEMPT_TIMEOUT_S
+from phalanx.cluster.peer_identification import PROBE
 from phalanx.cluster.spec import PS, Task
 from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.cluster.task_identity import TaskIdentity
@@ -23,6 +22,7 @@ from phalanx.parameter_server.server_dialing import connect_first
 from phalanx.parameter_server.server_messages import Refusal
 from phalanx.parameter_server.server_protocol import CHIEF, LEAD, PURPOSE, peer_lost
 from phalanx.transport.decoding import decode_message
+from phalanx.transport.dial import ATTEMPT_TIMEOUT_S
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.cluster.membership import Member, Membership
+from phalanx.cluster.membership import FIRST_GENERATION, Member, Membership
 from phalanx.cluster.node import Node
-from phalanx.cluster.rendezvous import FIRST_GENERATION
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import WORKER, Task
 from phalanx.cluster.task_comparison import JobFacts

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from phalanx.cluster.membership import Member, Membership
+from phalanx.cluster.membership_messages import NOT_KEPT, EntryBegan, EntryFinished, PastEntry
 from phalanx.collectives import connect
 from phalanx.collectives.communicator import Array, Communicator, ReduceOp
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
@@ -20,7 +21,6 @@ from phalanx.collectives.host.recording_algorithm import RecordingAlgorithm
 from phalanx.elastic.elastic_communicator import ElasticCommunicator
 from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.elastic.entry_results import KEPT_BYTES
-from phalanx.elastic.membership_messages import NOT_KEPT, EntryBegan, EntryFinished, PastEntry
 from phalanx.errors import MembershipChangedError, UnsupportedError
 from phalanx.runtime.host_identity import host_identity
 from phalanx.training.preemption import PreemptionNotice

@@ -21,6 +21,11 @@ CONNECT_TIMEOUT_S = 5.0
 """For one attempt at one IP address. Short, so that an address that drops packets does not delay the next one for
 long; longer than the 3 s after which a lost first packet has been retransmitted twice."""
 
+ATTEMPT_TIMEOUT_S = 5.0
+"""For one attempt to reach a task, including the handshake."""
+HANDSHAKE_FAILURES_S = 10.0
+"""A task that has hung up for this long has another secret or belongs to another program, so waiting is useless. Not
+shorter, because a process of an earlier job may be about to free the port."""
 FIRST_RETRY_S = 0.01
 LAST_RETRY_S = 1.0
 RETRY_SHARE = 0.05

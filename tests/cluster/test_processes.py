@@ -41,6 +41,10 @@ def test_a_killed_task_can_be_restarted_before_the_start(ports: Ports, processes
     assert "worker/1 at" not in chief.log
     first.kill()
     second = processes.start(spec, WORKERS[1])
+    # It waits for the third one; so it has met the chief, which is killed now.
+    wait_until(lambda: "worker/2" in second.log)
+    chief.kill()
+    chief = processes.start(spec, WORKERS[0])
     last = processes.start(spec, WORKERS[2])
     for process in (chief, second, last):
         event = process.event()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
+import math
 import os
 import re
 import socket
 import threading
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,12 +25,13 @@ from phalanx.cluster import (
     TFConfigClusterResolver,
     join,
     missing_tasks,
-    peer_dialing,
     rendezvous,
     task_identity,
 )
-from phalanx.cluster.admission import DUPLICATE, LEAVING, MESH, RUNNING
-from phalanx.cluster.peer_dialing import permanent_error
+from phalanx.cluster.admission import DUPLICATE, LEAVING, RUNNING
+from phalanx.cluster.chief_rendezvous import ChiefRendezvous
+from phalanx.cluster.membership_messages import MESH, RENDEZVOUS
+from phalanx.cluster.rendezvous import permanent_error
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import (
@@ -39,8 +43,9 @@ from phalanx.errors import (
     UnsupportedError,
 )
 from phalanx.runtime.host_identity import host_identity
+from phalanx.transport.address import Address
 from phalanx.transport.dial import RefusedError
-from phalanx.transport.handshake import Welcome
+from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 from phalanx.transport.ports import listen
 from tests.cluster.conftest import SECRET, Meeting, Ports, exchange, wait_until
@@ -137,15 +142,15 @@ def can_connect(connected: list[socket.socket], host: str, port: int) -> bool:
 
 
 def record_added_links(monkeypatch: pytest.MonkeyPatch) -> list[Link]:
-    """The links by which two tasks know each other from now on, each once for either of them."""
+    """The links of other tasks to the chief."""
     added: list[Link] = []
-    original = rendezvous.PeerRegistry.add
+    original = ChiefRendezvous.adopt
 
-    def add(registry: rendezvous.PeerRegistry, rank: int, peer: object) -> None:
-        added.append(peer.link)  # type: ignore[attr-defined]
-        original(registry, rank, peer)  # type: ignore[arg-type]
+    def adopt(chief: ChiefRendezvous, hello: Hello, link: Link) -> None:
+        added.append(link)
+        original(chief, hello, link)
 
-    monkeypatch.setattr(rendezvous.PeerRegistry, "add", add)
+    monkeypatch.setattr(ChiefRendezvous, "adopt", adopt)
     return added
 
 
@@ -156,10 +161,10 @@ def test_a_link_that_breaks_before_the_start_is_made_again(
     spec = ports.workers(3)
     meeting.start(spec, Task("worker", 0))
     meeting.start(spec, Task("worker", 1))
-    wait_until(lambda: len(added) == 2)
+    wait_until(lambda: len(added) == 1)
     with contextlib.suppress(OSError):
         added[0]._sock.shutdown(socket.SHUT_RDWR)
-    wait_until(lambda: len(added) >= 4)
+    wait_until(lambda: len(added) == 2)
     meeting.start(spec, Task("worker", 2))
     exchange(meeting.nodes())
 
@@ -235,7 +240,7 @@ def test_who_is_missing_is_said_once_while_waiting(
 def test_a_task_that_runs_but_cannot_reach_this_one_is_told_apart(
     ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block(monkeypatch, "worker/1", "worker/0", MESH)
+    block(monkeypatch, "worker/1", "worker/0", RENDEZVOUS)
     spec = ports.workers(2)
     meeting.start(spec, Task("worker", 1), timeout_s=3)
     meeting.start(spec, Task("worker", 0), timeout_s=1)
@@ -252,18 +257,30 @@ def test_two_tasks_that_cannot_reach_each_other_are_named_by_the_chief(
     for task in workers(spec):
         meeting.start(spec, task, timeout_s=1.5 if task.index == 0 else 3)
     text = str(meeting.wait()["worker/0"])
-    assert re.search(r"worker/2 \(pid \d+ on .*\) to reach worker/1: a firewall", text)
+    assert re.search(r"worker/2 \(pid \d+ on .*\): worker/1 cannot be reached: a firewall", text)
 
 
-def block(monkeypatch: pytest.MonkeyPatch, source: str, target: str, purpose: str) -> None:
-    original = TaskIdentity.dial
+def test_tasks_that_reach_each_other_at_the_second_attempt_begin(
+    ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block(monkeypatch, "worker/2", "worker/1", MESH, times=1)
+    for task in workers(spec := ports.workers(3)):
+        meeting.start(spec, task)
+    nodes = meeting.nodes()
+    assert {node.membership.generation for node in nodes} == {2}
+    exchange(nodes)
 
-    def dial(me: TaskIdentity, task: Task, what: str, *args: bytes, **options: object) -> tuple[Link, Welcome]:
-        if (str(me.task), str(task), what) == (source, target, purpose):
+
+def block(monkeypatch: pytest.MonkeyPatch, source: str, target: str, purpose: str, *, times: float = math.inf) -> None:
+    original = TaskIdentity.dial_address
+    blocked = itertools.count()
+
+    def dial(me: TaskIdentity, address: Address, peer: str, what: str, *args: bytes, **options: object) -> Any:
+        if (str(me.task), peer, what) == (source, target, purpose) and next(blocked) < times:
             raise LinkClosedError("a firewall")
-        return original(me, task, what, *args, **options)  # type: ignore[arg-type]
+        return original(me, address, peer, what, *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(TaskIdentity, "dial", dial)
+    monkeypatch.setattr(TaskIdentity, "dial_address", dial)
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
@@ -290,6 +307,19 @@ def test_tasks_that_disagree_about_the_cluster_say_so(ports: Ports, meeting: Mee
         )
 
 
+def test_a_task_that_looks_for_the_chief_elsewhere_is_found_to_disagree(
+    ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(missing_tasks, "NOTICE_AFTER_S", 0.1)
+    addresses = [ports.new() for _ in range(3)]
+    meeting.start(ClusterSpec({"worker": [addresses[2], addresses[1]]}), Task("worker", 1), timeout_s=3)
+    wait_until(lambda: can_connect([], *addresses[1].split(":")))
+    meeting.start(ClusterSpec({"worker": addresses[:2]}), Task("worker", 0))
+    error = meeting.wait()["worker/0"]
+    assert isinstance(error, DisagreementError)
+    assert f"cluster: worker/0 is at {addresses[0]} according to worker/0, and at {addresses[2]}" in str(error)
+
+
 def test_a_task_that_has_not_found_the_odd_one_hears_of_the_disagreement(ports: Ports, meeting: Meeting) -> None:
     """The first two wait already when a third one disagrees with the first it meets."""
     spec = ports.workers(3)
@@ -312,7 +342,7 @@ def test_an_evaluator_in_only_one_cluster_is_no_disagreement(ports: Ports, meeti
 def test_another_secret_ends_the_newcomer_and_is_named_by_the_one_that_waits(
     ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_dialing, "HANDSHAKE_FAILURES_S", 0.3)
+    monkeypatch.setattr(rendezvous, "HANDSHAKE_FAILURES_S", 0.3)
     spec = ports.workers(2)
     meeting.start(spec, Task("worker", 0), timeout_s=3)
     meeting.start(spec, Task("worker", 1), secret=b"another secret of tests")
@@ -364,7 +394,7 @@ def test_a_second_process_elsewhere_is_refused_by_the_chief_and_the_job_goes_on(
     spec = ports.workers(3)
     meeting.start(spec, Task("worker", 0))
     meeting.start(spec, Task("worker", 1))
-    wait_until(lambda: len(added) == 2)
+    wait_until(lambda: len(added) == 1)
     meeting.start(spec, Task("worker", 1), name="second")
     wait_until(lambda: "second" in meeting.results)
     assert isinstance(meeting.results["second"], ConfigurationError)
@@ -413,7 +443,9 @@ def test_who_comes_when_the_job_has_begun_is_told_so(ports: Ports, meeting: Meet
     def dial(pid: int = 1) -> Welcome:
         description = msgspec.structs.replace(newcomer.description, pid=pid)
         with pytest.raises(RefusedError) as caught:
-            newcomer.dial(Task("worker", 0), MESH, msgspec.msgpack.encode(description), deadline=time.monotonic() + 10)
+            newcomer.dial(
+                Task("worker", 0), RENDEZVOUS, msgspec.msgpack.encode(description), deadline=time.monotonic() + 10
+            )
         return caught.value.welcome
 
     assert dial().refusal == RUNNING
@@ -426,19 +458,18 @@ def test_who_comes_when_the_job_has_begun_is_told_so(ports: Ports, meeting: Meet
 
 
 @pytest.mark.parametrize(
-    ("refusal", "rank", "kind"),
+    ("refusal", "kind"),
     [
-        ("disagreement", 1, DisagreementError),
-        (RUNNING, 1, RendezvousError),
-        (DUPLICATE, 0, ConfigurationError),
-        (DUPLICATE, 1, type(None)),
-        ("unavailable", 0, type(None)),
-        ("other job", 0, type(None)),
+        ("disagreement", DisagreementError),
+        (RUNNING, RendezvousError),
+        (DUPLICATE, ConfigurationError),
+        ("unavailable", type(None)),
+        ("other job", type(None)),
     ],
 )
-def test_only_refusals_that_will_not_pass_are_final(refusal: str, rank: int, kind: type) -> None:
+def test_only_refusals_that_will_not_pass_are_final(refusal: str, kind: type) -> None:
     error = RefusedError("refused", Welcome(refusal=refusal, reason="because"))
-    assert type(permanent_error(error, rank, failing_s=1000)) is kind
+    assert type(permanent_error(error, failing_s=1000)) is kind
 
 
 def test_a_taken_port_is_named(ports: Ports, monkeypatch: pytest.MonkeyPatch) -> None:

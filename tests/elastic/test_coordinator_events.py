@@ -8,6 +8,15 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.cluster.membership_messages import (
+    EntryBegan,
+    EntryFinished,
+    EntryQuery,
+    FormGeneration,
+    LeaveNotice,
+    LossReport,
+    ReadyToJoin,
+)
 from phalanx.cluster.task_comparison import JobFacts, TaskDescription
 from phalanx.elastic.elastic_coordinator import (
     TRANSITIONS,
@@ -17,15 +26,6 @@ from phalanx.elastic.elastic_coordinator import (
     ProcessLost,
 )
 from phalanx.elastic.member_table import MembershipLimits
-from phalanx.elastic.membership_messages import (
-    EntryBegan,
-    EntryFinished,
-    EntryQuery,
-    FormGeneration,
-    LeaveNotice,
-    LossReport,
-    ReadyToJoin,
-)
 
 TASKS = 4
 EVENTS = st.lists(

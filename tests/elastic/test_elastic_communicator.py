@@ -19,18 +19,19 @@ import msgspec
 import numpy as np
 import pytest
 
+from phalanx.cluster import membership_messages
+from phalanx.cluster.membership_messages import COORDINATOR, LAUNCHER, EntryBegan, EntryFinished, PastEntry
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
 from phalanx.config.job_config import CollectiveConfig, JobConfig, TLSFiles
-from phalanx.elastic import coordinator_server, membership_messages
+from phalanx.elastic import coordinator_server
 from phalanx.elastic.coordinator_server import CoordinatorServer
 from phalanx.elastic.elastic_communicator import ElasticCommunicator
 from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.elastic.elastic_node import ElasticNode
 from phalanx.elastic.member_table import MembershipLimits
-from phalanx.elastic.membership_messages import COORDINATOR, LAUNCHER, EntryBegan, EntryFinished, PastEntry
 from phalanx.errors import LinkClosedError, MembershipChangedError
 from phalanx.transport.address import Address
 from phalanx.transport.credentials import Credentials

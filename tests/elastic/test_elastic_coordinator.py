@@ -6,12 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from phalanx.cluster.task_comparison import JobFacts, TaskDescription
-from phalanx.elastic import entry_results
-from phalanx.elastic.elastic_coordinator import CoordinatorState, ElasticCoordinator, LossCause, ProcessLost
-from phalanx.elastic.evictions import STUCK_GRACE_S
-from phalanx.elastic.member_table import MembershipLimits
-from phalanx.elastic.membership_messages import (
+from phalanx.cluster.membership_messages import (
     NOT_KEPT,
     Dismissed,
     EntryBegan,
@@ -28,6 +23,11 @@ from phalanx.elastic.membership_messages import (
     pack,
     unpack,
 )
+from phalanx.cluster.task_comparison import JobFacts, TaskDescription
+from phalanx.elastic import entry_results
+from phalanx.elastic.elastic_coordinator import CoordinatorState, ElasticCoordinator, LossCause, ProcessLost
+from phalanx.elastic.evictions import STUCK_GRACE_S
+from phalanx.elastic.member_table import MembershipLimits
 from phalanx.transport.decoding import Decoder
 
 

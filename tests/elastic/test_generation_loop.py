@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from phalanx.cluster.member_links import NotFormedError
 from phalanx.cluster.membership import Member, Membership
+from phalanx.cluster.membership_messages import LossReport, PastEntry
 from phalanx.elastic.generation_loop import (
     Position,
     form_next_generation,
@@ -15,8 +17,6 @@ from phalanx.elastic.generation_loop import (
     join_generation,
     run_until_complete,
 )
-from phalanx.elastic.member_links import NotFormedError
-from phalanx.elastic.membership_messages import LossReport, PastEntry
 from phalanx.errors import CollectiveTimeoutError, LinkClosedError, MembershipChangedError, RendezvousError
 
 

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.elastic.membership_messages import LossReport
+from phalanx.cluster.membership_messages import LossReport
 from phalanx.elastic.network_partitions import PATIENCE, ConnectionFailures, choose_evictions
 
 

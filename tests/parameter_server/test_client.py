@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from phalanx.cluster.admission import PROBE
+from phalanx.cluster.peer_identification import PROBE
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity

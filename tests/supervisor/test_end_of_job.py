@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.cluster.admission import PROBE, ProbeService
+from phalanx.cluster.peer_identification import PROBE, ProbeService
 from phalanx.cluster.resolvers.tf_config import read_cluster
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from phalanx.cluster.admission import PROBE, ProbeService
+from phalanx.cluster.peer_identification import PROBE, ProbeService
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.monitoring.worker_figures import ServerFigures
 from phalanx.parameter_server.server.running_clock import RunningClock

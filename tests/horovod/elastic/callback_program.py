@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 
 import phalanx.horovod.numpy as hvd
-from phalanx.horovod.process_set_links import LinkOffer
+from phalanx.cluster.member_links import MemberLinks
 from tests.horovod.elastic.lives import Life, until_others_come
 
 STEPS, KILL_AT, WAIT_AT = 8, 3, 6
@@ -37,7 +37,7 @@ def main(folder: Path, where: str) -> None:
         life.note("reset", size=hvd.size())
         if life.is_first_of(1) and where == "before":
             life.die()
-        dying = mock.patch.object(LinkOffer, "dial", side_effect=lambda *_: life.die())
+        dying = mock.patch.object(MemberLinks, "dial", side_effect=lambda *_: life.die())
         with dying if life.is_first_of(1) else contextlib.nullcontext():
             make_process_set()
 

@@ -1,4 +1,8 @@
-"""The messages between the elastic coordinator of a job and the processes that take part in it or want to join."""
+"""The messages between the coordinator of a job and the processes that take part in it or want to join.
+
+An elastic job has its coordinator in the launcher (`phalanx.elastic`). In a job of fixed size the chief coordinates,
+until the job begins (`rendezvous`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from typing import TypeVar
 
 import msgspec
 
+from phalanx.cluster.membership import Member, Rank
+from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
 from phalanx.transport.decoding import Decoder
 from phalanx.transport.link import Link
@@ -25,11 +31,11 @@ LAUNCHER = "the launcher"
 """The name of the elastic coordinator as a task, in messages to people too."""
 COORDINATOR = "elastic coordinator"
 """Purpose of a process's link to the coordinator."""
-GENERATION = "generation"
+RENDEZVOUS = "rendezvous"
+"""Purpose of a task's link to the chief until a job of fixed size begins."""
+MESH = "mesh"
 """Purpose of the links between members."""
 
-DISAGREEMENT = "disagreement"
-"""Refusal: the process differs from the others in something that must be equal."""
 FAILED = "failed"
 """Refusal: the job has failed."""
 
@@ -84,6 +90,18 @@ class LossReport(msgspec.Struct, frozen=True, tag="report"):
     linked: bool = True
 
 
+class LinksReport(msgspec.Struct, frozen=True, tag="links"):
+    """In a job of fixed size: whether the sender has links to all members of a generation.
+
+    Attributes:
+        generation: the number of the generation.
+        failure: which member it cannot reach, and why; empty if it has all links.
+    """
+
+    generation: int
+    failure: str = ""
+
+
 class EntryBegan(msgspec.Struct, frozen=True, tag="began"):
     """From the chief: an entry begins. Also the answer to a candidate's query: the entry has begun.
 
@@ -132,6 +150,16 @@ class MemberAddress(msgspec.Struct, frozen=True):
     completed: int = -1
     needs_state: bool = False
 
+    @classmethod
+    def of(
+        cls, description: TaskDescription | Member, completed: int = -1, *, needs_state: bool = False
+    ) -> MemberAddress:
+        names = (description.incarnation, description.task, description.host, description.address)
+        return cls(*names, description.pid, completed, needs_state)
+
+    def as_member(self, rank: Rank) -> Member:
+        return Member(rank, self.task, self.host, self.address, self.pid, self.incarnation)
+
 
 class FormGeneration(msgspec.Struct, frozen=True, tag="form"):
     """The members of the next generation, in rank order. They connect to each other and continue.
@@ -145,6 +173,10 @@ class FormGeneration(msgspec.Struct, frozen=True, tag="form"):
     generation: int
     members: list[MemberAddress]
     broken: list[tuple[str, str]] = []
+
+
+class StartOrder(msgspec.Struct, frozen=True, tag="start"):
+    """In a job of fixed size: all members have all links, and the job begins."""
 
 
 class GenerationEnded(msgspec.Struct, frozen=True, tag="ended"):
@@ -172,16 +204,21 @@ class Dismissed(msgspec.Struct, frozen=True, tag="dismissed"):
 
     Attributes:
         reason: the explanation shown to people.
-        cause: `evicted` (it was stuck), `surplus` (fewer workers are requested), `over` (the job has finished) or
-            `failed` (the job has failed).
+        cause: `evicted` (it was stuck), `surplus` (fewer workers are requested), `over` (the job has finished),
+            `failed` (the job has failed); before a job of fixed size begins, `disagreement`, or `lost` (a task has
+            exited).
+        task: the task that has exited.
     """
 
     reason: str
     cause: str
+    task: str = ""
 
 
-ToCoordinator = EntryQuery | ReadyToJoin | LossReport | EntryBegan | EntryFinished | SignOfLife | LeaveNotice
-FromCoordinator = FormGeneration | GenerationEnded | EntryBegan | RegroupRequest | PastEntry | Dismissed
+ToCoordinator = (
+    EntryQuery | ReadyToJoin | LossReport | LinksReport | EntryBegan | EntryFinished | SignOfLife | LeaveNotice
+)
+FromCoordinator = FormGeneration | StartOrder | GenerationEnded | EntryBegan | RegroupRequest | PastEntry | Dismissed
 
 NOT_KEPT = b"\xc1too large"  # 0xc1 begins no msgpack value
 """Replaces a result that is too large to keep in the launcher's memory."""
@@ -219,11 +256,19 @@ def send(link: Link, message: ToCoordinator | FromCoordinator, timeout_s: float)
     link.send(header, buffers, deadline=time.monotonic() + timeout_s + sum(map(len, buffers)) / SLOWEST_BYTES_PER_S)
 
 
+def receive_one(link: Link, decoder: Decoder[Message], *, deadline: float) -> Message:
+    """The next message.
+
+    Raises: LinkClosedError, LinkTimeoutError, FrameError as `Link.receive`.
+    """
+    return unpack(decoder, *link.receive(deadline=deadline))
+
+
 def receive(link: Link, decoder: Decoder[Message]) -> Iterator[Message]:
     """The messages that arrive over a link, until it ends."""
     while True:
         try:
-            yield unpack(decoder, *link.receive(deadline=time.monotonic() + IDLE_S))
+            yield receive_one(link, decoder, deadline=time.monotonic() + IDLE_S)
         except LinkTimeoutError:
             continue
         except (LinkClosedError, FrameError) as error:

@@ -1,45 +1,54 @@
-"""The links between the members of an elastic job, kept from one generation to the next where they still work."""
+"""The links between the members of a generation, kept from one generation to the next where they still work.
+
+Each task knows the addresses of all members from one order (`FormGeneration`), and then of two members without a link
+the one with the higher rank dials. Jobs of fixed size, elastic jobs and Horovod's process sets connect in this way.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 
-from phalanx.cluster.membership import Member, Membership
+from phalanx.cluster.membership import Membership, Rank
+from phalanx.cluster.membership_messages import MESH, FormGeneration, MemberAddress
 from phalanx.cluster.task_identity import TaskIdentity
-from phalanx.elastic.coordinator_client import LINK_UP_S
-from phalanx.elastic.membership_messages import GENERATION, FormGeneration, MemberAddress
-from phalanx.errors import HandshakeError, LinkClosedError, LinkTimeoutError
+from phalanx.errors import HandshakeError, LinkClosedError, LinkTimeoutError, PhalanxError
 from phalanx.transport.address import Address
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 
+LINK_UP_S = 5.0
+"""For the links of one generation. The other ends were heard of a moment ago."""
 ENDED_GRACE_S = 0.5
 """How long a collective may continue in a generation that has ended. As a rule the links reveal the loss at once, with
 more details."""
 
 
-class NotFormedError(Exception):
+class NotFormedError(PhalanxError):
     """The links of a generation could not be established: one of its members was lost meanwhile."""
 
 
 class MemberLinks:
     """See the top of the file. Implements the listener's `Service`.
 
+    Args:
+        identity: this process.
+        purpose: of the links.
+
     Attributes:
         membership: the present generation; before the first one, a world of this process alone.
     """
 
-    def __init__(self, identity: TaskIdentity):
+    def __init__(self, identity: TaskIdentity, purpose: str = MESH):
         self._identity = identity
-        me = identity.description
-        self.membership = Membership(0, 0, (Member(0, me.task, me.host, me.address, me.pid),))
+        self._purpose = purpose
+        self.membership = Membership(0, 0, (identity.description.as_member(0),))
         # Protects `_arrived`, `_ended` and the exchange of `membership`. Notified when one of them changes.
         self._changed = threading.Condition()
-        self._arrived: dict[str, Link] = {}  # links that others have opened, not used by a generation yet
+        # Links that others have opened and no generation uses yet, with the generation that they are for.
+        self._arrived: dict[str, tuple[bytes, Link]] = {}
         self._ended = 0  # the last generation that has ended
         self._links: dict[str, Link] = {}
-        self._linked: tuple[str, ...] = ()  # incarnations of `membership`, in rank order
         self._unreachable: set[str] = set()
 
     # See `transport.listener.Service`.
@@ -50,8 +59,8 @@ class MemberLinks:
 
     def adopt(self, hello: Hello, link: Link) -> None:
         with self._changed:
-            former = self._arrived.pop(hello.incarnation, None)
-            self._arrived[hello.incarnation] = link
+            _, former = self._arrived.get(hello.incarnation, (b"", None))
+            self._arrived[hello.incarnation] = hello.details, link
             self._changed.notify_all()
         if former is not None:
             former.close()
@@ -63,30 +72,33 @@ class MemberLinks:
 
         Raises: NotFormedError if a member cannot be reached or the generation has already ended.
         """
-        me = self._identity.description.incarnation
-        rank = next(rank for rank, address in enumerate(order.members) if address.incarnation == me)
+        self.dial(order)
+        self.complete(order)
+
+    def dial(self, order: FormGeneration) -> None:
+        """The first half of `form`: connect to the members of lower rank."""
         self._drop_unusable(order)
         deadline = time.monotonic() + LINK_UP_S
-        for other, address in enumerate(order.members):
-            # A process that was not a member before opens new links: those that are kept may be of a former attempt.
-            is_kept = address.incarnation in self._links and address.completed >= 0
-            if other == rank or is_kept:
-                continue
-            if other < rank:
-                self._links[address.incarnation] = self._open_link(address, deadline)
-            else:
+        for address in order.members[: self._rank(order)]:
+            if address.incarnation not in self._links:
+                self._links[address.incarnation] = self._open_link(address, order.generation, deadline)
+
+    def complete(self, order: FormGeneration) -> None:
+        """The second half of `form`: wait for the links of the members of higher rank."""
+        rank, deadline = self._rank(order), time.monotonic() + LINK_UP_S
+        for address in order.members[rank + 1 :]:
+            if address.incarnation not in self._links:
                 self._links[address.incarnation] = self._await_link(address, order.generation, deadline)
         membership = Membership(
             generation=order.generation,
             rank=rank,
-            members=tuple(Member(r, a.task, a.host, a.address, a.pid) for r, a in enumerate(order.members)),
+            members=tuple(address.as_member(r) for r, address in enumerate(order.members)),
             links={r: self._links[a.incarnation] for r, a in enumerate(order.members) if r != rank},
         )
         with self._changed:
             if self._ended >= order.generation:
                 membership.state.abort_at = time.monotonic()
             self.membership = membership
-        self._linked = tuple(address.incarnation for address in order.members)
 
     def generation_ended(self, generation: int) -> None:
         """Stop waiting in this generation, for links or in a collective. May be called from any thread."""
@@ -99,7 +111,7 @@ class MemberLinks:
     def take_unreachable(self) -> list[str]:
         """The incarnations of members that could not be reached or did not answer since the last call."""
         state = self.membership.state
-        found = self._unreachable | {self._linked[rank] for rank in state.unresponsive}
+        found = self._unreachable | {self.membership.members[rank].incarnation for rank in state.unresponsive}
         self._unreachable = set()
         state.unresponsive.clear()
         return sorted(found)
@@ -109,22 +121,30 @@ class MemberLinks:
         return list(self._links.values())
 
     def close(self) -> None:
-        for link in (*self._links.values(), *self._arrived.values()):
+        for link in (*self._links.values(), *(link for _, link in self._arrived.values())):
             link.close()
+
+    def _rank(self, order: FormGeneration) -> Rank:
+        me = self._identity.description.incarnation
+        return next(rank for rank, address in enumerate(order.members) if address.incarnation == me)
 
     def _drop_unusable(self, order: FormGeneration) -> None:
         """Close links to former members, broken links, and closed ones: if both ends live, the network closed them."""
         me = self._identity.description.incarnation
-        wanted = {address.incarnation for address in order.members}
+        # A process that was not a member before opens new links: those that are kept may be of a former attempt.
+        wanted = {address.incarnation for address in order.members if address.completed >= 0}
         wanted -= {incarnation for pair in order.broken if me in pair for incarnation in pair}
         for incarnation, link in list(self._links.items()):
             if incarnation not in wanted or link.closed or link.peer_closed():
                 self._links.pop(incarnation).close()
 
-    def _open_link(self, member: MemberAddress, deadline: float) -> Link:
+    def _open_link(self, member: MemberAddress, generation: int, deadline: float) -> Link:
         address = Address.parse(member.address, where=member.task)
+        details = str(generation).encode()
         try:
-            link, _ = self._identity.dial_address(address, member.task, GENERATION, deadline=deadline, bulk=True)
+            link, _ = self._identity.dial_address(
+                address, member.task, self._purpose, details, deadline=deadline, bulk=True
+            )
         except (LinkClosedError, LinkTimeoutError, HandshakeError) as error:
             self._unreachable.add(member.incarnation)
             raise NotFormedError(f"{member.task} cannot be reached: {error}") from error
@@ -133,15 +153,15 @@ class MemberLinks:
     def _await_link(self, member: MemberAddress, generation: int, deadline: float) -> Link:
         def has_arrived() -> bool:
             # A link of an earlier attempt, which the other end has given up, does not count.
-            link = self._arrived.get(member.incarnation)
-            return link is not None and not link.peer_closed()
+            purpose, _ = self._arrived.get(member.incarnation, (b"", None))
+            return purpose == str(generation).encode()
 
         with self._changed:
             self._changed.wait_for(
                 lambda: has_arrived() or self._ended >= generation, timeout=deadline - time.monotonic()
             )
             if has_arrived():
-                return self._arrived.pop(member.incarnation)
+                return self._arrived.pop(member.incarnation)[1]
             if self._ended >= generation:
                 raise NotFormedError("another member of the generation was lost")
             self._unreachable.add(member.incarnation)

@@ -1,0 +1,212 @@
+"""The chief's part of a rendezvous: it coordinates the tasks until the job begins, and refuses those that are late."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from phalanx.cluster import membership_messages as messages
+from phalanx.cluster.admission import DISAGREEMENT, LEAVING, RUNNING, decode_newcomer, refuse_duplicate
+from phalanx.cluster.member_links import MemberLinks, NotFormedError
+from phalanx.cluster.membership import Membership, Rank
+from phalanx.cluster.missing_tasks import timeout_error
+from phalanx.cluster.rendezvous_state import CHIEF_RANK, RendezvousState
+from phalanx.cluster.task_comparison import TaskDescription, describe_disagreement
+from phalanx.errors import DisagreementError, LinkClosedError, LinkTimeoutError, PeerLostError
+from phalanx.transport.decoding import Decoder, decode_message
+from phalanx.transport.handshake import Hello, Welcome
+from phalanx.transport.link import Link, wait_until_delivered
+
+SEND_S = 2.0
+"""For a few hundred bytes into an empty buffer."""
+RETRY_S = 0.5
+"""After a generation whose members could not reach each other, until the next one."""
+DISMISSAL_S = 2.0
+"""How long a disagreement is reported to tasks that are just starting."""
+SILENT = "is linked, but sends nothing; it may be stopped"
+
+_decoder: Decoder[messages.ToCoordinator] = Decoder(messages.ToCoordinator)
+
+
+@dataclass(eq=False, slots=True)
+class _Task:
+    """A task that is present: how it described itself, its link, and what it reported of its links to the others."""
+
+    description: TaskDescription
+    link: Link
+    report: messages.LinksReport | None = None
+
+
+class ChiefRendezvous:
+    """See the top of the file. Implements the listener's `Service`."""
+
+    def __init__(self, state: RendezvousState):
+        self._me, self._state = state.me, state
+        self._links = MemberLinks(self._me)
+        self._membership: Membership | None = None
+        # Protected by `state.changed`.
+        self._tasks: dict[Rank, _Task] = {}
+        self._generation = 0
+        self._informed: set[Rank] = set()  # of the disagreement
+        state.listener.register(messages.MESH, self._links)
+        state.listener.register(messages.RENDEZVOUS, self)
+
+    def gather(self) -> Membership:
+        try:
+            while True:
+                self._wait_until(lambda: not self._state.missing)
+                if self._form_generation():
+                    break
+                self._state.wait_until_over(RETRY_S)
+        except BaseException as error:
+            self._state.finish()
+            self._dismiss(error)
+            self._links.close()
+            raise
+        self._membership = self._links.membership
+        self._state.finish()
+        self._state.listener.unregister(messages.MESH)
+        self._send(messages.StartOrder())
+        for task in self._tasks.values():
+            task.link.finish()  # its receiving thread closes it
+        return self._membership
+
+    def _form_generation(self) -> bool:
+        """Let the tasks link to each other; returns whether all could."""
+        with self._state.changed:
+            self._generation = generation = self._generation + 1
+            tasks = dict(sorted(self._tasks.items()))
+        if len(tasks) < len(self._me.other_ranks):
+            return False  # one was lost just now
+        descriptions = [self._me.description, *(task.description for task in tasks.values())]
+        members = [messages.MemberAddress.of(description) for description in descriptions]
+        order = messages.FormGeneration(generation, members)
+        self._send(order)
+        obstacle = ""
+        try:
+            self._links.form(order)
+        except NotFormedError as error:
+            obstacle = str(error)
+        names = {rank: task.description.whereabouts for rank, task in tasks.items()}
+        self._state.obstacles = {self._me.description.whereabouts: obstacle, **dict.fromkeys(names.values(), SILENT)}
+
+        def have_reported() -> bool:
+            for rank, task in tasks.items():
+                if task.report is not None and task.report.generation == generation:
+                    self._state.obstacles[names[rank]] = task.report.failure
+            return self._tasks != tasks or SILENT not in self._state.obstacles.values()
+
+        self._wait_until(have_reported)
+        return self._tasks == tasks and not any(self._state.obstacles.values())
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        state = self._state
+        with state.changed:
+            is_done = state.changed.wait_for(
+                lambda: state.failure is not None or condition(), timeout=state.deadline - time.monotonic()
+            )
+        state.check()
+        if not is_done:
+            raise timeout_error(state)
+
+    def _send(self, message: messages.FromCoordinator) -> None:
+        for task in list(self._tasks.values()):
+            # A lost task is noticed by its receiving thread; after the start, by the first collective.
+            with contextlib.suppress(LinkClosedError, LinkTimeoutError):
+                messages.send(task.link, message, SEND_S)
+
+    def _dismiss(self, error: BaseException) -> None:
+        """End the rendezvous for the tasks that are present and, if they disagree, for those that are starting."""
+        if isinstance(error, PeerLostError):
+            self._send(messages.Dismissed(str(error), "lost", error.task))
+        elif isinstance(error, DisagreementError):
+            self._send(messages.Dismissed(str(error), DISAGREEMENT))
+            with self._state.changed:
+                self._state.changed.wait_for(
+                    lambda: len(self._informed | self._tasks.keys()) == len(self._me.other_ranks), timeout=DISMISSAL_S
+                )
+        _close(task.link for task in self._tasks.values())
+
+    # See `transport.listener.Service`.
+
+    def admit(self, hello: Hello) -> Welcome:
+        newcomer = decode_newcomer(hello, str(self._me.task))
+        if isinstance(newcomer, Welcome):
+            return newcomer
+        rank = self._me.rank_of(newcomer.task)
+        with self._state.changed:
+            disagreement = describe_disagreement(self._me.description, newcomer)
+            if disagreement and self._membership is None:
+                self._state.fail(DisagreementError(disagreement))
+            if isinstance(self._state.failure, DisagreementError):
+                disagreement = str(self._state.failure)
+            if disagreement or rank is None or rank == CHIEF_RANK:
+                self._informed.update(() if rank is None else (rank,))
+                self._state.changed.notify_all()
+                other = f"{newcomer.task} is not a worker of this cluster."
+                return Welcome(refusal=DISAGREEMENT, reason=disagreement or other)
+            present = self._tasks.get(rank)
+            if self._membership is not None and present is not None:
+                return _refuse_latecomer(self._membership, rank, present.description, newcomer)
+            is_other = present is not None and present.description.incarnation != newcomer.incarnation
+            if present is not None and is_other and not present.link.peer_closed():
+                return refuse_duplicate(newcomer, f": {present.description.whereabouts}")
+        return Welcome()
+
+    def adopt(self, hello: Hello, link: Link) -> None:
+        description = decode_message(hello.details, TaskDescription)
+        rank = self._me.rank_of(description.task)
+        assert rank is not None, "checked by `admit`"
+        with self._state.changed:
+            former = self._tasks.get(rank)
+            self._tasks[rank] = task = _Task(description, link)
+        if former is not None:
+            former.link.close()
+        self._state.arrived(rank)
+        name = f"phalanx-rendezvous-{description.task}"
+        threading.Thread(target=self._receive, args=(rank, task), name=name, daemon=True).start()
+
+    def _receive(self, rank: Rank, task: _Task) -> None:
+        for message in messages.receive(task.link, _decoder):
+            if isinstance(message, messages.LinksReport):
+                with self._state.changed:
+                    task.report = message
+                    self._state.changed.notify_all()
+        task.link.close()
+        with self._state.changed:
+            is_lost = self._tasks.get(rank) is task and not self._state.is_over
+            if is_lost:
+                del self._tasks[rank]
+        if is_lost:
+            self._state.lost(rank, "was present before, but its process exited or its connection broke")
+            self._links.generation_ended(self._generation)
+
+
+def _close(links: Iterable[Link]) -> None:
+    links = list(links)
+    wait_until_delivered(links, SEND_S)
+    for link in links:
+        link.close()
+
+
+def _refuse_latecomer(
+    membership: Membership, rank: Rank, present: TaskDescription, newcomer: TaskDescription
+) -> Welcome:
+    process = f"This process, pid {newcomer.pid} on {newcomer.host},"
+    if not membership.links[rank].peer_closed():
+        reason = (
+            f"the job has begun, with {present.whereabouts} as rank {rank}. {process} has the same task: give it "
+            f"another task.index in TF_CONFIG, or stop it."
+        )
+    elif (present.pid, present.host) == (newcomer.pid, newcomer.host):
+        task = membership.me.task
+        return Welcome(refusal=LEAVING, reason=f"{task} has not left the previous job yet")
+    else:
+        reason = (
+            f"the job has begun, and lost {newcomer.task} (rank {rank}). {process} arrived too late to replace it. "
+            f"Restart the whole job."
+        )
+    return Welcome(refusal=RUNNING, reason=reason)

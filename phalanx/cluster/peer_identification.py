@@ -1,0 +1,47 @@
+"""Identifies the task that listens at an address, before, during and after the rendezvous."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from phalanx.cluster.spec import Task
+from phalanx.cluster.task_comparison import TaskDescription
+from phalanx.cluster.task_identity import TaskIdentity
+from phalanx.errors import FrameError, HandshakeError, PhalanxError
+from phalanx.transport.decoding import decode_message
+from phalanx.transport.handshake import Hello, Welcome
+from phalanx.transport.link import Link
+
+PROBE = "probe"
+"""Purpose of a connection that only identifies the task."""
+PROBE_TIMEOUT_S = 1.0
+"""For one answer, which goes into a message: a person waits for it."""
+
+
+class ProbeService:
+    """Describes this task to those that connect."""
+
+    def __init__(self, me: TaskIdentity):
+        self._me = me
+
+    def admit(self, hello: Hello) -> Welcome:
+        del hello
+        return Welcome(details=msgspec.msgpack.encode(self._me.description))
+
+    def adopt(self, hello: Hello, link: Link) -> None:
+        del hello
+        link.close()
+
+
+def identify_task(me: TaskIdentity, task: Task, timeout_s: float = PROBE_TIMEOUT_S) -> TaskDescription | PhalanxError:
+    """The description of the task that listens at a task's address, or why there is no answer."""
+    try:
+        link, welcome = me.dial(task, PROBE, deadline=time.monotonic() + timeout_s)
+        link.close()
+        return decode_message(welcome.details, TaskDescription)
+    except FrameError as error:
+        return HandshakeError(f"{task} runs another version of Phalanx ({error})")
+    except PhalanxError as error:
+        return error

@@ -1,0 +1,74 @@
+"""How far a task is in the rendezvous, as its threads share it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from phalanx.cluster.membership import Rank
+from phalanx.cluster.task_identity import TaskIdentity
+from phalanx.errors import PhalanxError
+from phalanx.transport.listener import Listener
+
+CHIEF_RANK: Rank = 0
+
+
+class RendezvousState:
+    """See the top of the file. All methods may be called from any thread.
+
+    Args:
+        me: this task.
+        listener: its port.
+        timeout_s: seconds to wait for the others.
+
+    Attributes:
+        deadline: when the time is over, a value of `time.monotonic()`.
+        changed: protects everything below; notified when it changes.
+        missing: the tasks that this one waits for, with the reason, as far as it is known. The chief waits for all
+            others, which wait for the chief.
+        obstacles: what keeps the tasks, all of which are present, from the start. Known to the chief only.
+        failure: the error that ends the rendezvous, if there is one.
+        is_over: whether the job has begun, or the rendezvous has ended with an error.
+    """
+
+    def __init__(self, me: TaskIdentity, listener: Listener, timeout_s: float):
+        self.me, self.listener, self.timeout_s = me, listener, timeout_s
+        self.deadline = time.monotonic() + timeout_s
+        self.changed = threading.Condition()
+        awaited = me.other_ranks if me.rank == CHIEF_RANK else (CHIEF_RANK,)
+        self.missing: dict[Rank, str] = dict.fromkeys(awaited, "")
+        self.obstacles: dict[str, str] = {}
+        self.failure: PhalanxError | None = None
+        self.is_over = False
+
+    def arrived(self, rank: Rank) -> None:
+        with self.changed:
+            self.missing.pop(rank, None)
+            self.changed.notify_all()
+
+    def lost(self, rank: Rank, cause: str) -> None:
+        with self.changed:
+            self.missing[rank] = cause
+            self.changed.notify_all()
+
+    def fail(self, error: PhalanxError) -> None:
+        """End the rendezvous with this error, unless it is over or has failed already."""
+        with self.changed:
+            if self.failure is None and not self.is_over:
+                self.failure = error
+                self.changed.notify_all()
+
+    def check(self) -> None:
+        """Raise the failure, if there is one."""
+        if self.failure is not None:
+            raise self.failure
+
+    def finish(self) -> None:
+        with self.changed:
+            self.is_over = True
+            self.changed.notify_all()
+
+    def wait_until_over(self, timeout_s: float) -> bool:
+        """Wait until the rendezvous is over or has failed, for at most `timeout_s`; returns whether it has."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.is_over or self.failure is not None, timeout=timeout_s)
