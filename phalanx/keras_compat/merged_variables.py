@@ -2,10 +2,10 @@
 merged as the variable's `aggregation` says.
 
 `tf.distribute` treats variables with `synchronization="on_read"` so: each replica assigns its own, and the job's value
-is what the replicas' values come to. Keras's metrics have such. When a value is assigned outside, the first replica
-keeps it, and the others keep what adds nothing. Every other variable with an `aggregation` is the same on all replicas:
-what `strategy.run` assigns, or adds, is merged first. What an optimizer assigns is the same already, because its
-gradients were merged.
+is what the replicas' values come to. Keras's metrics have such. When a value is assigned outside, or restored, the
+first replica keeps it, and the others keep what adds nothing. Every other variable with an `aggregation` is the same on
+all replicas: what `strategy.run` assigns, or adds, is merged first. What an optimizer assigns is the same already,
+because its gradients were merged.
 
 Uses `KerasVariable._direct_assign`, `Variable._initialize` and the stateless scopes. Tested with Keras 3.15.
 """
@@ -64,6 +64,10 @@ class ReplicaParts(Protocol):
         """The job's value; called on all replicas. Raises: ConfigurationError if this aggregation has none."""
         ...
 
+    def merge_for_checkpoint(self, value: Any, aggregation: str, name: str) -> Any:
+        """As `merge`, for a checkpoint in which a variable has this name. Raises: also if not all replicas save it."""
+        ...
+
     def own_part(self, value: Any, aggregation: str) -> Any:
         """What this replica keeps of a value that is assigned to the job's."""
         ...
@@ -97,6 +101,33 @@ def merge_variable(variable: Any, parts: ReplicaParts) -> None:
         set_untracked(variable, _phalanx_parts=parts, _phalanx_updated=parts.is_in_run())
 
 
+def merged_for_checkpoint(tensors: dict[str, Any], parts: ReplicaParts, aggregation: str, name: str) -> dict[str, Any]:
+    """What a `tf.train.Checkpoint` saves of a variable that is merged on read.
+
+    Args:
+        tensors: what it would save of this replica's, as save specs, which read the variable only when it saves.
+        parts: know the other replicas.
+        aggregation: of the variable.
+        name: of the variable.
+    """
+
+    def merging(own: Any) -> Any:
+        def read() -> Any:
+            value = own.tensor
+            return parts.merge_for_checkpoint(value, aggregation, name) if parts.merges_reads() else value
+
+        return type(own)(read, dtype=own.dtype, device=own.device)
+
+    return {key: merging(own) for key, own in tensors.items()}
+
+
+def own_parts(restored: dict[str, Any], parts: ReplicaParts, aggregation: str) -> dict[str, Any]:
+    """What this replica keeps of a variable that is merged on read, when a `tf.train.Checkpoint` restores it."""
+    if not parts.merges_reads():
+        return restored
+    return {key: parts.own_part(value, aggregation) for key, value in restored.items()}
+
+
 class _MergedOnRead:
     """Comes before the class of a Keras variable."""
 
@@ -123,7 +154,7 @@ class _MergedOnRead:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path}, merged over the replicas where it is read>"  # type: ignore[attr-defined]
 
-    # Of `tf.train.Checkpoint`, which the chief alone may call: this replica's.
+    # Of `tf.train.Checkpoint`, on TensorFlow.
 
     @property
     def handle(self) -> Any:
@@ -134,10 +165,17 @@ class _MergedOnRead:
         return self._value._shared_name  # type: ignore[attr-defined]
 
     def _serialize_to_tensors(self) -> Any:
-        return self._value._serialize_to_tensors()  # type: ignore[attr-defined]
+        variable: Any = self
+        own: dict[str, Any] = variable._value._serialize_to_tensors()
+        if not self._phalanx_updated:
+            return own
+        return merged_for_checkpoint(own, self._phalanx_parts, variable.aggregation, variable.path)
 
     def _restore_from_tensors(self, restored: Any) -> Any:
-        return self._value._restore_from_tensors(restored)  # type: ignore[attr-defined]
+        variable: Any = self
+        if self._phalanx_updated:
+            restored = own_parts(restored, self._phalanx_parts, variable.aggregation)
+        return variable._value._restore_from_tensors(restored)
 
     def _write_object_proto(self, proto: Any, options: Any) -> Any:
         return self._value._write_object_proto(proto, options)  # type: ignore[attr-defined]

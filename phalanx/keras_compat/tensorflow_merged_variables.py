@@ -18,7 +18,12 @@ from typing import Any
 import tensorflow as tf
 
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat.merged_variables import ReplicaParts, is_created_by_keras
+from phalanx.keras_compat.merged_variables import (
+    ReplicaParts,
+    is_created_by_keras,
+    merged_for_checkpoint,
+    own_parts,
+)
 from phalanx.keras_compat.patching import insert_mixin, set_untracked
 
 _SCATTERED = (
@@ -104,6 +109,14 @@ class _MergedOnRead(_Merged):
 
     def __repr__(self) -> str:
         return f"<tf.Variable {self.name!r}, merged over the replicas where it is read>"  # type: ignore[attr-defined]
+
+    def _serialize_to_tensors(self) -> Any:
+        own = super()._serialize_to_tensors()  # type: ignore[misc]
+        return merged_for_checkpoint(own, self._phalanx_parts, self._phalanx_aggregation, self.name)  # type: ignore[attr-defined]
+
+    def _restore_from_tensors(self, restored: Any) -> Any:
+        own = own_parts(restored, self._phalanx_parts, self._phalanx_aggregation)
+        return super()._restore_from_tensors(own)  # type: ignore[misc]
 
     def _phalanx_read(self, own: Any) -> Any:
         parts = self._phalanx_parts

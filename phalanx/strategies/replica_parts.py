@@ -95,6 +95,17 @@ class StrategyParts:
             )
         return strategy.reduce(aggregation.upper(), value)
 
+    def merge_for_checkpoint(self, value: Any, aggregation: str, name: str) -> Any:
+        """See `ReplicaParts`. The replicas meet first: what a chief that saves alone has must not be added to what the
+        others merge meanwhile."""
+
+        def meet(arrays: list[Array]) -> list[Array]:
+            progress.enter("barrier")
+            self._strategy._replica.communicator.barrier(f"saving {name!r}, which every replica must do")
+            return arrays
+
+        return self.merge(self._strategy._merged(value, meet, same_shape, None), aggregation)
+
     def own_part(self, value: Any, aggregation: str) -> Any:
         if aggregation != "sum" or self._strategy.rank == 0:
             return value

@@ -493,10 +493,22 @@ def metrics_in_functions_and_checkpoints(setting: Setting) -> dict[str, Any]:
     np.testing.assert_allclose(step(tf.constant(float(rank))), everyones)
     np.testing.assert_allclose(step(tf.constant(float(rank))), everyones)
     np.testing.assert_allclose(mean.variables[1].numpy(), 2 * world)
-    if rank == 0:
-        checkpoint = tf.train.Checkpoint(total=mean.variables[0])
-        assert checkpoint.restore(checkpoint.write(f"{setting.folder}/mean"))
+    checkpoint = tf.train.Checkpoint(total=mean.variables[0], count=mean.variables[1])
+    saved = checkpoint.write(f"{setting.folder}/mean.{rank}")
+    np.testing.assert_allclose(_saved(saved, "count"), 2 * world)
+    step(tf.constant(5.0))
+    checkpoint.restore(saved)
+    np.testing.assert_allclose(mean.variables[1].numpy(), 2 * world)
+    np.testing.assert_allclose(step(tf.constant(float(rank))), everyones)
+    np.testing.assert_allclose(mean.variables[1].numpy(), 3 * world)
     return {}
+
+
+def _saved(path: str, name: str) -> Any:
+    """A variable's value in a checkpoint of TensorFlow."""
+    import tensorflow as tf
+
+    return tf.train.load_checkpoint(path).get_tensor(f"{name}/.ATTRIBUTES/VARIABLE_VALUE")
 
 
 def _merged(ranks: Any) -> dict[str, float]:
@@ -589,6 +601,15 @@ def variables_of_tensorflow_are_the_jobs(setting: Setting) -> dict[str, Any]:
                 np.testing.assert_allclose(read[how].numpy(), times * value, rtol=1e-6)
                 np.testing.assert_allclose(written[how].numpy(), times * value, rtol=1e-6)
         assert float(written["none"]) == 2
+        checkpoint = tf.train.Checkpoint(written=written["sum"], **{how: read[how] for how in expected})
+        saved = checkpoint.write(f"{setting.folder}/variables.{compiled}.{rank}")
+        step()
+        checkpoint.restore(saved)
+        _, inside = step()
+        for how, value in expected.items():
+            np.testing.assert_allclose(_saved(saved, how), 2 * value, rtol=1e-6)
+            np.testing.assert_allclose(inside[how], 3 * value, rtol=1e-6)
+        assert _saved(saved, "written") == 2 * expected["sum"]
         for wrong in (differ, read["none"].numpy):
             if setting.world_size > 1:
                 with pytest.raises(phalanx.errors.ConfigurationError, match="without an aggregation"):
@@ -603,9 +624,6 @@ def variables_of_tensorflow_are_the_jobs(setting: Setting) -> dict[str, Any]:
     outside = tf.Variable(0.0)
     strategy.run(lambda: outside.assign(float(rank)))
     assert float(outside) == rank, "created outside of the scope, it is this process's"
-    if rank == 0:
-        checkpoint = tf.train.Checkpoint(written=written["sum"], added=read["sum"])
-        assert checkpoint.restore(checkpoint.write(f"{setting.folder}/variables"))
     return {"sum": np.asarray(written["sum"])}
 
 

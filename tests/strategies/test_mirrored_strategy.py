@@ -83,6 +83,28 @@ def test_each_form_of_the_arguments(
     check(tmp_path, backend, plain_of(backend), devices, ops, words)
 
 
+@pytest.mark.slow  # a scenario of the interface covers Phalanx's part
+@pytest.mark.tensorflow
+def test_checkpoints_have_the_values_of_all_replicas_as_those_of_tf_distribute(tmp_path: Path) -> None:
+    """Each also restores what the other has saved."""
+
+    def found(distribute: str, folder: str, *others: Path) -> dict[str, Any]:
+        arguments = [str(PROGRAM.with_name("checkpoint_program.py")), distribute, str(tmp_path / folder)]
+        code, output = finish(
+            [sys.executable, *arguments, *map(str, others)], environment("tensorflow"), bound_s=BOUND_S
+        )
+        assert code == 0, output
+        printed: dict[str, Any] = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+        return printed
+
+    original = found("tf.distribute", "original")
+    ours = found("phalanx", "ours", tmp_path / "original/saved/variables")
+    again = found("tf.distribute", "again", tmp_path / "ours/saved/variables")
+    assert original["saved"] == ours["saved"] == {"SUM": 3, "MEAN": 1.5, "ONLY_FIRST_REPLICA": 1}
+    assert original["steps"] == ours["steps"][:3]
+    assert ours["steps"] == again["steps"]
+
+
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
