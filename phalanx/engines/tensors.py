@@ -79,6 +79,11 @@ class Tensors(ABC):
         """Let the backend's own functions that divide by the number of replicas ask `contexts` for it."""
 
     @staticmethod
+    def outside_of_traces() -> AbstractContextManager[None]:
+        """A context in which code computes at once, also while a function that contains it is traced."""
+        return nullcontext()
+
+    @staticmethod
     def merging_variables(current_parts: Callable[[], ReplicaParts | None]) -> AbstractContextManager[None]:
         """A context in which variables of the backend itself (not Keras's) that are created belong to
         `current_parts()` of then, if there are any."""

@@ -2,10 +2,10 @@
 merged as the variable's `aggregation` says.
 
 `tf.distribute` treats variables with `synchronization="on_read"` so: each replica assigns its own, and the job's value
-is what the replicas' values come to. Keras's metrics have such. When a value is assigned outside, or restored, the
-first replica keeps it, and the others keep what adds nothing. Every other variable with an `aggregation` is the same on
-all replicas: what `strategy.run` assigns, or adds, is merged first. What an optimizer assigns is the same already,
-because its gradients were merged.
+is what the replicas' values come to. Keras's metrics have such. When a value is assigned outside, or restored, or was
+there before `run` first used the variable, the first replica keeps it, and the others keep what adds nothing. Every
+other variable with an `aggregation` is the same on all replicas: what `strategy.run` assigns, or adds, is merged first.
+What an optimizer assigns is the same already, because its gradients were merged.
 
 Uses `KerasVariable._direct_assign`, `Variable._initialize` and the stateless scopes. Tested with Keras 3.15.
 """
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from keras.src.backend.common import KerasVariable
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from phalanx.keras_compat.patching import insert_mixin, set_untracked
@@ -72,6 +73,14 @@ class ReplicaParts(Protocol):
         """What this replica keeps of a value that is assigned to the job's."""
         ...
 
+    def assigns_wholes(self) -> bool:
+        """Whether the code that runs now assigns the job's values, on every replica."""
+        ...
+
+    def outside_of_traces(self) -> AbstractContextManager[None]:
+        """Where code computes at once, also while a function that contains it is traced."""
+        ...
+
 
 def registering(initialize: Callable[..., Any], register: Callable[[Any], None]) -> Callable[..., Any]:
     """Around `Variable._initialize`: `register` is called with each Keras variable."""
@@ -98,7 +107,7 @@ def merge_variable(variable: Any, parts: ReplicaParts) -> None:
     if variable.synchronization in _SYNCHRONIZED and not isinstance(variable, _MergedOnRead | _MergedOnWrite):
         on_read = variable.synchronization == ON_READ
         insert_mixin(variable, _MergedOnRead if on_read else _MergedOnWrite)
-        set_untracked(variable, _phalanx_parts=parts, _phalanx_updated=parts.is_in_run())
+        set_untracked(variable, _phalanx_parts=parts, _phalanx_divided=parts.is_in_run())
 
 
 def merged_for_checkpoint(tensors: dict[str, Any], parts: ReplicaParts, aggregation: str, name: str) -> dict[str, Any]:
@@ -132,23 +141,46 @@ class _MergedOnRead:
     """Comes before the class of a Keras variable."""
 
     _phalanx_parts: ReplicaParts
-    _phalanx_updated: bool
-    """Whether `strategy.run` has assigned it, or is being traced. What the chief alone counts stays the chief's."""
+    _phalanx_divided: bool
+    """Whether it holds this replica's part: `strategy.run` has used it, or is being traced. What `fit` leaves is whole,
+    and what the chief alone counts stays the chief's."""
 
     @property
     def value(self) -> Any:
+        self._phalanx_divide()
         own = super().value  # type: ignore[misc]
-        if not self._phalanx_updated or in_stateless_scope() or not self._phalanx_parts.merges_reads():
+        if not self._phalanx_divided or in_stateless_scope() or not self._phalanx_parts.merges_reads():
             return own
         return self._phalanx_parts.merge(own, self.aggregation)  # type: ignore[attr-defined]
 
     def _direct_assign(self, value: Any) -> None:
+        self._phalanx_divide()
+        if isinstance(value, KerasVariable):  # on TensorFlow, which would read it later, and not on every replica
+            value = value.value
+        if self._phalanx_divided:
+            if self._phalanx_parts.merges_reads():
+                value = self._phalanx_parts.own_part(value, self.aggregation)  # type: ignore[attr-defined]
+            elif self._phalanx_parts.assigns_wholes():
+                set_untracked(self, _phalanx_divided=False)
+        self._phalanx_keep(value)
+
+    def _phalanx_divide(self) -> None:
+        """What it has when `run` first uses it is the job's, such as a value that was restored: keep this replica's."""
         parts = self._phalanx_parts
-        if parts.is_in_run() and not self._phalanx_updated:
-            set_untracked(self, _phalanx_updated=True)
-        if self._phalanx_updated and parts.merges_reads():
-            value = parts.own_part(value, self.aggregation)  # type: ignore[attr-defined]
-        with parts.reading_own():  # PyTorch's copies into the value that it reads
+        if self._phalanx_divided or in_stateless_scope() or not parts.is_in_run():
+            return
+        set_untracked(self, _phalanx_divided=True)
+        with parts.outside_of_traces():
+            self._phalanx_keep_part()
+
+    def _phalanx_keep_part(self) -> None:
+        whole = super().value  # type: ignore[misc]
+        own = self._phalanx_parts.own_part(whole, self.aggregation)  # type: ignore[attr-defined]
+        if own is not whole:
+            self._phalanx_keep(own)
+
+    def _phalanx_keep(self, value: Any) -> None:
+        with self._phalanx_parts.reading_own():  # PyTorch's copies into the value that it reads
             super()._direct_assign(value)  # type: ignore[misc]
 
     def __repr__(self) -> str:
@@ -167,13 +199,13 @@ class _MergedOnRead:
     def _serialize_to_tensors(self) -> Any:
         variable: Any = self
         own: dict[str, Any] = variable._value._serialize_to_tensors()
-        if not self._phalanx_updated:
+        if not self._phalanx_divided:
             return own
         return merged_for_checkpoint(own, self._phalanx_parts, variable.aggregation, variable.path)
 
     def _restore_from_tensors(self, restored: Any) -> Any:
         variable: Any = self
-        if self._phalanx_updated:
+        if self._phalanx_divided:
             restored = own_parts(restored, self._phalanx_parts, variable.aggregation)
         return variable._value._restore_from_tensors(restored)
 

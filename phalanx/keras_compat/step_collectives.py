@@ -60,11 +60,11 @@ class InStep(AbstractContextManager[None]):
     """A context in which what is computed is one rank's part of a step.
 
     Args:
-        collectives: reach the other ranks.
+        collectives: reach the other ranks; None: what is computed is no part of the step around it.
         key: keeps traces of compiled code apart, which contain these very collectives.
     """
 
-    def __init__(self, collectives: StepCollectives, key: Hashable | None = None) -> None:
+    def __init__(self, collectives: StepCollectives | None, key: Hashable | None = None) -> None:
         self.collectives = collectives
         self.key = key
 

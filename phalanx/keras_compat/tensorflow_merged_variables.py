@@ -4,8 +4,8 @@ A variable that is synchronized when it is read is each replica's own in `strate
 other one is the same on all replicas, so what `run` assigns is merged by its `aggregation`; without one, all replicas
 must assign the same. Scattered updates have no such form, and are refused.
 
-Uses `tf.variable_creator_scope`, and of variables `sparse_read`, `gather_nd` and the order of their arguments. Tested
-with TensorFlow 2.21.
+Uses `tf.variable_creator_scope`, and of variables `sparse_read`, `gather_nd`, `_restore_from_tensors` and the order of
+their arguments. Tested with TensorFlow 2.21.
 """
 
 from __future__ import annotations

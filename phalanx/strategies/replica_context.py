@@ -112,7 +112,8 @@ def running(strategy: Strategy) -> Iterator[ReplicaContext]:
 def _outside() -> Iterator[None]:
     replicas, _stack.replicas = _stack.replicas, []
     try:
-        yield
+        with InStep(None):
+            yield
     finally:
         _stack.replicas = replicas
 

@@ -111,6 +111,12 @@ class StrategyParts:
             return value
         return keras.ops.zeros_like(value)
 
+    def assigns_wholes(self) -> bool:
+        return self._strategy._replica.calling_thread is not None and not self.is_in_run()
+
+    def outside_of_traces(self) -> AbstractContextManager[None]:
+        return self._strategy._tensors.outside_of_traces()
+
     def _chiefs(self, arrays: list[Array]) -> list[Array]:
         progress.enter("broadcast")
         return self._strategy._replica.communicator.broadcast(arrays)

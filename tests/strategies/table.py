@@ -561,6 +561,22 @@ def variables_of_a_custom_loop_are_the_jobs(setting: Setting) -> dict[str, Any]:
     return {"sum": host(written["sum"])}
 
 
+@scenario(plain=False)
+def what_variables_have_before_run_uses_them_is_the_jobs(setting: Setting) -> dict[str, Any]:
+    strategy, world = setting.strategy, setting.world_size
+    with strategy.scope():
+        early, late = (
+            keras.Variable(0.0, trainable=False, aggregation="sum", synchronization="on_read") for _ in range(2)
+        )
+    for variable in (early, late):
+        variable.assign(100.0)  # as a checkpoint is restored
+        strategy.run(lambda counted: counted.assign_add(tensor(np.float32(1))), args=(variable,))
+        assert float(host(variable)) == 100 + world
+        variable.assign(variable)
+        assert float(host(variable)) == 100 + world
+    return {"early": host(early)}
+
+
 @scenario(plain=False, backends=("tensorflow",))
 def variables_of_tensorflow_are_the_jobs(setting: Setting) -> dict[str, Any]:
     """As in `tf.distribute`, in eager code and in functions; without an aggregation all replicas must agree."""
@@ -610,6 +626,13 @@ def variables_of_tensorflow_are_the_jobs(setting: Setting) -> dict[str, Any]:
             np.testing.assert_allclose(_saved(saved, how), 2 * value, rtol=1e-6)
             np.testing.assert_allclose(inside[how], 3 * value, rtol=1e-6)
         assert _saved(saved, "written") == 2 * expected["sum"]
+
+        def across(within: Any, variable: Any) -> Any:
+            return within.extended.update(variable, lambda each, new: each.assign(new), args=(8.0,))
+
+        merge_call = lambda variable: phalanx.get_replica_context().merge_call(across, args=(variable,))  # noqa: E731
+        strategy.run(merge_call, args=(written["sum"],))
+        assert float(written["sum"]) == 8, "what update assigns is merged already"
         for wrong in (differ, read["none"].numpy):
             if setting.world_size > 1:
                 with pytest.raises(phalanx.errors.ConfigurationError, match="without an aggregation"):
@@ -706,6 +729,7 @@ def metrics_of_a_custom_loop_serve_fit_afterwards(setting: Setting) -> dict[str,
     assert float(host(metric.result())) == 1
     metric.reset_state()
     history = model.fit(x, y, batch_size=4, epochs=1, shuffle=False, verbose=0).history
+    assert float(host(metric.count)) == len(x), "what fit leaves is no replica's part"
     predicted = model.predict(x, verbose=0)[:, 0]
     evaluated = model.evaluate(x, y, verbose=0)
     np.testing.assert_allclose(evaluated[1], np.mean(np.abs(predicted - y)), rtol=1e-4)

@@ -17,6 +17,8 @@ from phalanx.keras_compat.keras_internals import in_stateless_scope
 class JaxTensors(Tensors):
     """See `phalanx.engines.tensors.Tensors`."""
 
+    outside_of_traces = staticmethod(jax.ensure_compile_time_eval)
+
     @property
     def merges_in_apply(self) -> bool:
         # `stateless_apply` runs inside compiled functions, which cannot wait for others: who calls it has merged.

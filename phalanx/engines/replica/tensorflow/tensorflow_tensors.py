@@ -27,6 +27,7 @@ class TensorFlowTensors(Tensors):
     trace_apart = staticmethod(trace_apart)
     count_replicas = staticmethod(count_replicas)
     merging_variables = staticmethod(merging_variables)
+    outside_of_traces = staticmethod(tf.init_scope)
 
     def from_host(self, array: Array) -> Any:
         return tf.convert_to_tensor(array)
