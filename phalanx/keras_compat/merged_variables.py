@@ -137,7 +137,11 @@ def own_parts(restored: dict[str, Any], parts: ReplicaParts, aggregation: str) -
     return {key: parts.own_part(value, aggregation) for key, value in restored.items()}
 
 
-class _MergedOnRead:
+class MergedOnRead:
+    """A variable that is merged on read, of Keras or of TensorFlow."""
+
+
+class _MergedOnRead(MergedOnRead):
     """Comes before the class of a Keras variable."""
 
     _phalanx_parts: ReplicaParts

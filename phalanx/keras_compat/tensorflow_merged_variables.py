@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.merged_variables import (
+    MergedOnRead,
     ReplicaParts,
     is_created_by_keras,
     merged_for_checkpoint,
@@ -85,7 +86,7 @@ for _name in _SCATTERED:
     setattr(_Merged, _name, _refusing(_name))
 
 
-class _MergedOnRead(_Merged):
+class _MergedOnRead(MergedOnRead, _Merged):
     def value(self) -> Any:
         return self._phalanx_read(super().value())  # type: ignore[misc]
 

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import keras
 
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
 from phalanx.errors import ConfigurationError, DisagreementError, PreemptedError, UnsupportedError
+from phalanx.keras_compat.merged_variables import MergedOnRead
 from phalanx.strategies.current_job import current_replica
 from phalanx.training import state_sync
 from phalanx.training.preemption import notified_by_signals
@@ -253,11 +255,13 @@ class _ModelState:
 
 
 class _TensorFlowState:
-    """A `tf.train.CheckpointManager`, with the number of steps among what it saves; the chief saves."""
+    """A `tf.train.CheckpointManager`, with the number of steps among what it saves; the chief saves, and the others
+    if its values are those of all."""
 
     def __init__(self, manager: Any, replica: Replica) -> None:
         tf: Any = importlib.import_module("tensorflow")
         self._manager = manager
+        self._saved_objects = tf.train.TrackableView(manager.checkpoint).descendants
         self._replica = replica
         self._runs = tf.Variable(0, dtype=tf.int64, trainable=False, name=_RUNS)
         setattr(manager.checkpoint, _RUNS, self._runs)
@@ -273,3 +277,6 @@ class _TensorFlowState:
         if self._replica.is_chief:
             Path(self._manager.directory).mkdir(parents=True, exist_ok=True)
             (save_fn or self._manager.save)(*args, **kwargs)
+        elif any(isinstance(each, MergedOnRead) for each in self._saved_objects()):
+            with TemporaryDirectory() as discarded:
+                self._manager.checkpoint.write(str(Path(discarded, _RUNS)))

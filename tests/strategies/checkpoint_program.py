@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from typing import Any
 
@@ -63,8 +64,23 @@ def main(distribute: Any, folder: str, *others: str) -> None:
         saved = {how: float(reader.get_tensor(f"{how}/.ATTRIBUTES/VARIABLE_VALUE")) for how in AGGREGATIONS}
         print(json.dumps({"saved": saved, "steps": steps}))
     if distribute is phalanx:
+        checkpoint_if_preempted(checkpoint, variables["SUM"], os.path.join(folder, "preempted"), is_chief=is_chief)
         with pytest.raises(phalanx.errors.CollectiveMismatchError, match=r"saving 'Variable:0', which every replica"):
             checkpoint.write(written) if is_chief else strategy.reduce("SUM", variables["SUM"], axis=None)
+
+
+def checkpoint_if_preempted(checkpoint: Any, variable: Any, folder: str, *, is_chief: bool) -> None:
+    """Its handler does on each replica what saving needs."""
+    variable.assign(5.0)
+    config = phalanx.experimental.TerminationConfig(exit_fn=lambda: None)
+    handler = phalanx.experimental.PreemptionCheckpointHandler(None, checkpoint, folder, config)
+    if not is_chief:
+        os.kill(os.getpid(), signal.SIGTERM)
+    handler.save_checkpoint_if_preempted()
+    variable.assign(6.0)
+    checkpoint.restore(tf.train.latest_checkpoint(folder))
+    assert float(variable) == 5
+    assert len(os.listdir(folder)) == 3, "the chief's state, index and data"
 
 
 if __name__ == "__main__":
