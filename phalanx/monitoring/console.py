@@ -23,11 +23,12 @@ from typing import BinaryIO, Protocol
 
 from phalanx.monitoring.startup_noise import StartupNoiseFilter
 
-# A control sequence (ECMA-48): CSI ... final byte, or OSC ... terminator, or a two-character escape.
-_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-_INCOMPLETE_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*)?$")
+# A control sequence (ECMA-48, ECMA-35): CSI ... final byte, or OSC ... terminator, or an escape of two characters or
+# more, as `tput sgr0` (ESC ( B) and `tput sc` (ESC 7) write them.
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\-~])")
+_INCOMPLETE_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*|[ -/]+)?$")
 _TOKEN = re.compile(rf"{_ESCAPE.pattern}|[\r\n\b]|[^\x1b\r\n\b]+|\x1b")
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _ERASE = "\r\x1b[2K"
 _RESET = "\x1b[0m"
 _SHOW_CURSOR = "\x1b[?25h"

@@ -156,7 +156,9 @@ def test_the_log_has_lines_without_control_characters() -> None:
     assert log.getvalue().decode() == "one\n 3/10 ━━━ - loss: 0.5 größe\n"
     console.finish(0)
     console.log(0, "Traceback\nValueError: \x1b[1mbold\x1b[0m")
-    assert log.getvalue().decode().splitlines()[2:] == ["last", "Traceback", "ValueError: bold"]
+    console.log(0, "\x1b7\x1b(B\x1b[mas \x9btput\x1b8 writes them\x1bc")
+    expected = ["last", "Traceback", "ValueError: bold", "as tput writes them"]
+    assert log.getvalue().decode().splitlines()[2:] == expected
 
 
 @pytest.mark.parametrize("columns", [None, 80])
