@@ -137,6 +137,11 @@ class MemberLinks:
         for incarnation, link in list(self._links.items()):
             if incarnation not in wanted or link.closed or link.peer_closed():
                 self._links.pop(incarnation).close()
+        with self._changed:  # those of processes that were lost before they became members
+            for incarnation, (_, link) in list(self._arrived.items()):
+                if link.peer_closed():
+                    del self._arrived[incarnation]
+                    link.close()
 
     def _open_link(self, member: MemberAddress, generation: int, deadline: float) -> Link:
         address = Address.parse(member.address, where=member.task)
