@@ -45,17 +45,19 @@ class TrialConditions:
         self._draws = 0
 
     def __enter__(self) -> TrialConditions:
-        enter = self._stack.enter_context
-        enter(running_eagerly(self._model))
-        enter(contextlib.redirect_stdout(io.StringIO()))  # a step says what it says once
-        for patch in self._random_functions():
-            enter(patch)
-        enter(_collected_statistics())
-        for optimizer in optimizers(self._model):
-            self._take(optimizer)
-            if (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
-                self._take(inner)
-        enter(self._applies())
+        with ExitStack() as self._stack:
+            enter = self._stack.enter_context
+            enter(running_eagerly(self._model))
+            enter(contextlib.redirect_stdout(io.StringIO()))  # a step says what it says once
+            for patch in self._random_functions():
+                enter(patch)
+            enter(_collected_statistics())
+            for optimizer in optimizers(self._model):
+                self._take(optimizer)
+                if (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
+                    self._take(inner)
+            enter(self._applies())
+            self._stack = self._stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:

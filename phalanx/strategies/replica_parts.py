@@ -29,7 +29,7 @@ class StrategyParts:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._created: dict[int, weakref.ref[Any]] = {}  # by id: variables cannot be hashed
-        self._noted: list[weakref.ref[Any]] = []  # those that the next `run` may assign
+        self._noted: dict[int, weakref.ref[Any]] = {}  # those that the next `run` may assign
 
     def __deepcopy__(self, memo: Any) -> StrategyParts:
         return self  # of a variable that is copied
@@ -42,19 +42,24 @@ class StrategyParts:
         if self.is_in_run():
             merge_variable(variable, self)
         else:
-            self._noted.append(weakref.ref(variable))
+            self._noted[id(variable)] = self._created[id(variable)]
 
     def prepare(self) -> None:
         """Before `run`: from now on, what it assigns is the job's. Programs that only call `fit` never come here."""
-        noted, self._noted = self._noted, []
-        for reference in noted:
+        noted, self._noted = self._noted, {}
+        for reference in noted.values():
             variable = reference()  # no `:=`, which AutoGraph cannot convert
             if variable is not None:
                 merge_variable(variable, self)
 
     def add(self, variable: Any) -> None:
         key = id(variable)
-        self._created[key] = weakref.ref(variable, lambda _: self._created.pop(key, None))
+
+        def forget(_: Any) -> None:
+            self._created.pop(key, None)
+            self._noted.pop(key, None)
+
+        self._created[key] = weakref.ref(variable, forget)
 
     def has_created(self, variable: Any) -> bool:
         """Whether the variable was created in the scope."""

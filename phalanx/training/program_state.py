@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -152,7 +152,7 @@ def _content(value: Any) -> Callable[[], None] | None:
 def _content_of_collection(value: Any) -> Callable[[], None]:
     items = copy.copy(list(value.items()) if isinstance(value, dict) else list(value))
     inside = [_content(each[1] if isinstance(value, dict) else each) or _nothing for each in items]
-    kind = next(each for each in (list, deque, dict, set) if isinstance(value, each))
+    kind = next(each for each in (list, deque, OrderedDict, dict, set) if isinstance(value, each))
     extend = kind.extend if kind in (list, deque) else kind.update  # type: ignore[union-attr]
 
     def restore() -> None:  # past Keras's tracking of what is in it

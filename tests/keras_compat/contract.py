@@ -6,11 +6,13 @@ A check fails when Keras renames the internal, changes its signature, or makes i
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import sys
 import tempfile
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -421,6 +423,10 @@ def trials_depend_on_samples_alone() -> None:
     assert (keras.ops.convert_to_numpy(model.layers[0].variables[-1]) == moving).all()
     np.testing.assert_allclose(keras.ops.convert_to_numpy(weight), before - 0.01, atol=1e-6)
     assert len(np.unique(keras.ops.convert_to_numpy(keras.random.normal((4, 1))))) == 4
+    before = sys.stdout, keras.layers.BatchNormalization.call
+    with contextlib.suppress(AttributeError):
+        TrialConditions(SimpleNamespace(jit_compile=False, run_eagerly=False), lambda variables: None).__enter__()
+    assert (sys.stdout, keras.layers.BatchNormalization.call) == before
 
 
 @check()
@@ -433,6 +439,7 @@ def state_of_a_program_is_restored() -> None:
     model._symbolic_build(data_batch=(X, Y, None))
     layer, weight = model.layers[0], model.trainable_variables[0]
     layer.counted, layer.seen, layer.sums = 3, [1, 2], np.zeros(2)
+    model.optimizer.order = OrderedDict(first=1)
     stray = keras.optimizers.Adam()
     elsewhere = keras.Variable(1.0)
     before = keras.ops.convert_to_numpy(weight)
@@ -444,6 +451,7 @@ def state_of_a_program_is_restored() -> None:
         stray.iterations.assign(5)
         layer.counted += 1
         layer.seen.append(3)
+        model.optimizer.order["second"] = 2
         layer.sums += 1
         layer.later = 7
         drawn = random.random(), np.random.random()
@@ -453,6 +461,7 @@ def state_of_a_program_is_restored() -> None:
     assert layer.counted == 3
     assert layer.seen is seen
     assert list(seen) == [1, 2]
+    assert model.optimizer.order == OrderedDict(first=1)
     assert layer.sums.tolist() == [0, 0]
     assert not hasattr(layer, "later")
     assert (random.random(), np.random.random()) == drawn
