@@ -125,8 +125,9 @@ def _disturb(stack: contextlib.ExitStack, random: np.random.Generator) -> None:
 
     def disturbed(original: Callable[..., Any]) -> Callable[..., Any]:
         def make(model: Any, *args: Any, **kwargs: Any) -> Any:
+            # On PyTorch many of Keras's operations compute in float32 in a model of float64.
+            size = ROUNDING.get(keras.backend.result_type(getattr(model, "compute_dtype", "float32")), 2.0**-23)
             for variable in model.trainable_variables:
-                size = ROUNDING.get(getattr(model, "compute_dtype", ""), 2.0**-23)
                 value = np.asarray(keras.ops.convert_to_numpy(variable), "float64")
                 noise = random.normal(size=(2, *value.shape)) * size
                 variable.assign(value * (1 + noise[0]) + 0.1 * noise[1])
