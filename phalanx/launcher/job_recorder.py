@@ -127,7 +127,7 @@ class JobRecorder(JobObserver):
         elif waiting is not None:
             figures = waiting.figures
         self._reports[task] = replace(report, age_s=round(report.age_s, 3), figures=figures)
-        if self._clock() - self._measured_at >= MEASURED_S * 0.9:
+        if not 0 <= self._clock() - self._measured_at < MEASURED_S * 0.9:  # the clock may be set back
             self._flush()
 
     def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
@@ -172,7 +172,7 @@ class JobRecorder(JobObserver):
             return True
         shortest_s, longest_s = IN_FILE_S
         elapsed_s = event.at - self.view.began_at
-        if event.at - self._in_file_at < min(longest_s, max(shortest_s, elapsed_s / FIGURES_IN_FILE)):
+        if 0 <= event.at - self._in_file_at < min(longest_s, max(shortest_s, elapsed_s / FIGURES_IN_FILE)):
             return False
         self._in_file_at = event.at
         return True

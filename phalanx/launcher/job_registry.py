@@ -151,6 +151,6 @@ def _start(pid: int) -> str:
     Source: proc(5), the field `starttime` of /proc/PID/stat.
     """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
     except OSError:
         return ""

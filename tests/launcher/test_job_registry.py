@@ -40,6 +40,17 @@ def test_a_job_is_known_while_it_runs() -> None:
     assert running() == []
 
 
+def test_a_process_may_have_any_name() -> None:
+    comm = Path("/proc/self/comm")  # the kernel cuts names off, also in the middle of a character
+    own = comm.read_bytes()
+    comm.write_bytes("trainierungsläufe".encode()[:14])
+    try:
+        with registered("job", ["train.py"]):
+            assert [entry.job for entry in running()] == ["job"]
+    finally:
+        comm.write_bytes(own)
+
+
 def test_only_what_was_killed_here_is_removed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder / "job.json"
     with registered("job", ["train.py"]):

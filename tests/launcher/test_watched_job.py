@@ -184,6 +184,18 @@ def test_epochs_and_checkpoints_are_events_of_their_own() -> None:
     assert recorder.view.epochs[0].logs == {"val_loss": 1.0}
 
 
+def test_a_clock_that_is_set_back_delays_no_figures(tmp_path: Path) -> None:
+    now = [5000.0]
+    with open(tmp_path / events.EVENTS_FILE, "wb", 0) as file:
+        recorder = JobRecorder(file, clock=lambda: now[0])
+        begin(recorder, events.FIXED)
+        recorder.reported("worker/0", 0, report(1))
+        now[0] = 100.0
+        recorder.reported("worker/0", 0, report(2))
+    assert recorder.view.steps == 2
+    assert read_view(tmp_path).steps == 2
+
+
 def test_a_full_disk_ends_the_file_and_not_the_job(tmp_path: Path) -> None:
     with open("/dev/full", "wb", 0) as file:
         recorder = JobRecorder(file)
