@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, Snapshot
-from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
+from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.keras_compat.callback_bases import ChiefCallback
 from phalanx.keras_compat.keras_internals import serialize_weights
 from phalanx.monitoring import timeline
@@ -121,7 +121,8 @@ class FitWriter(Protocol):
 
     def check(self) -> None:
         """Raise the error that the last checkpoint in the background ended with: SupersededError if this process may
-        not write any more, ConfigurationError if another job has the directory."""
+        not write any more, ConfigurationError if another job has the directory, or what the state cannot be written
+        for."""
 
     def wait(self) -> object:
         """Until the checkpoint that is being written is finished. Raises: as `check`."""
@@ -135,7 +136,7 @@ class CheckpointWriter:
     def __init__(self, checkpoints: CheckpointDirectory):
         self._checkpoints = checkpoints
         self._thread: threading.Thread | None = None
-        self._error: PhalanxError | None = None  # of the last checkpoint that was written in the background
+        self._error: Exception | None = None  # of the last checkpoint that was written in the background
 
     @property
     def busy(self) -> bool:
@@ -173,7 +174,7 @@ class CheckpointWriter:
     def _write_apart(self, content: Snapshot, step: int, state: State) -> None:
         try:
             self._write(content, step, state)
-        except PhalanxError as error:
+        except Exception as error:  # it belongs to the thread that trains
             self._error = error
 
     def _write(self, content: Snapshot, step: int, state: State) -> StoragePath | None:

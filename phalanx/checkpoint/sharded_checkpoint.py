@@ -104,7 +104,7 @@ class ShardedCheckpoint:
                 of the first process counts.
 
         Raises:
-            OSError: the last checkpoint could not be written, or the directory cannot.
+            OSError: the last checkpoint could not be written, or the directory cannot. Orbax raises other errors too.
             ConfigurationError, SupersededError: see `WriteClaim.acquire`.
         """
         self.wait()
@@ -162,7 +162,7 @@ class ShardedCheckpoint:
                 if self._is_primary:
                     self._commit(staging, path, describe())
                     telemetry.current.checkpoint = SavedCheckpoint(step, str(path))
-        except (OSError, ValueError, PhalanxError) as error:
+        except Exception as error:  # of Orbax's own kinds too: it belongs to who waits
             self._error = error
             if self._is_primary:
                 shutil.rmtree(staging, ignore_errors=True)

@@ -7,6 +7,7 @@ agree whether one of them has it, so all save after the same step, and exit.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import threading
 import time
@@ -26,6 +27,8 @@ from phalanx.strategies.current_job import current_replica
 from phalanx.training import state_sync
 from phalanx.training.preemption import notified_by_signals
 from phalanx.training.replica import Replica, alone
+
+logger = logging.getLogger(__name__)
 
 WATCH_S = 1.0
 """Between two calls of `termination_watcher_fn`."""
@@ -189,8 +192,15 @@ def _watching(watcher: Callable[[], bool], notice: _Notice) -> Iterator[None]:
     stop = threading.Event()
 
     def watch() -> None:
+        failure = ""
         while not stop.wait(WATCH_S):
-            if watcher():
+            try:
+                is_announced = watcher()
+            except Exception as error:  # a server that does not answer for a moment must not end the watch
+                if failure != (failure := repr(error)):
+                    logger.warning("termination_watcher_fn raised %s. It is called again.", failure)
+                continue
+            if is_announced:
                 notice.signal()
                 return
 

@@ -96,6 +96,9 @@ def fenced(model: Any, saved: phalanx.ShardedCheckpoint, folder: Path) -> None:
         with writing():
             yield
 
+    saved.save(model, 4, lambda: {"state": object()})  # whatever ends the thread belongs to who waits
+    with pytest.raises(TypeError, match="not JSON"):
+        saved.wait()
     saved.claim.writing = superseded_after_the_first  # type: ignore[method-assign]
     saved.save(model, 4)
     with pytest.raises(SupersededError):

@@ -66,7 +66,9 @@ def test_the_program_says_how_it_is_warned_how_to_save_and_how_to_exit(
     warned, asked, calls = threading.Event(), threading.Event(), []
 
     def watch() -> bool:
-        asked.set()
+        if not asked.is_set():
+            asked.set()
+            raise ConnectionError("the server of metadata does not answer")
         return warned.is_set()
 
     def exit_now() -> None:

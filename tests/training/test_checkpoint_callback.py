@@ -17,6 +17,7 @@ import pytest
 
 import phalanx
 from phalanx.checkpoint.checkpoint_callback import CheckpointWriter
+from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
 from phalanx.errors import ConfigurationError, PreemptedError
 from phalanx.training import fit_resumption
 from tests.support.seeds import set_random_seed
@@ -257,6 +258,13 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(
     assert min(steps) < STEPS
     assert max(steps) > 2 * STEPS
     same(fit(tmp_path / "a"), fit(tmp_path / "c"))
+
+
+def test_what_ends_the_thread_that_writes_is_raised_in_the_one_that_trains(tmp_path: Path) -> None:
+    writer = CheckpointWriter(CheckpointDirectory(tmp_path))
+    writer.begin(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]), 1, lambda: {"state": object()})
+    with pytest.raises(TypeError, match="not JSON"):
+        writer.wait()
 
 
 def test_what_is_due_while_one_is_written_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
