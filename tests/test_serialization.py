@@ -38,7 +38,7 @@ def test_numbers_and_containers() -> None:
 
 
 NOT_PLAIN: list[Any] = [2**64, -(2**63) - 1, 1j, np.complex64(1), np.longdouble(1), np.datetime64("2020-01-01")]
-NOT_PLAIN += [object(), {1: 2}, {1}, np.array([object()]), np.zeros(2, [("a", "f4")])]
+NOT_PLAIN += ["\udcf6", {"\udcf6": 1}, object(), {1: 2}, {1}, np.array([object()]), np.zeros(2, [("a", "f4")])]
 
 
 @pytest.mark.parametrize("value", NOT_PLAIN, ids=range(len(NOT_PLAIN)))

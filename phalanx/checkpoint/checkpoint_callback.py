@@ -17,6 +17,7 @@ from phalanx.keras_compat.keras_internals import serialize_weights
 from phalanx.monitoring import timeline
 from phalanx.monitoring.worker_figures import SavedCheckpoint
 from phalanx.runtime import telemetry
+from phalanx.runtime.exit_codes import sendable
 from phalanx.storage.files import write_file
 from phalanx.storage.paths import StoragePath
 
@@ -181,7 +182,7 @@ class CheckpointWriter:
         try:
             with timeline.current.span(timeline.CHECKPOINTS, "checkpoint", {"step": step}):
                 path = self._checkpoints.write(content, step, state())
-                telemetry.current.checkpoint = SavedCheckpoint(step, str(path))
+                telemetry.current.checkpoint = SavedCheckpoint(step, sendable(str(path)))
                 return path
         except OSError as error:
             logger.warning(NOT_WRITTEN, error)

@@ -36,6 +36,7 @@ from phalanx.keras_compat.weight_entries import load_weight_entries, weight_entr
 from phalanx.monitoring import timeline
 from phalanx.monitoring.worker_figures import SavedCheckpoint
 from phalanx.runtime import telemetry
+from phalanx.runtime.exit_codes import sendable
 from phalanx.runtime.write_claim import WriteClaim
 from phalanx.storage.files import sync_directory
 from phalanx.storage.paths import StoragePath, local_path
@@ -161,7 +162,7 @@ class ShardedCheckpoint:
                 self._writer.wait_until_finished()  # in all processes
                 if self._is_primary:
                     self._commit(staging, path, describe())
-                    telemetry.current.checkpoint = SavedCheckpoint(step, str(path))
+                    telemetry.current.checkpoint = SavedCheckpoint(step, sendable(str(path)))
         except Exception as error:  # of Orbax's own kinds too: it belongs to who waits
             self._error = error
             if self._is_primary:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from phalanx.monitoring.console import plain_text
 from phalanx.monitoring.job_events import HostStatus, JobEvent
 from phalanx.monitoring.job_view import JobView, advance
 from phalanx.monitoring.worker_figures import FinishedEpoch, SavedCheckpoint, TaskReport
-from phalanx.runtime.exit_codes import describe_exit
+from phalanx.runtime.exit_codes import describe_exit, sendable
 
 MEASURED_S = 0.5
 """How often the reports of the tasks become an event."""
@@ -61,7 +61,11 @@ class JobRecorder(JobObserver):
 
     def record(self, event: JobEvent) -> None:
         """Something has happened."""
-        line = msgspec.json.encode(event)
+        try:
+            line = msgspec.json.encode(event)
+        except UnicodeEncodeError:  # of a path whose bytes are no text
+            event = msgspec.convert(_as_text(msgspec.to_builtins(event)), JobEvent)
+            line = msgspec.json.encode(event)
         view = advance(self.view, event)
         with self._lock:
             self.view, self.number = view, self.number + 1
@@ -176,3 +180,12 @@ class JobRecorder(JobObserver):
             return False
         self._in_file_at = event.at
         return True
+
+
+def _as_text(value: Any) -> Any:
+    """The same with texts that can be sent."""
+    if isinstance(value, str):
+        return sendable(value)
+    if isinstance(value, dict):
+        return {_as_text(key): _as_text(each) for key, each in value.items()}
+    return [_as_text(each) for each in value] if isinstance(value, list | tuple) else value

@@ -85,7 +85,7 @@ class WatchedJob:
             events.JobStarted(
                 time.time(),
                 self.job,
-                " ".join(request.arguments).encode(errors="replace").decode(),
+                " ".join(request.arguments),
                 events.SERVERS if has_servers else events.FIXED if elastic is None else events.ELASTIC,
                 list(request.tasks),
                 workers if elastic is None else elastic.minimum,

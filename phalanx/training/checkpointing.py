@@ -16,6 +16,7 @@ from phalanx.data.sample_ledger import SampleLedger
 from phalanx.errors import PreemptedError
 from phalanx.monitoring import timeline
 from phalanx.runtime import telemetry
+from phalanx.runtime.exit_codes import sendable
 from phalanx.training.fit_position import FitRecorder, restart_epoch
 from phalanx.training.fit_resumption import STATE, FitResumption, FitSnapshot, variables_beyond_weights
 from phalanx.training.fit_state import ReplicaFitState
@@ -117,7 +118,7 @@ class FitCheckpointing:
             snapshot, path, writer = self._snapshot(), None, self._resumption.writer
             if writer.needs_all or self._replica.is_chief:
                 path = writer.write(*self._prepared(snapshot))
-            return self._replica.broadcast_from_chief(None if path is None else str(path))
+            return self._replica.broadcast_from_chief(None if path is None else sendable(str(path)))
 
         path: Any = self._retry(save)
         saved = f"It resumes from {path} when it is started again." if path else "Its last state could NOT be saved."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from phalanx.checkpoint.sharded_checkpoint import ShardedCheckpoint, ShardedWrit
 from phalanx.engines.random_state import set_random_state
 from phalanx.errors import ConfigurationError, FrameError, PhalanxError, SupersededError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
+from phalanx.runtime.exit_codes import sendable
 from phalanx.storage.paths import StoragePath, storage_path
 from phalanx.training import state_sync
 from phalanx.training.fit_position import FitPosition
@@ -135,7 +137,7 @@ class FitResumption:
             return None
         snapshot = FitSnapshot(**content)
         if self._spans:
-            self._load_part(Path(path), snapshot)
+            self._load_part(Path(os.fsdecode(path)), snapshot)
         state_sync.synchronise(self._model, self._replica, metrics=True)
         set_random_state(snapshot.random_states, 0 if self._replica.micro_batches else self._replica.rank)
         return snapshot
@@ -181,17 +183,17 @@ class FitResumption:
         for all ranks and where it is."""
         self._search()
         if self._problem or self._found is None:
-            return encode([self._problem, "", None])
+            return encode([sendable(self._problem), b"", None])
         stored, snapshot = self._found
         content = vars(snapshot)
         if not self._spans:
             try:
                 self._load_from(stored.path, snapshot)
             except (PhalanxError, OSError, ValueError) as error:
-                return encode([str(error), "", None])
+                return encode([sendable(str(error)), b"", None])
             content = {**content, "variables": []}
         logger.info("Resuming from %s: epoch %d, step %d.", stored.path, snapshot.epoch + 1, snapshot.step)
-        return encode(["", str(stored.path), content])
+        return encode(["", os.fsencode(str(stored.path)), content])
 
     def _load_part(self, path: Path, snapshot: FitSnapshot) -> None:
         """As one of the processes of a program, all of which call this: read what lies on its devices.

@@ -21,14 +21,25 @@ def is_serializable(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(is_serializable, value))
     if isinstance(value, dict):
-        return all(isinstance(key, str) and is_serializable(item) for key, item in value.items())
+        return all(isinstance(key, str) and is_serializable([key, item]) for key, item in value.items())
     if isinstance(value, np.ndarray):
         return not value.dtype.hasobject and value.dtype.names is None and value.dtype.subdtype is None
     if isinstance(value, np.generic):
         value = value.item()  # a date, for example, has no Python number and stays as it is
     if isinstance(value, int):
         return INTEGERS[0] <= value <= INTEGERS[1]
-    return isinstance(value, (type(None), float, str, bytes))
+    if isinstance(value, str):
+        return _is_text(value)
+    return isinstance(value, (type(None), float, bytes))
+
+
+def _is_text(value: str) -> bool:
+    """Whether UTF-8 has all characters of a string; paths may have others."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def encode(value: Any) -> bytes:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from phalanx.errors import ConfigurationError, LinkClosedError
@@ -194,6 +195,16 @@ def test_a_clock_that_is_set_back_delays_no_figures(tmp_path: Path) -> None:
         recorder.reported("worker/0", 0, report(2))
     assert recorder.view.steps == 2
     assert read_view(tmp_path).steps == 2
+
+
+def test_what_is_no_text_is_shown_escaped(tmp_path: Path) -> None:
+    with open(tmp_path / events.EVENTS_FILE, "wb", 0) as file:
+        recorder = JobRecorder(file)
+        recorder.record(events.CheckpointWritten(1.0, 5, "/l\udcf6g"))
+        recorder.record(events.StragglersChanged(1.0, ["\udcf6"]))
+    assert [saved.path for saved in recorder.view.checkpoints] == ["/l\\udcf6g"]
+    assert msgspec.json.encode(recorder.view)
+    assert replay(list(read_events(tmp_path))) == recorder.view
 
 
 def test_a_full_disk_ends_the_file_and_not_the_job(tmp_path: Path) -> None:

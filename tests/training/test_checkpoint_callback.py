@@ -290,10 +290,11 @@ def test_a_signal_saves_and_ends_at_the_next_step(tmp_path: Path) -> None:
         on_train_batch_end=lambda batch, logs: os.kill(os.getpid(), signal.SIGTERM) if batch == 6 else None
     )
     before = signal.getsignal(signal.SIGTERM)
+    folder = tmp_path / "b\udcf6"  # a path is bytes, which need be no text
     with pytest.raises(PreemptedError, match=r"after 8 steps. It resumes from .*fit0-000000008"):
-        fit(tmp_path / "b", here, every_steps=1000)
+        fit(folder, here, every_steps=1000)
     assert signal.getsignal(signal.SIGTERM) == before
-    same(undisturbed, fit(tmp_path / "b", every_steps=1000))
+    same(undisturbed, fit(folder, every_steps=1000))
 
 
 def test_the_ledger_can_be_read(tmp_path: Path) -> None:
