@@ -240,7 +240,8 @@ def _overrides(callback: Any, hook: str, base: type = keras.callbacks.Callback) 
 
 def _base_of(callback: Any) -> type:
     """The class whose hooks the other ranks need not know of: a logger's, one of Keras's for the chief, or none."""
-    keras_class = next((kind for kind in type(callback).__mro__ if kind in CHIEF_ONLY), keras.callbacks.Callback)
+    unnoticed = [kind for kind in CHIEF_ONLY if kind is not keras.callbacks.TerminateOnNaN]  # it stops after a batch
+    keras_class = next((kind for kind in type(callback).__mro__ if kind in unnoticed), keras.callbacks.Callback)
     return logger_class(callback) or keras_class
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from keras import callbacks
+from keras import callbacks, ops
 
 from phalanx.callbacks import OnChief
 from phalanx.errors import ConfigurationError
@@ -127,16 +127,18 @@ def validation_without_data_says_nothing(setting: Setting) -> dict[str, Any]:
     return found
 
 
-@scenario()
+@scenario(quick=ONE_BACKEND)
 def terminate_on_nan(setting: Setting) -> dict[str, Any]:
+    """It stops after the batch, with callbacks of the program and without."""
     x = features()
     x[20] = np.nan
-    record = Record()
-    model = compiled(setting)
-    model.fit(
-        x, labels(), batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[callbacks.TerminateOnNaN(), record]
-    )
-    return {"steps": [entry[:2] for entry in record.seen]}
+    seen, record = [], Record()
+    for others in ([], [record]):
+        model = compiled(setting)
+        stopping = [callbacks.TerminateOnNaN(), *others]
+        model.fit(x, labels(), batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=stopping)
+        seen.append(int(ops.convert_to_numpy(model.optimizer.iterations)))
+    return {"steps": seen, "hooks": [entry[:2] for entry in record.seen]}
 
 
 @scenario(quick=ONE_BACKEND)
