@@ -169,8 +169,7 @@ class RemoteVariables:
         Args:
             tables: whether this holds for variables that are trained by rows too.
         """
-        settings = self._optimizer_settings()
-        _refuse_changes({name: self._known_optimizer.get(name) for name in settings}, settings)
+        settings = self._unchanged_settings()
         self._known = self._checksums(tables)
         self._known_optimizer = {**settings, **self._optimizer_checksums()}
 
@@ -182,7 +181,8 @@ class RemoteVariables:
         known = self._known
         if not known:
             return False  # no epoch has begun
-        _refuse_changes(self._known_optimizer, {**self._optimizer_settings(), **self._optimizer_checksums()})
+        settings = self._unchanged_settings()
+        _refuse_changes(self._known_optimizer, {**settings, **self._optimizer_checksums()})
         now = self._checksums(any(table in known for table in self.tables))
         changed = tuple(number for number, checksum in now.items() if checksum != known[number])
         if not changed:
@@ -192,6 +192,12 @@ class RemoteVariables:
         servers = range(self._client.num_servers)
         self._client.request_all([(message, self._placed.cut(values, server)) for server in servers])
         return True
+
+    def _unchanged_settings(self) -> dict[str, Any]:
+        """The optimizer's settings, which must be as known: with others it may have other variables."""
+        settings = self._optimizer_settings()
+        _refuse_changes({name: self._known_optimizer.get(name) for name in settings}, settings)
+        return settings
 
     def _optimizer_settings(self) -> dict[str, Any]:
         """The optimizer's arguments by name; of a learning rate that can be sent, only that it is one."""

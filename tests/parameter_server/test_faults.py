@@ -417,5 +417,5 @@ def test_optimizers_that_servers_could_not_create_are_refused_with_the_rule() ->
 )
 def test_what_servers_would_not_hear_of_is_refused(start: Start, kind: str, message: str) -> None:
     tasks = start(kind, workers=1)
-    assert tasks.ends("worker/0") == {"worker/0": UnsupportedError.exit_code}
+    assert tasks.ends("worker/0") == {"worker/0": UnsupportedError.exit_code}, tasks.everything()
     assert message in tasks.said("worker/0")
