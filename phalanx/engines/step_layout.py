@@ -144,7 +144,14 @@ def bundles(layout: StepLayout, small: int = SMALL) -> list[list[int]]:
 
 
 def absent(array: Array, weight: MergeWeight) -> Array:
-    """What a rank without samples brings to a maximum or minimum, so that it does not count."""
+    """What a rank without samples brings to a merge instead of its array, so that it does not count.
+
+    Its array is that of a placeholder batch. To scale it by zero is not enough: it may hold NaN where no sample has it.
+    """
+    if weight is MergeWeight.FIRST:
+        return array
+    if weight not in EXTREMES:
+        return np.zeros_like(array)
     if array.dtype.kind == "b":
         return np.full_like(array, weight is MergeWeight.MIN)
     limits = np.iinfo(array.dtype) if array.dtype.kind in "iu" else None

@@ -188,7 +188,8 @@ class GloballyScaledLosses:
             return _summed(original(values, weight, mask, reduction, dtype))
         if reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
             (denominator,) = _totals([_sum_of_weights(values, sample_weight, mask)])
-            return _summed(original(values, weight, mask, "sum", dtype), ops.divide_no_nan(1.0, denominator))
+            own = original(values, weight, mask, "sum", dtype)
+            return _summed(ops.divide_no_nan(own, ops.cast(denominator, own.dtype)))  # zero even for NaN, as in Keras
         loss = original(values, weight, mask, reduction, dtype)
         if reduction not in _DIVIDED or mask is None:
             return loss

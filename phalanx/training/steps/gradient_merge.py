@@ -147,12 +147,14 @@ class StepMerge:
             _copy(arrays, views)
             timeline.current.enter("apply")
             return flats
+        if not share:
+            arrays = [absent(array, weight) for array, weight in zip(arrays, layout.weights, strict=True)]
         progress.enter("all_reduce")
         timeline.current.enter("merge")
         accumulates = self._mode in (MergeMode.ACCUMULATE, MergeMode.ACCUMULATE_GRADIENTS)
         has_accumulated = self._mode is MergeMode.UPDATE and (self._kept.gradients or self._kept.counts)
         if accumulates or has_accumulated or self._reducer or layout.has_extremes:
-            self._merge_extremes(layout, arrays, share, views)
+            self._merge_extremes(layout, arrays, views)
             self._merge_partly(self._groups_of(layout), list(arrays), list(scales), views)
         else:
             self._all_reduce(arrays, scales, views)
@@ -170,17 +172,13 @@ class StepMerge:
             self._replica.all_reduce(arrays, scale=scales, out=views)
             notice.read_merge()
 
-    def _merge_extremes(
-        self, layout: StepLayout, arrays: Sequence[Array], share: float, views: Sequence[Array]
-    ) -> None:
-        """Maxima and minima, in every mode but LOCAL: the next step follows from them. A rank without samples has
-        none."""
+    def _merge_extremes(self, layout: StepLayout, arrays: Sequence[Array], views: Sequence[Array]) -> None:
+        """Maxima and minima, in every mode but LOCAL: the next step follows from them."""
         extremes = self._groups_of(layout).extremes
         for op, weight in ((ReduceOp.MAX, MergeWeight.MAX), (ReduceOp.MIN, MergeWeight.MIN)):
             chosen = [i for i in extremes if layout.weights[i] is weight]
             if chosen:
-                own = [arrays[i] if share else absent(arrays[i], weight) for i in chosen]
-                self._replica.communicator.all_reduce(own, op, out=_chosen(chosen, views))
+                self._replica.communicator.all_reduce(_chosen(chosen, arrays), op, out=_chosen(chosen, views))
 
     def merge_notice(self) -> None:
         """Merge nothing but the notice of a preemption."""
@@ -193,7 +191,7 @@ class StepMerge:
             return self.micro_batches.total(own)
         if self._mode is MergeMode.LOCAL:
             return own / np.float32(share)  # as if all other ranks had as much for each of their samples
-        return self._replica.all_reduce([own], scale=1.0 if share else 0.0)[0]
+        return self._replica.all_reduce([own if share else np.zeros_like(own)])[0]
 
     def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
         """See `Merge.all_gather`."""
@@ -312,11 +310,10 @@ class StepMerge:
         scale = self._scales.get(key)
         if scale is None:
             first = 1.0 if self._replica.is_chief else 0.0
-            # A placeholder batch (share 0) counts nowhere, not even in what is summed.
             of = {
                 MergeWeight.GRADIENT: share,
                 MergeWeight.SHARE: share,
-                MergeWeight.ONE: 1.0 if share else 0.0,
+                MergeWeight.ONE: 1.0,
                 MergeWeight.FIRST: first,
                 **dict.fromkeys(EXTREMES, 1.0),
             }

@@ -60,6 +60,21 @@ def negative_sample_weights(setting: Setting) -> dict[str, Any]:
     return fitted(model, y=numbers(), sample_weight=weight) | observed(model, y=numbers(), sample_weight=weight)
 
 
+@scenario(quick=ONE_BACKEND)
+def batches_of_no_weight_whose_loss_is_not_a_number(setting: Setting) -> dict[str, Any]:
+    """Their loss is 0, as that of Keras's division by no weight, whatever the loss of such a sample is."""
+    loss = keras.losses.Poisson(reduction="mean_with_sample_weight")
+
+    def build() -> Any:
+        return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(1, kernel_initializer="ones")])
+
+    model = compiled(setting, build, loss=loss, optimizer=keras.optimizers.SGD(0.01))
+    x = np.abs(features(6))
+    x[1::2] *= -1  # the logarithm of a negative prediction
+    data = {"x": x, "y": np.ones((6, 1), "float32"), "sample_weight": np.array([1, 0] * 3, "float32"), "batch_size": 1}
+    return fitted(model, **data) | {"evaluate": model.evaluate(**data, verbose=0, return_dict=True)}
+
+
 @scenario()
 def loss_reductions_of_several_outputs(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
