@@ -11,14 +11,14 @@ Overrides `result` and `update_state` of metrics and `compute_metrics` of the mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import keras
 
 from phalanx.keras_compat.keras_internals import in_stateless_scope
 from phalanx.keras_compat.model_state import flat_logs
-from phalanx.keras_compat.patching import override_methods, restore_methods
+from phalanx.keras_compat.patching import overridden_methods
 
 FindOrigins = Callable[[Mapping[str, Any]], dict[str, Any]]
 """Takes the logs that a step returned; returns them flat."""
@@ -60,16 +60,12 @@ class LogOrigins:
         def computed(*args: Any, **kwargs: Any) -> Any:
             return self._note(None, compute(*args, **kwargs))
 
-        for metric in metrics:
-            override_methods(metric, result=_noting(self._note, metric, metric.result))
-        override_methods(model, compute_metrics=computed)
-        try:
-            yield self._find
-        finally:
-            self._seen = []
-            restore_methods(model, "compute_metrics")
+        with ExitStack() as stack:
+            stack.callback(self._seen.clear)
             for metric in metrics:
-                restore_methods(metric, "result")
+                stack.enter_context(overridden_methods(metric, result=_noting(self._note, metric, metric.result)))
+            stack.enter_context(overridden_methods(model, compute_metrics=computed))
+            yield self._find
 
     def results(self) -> dict[str, Any]:
         """The logs that are results of metrics under other names, for the metrics' present state."""
@@ -110,21 +106,18 @@ class LogOrigins:
         """What the model's `compute_metrics` computes from results alone; nothing if it reads the batch."""
         if self._looks_at_batch:
             return {}
-        metrics, absent = _metrics(self._model), _Absent()
-        for metric in metrics:
-            override_methods(metric, update_state=_nothing)
+        absent = _Absent()
         # What it assigns has been assigned by the step. (A scope inside of another one would not see its values.)
         scope = nullcontext() if in_stateless_scope() else keras.StatelessScope()
         try:
-            with scope:
+            with ExitStack() as stack, scope:
+                for metric in _metrics(self._model):
+                    stack.enter_context(overridden_methods(metric, update_state=_nothing))
                 logs: Mapping[str, Any] = self._model.compute_metrics(absent, absent, absent, absent)
             return logs
         except Exception:  # anything may be raised, as there is no batch
             self._looks_at_batch = True
             return {}
-        finally:
-            for metric in metrics:
-                restore_methods(metric, "update_state")
 
 
 def _names_in(logs: Mapping[str, Any]) -> dict[str, Any]:
