@@ -31,6 +31,11 @@ Array = np.ndarray[Any, Any]
 
 BUFFERS = 2
 """While the backend's asynchronous update still reads one buffer, the next step writes to the other."""
+MOST_LAYOUTS = 8
+"""Whose buffers are kept, each as large as the model: a step that leaves out layers at random has another layout each
+time."""
+MOST_SCALES = 1024
+"""Factors of layouts and shares that are kept: streams of changing sizes have other shares all the time."""
 
 
 class MergeMode(enum.Enum):
@@ -49,16 +54,19 @@ class MergeMode(enum.Enum):
 
 
 class MergeBuffers:
-    """The buffers that steps are merged into, used in turn."""
+    """The buffers that steps are merged into, used in turn; of the layouts that were used last."""
 
     def __init__(self) -> None:
-        self._rings: dict[StepLayout, list[tuple[list[Array], list[Array]]]] = {}
+        self._rings: dict[StepLayout, list[tuple[list[Array], list[Array]]]] = {}  # least recently used first
 
     def next(self, layout: StepLayout) -> tuple[list[Array], list[Array]]:
         """Flat buffers, and views of the layout's arrays in them."""
-        ring = self._rings.get(layout)
+        ring = self._rings.pop(layout, None)
         if ring is None:
-            ring = self._rings[layout] = [_buffers(layout) for _ in range(BUFFERS)]
+            ring = [_buffers(layout) for _ in range(BUFFERS)]
+            if len(self._rings) == MOST_LAYOUTS:
+                del self._rings[next(iter(self._rings))]
+        self._rings[layout] = ring
         ring.append(ring.pop(0))
         return ring[-1]
 
@@ -317,6 +325,8 @@ class StepMerge:
                 MergeWeight.FIRST: first,
                 **dict.fromkeys(EXTREMES, 1.0),
             }
+            if len(self._scales) == MOST_SCALES:
+                self._scales.clear()
             scale = self._scales[key] = tuple(of[weight] for weight in layout.weights)
         return scale
 
