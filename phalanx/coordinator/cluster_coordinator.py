@@ -91,7 +91,7 @@ class ClusterCoordinator:
         self._lock = threading.RLock()  # one thread at a time packs, and speaks to the servers
         tensors, fixed = make_tensors(), {"strategy": strategy, "coordinator": self}
         self._references = OutgoingReferences(fixed, worker.made, tensors, lambda: self._dispatcher.wait_for_worker())
-        self._variables = ChiefVariables(worker, len(me.tasks) - 1, self._references.owner)
+        self._variables = ChiefVariables(worker, self._references.owner)
         self._account = function_effects.EffectAccumulator(worker.made)
         self._account_lock = threading.Lock()
         calls = worker.calls if isinstance(worker.calls, MethodCalls) else None

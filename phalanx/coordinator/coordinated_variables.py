@@ -51,12 +51,10 @@ class ChiefVariables:
         owner: the name of a variable; None if it belongs to nothing made in scope.
     """
 
-    def __init__(
-        self, worker: ParameterServerWorker, trainers: int, owner: Callable[[Any], VariableName | None]
-    ) -> None:
+    def __init__(self, worker: ParameterServerWorker, owner: Callable[[Any], VariableName | None]) -> None:
         self._worker = worker
         self._owner = owner
-        self._merge = ParameterServerMerge(worker, trainers)
+        self._merge = ParameterServerMerge(worker)
         self._served: RemoteVariables | None = None
         self._optimizer: ScopedName | None = None
         self._fit = -1
@@ -158,13 +156,11 @@ class WorkerVariables:
         failure: the error of the last exchange with the servers, which a compiled function would hide in its own.
     """
 
-    def __init__(
-        self, worker: ParameterServerWorker, trainers: int, tensors: Tensors, references: References | None
-    ) -> None:
+    def __init__(self, worker: ParameterServerWorker, tensors: Tensors, references: References | None) -> None:
         self._worker = worker
         self._references = references
         self._tensors = tensors
-        self._merge = ParameterServerMerge(worker, trainers)
+        self._merge = ParameterServerMerge(worker)
         self._served: RemoteVariables | None = None
         self._numbers: dict[int, int] = {}
         self._assigned: Sequence[Array | None] | None = None

@@ -90,13 +90,12 @@ class FunctionServer:
         self._strategy = strategy
         self._worker = worker
         self._me = worker.client.identity
-        self._trainers = len(self._me.tasks) - 1
         set_index(worker.number - 1)
         tensors = make_tensors()
         if has_program:
             worker.made.settle()
         self.references = WorkerReferences({"strategy": strategy, "coordinator": coordinator}, worker.made, tensors)
-        self.variables = WorkerVariables(worker, self._trainers, tensors, None if has_program else self.references)
+        self.variables = WorkerVariables(worker, tensors, None if has_program else self.references)
         self._tally = function_effects.EffectRecorder(worker.made)
         self._functions: OrderedDict[bytes, Callable[..., Any]] = OrderedDict()
         self.is_calling = False
@@ -147,7 +146,7 @@ class FunctionServer:
             thing = unpack(buffers[0], references.load)
             if not callable(thing) or hasattr(thing, "__iter__"):
                 return thing
-            context = InputContext(self._trainers, self._worker.number - 1, 1)
+            context = InputContext(len(self._me.tasks) - 1, self._worker.number - 1, 1)
             with self._strategy.scope():
                 return thing(context) if _takes_an_argument(thing) else thing()
         except Exception as error:  # it is raised where the value is used

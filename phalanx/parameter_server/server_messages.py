@@ -74,6 +74,7 @@ class UpdateRules(msgspec.Struct, frozen=True):
         refuse_nan: discard and count updates that are not finite; otherwise apply them.
         timeout_s: seconds to wait for a connected worker before it is evicted.
         all_required: losing any worker ends the training; otherwise the others continue without it.
+        overlap: in asynchronous training, workers compute the next step while their gradients are on their way.
     """
 
     synchronous: bool
@@ -82,6 +83,7 @@ class UpdateRules(msgspec.Struct, frozen=True):
     refuse_nan: bool
     timeout_s: float
     all_required: bool = False
+    overlap: bool = False
 
     @property
     def is_lockstep(self) -> bool:

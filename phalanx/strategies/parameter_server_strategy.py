@@ -62,6 +62,9 @@ class ParameterServerStrategy(Strategy):
         replicas_to_aggregate: in synchronous training, how many workers' gradients make an update; those of the slowest
             are discarded and counted. None: all.
         staleness: in asynchronous training, how many steps a worker may be ahead of the slowest. None: any number.
+        overlap: in asynchronous training, compute the next step while a step's gradients are on their way. A step then
+            does not wait for the network, but its weights lack about twice as many updates: see
+            docs/how-to/parameter-servers.md. Without effect on models with tables whose rows are sent.
         refuse_nan: discard updates with values that are not finite, log and count them; False: apply them.
         compression: "float16" or "bfloat16" (or `phalanx.compression.Float16()`, `BFloat16()`): gradients are sent
             in this dtype.
@@ -89,6 +92,7 @@ class ParameterServerStrategy(Strategy):
         synchronous: bool = False,
         replicas_to_aggregate: int | None = None,
         staleness: int | None = None,
+        overlap: bool = False,
         refuse_nan: bool = True,
         compression: Compression | str | None = None,
         replication: int = 1,
@@ -103,7 +107,7 @@ class ParameterServerStrategy(Strategy):
             serve(me, snapshot_dir, snapshot_seconds, replication)
             sys.exit(0)
         _check_replication(me, replication)
-        rules = _rules(me, synchronous, replicas_to_aggregate, staleness, refuse_nan)
+        rules = _rules(me, synchronous, replicas_to_aggregate, staleness, overlap, refuse_nan)
         cast = _cast(compression)
         if embedding_rows not in ("auto", True, False):
             raise ConfigurationError(f"embedding_rows is {embedding_rows!r}; write True, False or 'auto'.")
@@ -356,7 +360,12 @@ def identify_task_of(resolver: ClusterResolver) -> TaskIdentity:
 
 
 def _rules(
-    me: TaskIdentity, synchronous: bool, replicas_to_aggregate: int | None, staleness: int | None, refuse_nan: bool
+    me: TaskIdentity,
+    synchronous: bool,
+    replicas_to_aggregate: int | None,
+    staleness: int | None,
+    overlap: bool,
+    refuse_nan: bool,
 ) -> UpdateRules:
     workers = len(me.tasks)
     if replicas_to_aggregate is not None:
@@ -374,10 +383,16 @@ def _rules(
             f"staleness={staleness} is no number of steps of 0 or more, or synchronous=True was passed as well, where "
             f"no worker can be ahead of another."
         )
+    if overlap and synchronous:
+        raise ConfigurationError(
+            "overlap=True is for asynchronous training: a synchronous step waits for the gradients of all workers. "
+            "Leave out overlap or synchronous."
+        )
     return UpdateRules(
         synchronous=synchronous,
         replicas_to_aggregate=0 if replicas_to_aggregate in (None, workers) else replicas_to_aggregate or 0,
         staleness=-1 if staleness is None else staleness,
         refuse_nan=refuse_nan,
         timeout_s=me.config.timeout_s,
+        overlap=overlap,
     )

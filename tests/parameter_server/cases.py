@@ -194,9 +194,6 @@ CASES = {
         2, {"synchronous": True, "replicas_to_aggregate": 1}, fit={"epochs": 12}, exact=False
     ),
     "asynchronous": Case(2, {}, fit={"epochs": 12}, exact=False),
-    "asynchronous_wide": Case(
-        2, {}, lambda keras: keras.optimizers.Adam(0.0003), fit={"epochs": 12}, model=_wide, exact=False
-    ),
     "asynchronous_in_half_precision": Case(2, {"compression": "float16"}, fit={"epochs": 12}, exact=False),
     "asynchronous_in_bfloat16": Case(2, {"compression": "bfloat16"}, fit={"epochs": 12}, exact=False),
     "asynchronous_with_a_schedule": Case(2, {}, _schedule, fit={"epochs": 12}, exact=False),
@@ -204,6 +201,15 @@ CASES = {
     "asynchronous_with_a_batch_for_one_worker": Case(3, {}, fit={"steps_per_epoch": 1, "epochs": 30}, exact=False),
     "asynchronous_looked_at": Case(
         2, {}, lambda keras: keras.optimizers.Adam(0.0003), fit={"epochs": 12}, model=_wide, exact=False, looks=True
+    ),
+    "overlapped_looked_at": Case(
+        2,
+        {"overlap": True},
+        lambda keras: keras.optimizers.Adam(0.0003),
+        fit={"epochs": 12},
+        model=_wide,
+        exact=False,
+        looks=True,
     ),
     "bounded_staleness": Case(2, {"staleness": 1}, fit={"epochs": 12}, exact=False),
 }

@@ -32,6 +32,7 @@ def main() -> None:
         synchronous=kind in ("synchronous", "other metrics", "first", "late chief"),
         replicas_to_aggregate=1 if kind in ("first", "late chief") else None,
         staleness=2 if kind == "bounded" else None,
+        overlap=kind in ("bounded", "overlapped"),
         refuse_nan=kind != "let through",
         snapshot_dir=os.environ.get("SNAPSHOT_DIR"),
         snapshot_seconds=0.2,

@@ -264,6 +264,7 @@ def test_a_cluster_without_servers_is_refused(monkeypatch: pytest.MonkeyPatch) -
         ({"replicas_to_aggregate": 3, "synchronous": True}, "must be from 1 to 2"),
         ({"staleness": -1}, "staleness=-1 is no number of steps"),
         ({"staleness": 1, "synchronous": True}, "staleness=1 is no number"),
+        ({"overlap": True, "synchronous": True}, "Leave out overlap or synchronous"),
         ({"compression": "int8"}, "compression is 'int8'; gradients go to parameter servers in their own dtype or as"),
         ({"embedding_rows": "yes"}, "embedding_rows is 'yes'; write True, False or 'auto'"),
     ],

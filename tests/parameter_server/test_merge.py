@@ -1,4 +1,4 @@
-"""What a worker says of itself when it has lost a server, without any server."""
+"""What a worker sends and awaits in its steps, without any server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from phalanx.parameter_server.server_messages import QueryJobOver, Response, Tic
 from phalanx.parameter_server.shard_placement import PlacedVariable, Shard
 from phalanx.training.steps.parameter_server_step import ParameterServerMerge
 
-FIRST, SECOND = (Ticket(0, 0, batch, (0,), 0, serial=batch + 1, era=0) for batch in (0, 1))
+TICKETS = [Ticket(0, 0, batch, (0,), 0, serial=batch + 1, era=0) for batch in range(9)]
+FIRST, SECOND, *_ = TICKETS
 
 
 class Servers:
@@ -54,9 +55,30 @@ class Servers:
         return [(answer, []), (Values(1), [])]
 
 
-def placed(client: Servers) -> ParameterServerMerge:
-    rules = SimpleNamespace(synchronous=True, refuse_nan=False)
-    worker: Any = SimpleNamespace(client=client, rules=rules, compression=None, workers=1, number=0, global_step=0)
+class Subtracting(Servers):
+    """Two servers, each of which subtracts what it is sent from its variable, at first zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tickets = iter(TICKETS)
+        self.values = [np.zeros(2, np.float32), np.zeros(2, np.float32)]
+
+    def request(self, server: int, question: Any) -> Any:
+        return next(self.tickets), []
+
+    def send(self, server: int, question: Any, buffers: Any) -> None:
+        self.values[server] = self.values[server] - buffers[0]
+
+    def receive_all(self, on_response: Callable[[int, Response], None]) -> Any:
+        answers = [(Values(1, dtypes=("float32",), shards=1), [memoryview(value)]) for value in self.values]
+        for server, (answer, _) in enumerate(answers):
+            on_response(server, answer)
+        return answers
+
+
+def placed(client: Any, **rules: bool) -> ParameterServerMerge:
+    all_rules = SimpleNamespace(**{"synchronous": True, "overlap": False, "refuse_nan": False} | rules)
+    worker: Any = SimpleNamespace(client=client, rules=all_rules, compression=None, workers=2, number=0, global_step=0)
     merge = ParameterServerMerge(worker)
     variables = [PlacedVariable(name, (2,), "float32") for name in "ab"]
     shards = [Shard(index, 0, 2, index) for index in range(2)]
@@ -85,3 +107,17 @@ def test_what_the_head_has_answered_is_told_its_successor_though_another_server_
     assert rejoin.finished == FIRST.serial
     assert rejoin.tickets == (SECOND,)
     assert (rejoin.batches, rejoin.steps_made, rejoin.step) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(("overlap", "seen"), [(False, [-1, -3, -6]), (True, [None, -1, -3])])
+def test_an_asynchronous_worker_computes_with_weights_that_lack_its_last_update_only_in_an_overlapped_step(
+    overlap: bool, seen: list[int | None]
+):
+    # Otherwise gradients are three updates old with two workers, and not one. SGD(0.1, momentum=0.9) then diverges.
+    merge = placed(Subtracting(), synchronous=False, overlap=overlap)
+    after: list[int | None] = []
+    for step in (1, 2, 3):
+        merge.next_ticket(0, 0)
+        values = merge._step([np.full(2, step, np.float32)] * 2, (), (), 1.0)
+        after.append(int(values[0][0]) if values else None)
+    assert after == seen

@@ -27,7 +27,7 @@ EPOCHS = 60
     [
         ("synchronous", "ps/0"),
         pytest.param("asynchronous", "ps/0", marks=pytest.mark.slow),
-        pytest.param("asynchronous", "ps/1", marks=pytest.mark.slow),
+        pytest.param("overlapped", "ps/1", marks=pytest.mark.slow),
         pytest.param("synchronous", "ps/1", marks=pytest.mark.slow),
     ],
 )

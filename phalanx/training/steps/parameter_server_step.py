@@ -50,15 +50,16 @@ def _refuse_to_gather(own: Array, share: float) -> tuple[Array, int]:
 class ParameterServerMerge:
     """Lets the servers make a step's update (`engines.engine.MergeProtocol`).
 
-    In asynchronous training with several workers, the response to a step's gradients is awaited with the next step's,
-    so that sending, updating and receiving overlap with this worker's computation. It then computes with weights that
-    lack its own last update, as they lack some of the others' anyway. A single worker waits, and so trains as one
-    process does. So does a worker with tables of which only some rows are sent: its gradients are accompanied by the
+    A worker waits for the response to a step's gradients. Among n asynchronous workers, weights then lack about n - 1
+    updates when the gradients that were computed with them arrive.
+
+    If the rules say `overlap`, the response is awaited with the next step's, so that sending, updating and receiving
+    overlap with this worker's computation. Weights then lack this worker's own last update too, and 2n - 1 updates in
+    all. A worker with tables of which only some rows are sent waits anyway: its gradients are accompanied by the
     numbers of the rows that its next batch needs, and the rows come with the response.
 
     Args:
         worker: this process as a worker.
-        trainers: number of workers that train; None: all.
 
     Attributes:
         tickets: what this worker knows of the schedule.
@@ -69,11 +70,10 @@ class ParameterServerMerge:
     gather = global_size = None
     all_gather = staticmethod(_refuse_to_gather)
 
-    def __init__(self, worker: ParameterServerWorker, trainers: int | None = None) -> None:
+    def __init__(self, worker: ParameterServerWorker) -> None:
         self._worker = worker
         self._client = worker.client
         self._is_synchronous = worker.rules.synchronous
-        self._trainers = trainers or worker.workers
         self._is_overlapped = False
         self._buffers = MergeBuffers()
         self._transfer: ShardTransfer | None = None
@@ -96,7 +96,7 @@ class ParameterServerMerge:
         compression = self._worker.compression
         self._transfer = ShardTransfer(self._client, placed, None if compression is None else compression.wire)
         self._rows = EmbeddingRowExchange(self._client, fit, placed) if placed.tables else None
-        self._is_overlapped = not self._is_synchronous and self._trainers > 1 and not placed.tables
+        self._is_overlapped = self._worker.rules.overlap and not placed.tables
         self._clip = clip
         self._is_outstanding = False
         self._after = -1
