@@ -87,7 +87,7 @@ def test_a_link_that_breaks_is_mended_while_another_servers_answer_is_waited_for
     servers, (chief, other) = cluster
     waiting = threading.Thread(target=other.request, args=(0, BeginSession(0)))
     waiting.start()
-    links = servers[1]._groups[0]._links.by_worker
+    links = servers[1]._groups[0]._members.table.links
     wait_until(lambda: 1 in links)
     broken = links[1][1]
     broken.close()
@@ -185,9 +185,9 @@ def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one() -> None:
 def test_a_link_whose_end_only_the_worker_has_noticed_is_replaced(cluster: Cluster) -> None:
     servers, (_, other) = cluster
     group = servers[0]._groups[0]
-    _, former = group._links.by_worker[1]
+    _, former = group._members.table.links[1]
     abandoned = other._connections[0].link
     other._connections[0].link, _, _ = other.reconnection._connect(0, time.monotonic() + BOUND_S)
     assert isinstance(other.request(0, QueryJobOver())[0], Acknowledged)
-    assert group._links.by_worker[1][1] is not former
+    assert group._members.table.links[1][1] is not former
     abandoned.close()

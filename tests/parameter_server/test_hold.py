@@ -58,7 +58,7 @@ def test_one_that_does_not_finish_its_step_is_left_out() -> None:
     schedule = begun(5)
     take(schedule, 1)
     schedule.hold_steps(SHORT_S)
-    assert schedule.members.is_evicted("incarnation 1")
+    assert schedule.members.table.is_evicted("incarnation 1")
     schedule.resume_steps()
     assert take(schedule, 0).batch == 0, "its batch goes to another"
 
@@ -94,7 +94,7 @@ def test_a_chief_that_is_lost_meanwhile_leaves_nobody_out() -> None:
         assert runs(held)
         schedule.members.detach(0, "incarnation 0")
         held.result(BOUND_S)
-    assert not schedule.members.is_evicted("incarnation 1")
+    assert not schedule.members.table.is_evicted("incarnation 1")
     schedule.complete_step(own)
 
 

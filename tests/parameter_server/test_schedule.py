@@ -15,12 +15,12 @@ import pytest
 from phalanx.cluster.admission import link_name
 from phalanx.errors import CollectiveTimeoutError, EvictedError, PeerLostError, PhalanxError
 from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncements
-from phalanx.parameter_server.server.connected_workers import ConnectedWorkers
 from phalanx.parameter_server.server.merge_history import MergeHistory, MergeResult
 from phalanx.parameter_server.server.schedule_rebuild import ScheduleRebuild
 from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.variable_store import VariableStore
 from phalanx.parameter_server.server.worker_membership import WorkerMembership
+from phalanx.parameter_server.server.worker_table import WorkerTable
 from phalanx.parameter_server.server_messages import EpochOver, EpochReport, FitOver, Rejoin, Ticket, UpdateRules
 
 BOUND_S = 20.0
@@ -49,8 +49,8 @@ def schedule_of(
     clock: Callable[[], float] = time.monotonic,
 ) -> StepSchedule:
     """A schedule before its first `fit`, with no worker connected."""
-    workers = ConnectedWorkers(tuple(names), relink_s=relink_s, chief_relink_s=chief_relink_s, clock=clock)
-    return StepSchedule(WorkerMembership(tuple(names), start_s, workers, clock))
+    table = WorkerTable(tuple(names), relink_s=relink_s, chief_relink_s=chief_relink_s, clock=clock)
+    return StepSchedule(WorkerMembership(tuple(names), start_s, table, clock))
 
 
 def begun(steps: int | None, *, workers: int = 2, **options: object) -> StepSchedule:
@@ -164,7 +164,7 @@ def test_a_worker_that_is_gone_says_nothing_for_its_successor() -> None:
     ticket = request_ticket(schedule, 1, incarnation="successor")
     assert isinstance(ticket, Ticket)
     schedule.members.detach(1, "incarnation 1")  # the old connection is noticed to be closed only now
-    assert schedule.members.is_present(1)
+    assert schedule.members.table.is_present(1)
     schedule.complete_step(ticket)
     assert take(schedule, 0).batch == ticket.batch + 1
 
@@ -200,8 +200,8 @@ def test_one_who_holds_the_others_back_too_long_is_left_out() -> None:
     schedule = begun(None, staleness=0, timeout_s=0.2)
     schedule.complete_step(take(schedule, 0))
     assert isinstance(request_ticket(schedule, 0, epoch=0, within_s=0.2), Ticket)
-    assert not schedule.members.is_present(1)
-    assert schedule.members.is_evicted("incarnation 1")
+    assert not schedule.members.table.is_present(1)
+    assert schedule.members.table.is_evicted("incarnation 1")
 
 
 def test_data_that_end_end_the_epoch() -> None:
@@ -250,7 +250,7 @@ def test_whose_part_was_not_needed_waits_for_the_last_step_on_the_other_servers(
 
 def test_who_waits_for_a_chief_that_left_is_told() -> None:
     schedule = begun(1)
-    schedule.members.chief_left()
+    schedule.members.say_goodbye(0)
     with pytest.raises(PeerLostError, match="lost worker/0 during fit: its connection closed"):
         request_ticket(schedule, 1, epoch=1)
 
@@ -313,7 +313,7 @@ def test_workers_apart_by_their_steps_still_end_an_epoch() -> None:
         schedule.complete_step(take(schedule, worker))
     assert isinstance(request_ticket(schedule, 0), EpochOver), "it is ahead, but there is nothing to wait for"
     assert isinstance(request_ticket(schedule, 1), EpochOver)
-    assert schedule.members.is_present(1)
+    assert schedule.members.table.is_present(1)
 
 
 def test_tickets_in_hand_count_as_steps_ahead() -> None:
@@ -328,7 +328,7 @@ def test_one_that_keeps_the_last_batch_too_long_is_left_out() -> None:
     again = request_ticket(schedule, 0, within_s=0.2)
     assert isinstance(again, Ticket)
     assert again.batch == kept.batch
-    assert schedule.members.is_evicted("incarnation 1")
+    assert schedule.members.table.is_evicted("incarnation 1")
 
 
 def test_a_chief_that_begins_again_takes_the_others_back() -> None:
@@ -359,7 +359,7 @@ def test_the_report_of_one_that_took_no_part_is_not_waited_for() -> None:
     schedule.add_report(0, EpochReport(0, 0, 1, ("float32",), ("one",)), [np.ones(1, np.float32)])
     merged, steps = schedule.collect_reports(BOUND_S), schedule.fit.steps_made
     assert (float(merged[0][0]), steps) == (1.0, 1)
-    assert schedule.members.is_present(1)
+    assert schedule.members.table.is_present(1)
 
 
 # Where no worker can be done without.
@@ -377,7 +377,8 @@ def test_a_lost_worker_that_is_needed_ends_the_training_for_all() -> None:
 def test_a_worker_that_says_goodbye_is_missed_only_by_the_next_fit() -> None:
     schedule = begun(1, synchronous=True, all_required=True)
     schedule.complete_step(take(schedule, 0))
-    schedule.members.detach(1, "incarnation 1", goodbye=True)
+    schedule.members.say_goodbye(1)
+    schedule.members.detach(1, "incarnation 1")
     assert isinstance(request_ticket(schedule, 0), EpochOver)
     schedule.begin_fit(rules(synchronous=True, all_required=True), 1)
     with pytest.raises(PeerLostError, match=r"lost worker/1 during the start of `fit`"):
@@ -436,7 +437,7 @@ def test_what_the_chief_tells_once_holds_and_what_it_tells_anew_replaces() -> No
     assert announcements.wait_for_broadcast("state", -1) is first
     announcements.broadcast("weights", 1, second, keep_first=False)
     assert announcements.wait_for_broadcast("weights", 0) is second
-    schedule.members.chief_left()
+    schedule.members.say_goodbye(0)
     assert announcements.wait_for_broadcast("weights", 2) is None
 
 
@@ -457,12 +458,13 @@ def test_a_worker_that_makes_its_link_anew_is_expected_for_a_while() -> None:
     schedule = schedule_of(("worker/0", "worker/1"), start_s=60.0, relink_s=6.0, clock=lambda: now[0])
     schedule.members.attach(1, "first")
     schedule.members.detach(1, "first")
-    assert schedule.members.is_present(1)
+    assert schedule.members.table.is_present(1)
     now[0] += 7.0
-    assert not schedule.members.is_present(1)
+    assert not schedule.members.table.is_present(1)
     schedule.members.attach(1, "second")
-    schedule.members.detach(1, "second", goodbye=True)
-    assert not schedule.members.is_present(1)
+    schedule.members.say_goodbye(1)
+    schedule.members.detach(1, "second")
+    assert not schedule.members.table.is_present(1)
 
 
 def test_a_worker_on_its_way_that_does_not_come_is_waited_for_no_longer() -> None:
@@ -470,12 +472,12 @@ def test_a_worker_on_its_way_that_does_not_come_is_waited_for_no_longer() -> Non
     schedule.members.attach(0, "first")
     schedule.begin_fit(rules(synchronous=True), 0)
     ScheduleRebuild(schedule).expect_workers()
-    assert schedule.members.is_present(1)
+    assert schedule.members.table.is_present(1)
     schedule.members.evict(1)
-    assert not schedule.members.is_present(1)
+    assert not schedule.members.table.is_present(1)
     schedule.members.attach(1, "second")
-    assert schedule.members.is_present(1)
-    assert not schedule.members.is_evicted("second")
+    assert schedule.members.table.is_present(1)
+    assert not schedule.members.table.is_evicted("second")
 
 
 # A process and its links.
@@ -494,8 +496,8 @@ def test_a_process_that_was_left_out_is_so_by_any_link() -> None:
     schedule = begun(2)
     schedule.members.attach(1, link_name("incarnation", 0))
     schedule.members.evict(1)
-    assert schedule.members.is_evicted(link_name("incarnation", 1))
-    assert not schedule.members.is_evicted(link_name("another", 2))
+    assert schedule.members.table.is_evicted(link_name("incarnation", 1))
+    assert not schedule.members.table.is_evicted(link_name("another", 2))
 
 
 def test_a_chief_that_only_linked_anew_is_no_other_chief() -> None:
@@ -523,7 +525,7 @@ def test_the_chief_may_be_away_for_longer() -> None:
         schedule.members.attach(worker, "life")
         schedule.members.detach(worker, "life")
     now[0] += 50.0
-    assert (schedule.members.is_present(0), schedule.members.is_present(1)) == (True, False)
+    assert (schedule.members.table.is_present(0), schedule.members.table.is_present(1)) == (True, False)
 
 
 def test_a_new_leader_does_without_a_worker_that_does_not_come_before_the_time_is_up() -> None:

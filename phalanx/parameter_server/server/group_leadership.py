@@ -143,7 +143,6 @@ class GroupLeadership:
                 logger.warning("%s no longer leads the shards of group %d.", self._me.task, self._number)
             self.role = GroupRole.FOLLOWING
             links = self._on_follow()
-            self._schedule.members.forget_evictions()
             self._changed.notify_all()
         for link in links:
             link.close()

@@ -140,7 +140,7 @@ class MergeBarrier:
         return all(
             member in pending.contributions or self._newest.get(member, (-1, -1)) > key
             for member in ticket.members
-            if self._members.is_present(member)
+            if self._members.table.is_present(member)
         )
 
 

@@ -146,7 +146,7 @@ class RequestHandler:
         """The response to a request; a refusal if it raises."""
         name = self._members.names[sender.worker]
         try:
-            if self._members.is_evicted(sender.link):
+            if self._members.table.is_evicted(sender.link):
                 raise EvictedError(
                     f"{name} made no progress for too long and was evicted; training continued without it. Start it "
                     f"again to take part."

@@ -50,7 +50,7 @@ class ScheduleRebuild:
     def expect_workers(self) -> None:
         """Another process led before: its workers are about to connect here, and are not lost."""
         with self._schedule.changed:
-            self._members.workers.expect_all(REJOIN_S)
+            self._members.table.expect_all(REJOIN_S)
 
     def start(self) -> None:
         """Hand out nothing until the workers have reported their positions."""

@@ -9,18 +9,18 @@ another server leads. In both cases the workers report their positions to it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from phalanx.cluster.admission import admit_worker
+from phalanx.cluster.admission import admit_worker, link_name
 from phalanx.cluster.spec import Task
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import LinkClosedError, PeerLostError, RendezvousError
 from phalanx.monitoring.worker_figures import ServerFigures
 from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncements
-from phalanx.parameter_server.server.connected_workers import ConnectedWorkers
 from phalanx.parameter_server.server.group_leadership import GroupLeadership, GroupRole
 from phalanx.parameter_server.server.group_recovery import GroupRecovery
 from phalanx.parameter_server.server.group_requests import GroupRequests
@@ -31,8 +31,8 @@ from phalanx.parameter_server.server.service_threads import ServiceThreads
 from phalanx.parameter_server.server.snapshots import Snapshots
 from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.variable_store import VariableStore
-from phalanx.parameter_server.server.worker_links import WorkerLinks
 from phalanx.parameter_server.server.worker_membership import POLL_S, WorkerMembership
+from phalanx.parameter_server.server.worker_table import WorkerTable
 from phalanx.parameter_server.server_messages import LeaveJob
 from phalanx.parameter_server.server_protocol import CHIEF, NOT_LEADING, NOTICE_AFTER_S, Worker
 from phalanx.transport.handshake import Hello, Welcome
@@ -75,8 +75,8 @@ class ShardGroup:
         self.number = number
         self._other = other
         self._snapshot_s = snapshot_s if snapshots is not None else None
-        self._changed = threading.Condition()  # protects the links, the role and how the job ends
-        self._links = WorkerLinks()
+        self._changed = threading.Condition()  # protects the role and how the job ends
+        self._link_count = itertools.count()
         self._threads = ServiceThreads()
         self._started = time.monotonic()
         is_own = [task for task in me.spec.tasks if task.type == me.task.type][number] == me.task
@@ -84,8 +84,8 @@ class ShardGroup:
         names = tuple(str(task) for task in me.tasks)
         # Without the chief no leader knows whether it still leads.
         relink_s, chief_relink_s = (0.0, 0.0) if other is None else (RELINK_S, self._return_s)
-        workers = ConnectedWorkers(names, relink_s=relink_s, chief_relink_s=chief_relink_s, clock=clock)
-        self._members = members = WorkerMembership(names, me.config.rendezvous_timeout_s, workers, clock)
+        table = WorkerTable(names, relink_s=relink_s, chief_relink_s=chief_relink_s, clock=clock)
+        self._members = members = WorkerMembership(names, me.config.rendezvous_timeout_s, table, clock)
         schedule, is_head = StepSchedule(members), number == 0
         rebuild = ScheduleRebuild(schedule)
         self._store = VariableStore(number, schedule, is_head=is_head)
@@ -115,7 +115,7 @@ class ShardGroup:
     @property
     def figures(self) -> ServerFigures:
         """What this group's leader has done. May be read from any thread."""
-        return ServerFigures(self._store.version, len(self._links.by_worker))
+        return ServerFigures(self._store.version, len(self._members.table.links))
 
     def start(self) -> None:
         """Begin what is done in addition to the workers' requests."""
@@ -127,7 +127,7 @@ class ShardGroup:
         """Close all links. Safe to call twice."""
         with self._changed:
             self._threads.closing.set()
-            links = [*self._links.links()]
+            links = self._open_links()
             if self.leadership.following is not None:
                 links.append(self.leadership.following)
             self._changed.notify_all()
@@ -158,28 +158,28 @@ class ShardGroup:
             SupersededError: another process has replaced this one.
         """
         self._recovery.check()
-        with self._changed:
+        with self._changed, self._members.changed:
             now, first_contact_until = time.monotonic(), self._started + self._me.config.rendezvous_timeout_s
             if self.leadership.is_job_over:
                 return True
             if self.leadership.role is GroupRole.FOLLOWING:
                 self.leadership.check_leader(now, first_contact_until, self._return_s)
                 return False
-            connected = self._links.ever_connected()
+            connected = self._members.table.contacts()
             self._notice_absent(now, connected)
             self._check_chief(now, first_contact_until, connected)
             are_more_expected = (
                 len(connected) < len(self._members.names) and now < first_contact_until and not self._recovery.took_over
             )
-            only_evicted = self._links.all_match(self._members.is_evicted)
-            is_over = self._links.has_left(CHIEF) and not are_more_expected and only_evicted
+            only_evicted = all(self._members.table.is_evicted(name) for name, _ in self._members.table.links.values())
+            is_over = self._members.has_chief_left and not are_more_expected and only_evicted
             self.leadership.is_job_over = is_over
         if is_over and self._other is not None:
             self._store.replica.end()  # at once: each of two servers may wait for the other one
-        if is_over and self._links.chief_failure:
+        if is_over and self._members.table.chief_failure:
             chief = self._members.names[CHIEF]
             raise PeerLostError(
-                f"{chief} failed with an error: {self._links.chief_failure}", rank=CHIEF, task=chief, host=""
+                f"{chief} failed with an error: {self._members.table.chief_failure}", rank=CHIEF, task=chief, host=""
             )
         return is_over
 
@@ -198,11 +198,11 @@ class ShardGroup:
                 f"{self._members.names[CHIEF]} did not connect to {self._me.task} within "
                 f"{self._me.config.rendezvous_timeout_s:g} s. Is it started, with the same cluster?"
             )
-        if self._links.lost_for(CHIEF, now) > self._return_s and not self._links.by_worker:
+        if self._members.table.lost_s(CHIEF) > self._return_s and not self._members.table.links:
             raise self._chief_lost()
 
     def _chief_lost(self) -> PeerLostError:
-        return self._members.lost(CHIEF, f"training; it did not return within {self._return_s:g} s")
+        return self._members.table.lost(CHIEF, f"training; it did not return within {self._return_s:g} s")
 
     # The listener's service.
 
@@ -216,21 +216,20 @@ class ShardGroup:
         return admit_worker(self._me, hello, range(len(self._members.names)), self._link_of)
 
     def _link_of(self, worker: Worker) -> tuple[str, Link] | None:
-        present = self._links.by_worker.get(worker)
+        name, link = self._members.table.links.get(worker, ("", None))
         # An evicted worker may be replaced.
-        return None if present is None or self._members.is_evicted(present[0]) else present
+        return None if link is None or self._members.table.is_evicted(name) else (name, link)
 
     def adopt(self, hello: Hello, link: Link) -> None:
         """A worker has connected."""
         worker = self._me.rank_of(hello.task)
         assert worker is not None, "checked when it was admitted"
-        with self._changed:
-            name, former = self._links.add(worker, hello.incarnation, link)
-            self._changed.notify_all()
-        self._members.attach(worker, name)
+        name = link_name(hello.incarnation, next(self._link_count))
+        former_name, former = self._members.attach(worker, name, link) or ("", None)
+        self.wake()
         # An evicted process is refused when it sends something; its link stays open for that.
-        if former is not None and not self._members.is_evicted(former[0]):
-            former[1].close()
+        if former is not None and not self._members.table.is_evicted(former_name):
+            former.close()
         self._threads.start(hello.task, self._serve, worker, name, link)
 
     # One worker.
@@ -239,13 +238,11 @@ class ShardGroup:
         self._store.wake()  # not in the listener's thread: the store may be busy
 
         def on_goodbye(message: LeaveJob) -> None:
-            if self._members.is_evicted(name):
+            if self._members.table.is_evicted(name):
                 return  # another process may have replaced it
-            with self._changed:
-                self._links.leave(worker, message.failure)
-                self._changed.notify_all()
+            self._members.say_goodbye(worker, message.failure)
+            self.wake()
             if worker == CHIEF:
-                self._members.chief_left()
                 for lost in set(message.without).intersection(self._members.names):
                     self._members.evict(self._members.names.index(lost))
 
@@ -255,17 +252,20 @@ class ShardGroup:
                 worker, name, link, on_goodbye=on_goodbye, is_closing=self._threads.closing.is_set
             )
         finally:
-            with self._changed:
-                goodbye = self._links.remove(worker, link, time.monotonic())
-                self._changed.notify_all()
-            if goodbye is not None:
-                self._members.detach(worker, name, goodbye=goodbye, why=why)
+            is_gone = self._members.detach(worker, name, why)
+            self.wake()
+            if is_gone:
                 self._store.wake()
 
     def _forget_workers(self) -> Sequence[Link]:
         """This server no longer leads: the links to close."""
-        self._links.forget_absent()
-        return [*self._links.links()]
+        with self._members.changed:
+            self._members.table.forget_former_leader()
+        return self._open_links()
+
+    def _open_links(self) -> list[Link]:
+        with self._members.changed:
+            return [link for _, link in self._members.table.links.values() if link is not None]
 
     def _wait_for_lease(self, condition: Callable[[], bool] = lambda: True) -> None:
         """Wait until this server may answer, if there is a replica, which may lead by now.
@@ -277,14 +277,14 @@ class ShardGroup:
             LinkClosedError: this server no longer leads, so that the worker looks for the one that does.
             PeerLostError: the chief is lost or hangs, and did not return.
         """
-        leadership, lease, links = self.leadership, self.lease, self._links
+        leadership, lease = self.leadership, self.lease
         if self._other is None or (leadership.is_leading and lease.is_valid and condition()):
             return
         config, started_at = self._me.config, time.monotonic()
         limit_s = max(self._return_s, config.timeout_s)
         with self._changed:
-            while leadership.is_leading and not (lease.is_valid and condition()) and not links.has_left(CHIEF):
-                is_away = CHIEF not in links.by_worker
+            while leadership.is_leading and not (lease.is_valid and condition()) and not self._members.has_chief_left:
+                is_away = CHIEF not in self._members.table.links
                 if time.monotonic() - started_at > (self._return_s if is_away else limit_s):
                     raise self._chief_lost()
                 if self._threads.closing.is_set():

@@ -67,7 +67,7 @@ class StepSchedule:
             era: era of the `fit`; None: the next one.
         """
         with self.changed:
-            chief = self.members.workers.process(CHIEF)
+            chief = self.members.table.process(CHIEF)
             # A restarted chief continues from what it has restored, and so does the count.
             went_back = bool(self._declared_by and chief) and chief != self._declared_by
             self.global_step = step if went_back else max(self.global_step, step)
@@ -75,7 +75,7 @@ class StepSchedule:
             self.proved = -1
             self.members.all_required = rules.all_required
             era = self.fit.era + 1 if era is None else era
-            self.fit = FitSchedule(fit, era, rules, self.members.workers.connected, self.fit.last_serial)
+            self.fit = FitSchedule(fit, era, rules, self.members.table.connected, self.fit.last_serial)
             self.changed.notify_all()
 
     def resume_fit(self, state: GroupState) -> None:
@@ -83,7 +83,7 @@ class StepSchedule:
         with self.changed:
             self.begin_fit(state.declared.rules, state.declared.fit, era=state.era)
             self.global_step = state.step
-            self.members.workers.seen.update(range(len(self.members.names)))  # all were there at its start
+            self.members.table.seen.update(range(len(self.members.names)))  # all were there at its start
             if state.ended:
                 self.end_fit(state.declared.fit)
 
@@ -102,7 +102,7 @@ class StepSchedule:
         """See `MembershipObserver`."""
         if worker == CHIEF:
             self.fit.is_on_hold = False
-        self.fit.release(worker, self.members.workers.connected)
+        self.fit.release(worker, self.members.table.connected)
 
     # Epochs.
 
@@ -176,7 +176,7 @@ class StepSchedule:
             blocked_since: float | None = None
             while True:
                 self.members.check()
-                if not self.members.workers.has_link(worker, link):
+                if not self.members.table.has_link(worker, link):
                     name = self.members.names[worker]
                     raise EvictedError(f"{name} was evicted, or started again in another process.")
                 if (over := self.fit.superseded(fit, era)) is not None:
@@ -185,7 +185,7 @@ class StepSchedule:
                 if epoch is not None and fit == self.fit.number and epoch.number >= number:
                     if epoch.number > number:
                         return EpochOver(self.fit.steps_by_epoch.get(number, 0))
-                    ticket = self.fit.issue(worker, self.members.workers.connected)
+                    ticket = self.fit.issue(worker, self.members.table.connected)
                     if ticket is not None:
                         self.changed.notify_all()
                         return ticket
@@ -214,9 +214,9 @@ class StepSchedule:
         with self.changed:
             if not self.fit.is_open(fit, number) or era != self.fit.era:
                 return None
-            if not self.members.workers.has_link(worker, link):
+            if not self.members.table.has_link(worker, link):
                 return None
-            ticket = self.fit.issue(worker, self.members.workers.connected)
+            ticket = self.fit.issue(worker, self.members.table.connected)
             return ticket if isinstance(ticket, Ticket) else None
 
     def complete_step(self, ticket: Ticket, *, is_applied: bool = True) -> None:
@@ -273,7 +273,7 @@ class StepSchedule:
         """The merged reports of the open epoch; waits for all workers that took part and are present."""
         with self.changed:
             until = self.clock() + timeout_s
-            while late := [worker for worker in self.fit.reports.missing() if self.members.is_present(worker)]:
+            while late := [worker for worker in self.fit.reports.missing() if self.members.table.is_present(worker)]:
                 if self.clock() > until:
                     for worker in late:
                         self.members.evict(worker)

@@ -144,7 +144,7 @@ class VariableStore:
             until = members.clock() + timeout_s
             while self._shards is None or self.fit < fit:
                 if members.has_chief_left:
-                    raise members.lost(CHIEF, "the start of `fit`")
+                    raise members.table.lost(CHIEF, "the start of `fit`")
                 if members.clock() > until:
                     raise CollectiveTimeoutError(f"{members.names[CHIEF]} did not begin `fit` within {timeout_s:g} s.")
                 self.changed.wait(POLL_S)
@@ -244,7 +244,7 @@ class VariableStore:
         until = self._members.clock() + timeout_s
         others = range(1, len(self._members.names))
         while self.history.newest_serial() < serial and self._members.clock() < until:
-            if not any(map(self._members.is_present, others)):
+            if not any(map(self._members.table.is_present, others)):
                 return
             self.changed.wait(POLL_S)
 

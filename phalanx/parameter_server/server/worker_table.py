@@ -1,0 +1,128 @@
+"""The workers of a server: their links, who is expected to reconnect, and how the others have ended. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from phalanx.cluster.admission import incarnation_of
+from phalanx.cluster.membership import CONNECTION_CLOSED, SEE_TASK_OUTPUT
+from phalanx.errors import PeerLostError
+from phalanx.parameter_server.server_protocol import CHIEF, Worker, peer_lost
+from phalanx.transport.link import Link
+
+
+class WorkerTable:
+    """The lock of its `WorkerMembership` protects it.
+
+    Args:
+        names: the workers' names, by number.
+        relink_s: seconds for which a worker whose connection broke is expected to reconnect.
+        chief_relink_s: the same for the chief.
+        clock: current time in seconds.
+
+    Attributes:
+        links: name (`link_name`) and link of each worker that has one, those of evicted processes included.
+        connected: the workers that count: they have a link and are not evicted.
+        seen: workers that have been connected at some time.
+        left: workers that have said goodbye.
+        chief_failure: the error that the chief ended with; empty without one.
+    """
+
+    def __init__(self, names: tuple[str, ...], *, relink_s: float, chief_relink_s: float, clock: Callable[[], float]):
+        self._names = names
+        self._relink_s = relink_s
+        self._chief_relink_s = chief_relink_s
+        self._clock = clock
+        self.links: dict[Worker, tuple[str, Link | None]] = {}
+        self.connected: set[Worker] = set()
+        self.seen: set[Worker] = set()
+        self.left: set[Worker] = set()
+        self.chief_failure = ""
+        self._lost_since: dict[Worker, float] = {}  # without a goodbye
+        self._expected_until: dict[Worker, float] = {}  # workers without a link that may reconnect
+        self._endings: dict[Worker, str] = {}  # how the connections of lost workers ended, as sentences
+        self._evicted: set[str] = set()  # processes
+
+    def connect(self, worker: Worker, name: str, link: Link | None) -> tuple[str, Link | None] | None:
+        """A worker has a new link; returns the name and link that it replaces."""
+        former = self.links.get(worker)
+        for ended in (self._expected_until, self._endings, self._lost_since):
+            ended.pop(worker, None)
+        self.left.discard(worker)
+        self.links[worker] = name, link
+        self.connected.add(worker)
+        self.seen.add(worker)
+        return former
+
+    def leave(self, worker: Worker, failure: str) -> None:
+        """A worker says goodbye, with the error that it ended with, or none."""
+        self.left.add(worker)
+        if worker == CHIEF:
+            self.chief_failure = failure
+
+    def remove(self, worker: Worker, name: str) -> bool:
+        """A link has ended; returns whether it was the worker's present one."""
+        if self.links.get(worker, ("", None))[0] != name:
+            return False
+        del self.links[worker]
+        if worker not in self.left:
+            self._lost_since[worker] = self._clock()
+        return True
+
+    def forget_former_leader(self) -> None:
+        """This server did not lead: the workers that left, were lost or evicted here were connected to the other."""
+        self.left.clear()
+        self._lost_since.clear()
+        self._evicted.clear()
+
+    def expect_return(self, worker: Worker, why: str) -> None:
+        """A worker has left without a goodbye and may reconnect; `why` is a sentence, or empty."""
+        self._endings[worker] = why
+        self._expected_until[worker] = self._clock() + (self._chief_relink_s if worker == CHIEF else self._relink_s)
+
+    def expect_all(self, within_s: float) -> None:
+        """All workers that are not connected are expected to connect within this time."""
+        absent = set(range(len(self._names))) - self.connected
+        self._expected_until = dict.fromkeys(absent, self._clock() + within_s)
+
+    def evict(self, worker: Worker) -> None:
+        """Stop waiting for a worker; what its process still sends is refused."""
+        if self.is_present(worker):
+            self._endings[worker] = "it made no progress for too long, and training continued without it."
+        if worker in self.connected:
+            self._evicted.add(self.process(worker))
+        self._expected_until.pop(worker, None)
+
+    def is_evicted(self, name: str) -> bool:
+        """Whether the process of the link of this name is evicted."""
+        return incarnation_of(name) in self._evicted
+
+    def is_present(self, worker: Worker) -> bool:
+        """Whether a worker is connected, or expected to reconnect soon."""
+        return worker in self.connected or self._clock() < self._expected_until.get(worker, 0.0)
+
+    def has_link(self, worker: Worker, name: str) -> bool:
+        """Whether this is the link of a worker that counts."""
+        return worker in self.connected and self.links[worker][0] == name
+
+    def process(self, worker: Worker) -> str:
+        """The incarnation of a worker's process; "" if it is not connected."""
+        return incarnation_of(self.links[worker][0]) if worker in self.connected else ""
+
+    def never_connected(self) -> str:
+        """The names of the workers that have never connected, separated by commas."""
+        return ", ".join(name for worker, name in enumerate(self._names) if worker not in self.seen)
+
+    def contacts(self) -> set[Worker]:
+        """The workers that are or were connected to this server as the leader."""
+        return {*self.links, *self.left, *self._lost_since}
+
+    def lost_s(self, worker: Worker) -> float:
+        """Seconds since a worker was lost; 0 if it is not."""
+        now = self._clock()
+        return now - self._lost_since.get(worker, now)
+
+    def lost(self, worker: Worker, during: str) -> PeerLostError:
+        """The error that names a worker that is no longer connected."""
+        ending = self._endings.get(worker)
+        return peer_lost(self._names[worker], during, f"{ending} {SEE_TASK_OUTPUT}" if ending else CONNECTION_CLOSED)
