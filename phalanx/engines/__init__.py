@@ -17,7 +17,7 @@ from phalanx.arrays import allocation
 from phalanx.config.environment import process_environment
 from phalanx.devices import memory_growth, single_thread
 from phalanx.engines.accelerations.vectorized_updater import make_vector_updater
-from phalanx.engines.engine import Engine, MergeProtocol
+from phalanx.engines.engine import Engine, Merge
 from phalanx.engines.spmd.placement import Placement
 from phalanx.engines.tensors import Tensors
 from phalanx.engines.updater import Updater, UpdaterPiece
@@ -56,7 +56,7 @@ def set_memory_growth(enable: bool = True) -> None:
     memory_growth.set_on_demand_allocation(_backend()[0], process_environment(), enable=enable)
 
 
-def make_engine(model: Any, merge: MergeProtocol) -> Engine:
+def make_engine(model: Any, merge: Merge) -> Engine:
     """The engine for a compiled model on the backend that Keras runs on."""
     engine: Engine = _of_backend("Engine")(model, merge)
     return engine

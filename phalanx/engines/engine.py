@@ -45,25 +45,32 @@ class MicroBatchKept(Exception):
 
 
 Gather = Callable[[Sequence[GradientRows], float], list[GradientRows]]
-"""See `MergeProtocol.gather`."""
+"""See `Merge.gather`."""
 
 
-class MergeProtocol(Protocol):
-    """Merges the arrays of one step over all ranks. It is all that an engine knows of the other replicas."""
+class Merge(ABC):
+    """Merges the arrays of one step over all ranks. It is all that an engine knows of the other replicas.
+
+    Attributes:
+        updates: whether the merge also updates the weights, as parameter servers do. It then returns the new weights
+            instead of gradients, and must be given a gradient for every trainable variable, in their order.
+        once_per_step: whether it can only be called once in a step, with the gradients of all trainable variables.
+        repeats: whether a step whose merge fails is repeated. Then a failed step must leave nothing behind.
+        in_micro_batches: whether a step may have several calls, one for each micro-batch; the same for all steps of a
+            model.
+        synchronizes_batch_norm: whether all batch normalization is over the batches of all ranks; set before an engine
+            is made.
+        global_size: the number of samples of the step's global batch, set before each step; None if each rank takes
+            steps on batches of its own.
+    """
+
+    updates = once_per_step = repeats = in_micro_batches = synchronizes_batch_norm = False
+    global_size: int | None = None
 
     @property
-    def updates(self) -> bool:
-        """Whether the merge also updates the weights, as parameter servers do.
-
-        It then returns the new weights instead of gradients, and must be given a gradient for every trainable
-        variable, in their order.
-        """
-        ...
-
-    @property
-    def once_per_step(self) -> bool:
-        """Whether it can only be called once in a step, with the gradients of all trainable variables."""
-        ...
+    def separate(self) -> bool:
+        """Whether gradients must come one by one, in the shapes of their variables."""
+        return False
 
     @property
     def gather(self) -> Gather | None:
@@ -72,42 +79,18 @@ class MergeProtocol(Protocol):
         It returns for each variable the rows of all ranks, weighted by their shares: one rank's after the other's,
         except that rows which every batch looks up are summed.
         """
-        ...
+        return None
 
-    @property
-    def repeats(self) -> bool:
-        """Whether a step whose merge fails is repeated. Then a failed step must leave nothing behind."""
-        ...
-
-    @property
-    def separate(self) -> bool:
-        """Whether gradients must come one by one, in the shapes of their variables."""
-        ...
-
-    @property
-    def global_size(self) -> int | None:
-        """The number of samples of the step's global batch; None if each rank takes steps on batches of its own."""
-        ...
-
-    @property
-    def synchronizes_batch_norm(self) -> bool:
-        """Whether all batch normalization is over the batches of all ranks."""
-        ...
-
+    @abstractmethod
     def total(self, own: Array, share: float) -> Array:
         """The sum of an array over all ranks, in the middle of a step; a rank with share 0 does not count."""
-        ...
 
+    @abstractmethod
     def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
         """The rows of all ranks in rank order, and where this rank's begin; in the middle of a step. A rank with share
         0 has none."""
-        ...
 
-    @property
-    def in_micro_batches(self) -> bool:
-        """Whether a step may have several calls, one for each micro-batch; the same for all steps of a model."""
-        ...
-
+    @abstractmethod
     def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:
         """The flat buffers of `layout`, merged over all ranks.
 
@@ -115,7 +98,6 @@ class MergeProtocol(Protocol):
 
         Raises: MicroBatchKept where another micro-batch of the same step follows.
         """
-        ...
 
 
 class ModelValues(Protocol):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from phalanx.engines.engine import Merge
 from phalanx.engines.step_layout import EXTREMES, MergeWeight, StepLayout
 
 Array = np.ndarray[Any, Any]
@@ -32,15 +33,12 @@ class _Part(NamedTuple):
     arrays: list[Array]
 
 
-class LocalRanks:
-    """The merge of such ranks (`MergeProtocol`), or of one process that has the whole batch.
+class LocalRanks(Merge):
+    """The merge of such ranks, or of one process that has the whole batch.
 
     Attributes:
         merged: what was merged so far, in turn, of the step that runs: the arrays of each layout.
     """
-
-    updates = once_per_step = repeats = separate = in_micro_batches = synchronizes_batch_norm = False
-    gather = global_size = None
 
     def __init__(self) -> None:
         self._rank: int | None = None
@@ -81,11 +79,9 @@ class LocalRanks:
         self._answered.append((merged, []))
 
     def total(self, own: Array, share: float) -> Array:
-        """See `MergeProtocol.total`."""
         return np.array(self._ask(_Part("sum", [own]))[0][0])
 
     def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
-        """See `MergeProtocol.all_gather`."""
         arrays, starts = self._ask(_Part("rows", [own]))
         return np.array(arrays[0]), starts[self._rank] if starts and self._rank is not None else 0
 

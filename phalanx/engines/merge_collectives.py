@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.engines.engine import MergeProtocol
+from phalanx.engines.engine import Merge
 from phalanx.engines.step_layout import StepLayout, gradient_weights
 from phalanx.engines.tensors import Array, Shape
 
@@ -34,7 +34,7 @@ class MergeCollectives:
         has_gathered: whether a step has called `all_gather`.
     """
 
-    def __init__(self, merge: MergeProtocol, call: Call) -> None:
+    def __init__(self, merge: Merge, call: Call) -> None:
         self._merge = merge
         self._call = call
         self.share = 1.0

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from phalanx.engines import step_logs
-from phalanx.engines.engine import Engine, MergeProtocol, ModelValues
+from phalanx.engines.engine import Engine, Merge, ModelValues
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.log_origins import LogOrigins
@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 class ReplicaEngine(Engine):
     """The common half of `JaxEngine`, `TensorFlowEngine` and `TorchEngine`; see `Engine`."""
 
-    def __init__(self, model: Any, merge: MergeProtocol, values: ModelValues) -> None:
+    def __init__(self, model: Any, merge: Merge, values: ModelValues) -> None:
         super().__init__(model, values)
         self._merge = merge
         self._share = 1.0  # of the newest step

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 
 from phalanx.engines import make_engine
+from phalanx.engines.engine import Merge
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.horovod import operations, step_reports
 from phalanx.horovod.compressors import compressed
@@ -172,8 +173,8 @@ class _Accumulation:
         state["optimizer_variables"] = values
 
 
-class _GradientMerge:
-    """Reduces a step's gradients, and leaves all else local to this rank (`engines.engine.MergeProtocol`).
+class _GradientMerge(Merge):
+    """Reduces a step's gradients, and leaves all else local to this rank.
 
     Args:
         reduction: an `OptimizerReduction`.
@@ -185,9 +186,8 @@ class _GradientMerge:
         has_overflowed: whether some gradients of the last step were not finite.
     """
 
-    updates = repeats = in_micro_batches = synchronizes_batch_norm = False
+    separate = False
     once_per_step = True
-    gather = global_size = None
 
     def __init__(self, reduction: Any, local: Collection[int], *, separate: bool, checks_finite: bool) -> None:
         self.has_overflowed = False

@@ -17,7 +17,7 @@ import numpy as np
 from phalanx.collectives.communicator import ReduceOp
 from phalanx.compression import CompressedReducer, Compression
 from phalanx.compression.base_compression import State, below
-from phalanx.engines.engine import Gather, GradientRows
+from phalanx.engines.engine import Gather, GradientRows, Merge
 from phalanx.engines.step_layout import EXTREMES, MergeWeight, StepLayout, absent
 from phalanx.errors import UnsupportedError
 from phalanx.monitoring import timeline
@@ -88,22 +88,17 @@ class _Kept(NamedTuple):
     counts: GradientAccumulator
 
 
-class StepMerge:
-    """Merges the arrays of a step over the ranks (`backends.engine.Merge`).
+class StepMerge(Merge):
+    """Merges the arrays of a step over the ranks.
 
     Args:
         compression: compresses gradients; None to send them as they are.
 
     Attributes:
-        repeats, in_micro_batches, once_per_step: see `Merge`.
         unit: the present scale of the loss, by which gradients are multiplied.
         accumulates: whether some steps accumulate gradients; the same for all steps of a model.
-        synchronizes_batch_norm: see `MergeProtocol`; set it before an engine is made.
-        global_size: see `MergeProtocol`; set it before each step.
         micro_batches: sums what the micro-batches of a step contribute, where steps are taken that way.
     """
-
-    updates = False
 
     def __init__(self, replica: Replica, compression: Compression | None = None) -> None:
         self._replica = replica
@@ -117,18 +112,15 @@ class StepMerge:
         self._groups: dict[StepLayout, _Groups] = {}
         self.unit = 1.0
         self.accumulates = False
-        self.synchronizes_batch_norm = False
-        self.global_size: int | None = None
         self.micro_batches: MicroBatchMerge | None = None
 
     @property
     def separate(self) -> bool:
-        """See `Merge.separate`."""
         return self.accumulates or self._reducer is not None
 
     @property
     def gather(self) -> Gather | None:
-        """See `Merge.gather`. None where gradients are accumulated (Keras sums their rows, too), or a step may have to
+        """None where gradients are accumulated (Keras sums their rows, too), or a step may have to
         be repeated, unless it is made of micro-batches."""
         if self.accumulates or (self.repeats and not self.in_micro_batches):
             return None
@@ -194,7 +186,6 @@ class StepMerge:
         self._all_reduce(zero, (1.0,), [np.empty_like(zero[0])])
 
     def total(self, own: Array, share: float) -> Array:
-        """See `Merge.total`."""
         if self.micro_batches is not None:
             return self.micro_batches.total(own)
         if self._mode is MergeMode.LOCAL:
@@ -202,7 +193,6 @@ class StepMerge:
         return self._replica.all_reduce([own if share else np.zeros_like(own)])[0]
 
     def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
-        """See `Merge.all_gather`."""
         if self.in_micro_batches:
             raise UnsupportedError(
                 "CommunicationOptions(deterministic=True): a loss over the global batch (OverGlobalBatch, Dice, ...) "

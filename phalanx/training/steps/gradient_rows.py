@@ -13,7 +13,7 @@ Array = np.ndarray[Any, Any]
 
 
 def join_rows(numbers_of: Sequence[Array], gradients_of: Sequence[Array], *, of_any_batch: bool) -> GradientRows:
-    """The rows of a whole batch from those of its parts; see `MergeProtocol.gather`."""
+    """The rows of a whole batch from those of its parts; see `Merge.gather`."""
     summed = _sum_rows(numbers_of, gradients_of) if of_any_batch else None
     return summed or GradientRows(np.concatenate(numbers_of), np.concatenate(gradients_of))
 

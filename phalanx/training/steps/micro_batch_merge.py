@@ -35,7 +35,7 @@ Array = np.ndarray[Any, Any]
 
 
 class MicroBatchMerge:
-    """Merges the micro-batches of one step after the other; see `phalanx.engines.engine.MergeProtocol`."""
+    """Merges the micro-batches of one step after the other; see `phalanx.engines.engine.Merge`."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
@@ -82,7 +82,7 @@ class MicroBatchMerge:
                 compute(micro)
 
     def total(self, own: Array) -> Array:
-        """See `MergeProtocol.total`."""
+        """See `Merge.total`."""
         contributed = self._contributed[-1]
         contributed.append(np.array(own).reshape(-1))
         if len(contributed) > len(self._totals):
@@ -90,7 +90,7 @@ class MicroBatchMerge:
         return self._totals[len(contributed) - 1].reshape(own.shape)
 
     def gather(self, rows: Sequence[GradientRows]) -> list[GradientRows]:
-        """See `MergeProtocol.gather`."""
+        """See `Merge.gather`."""
         micro = self._micro
         if micro.share:
             share = micro.share
@@ -101,7 +101,7 @@ class MicroBatchMerge:
         return [self._exchange_rows(number, like) for number, like in enumerate(rows)]
 
     def merge(self, layout: StepLayout, arrays: Sequence[Array]) -> list[Array]:
-        """See `MergeProtocol.__call__`."""
+        """See `Merge.__call__`."""
         micro = self._micro
         extremes = [i for i, weight in enumerate(layout.weights) if weight in EXTREMES]
         operations = [EXTREMES[layout.weights[i]] for i in extremes]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.engines.engine import Merge
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.errors import UnsupportedError
 from phalanx.monitoring import timeline
@@ -39,16 +40,8 @@ NO_EPOCH = -1
 SERIAL_BITS = 60
 
 
-def _refuse_to_gather(own: Array, share: float) -> tuple[Array, int]:
-    """See `MergeProtocol.all_gather`. Workers have no links to each other."""
-    raise UnsupportedError(
-        "A loss or layer needs the samples of all workers in every step, and workers of parameter servers send each "
-        "other nothing. Use MultiWorkerMirroredStrategy."
-    )
-
-
-class ParameterServerMerge:
-    """Lets the servers make a step's update (`engines.engine.MergeProtocol`).
+class ParameterServerMerge(Merge):
+    """Lets the servers make a step's update.
 
     A worker waits for the response to a step's gradients. Among n asynchronous workers, weights then lack about n - 1
     updates when the gradients that were computed with them arrive.
@@ -66,9 +59,6 @@ class ParameterServerMerge:
     """
 
     updates = separate = once_per_step = True
-    repeats = in_micro_batches = synchronizes_batch_norm = False
-    gather = global_size = None
-    all_gather = staticmethod(_refuse_to_gather)
 
     def __init__(self, worker: ParameterServerWorker) -> None:
         self._worker = worker
@@ -202,9 +192,14 @@ class ParameterServerMerge:
             )
 
     def total(self, own: Array, share: float) -> Array:
-        """See `MergeProtocol.total`."""
         layout = StepLayout.of([own], [MergeWeight.ONE])
         return np.array(layout.cut(self(layout, [own], share))[0])
+
+    def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
+        raise UnsupportedError(
+            "A loss or layer needs the samples of all workers in every step, and workers of parameter servers send "
+            "each other nothing. Use MultiWorkerMirroredStrategy."
+        )
 
     def _step(
         self, gradients: Sequence[Array], extras: Sequence[Array], weights: Sequence[MergeWeight], share: float

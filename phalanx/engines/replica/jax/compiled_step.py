@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from keras import tree
 
-from phalanx.engines.engine import Batch, MergeProtocol
+from phalanx.engines.engine import Batch, Merge
 from phalanx.engines.merge_collectives import MergeCollectives
 from phalanx.engines.replica.jax.jax_tensors import JaxTensors
 from phalanx.engines.replica.jax.split_step import CompiledHostCallError, SplitStep
@@ -35,7 +35,7 @@ class CompiledStep:
         self,
         function: Callable[..., Any],
         jit: Callable[..., Callable[..., Any]],
-        merge: MergeProtocol,
+        merge: Merge,
         donate: tuple[int, ...] = (),
         leave: Any = None,
     ) -> None:

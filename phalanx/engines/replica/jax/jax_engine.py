@@ -26,7 +26,7 @@ from keras import tree
 
 from phalanx.arrays.tree import map_leaves
 from phalanx.data.dataset_elements import ElementStructure
-from phalanx.engines.engine import Batch, MergeProtocol
+from phalanx.engines.engine import Batch, Merge
 from phalanx.engines.replica.jax.compiled_step import CompiledStep
 from phalanx.engines.replica.jax.local_step import LocalStep
 from phalanx.engines.replica.jax.model_arguments import ModelArguments
@@ -42,7 +42,7 @@ Values = list[Any]
 class JaxEngine(ReplicaEngine):
     """Steps of one Keras model on the JAX backend; see `phalanx.engines.engine.Engine`."""
 
-    def __init__(self, model: Any, merge: MergeProtocol) -> None:
+    def __init__(self, model: Any, merge: Merge) -> None:
         self._arguments = ModelArguments(model)
         super().__init__(model, merge, self._arguments)
         self._logs: dict[str, Any] = {}  # of the newest training step

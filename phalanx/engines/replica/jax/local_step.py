@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.engines.engine import MergeProtocol
+from phalanx.engines.engine import Merge
 from phalanx.engines.replica.jax.compiled_step import CompiledStep
 from phalanx.engines.replica.jax.model_compiler import ModelCompiler
 from phalanx.engines.replica.jax.step_functions import AppliedResults, LocalResults, StepFunctions
@@ -20,7 +20,7 @@ class LocalStep:
     it ends with the new weights.
     """
 
-    def __init__(self, model: Any, merge: MergeProtocol, functions: StepFunctions, compiler: ModelCompiler) -> None:
+    def __init__(self, model: Any, merge: Merge, functions: StepFunctions, compiler: ModelCompiler) -> None:
         self._model = model
         self._once = merge.once_per_step
         # A step that is not compiled may have effects on the program, and so must not be tried.

@@ -16,7 +16,7 @@ from keras import tree
 
 from phalanx.engines import step_logs
 from phalanx.engines.batch_packing import BatchPacking
-from phalanx.engines.engine import Batch, MergeProtocol
+from phalanx.engines.engine import Batch, Merge
 from phalanx.engines.merge_collectives import MergeCollectives
 from phalanx.engines.metric_rules import MetricRules
 from phalanx.engines.replica.jax.hyperparameters import Hyperparameters
@@ -82,7 +82,7 @@ class StepFunctions:
     def __init__(
         self,
         model: Any,
-        merge: MergeProtocol,
+        merge: Merge,
         compiler: ModelCompiler,
         batches: BatchPacking,
         rules: MetricRules,

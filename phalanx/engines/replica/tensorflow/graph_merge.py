@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from phalanx.engines.engine import GradientRows, MergeProtocol, MicroBatchKept
+from phalanx.engines.engine import GradientRows, Merge, MicroBatchKept
 from phalanx.engines.merge_collectives import MergeCollectives
 from phalanx.engines.replica.tensorflow.host_calls import call_on_host, take_failure
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
@@ -34,7 +34,7 @@ class GraphMerge:
         is_kept_in_graph: the same as a tensor.
     """
 
-    def __init__(self, merge: MergeProtocol) -> None:
+    def __init__(self, merge: Merge) -> None:
         self._merge = merge
         self.collectives = MergeCollectives(merge, self._call)
         self.share = 1.0

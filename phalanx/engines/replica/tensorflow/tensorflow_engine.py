@@ -23,7 +23,7 @@ from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
 from phalanx.engines.accelerations import registry
 from phalanx.engines.accelerations.tensorflow_fused_adam import fused_adam
-from phalanx.engines.engine import Batch, MergeProtocol, MicroBatchKept
+from phalanx.engines.engine import Batch, Merge, MicroBatchKept
 from phalanx.engines.replica.model_variables import ModelVariables, variables_of_optimizers, weights_of_present
 from phalanx.engines.replica.replica_engine import ReplicaEngine
 from phalanx.engines.replica.tensorflow.batch_functions import BatchFunction, to_tensors
@@ -53,7 +53,7 @@ them."""
 class TensorFlowEngine(ReplicaEngine):
     """Steps of one Keras model on the TensorFlow backend; see `phalanx.engines.engine.Engine`."""
 
-    def __init__(self, model: Any, merge: MergeProtocol) -> None:
+    def __init__(self, model: Any, merge: Merge) -> None:
         self._variables = TensorFlowVariables()
         super().__init__(model, merge, self._variables)
         self._state: list[Any] = []  # of the layers; known after `build`

@@ -21,7 +21,7 @@ from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
 from phalanx.engines.accelerations import registry
 from phalanx.engines.accelerations.torch_onednn_matmul import OneDNNMatmul
-from phalanx.engines.engine import Batch, MergeProtocol
+from phalanx.engines.engine import Batch, Merge
 from phalanx.engines.merge_collectives import MergeCollectives
 from phalanx.engines.replica.model_variables import ModelVariables, variables_of_optimizers, weights_of_present
 from phalanx.engines.replica.replica_engine import ReplicaEngine
@@ -44,7 +44,7 @@ Array = np.ndarray[Any, Any]
 class TorchEngine(ReplicaEngine):
     """Steps of one Keras model on the PyTorch backend; see `phalanx.engines.engine.Engine`."""
 
-    def __init__(self, model: Any, merge: MergeProtocol) -> None:
+    def __init__(self, model: Any, merge: Merge) -> None:
         if model.steps_per_execution > 1:  # as Keras on PyTorch
             raise ValueError(
                 f"`steps_per_execution` must be 1 with the PyTorch backend; the model was compiled with "
