@@ -99,7 +99,7 @@ class DistributedDataset:
         self._any_rank = None if alike else any_rank
         self.element_spec = element_spec
         self._convert = convert
-        self._sharded = ShardedInput(source, rank=rank, world_size=world_size)
+        self._sharded = ShardedInput(source, InputRequest(None, rank=rank, world_size=world_size))
         self._epochs = 0
 
     def __iter__(self) -> DistributedIterator:
@@ -235,7 +235,7 @@ def distribute_dataset(
     check_outside()
     return kind(
         source_registry.make_source(
-            InputRequest(dataset, rank=rank, world_size=world_size, seed=seed, opens_as_keras=False)
+            InputRequest(dataset, rank=rank, world_size=world_size, seed=seed, repeated=0, opens_as_keras=False)
         ),
         rank=rank,
         world_size=world_size,
@@ -259,9 +259,7 @@ def distribute_from_function(
     batched with the local batch size. It is neither cut nor compared with those of other ranks."""
     check_outside()
     dataset = function(InputContext(world_size, rank, world_size))
-    own = source_registry.make_source(
-        InputRequest(dataset, rank=0, world_size=1, seed=seed + rank, opens_as_keras=False)
-    )
+    own = source_registry.make_source(InputRequest(dataset, seed=seed + rank, repeated=0, opens_as_keras=False))
     return kind(
         PerRankSource(own),
         rank=rank,

@@ -5,13 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.data.sharding_policy import AutoShardPolicy
 from phalanx.data.shuffling import Shuffling
+from phalanx.errors import ConfigurationError
+from phalanx.keras_compat import data_adapters
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputRequest:
-    """One input of one rank; see `shard_input` for what each field means."""
+    """An input of `fit`, `evaluate` or `predict`, and the rank that reads it; fields of Keras mean what they do there.
+
+    Attributes:
+        x, y, sample_weight: as for `Model.fit`.
+        batch_size: the global batch size, over all ranks together, as is a dataset's own batch size.
+        steps_per_epoch: as for `Model.fit`.
+        shuffle: for arrays and PyDatasets, as in Keras. Ignored for datasets that shuffle themselves.
+        class_weight: as for `Model.fit`.
+        rank, world_size: this rank, and how many there are.
+        is_read_by_all: whether other processes read as this rank, too, and must get the same.
+        seed: equal on all ranks.
+        shuffling: for arrays, PyDatasets and map-style DataLoaders: how the ranks agree on the orders of the passes.
+            None: these depend on `seed` and the epoch alone, and so are the same on all ranks.
+        steps_per_execution: batches that Keras takes at once; see `InputPosition`.
+        repeated: of a generator, see `StreamCursor`.
+        opens_as_keras: whether it opens one pass more than it reads, where Keras's `fit` does.
+    """
 
     x: Any
     y: Any = None
@@ -25,6 +42,12 @@ class InputRequest:
     is_read_by_all: bool = False
     seed: int = 0
     shuffling: Shuffling | None = None
-    policy: AutoShardPolicy | None = None
-    repeated: int = 0  # of a generator, see `StreamCursor`
-    opens_as_keras: bool = True  # whether it opens one pass more than it reads, where Keras's `fit` does
+    steps_per_execution: int = 1
+    repeated: int = data_adapters.NUM_BATCHES_FOR_SHAPES
+    opens_as_keras: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigurationError(f"rank must be 0 to world_size - 1; got rank {self.rank} of {self.world_size}.")
+        if self.class_weight is not None and self.sample_weight is not None:
+            raise ConfigurationError("You cannot `class_weight` and `sample_weight` at the same time.")

@@ -19,92 +19,25 @@ from phalanx.data.input_request import InputRequest
 from phalanx.data.local_batch import LocalBatch
 from phalanx.data.reading_apart import reading_apart
 from phalanx.data.sharding_policy import AutoShardPolicy
-from phalanx.data.shuffling import Shuffling
 from phalanx.data.source import Source
 from phalanx.data.source_registry import make_source
 from phalanx.errors import ConfigurationError
-from phalanx.keras_compat import data_adapters
 
 
-def shard_input(
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
-    *,
-    batch_size: int | None = None,
-    steps_per_epoch: int | None = None,
-    shuffle: bool | str = False,
-    class_weight: dict[int, float] | None = None,
-    rank: int,
-    world_size: int,
-    is_read_by_all: bool = False,
-    seed: int,
-    shuffling: Shuffling | None = None,
-    policy: AutoShardPolicy | None = None,
-    steps_per_execution: int = 1,
-) -> ShardedInput:
-    """What one rank reads of an input of `fit`, `evaluate` or `predict`; arguments mean what they do there.
-
-    Args:
-        x: as for `Model.fit`.
-        y: as for `Model.fit`.
-        sample_weight: as for `Model.fit`.
-        batch_size: the global batch size, over all ranks together, as is a dataset's own batch size.
-        steps_per_epoch: as for `Model.fit`.
-        shuffle: for arrays and PyDatasets, as in Keras. Ignored for datasets that shuffle themselves.
-        class_weight: as for `Model.fit`.
-        rank: this rank.
-        world_size: the number of ranks.
-        is_read_by_all: whether other processes read as this rank, too, and must get the same.
-        seed: equal on all ranks.
-        shuffling: for arrays, PyDatasets and map-style DataLoaders: how the ranks agree on the orders of the passes.
-            None: these depend on `seed` and the epoch alone, and so are the same on all ranks.
-        policy: for tf.data.Dataset; None for the one in the dataset's options, AUTO if there is none.
-        steps_per_execution: batches that Keras takes at once; see `InputPosition`.
+def shard_input(request: InputRequest) -> ShardedInput:
+    """What one rank reads of an input.
 
     Raises:
         TypeError: the input is of no kind that Phalanx reads.
         ConfigurationError: arguments do not fit the input. Every rank raises, because every rank sees the same.
     """
-    if not 0 <= rank < world_size:
-        raise ConfigurationError(f"rank must be 0 to world_size - 1; got rank {rank} of {world_size}.")
-    if class_weight is not None and sample_weight is not None:
-        raise ConfigurationError("You cannot `class_weight` and `sample_weight` at the same time.")
-    source = make_source(
-        InputRequest(
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size,
-            steps_per_epoch=steps_per_epoch,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            rank=rank,
-            world_size=world_size,
-            is_read_by_all=is_read_by_all,
-            seed=seed,
-            shuffling=shuffling,
-            policy=None if policy is None else AutoShardPolicy.of(policy),
-            repeated=data_adapters.NUM_BATCHES_FOR_SHAPES,
-        )
-    )
-    _check_length(source, steps_per_epoch)
-    return ShardedInput(
-        source,
-        rank=rank,
-        world_size=world_size,
-        steps_per_epoch=steps_per_epoch,
-        steps_per_execution=steps_per_execution,
-        as_keras=shuffling is not None,
-    )
-
-
-def _check_length(source: Source, steps_per_epoch: int | None) -> None:
-    if source.traits.is_endless and steps_per_epoch is None:
+    source = make_source(request)
+    if source.traits.is_endless and request.steps_per_epoch is None:
         raise ConfigurationError(
             f"The {source.traits.kind} never ends. When passing an infinitely repeating dataset, you must specify "
             "the `steps_per_epoch` argument (`steps` in evaluate and predict)."
         )
+    return ShardedInput(source, request)
 
 
 class ShardedInput:
@@ -122,34 +55,21 @@ class ShardedInput:
 
     Args:
         source: see above.
-        rank: this rank.
-        world_size: the number of ranks.
-        steps_per_epoch: batches in an epoch; None for all.
-        steps_per_execution: see `shard_input`.
-        as_keras: whether to draw the random numbers of the program that Keras itself would draw to open a pass.
+        request: what the source was made for. If its ranks agree on orders (`shuffling`), opening a pass draws the
+            random numbers of the program that Keras itself would draw.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        *,
-        rank: int,
-        world_size: int,
-        steps_per_epoch: int | None = None,
-        steps_per_execution: int = 1,
-        as_keras: bool = False,
-    ):
-        if steps_per_epoch is not None and steps_per_epoch < 1:
-            raise ConfigurationError(f"steps_per_epoch must be at least 1; got {steps_per_epoch}.")
+    def __init__(self, source: Source, request: InputRequest):
+        self._steps = steps = request.steps_per_epoch
+        if steps is not None and steps < 1:
+            raise ConfigurationError(f"steps_per_epoch must be at least 1; got {steps}.")
         self.source = source
-        draws = as_keras and not source.traits.draws_as_keras
-        self.position = InputPosition(source, steps_per_epoch, group=steps_per_execution, draws=draws)
-        self._steps = steps_per_epoch
-        self.description = InputDescription(source, steps_per_epoch, world_size)
+        draws = request.shuffling is not None and not source.traits.draws_as_keras
+        self.position = InputPosition(source, steps, group=request.steps_per_execution, draws=draws)
+        self.description = InputDescription(source, steps, request.world_size)
         self.structure = ElementStructure.PARTS
         self.may_be_empty = False
-        self._rank = rank
-        self._world_size = world_size
+        self._rank, self._world_size = request.rank, request.world_size
         self._last: LocalShare | None = None
 
     # What the data is.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
 
 from phalanx.errors import ConfigurationError
 
@@ -30,19 +29,6 @@ class AutoShardPolicy(enum.IntEnum):
     FILE = 1
     DATA = 2
     HINT = 3
-
-    @classmethod
-    def of(cls, value: Any) -> AutoShardPolicy:
-        """A policy given as a member of this class or of TensorFlow's, as a name or as a value.
-
-        Raises: ConfigurationError for anything else, naming the policies.
-        """
-        try:
-            return cls[value.upper()] if isinstance(value, str) else cls(int(value))
-        except (KeyError, ValueError, TypeError):
-            raise ConfigurationError(
-                f"auto_shard_policy must be one of {', '.join(policy.name for policy in cls)}; got {value!r}."
-            ) from None
 
 
 @dataclass(frozen=True, slots=True)

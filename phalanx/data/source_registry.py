@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from phalanx.data.input_request import InputRequest
-from phalanx.data.sharding_policy import AutoShardPolicy
 from phalanx.data.source import Source
 from phalanx.errors import ConfigurationError
 
@@ -74,13 +73,7 @@ def accepts_batch_size(x: Any) -> bool:
 
 def make_source(request: InputRequest) -> Source:
     """The source of an input; errors as for `shard_input`."""
-    kind, policy = find_kind(request.x), request.policy
-    if (kind is None or kind.name != TF_DATASET) and policy not in (None, AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
-        raise ConfigurationError(
-            f"AutoShardPolicy.{policy.name} applies to tf.data.Dataset only, got {_type_name(request.x)}. All other "
-            "inputs are divided by DATA. For data that each replica reads for itself, use "
-            "`strategy.distribute_datasets_from_function`."
-        )
+    kind = find_kind(request.x)
     if kind is not None:
         _check_dataset_arguments(kind, request)
     module = "phalanx.data.array_source" if kind is None else kind.module

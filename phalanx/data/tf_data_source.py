@@ -53,10 +53,9 @@ def make_source(request: InputRequest) -> StreamSource:
     Raises: ConfigurationError if the elements are no batches, or for FILE without files or with fewer files
         than ranks.
     """
-    dataset, policy, world_size = request.x, request.policy, request.world_size
+    dataset, world_size = request.x, request.world_size
     _check_batches(dataset.element_spec)
-    if policy is None:
-        policy = AutoShardPolicy.of(dataset.options().experimental_distribute.auto_shard_policy)
+    policy = AutoShardPolicy(int(dataset.options().experimental_distribute.auto_shard_policy))
     files = _source_files(dataset) if policy is AutoShardPolicy.FILE else None
     if request.class_weight is not None:
         _check_class_weight(dataset.element_spec)

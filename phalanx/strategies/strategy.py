@@ -21,6 +21,7 @@ from phalanx.collectives.communicator import Array, ReduceOp
 from phalanx.collectives.reduction import wire_dtype
 from phalanx.compat.unsupported_names import missing_member
 from phalanx.compression.compression_registry import describe
+from phalanx.data.input_request import InputRequest
 from phalanx.engines import make_tensors, making_placed, put_on_mesh, running_placed
 from phalanx.engines.spmd.placement import Placement
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
@@ -329,15 +330,15 @@ class Strategy:
 
     def explain_sharding(self, dataset: Any, *, batch_size: int | None = None) -> str:
         """What each replica will read of an input of `fit`, and why. Does not communicate."""
-        source = data.shard_input(
+        steps = 1 if batch_size is None and not data.accepts_batch_size(dataset) else None
+        request = InputRequest(
             dataset,
             batch_size=batch_size,
-            steps_per_epoch=1 if batch_size is None and not data.accepts_batch_size(dataset) else None,
+            steps_per_epoch=steps,
             rank=self.rank,
             world_size=self._replica.world_size,
-            seed=0,
         )
-        return source.description.explain()
+        return data.shard_input(request).description.explain()
 
     def _input_arguments(self) -> dict[str, Any]:
         own = int(np.random.randint(2**31 - 1))

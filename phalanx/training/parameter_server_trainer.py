@@ -14,6 +14,7 @@ from typing import Any
 from keras.callbacks import CallbackList
 
 from phalanx.data import ShardedInput, shard_input
+from phalanx.data.input_request import InputRequest
 from phalanx.data.numbered_batches import NumberedBatches
 from phalanx.data.shuffling import Shuffling
 from phalanx.errors import UnsupportedError
@@ -96,7 +97,7 @@ class ParameterServerTrainer:
 
     def _open_input(self, fit: int, arguments: FitArguments, batches: TicketBatches) -> ShardedInput:
         worker, remote_model = self._worker, self._remote_model
-        return shard_input(
+        request = InputRequest(
             arguments.x,
             arguments.y,
             arguments.sample_weight,
@@ -105,13 +106,12 @@ class ParameterServerTrainer:
             shuffle=arguments.shuffle,
             class_weight=arguments.class_weight,
             steps_per_execution=self._model.steps_per_execution,
-            rank=0,
-            world_size=1,
             shuffling=Shuffling(
                 worker.is_chief, peeked=lambda: remote_model.builds_from_a_batch, from_chief=batches.agree_on_order
             ),
             seed=zlib.crc32(f"{worker.seed} {fit}".encode()),
         )
+        return shard_input(request)
 
     def _build_callbacks(self, arguments: FitArguments, source: ShardedInput) -> Any:
         worker, callbacks = self._worker, arguments.callbacks

@@ -12,6 +12,7 @@ from keras import tree
 from phalanx.arrays.tree import map_leaves
 from phalanx.data import ShardedInput, shard_input
 from phalanx.data.dataset_elements import ElementStructure
+from phalanx.data.input_request import InputRequest
 from phalanx.data.shuffling import Shuffling
 from phalanx.engines import make_engine, make_spmd_engine
 from phalanx.engines.engine import Batch, Engine
@@ -88,11 +89,11 @@ class ReplicaModel:
         Args:
             steps: number of batches in an epoch; None for all data.
             seed: determines the orders of the samples; None: in fixed jobs the chief shuffles as Keras does.
-            options: passed to `shard_input`.
+            options: further fields of `InputRequest`.
         """
         replica = self.replica
         rank, world_size = read_part(replica)
-        return shard_input(
+        request = InputRequest(
             x,
             y,
             sample_weight,
@@ -106,6 +107,7 @@ class ReplicaModel:
             seed=self._new_seed() if seed is None else seed,
             **options,
         )
+        return shard_input(request)
 
     def _new_seed(self) -> int:
         """A seed for one method call, equal on all ranks."""

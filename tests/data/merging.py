@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from phalanx import data as inputs
 from phalanx.arrays.tree import leaves
-from phalanx.data import LocalBatch, ShardedInput, shard_input
+from phalanx.data import LocalBatch, ShardedInput
+from phalanx.data.input_request import InputRequest
 
 WORLD_SIZES = (1, 2, 3, 5)
 SEED = 11
+
+
+def shard_input(*arguments, **fields) -> ShardedInput:
+    """What a rank reads of an input; see `InputRequest`."""
+    return inputs.shard_input(InputRequest(*arguments, **fields))
 
 
 def ranks_of(make, world_size: int, **options) -> list[ShardedInput]:

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from phalanx.data import shard_input
 from phalanx.errors import ConfigurationError
 from tests.data.merging import (
     SEED,
@@ -10,6 +9,7 @@ from tests.data.merging import (
     keras_batches,
     merged_epoch,
     ranks_of,
+    shard_input,
 )
 
 SAMPLES = 23
@@ -216,8 +216,6 @@ def test_signatures_tell_ranks_with_other_data_apart():
         (("text",), {}, TypeError, r"The input x is str.*tf.data.Dataset"),
         ((None,), {}, TypeError, "NoneType"),
         ((X, "y"), {}, TypeError, "`y` is not an array: it is str"),
-        ((X,), {"policy": 1}, ConfigurationError, r"FILE applies to tf.data.Dataset only"),
-        ((X,), {"policy": "shared"}, ConfigurationError, "one of OFF, AUTO, FILE, DATA, HINT"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, options, error, message):

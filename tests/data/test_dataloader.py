@@ -3,9 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
-from phalanx.data import shard_input
 from phalanx.errors import ConfigurationError
-from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
+from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of, shard_input
 
 torch = pytest.importorskip("torch")
 data = torch.utils.data

@@ -5,8 +5,9 @@ import keras
 import numpy as np
 import pytest
 
-from phalanx.data import DatasetCreator, InputContext, distribute_dataset, distribute_from_function, shard_input
+from phalanx.data import DatasetCreator, InputContext, distribute_dataset, distribute_from_function
 from phalanx.errors import ConfigurationError
+from tests.data.merging import shard_input
 
 X = np.arange(22.0).reshape(11, 2)
 Y = np.arange(11)

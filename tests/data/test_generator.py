@@ -5,12 +5,12 @@ import traceback
 import numpy as np
 import pytest
 
-from phalanx.data import ShardedInput, shard_input
+from phalanx.data import ShardedInput
 from phalanx.data.distributed_dataset import PerRankSource
 from phalanx.data.input_request import InputRequest
 from phalanx.data.source import SourceTraits, StreamSource
 from phalanx.errors import ConfigurationError
-from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
+from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of, shard_input
 
 SIZES = [7, 7, 2, 1]
 
@@ -206,7 +206,7 @@ def test_whether_batches_are_compared_follows_the_number_of_ranks():
 def test_so_can_what_an_input_function_of_this_rank_made():
     stream = StreamSource(lambda key: source, SourceTraits("generator", "generator"), InputRequest(None), is_once=True)
     source = endless()
-    sharded = ShardedInput(PerRankSource(stream), rank=0, world_size=2, steps_per_epoch=3)
+    sharded = ShardedInput(PerRankSource(stream), InputRequest(None, rank=0, world_size=2, steps_per_epoch=3))
     with sharded.recording() as rewind:
         walk = sharded.epoch(0)
         assert [next(walk).data[0][0, 0] for _ in range(2)] == [0, 1]

@@ -35,8 +35,9 @@ def test_importing_the_layer_imports_neither_keras_nor_a_backend():
 
 def test_arrays_do_not_import_tensorflow_or_torch():
     code = (
-        "import sys, os, numpy as np; os.environ['KERAS_BACKEND'] = 'jax'; from phalanx.data import "
-        "shard_input; s = shard_input(np.ones((8, 2)), np.ones(8), rank=0, world_size=2, seed=0); "
+        "import sys, os, numpy as np; os.environ['KERAS_BACKEND'] = 'jax'; from phalanx.data import shard_input; "
+        "from phalanx.data.input_request import InputRequest; "
+        "s = shard_input(InputRequest(np.ones((8, 2)), np.ones(8), world_size=2)); "
         "list(s.epoch(0)); print([name for name in ('tensorflow', 'torch') if name in sys.modules])"
     )
     if __import__("importlib.util").util.find_spec("jax") is None:

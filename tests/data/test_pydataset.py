@@ -4,9 +4,8 @@ import threading
 import numpy as np
 import pytest
 
-from phalanx.data import shard_input
 from phalanx.errors import ConfigurationError
-from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
+from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of, shard_input
 
 keras = pytest.importorskip("keras")
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from phalanx.arrays.tree import leaves
-from phalanx.data import AutoShardPolicy, distribute_dataset, shard_input, tf_data_source
+from phalanx.data import AutoShardPolicy, distribute_dataset, tf_data_source
 from phalanx.errors import ConfigurationError, UnsupportedError
-from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of
+from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of, shard_input
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -36,6 +36,10 @@ def with_policy(data, policy):
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = policy
     return data.with_options(options)
+
+
+def by_files(data):
+    return with_policy(data, Policy.FILE)
 
 
 KINDS = {
@@ -267,7 +271,7 @@ PIPELINES = {
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_files_are_divided_over_ranks(record_files, pipeline, world_size):
-    ranks = ranks_of(lambda: (PIPELINES[pipeline](record_files).batch(6),), world_size, policy=AutoShardPolicy.FILE)
+    ranks = ranks_of(lambda: (by_files(PIPELINES[pipeline](record_files).batch(6)),), world_size)
     seen = []
     for number, rank in enumerate(ranks):
         assert rank.source.traits.policy is AutoShardPolicy.FILE
@@ -283,7 +287,7 @@ def test_files_are_divided_over_ranks(record_files, pipeline, world_size):
 
 
 def test_text_files_are_divided_too(text_files):
-    ranks = ranks_of(lambda: (tf.data.TextLineDataset(text_files).batch(4),), 2, policy="file")
+    ranks = ranks_of(lambda: (by_files(tf.data.TextLineDataset(text_files).batch(4)),), 2)
     assert sorted(itertools.chain(*(batch for rank in ranks for batch in records(rank)))) == sorted(ALL)
     assert f"rank 1 reads {text_files[1]}, {text_files[3]}" in ranks[0].description.explain()
     assert "FILE (tf.data.Dataset): each of the 2 replicas reads its own files; it reads 5 files" in (
@@ -292,7 +296,7 @@ def test_text_files_are_divided_too(text_files):
 
 
 def test_local_batch_sizes_take_turns_so_that_each_step_is_a_global_batch(record_files):
-    ranks = ranks_of(lambda: (tf.data.TFRecordDataset(record_files[:4]).batch(7),), 2, policy="file")
+    ranks = ranks_of(lambda: (by_files(tf.data.TFRecordDataset(record_files[:4]).batch(7)),), 2)
     sizes = [[len(batch) for batch in records(rank)] for rank in ranks]
     assert sizes == [[4, 3, 4, 3], [3, 4, 3, 4]]
 
@@ -309,23 +313,14 @@ def test_by_default_files_are_read_as_by_one_process(record_files, pipeline):
     assert sorted(itertools.chain(*(batch[0] for batch in batches))) == sorted(ALL)
 
 
-@pytest.mark.parametrize("policy", [AutoShardPolicy.FILE, "of TensorFlow", "file"])
-def test_the_file_policy_demands_files(record_files, policy):
-    policy = Policy.FILE if policy == "of TensorFlow" else policy
+def test_the_file_policy_demands_files(record_files):
     with pytest.raises(ConfigurationError, match="its source is not a list of files"):
-        shard_input(dataset(), policy=policy, rank=0, world_size=2, seed=0)
+        shard_input(by_files(dataset()), rank=0, world_size=2, seed=0)
     with pytest.raises(ConfigurationError, match="it reads 5 files, fewer than the 6 replicas"):
-        shard_input(tf.data.TFRecordDataset(record_files).batch(2), policy=policy, rank=0, world_size=6, seed=0)
+        shard_input(by_files(tf.data.TFRecordDataset(record_files).batch(2)), rank=0, world_size=6, seed=0)
     data = tf.data.Dataset.from_tensor_slices(record_files).map(tf.io.read_file).batch(2)
     with pytest.raises(ConfigurationError, match="TensorFlow finds no file reader"):
-        shard_input(data, policy=policy, rank=0, world_size=2, seed=0)
-
-
-def test_the_argument_wins_over_the_options_of_the_dataset(record_files):
-    data = with_policy(tf.data.TFRecordDataset(record_files).batch(4), Policy.DATA)
-    assert shard_input(data, rank=0, world_size=2, seed=0).source.traits.policy is AutoShardPolicy.DATA
-    chosen = shard_input(data, policy=AutoShardPolicy.FILE, rank=0, world_size=2, seed=0)
-    assert chosen.source.traits.policy is AutoShardPolicy.FILE
+        shard_input(by_files(data), rank=0, world_size=2, seed=0)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -355,7 +350,7 @@ def test_the_hint_becomes_a_shard_of_the_rank():
 def test_other_file_lists_have_other_signatures(record_files):
     def signature(names):
         data = tf.data.TFRecordDataset(names).batch(4)
-        return shard_input(data, rank=0, world_size=2, seed=0, policy="file").description.signature
+        return shard_input(by_files(data), rank=0, world_size=2, seed=0).description.signature
 
     assert signature(record_files) == signature(list(record_files))
     assert signature(record_files) != signature(record_files[::-1])
