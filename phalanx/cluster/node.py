@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Self
 
 from phalanx.cluster.membership import FIRST_GENERATION, Membership
 from phalanx.cluster.peer_identification import PROBE, ProbeService
@@ -17,8 +19,7 @@ from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.transport.listener import Listener
 
 
-@dataclass(eq=False)
-class Node:
+class Node(ABC):
     """Owns the resources of a member: the links to the other members, and the port for later connections.
 
     Attributes:
@@ -47,18 +48,30 @@ class Node:
         """The configuration of the job."""
         return self.identity.config
 
-    def __enter__(self) -> Node:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @abstractmethod
     def close(self, *, flush: bool = True) -> None:
         """Leave the job: close the links and free the port. Safe to call twice.
 
         Args:
             flush: whether to wait until all bytes sent have arrived, as a process that has finished does.
         """
+
+
+@dataclass(eq=False)
+class FixedNode(Node):
+    """A member of a job of fixed size."""
+
+    identity: TaskIdentity
+    membership: Membership
+    listener: Listener | None
+
+    def close(self, *, flush: bool = True) -> None:
         self.membership.close(flush=flush)
         if self.listener is not None:
             self.listener.close()
@@ -71,7 +84,7 @@ def join(
     facts: JobFacts | None = None,
     config: JobConfig | None = None,
     timeout_s: float | None = None,
-) -> Node:
+) -> FixedNode:
     """Find the other tasks of the cluster; returns when all of them are linked to each other.
 
     A cluster without tasks, one with a single worker, and the task of an evaluator are a world of one, which does
@@ -122,15 +135,15 @@ def join(
     if task.type == EVALUATOR or len(spec.ranked_tasks) == 1:
         return _single_process_node(me)
     membership, listener = gather_members(me, config.rendezvous_timeout_s if timeout_s is None else timeout_s)
-    return Node(me, membership, listener)
+    return FixedNode(me, membership, listener)
 
 
-def _single_process_node(me: TaskIdentity) -> Node:
+def _single_process_node(me: TaskIdentity) -> FixedNode:
     membership = Membership(FIRST_GENERATION, 0, (me.description.as_member(0),))
     listener = None
     if me.config.listen_fd is not None and me.task.type != EVALUATOR and EVALUATOR in me.spec.jobs:
         listener = _open_probe_port(me)
-    return Node(me, membership, listener)
+    return FixedNode(me, membership, listener)
 
 
 def _open_probe_port(me: TaskIdentity) -> Listener:

@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from phalanx.cluster.link_benchmark import fastest
-from phalanx.cluster.membership import Member, Membership
+from phalanx.cluster.membership import Member
+from phalanx.cluster.node import Node
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import FrameError, HandshakeError, LinkClosedError, LinkTimeoutError
 from phalanx.monitoring import timeline
@@ -24,7 +24,6 @@ from phalanx.transport.address import Address
 from phalanx.transport.decoding import Decoder, decode_message
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
-from phalanx.transport.listener import Listener
 
 logger = logging.getLogger(__name__)
 
@@ -54,19 +53,6 @@ class _Events(msgspec.Struct, frozen=True, tag="events"):
 
 _Message = _Ping | _Events
 _LOST = (LinkClosedError, LinkTimeoutError, FrameError, HandshakeError)
-
-
-class TimelineNode(Protocol):
-    """The part of a `Node` or `ElasticNode` that a timeline needs."""
-
-    @property
-    def identity(self) -> TaskIdentity: ...
-
-    @property
-    def membership(self) -> Membership: ...
-
-    @property
-    def listener(self) -> Listener | None: ...
 
 
 class TimelineRelay:
@@ -159,7 +145,7 @@ _EVENTS = msgspec.msgpack.encode(_Events())
 _relay: TimelineRelay | None = None
 
 
-def start_recording(node: TimelineNode, path: Path, *, overwrite: bool = False, marks_cycles: bool = False) -> None:
+def start_recording(node: Node, path: Path, *, overwrite: bool = False, marks_cycles: bool = False) -> None:
     """Record this process in the job's timeline, until `stop_recording`.
 
     Args:

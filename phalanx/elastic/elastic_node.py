@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from phalanx.cluster import membership_messages as messages
 from phalanx.cluster.member_links import MemberLinks
-from phalanx.cluster.membership import Membership
 from phalanx.cluster.node import Node, join
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import RANKED_TYPES, ClusterSpec, Task
@@ -13,10 +12,11 @@ from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
 from phalanx.elastic.coordinator_client import CoordinatorClient
 from phalanx.transport.link import wait_until_delivered
+from phalanx.transport.listener import Listener
 
 
-class ElasticNode:
-    """This process's place in an elastic job; offers what `cluster.node.Node` offers. A context manager.
+class ElasticNode(Node):
+    """This process's place in an elastic job.
 
     Args:
         spec: the cluster; only this process's own address is used.
@@ -25,7 +25,6 @@ class ElasticNode:
         config: the configuration.
 
     Attributes:
-        listener: the port of this process.
         coordinator: the link to the elastic coordinator.
         links: the links to the other members.
         generation, addresses: the number and the members of the last generation that was ordered, whether or not its
@@ -37,11 +36,13 @@ class ElasticNode:
     Raises: as `CoordinatorClient`.
     """
 
+    listener: Listener
+
     def __init__(self, spec: ClusterSpec, task: Task, facts: JobFacts, config: JobConfig):
         # The coordinator alone knows the addresses of all members.
         self.identity = identity = TaskIdentity(spec, task, facts, config, is_elastic=True)
-        self.task, self.cluster_spec, self.config = task, spec, config
         self.links = MemberLinks(identity)
+        self.membership = self.links.membership
         self.generation = 0
         self.addresses: tuple[messages.MemberAddress, ...] = ()
         self._is_closed = False
@@ -55,17 +56,6 @@ class ElasticNode:
             raise
         self.is_candidate = self.is_late = self.coordinator.response.has_begun
         self.initial_world_size = self.coordinator.response.initial_world_size
-
-    def __enter__(self) -> ElasticNode:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def membership(self) -> Membership:
-        """The present generation; before the first one, a world of this process alone."""
-        return self.links.membership
 
     @property
     def is_regroup_requested(self) -> bool:
@@ -112,13 +102,10 @@ class ElasticNode:
         if order.generation == 1:
             self.initial_world_size = len(order.members)
         self.links.form(order)
+        self.membership = self.links.membership
 
     def close(self, *, flush: bool = True) -> None:
-        """Leave the job; safe to call twice.
-
-        Args:
-            flush: whether this process has finished. Otherwise the others lose it.
-        """
+        """See `Node.close`; without `flush`, the others lose this process."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -130,7 +117,7 @@ class ElasticNode:
         self.links.close()
 
 
-def join_node(cluster: ClusterResolver, facts: JobFacts, config: JobConfig) -> Node | ElasticNode:
+def join_node(cluster: ClusterResolver, facts: JobFacts, config: JobConfig) -> Node:
     """Join the job of this process: an elastic one if its launcher runs a coordinator, otherwise one of fixed size.
 
     Args:

@@ -18,6 +18,7 @@ from phalanx.cluster import Node, timeline_relay
 from phalanx.cluster.member_links import MemberLinks, NotFormedError
 from phalanx.cluster.membership import Membership, Rank
 from phalanx.cluster.membership_messages import FormGeneration, MemberAddress
+from phalanx.cluster.node import FixedNode
 from phalanx.cluster.resolvers.auto_resolver import resolve
 from phalanx.cluster.task_comparison import JobFacts
 from phalanx.collectives import CommunicationOptions, connect
@@ -54,7 +55,7 @@ class HorovodJob:
         needs_state: whether the members have a state that this process has not received yet.
     """
 
-    def __init__(self, node: Node | ElasticNode, environment: HorovodEnvironment):
+    def __init__(self, node: Node, environment: HorovodEnvironment):
         self._node = node
         self._environment = environment
         self._timeout_s = environment.end_s or node.config.timeout_s
@@ -281,7 +282,7 @@ def join_job() -> HorovodJob:
             except BaseException as error:
                 timeline_relay.stop_recording()
                 # A candidate that is not needed has finished; the others lose one that fails.
-                node.close(flush=isinstance(node, Node) or isinstance(error, SystemExit))
+                node.close(flush=isinstance(node, FixedNode) or isinstance(error, SystemExit))
                 raise
             process_exit.at_exit(leave_job)
         return _job

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.cluster.membership import FIRST_GENERATION, Member, Membership
-from phalanx.cluster.node import Node
+from phalanx.cluster.node import FixedNode
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import WORKER, Task
 from phalanx.cluster.task_comparison import JobFacts
@@ -17,7 +17,7 @@ from phalanx.config.job_config import JobConfig
 
 
 @dataclass(eq=False)
-class SimulatedNode(Node):
+class SimulatedNode(FixedNode):
     """Rank 0 of many.
 
     Attributes:

@@ -10,6 +10,7 @@ import keras
 
 from phalanx.cluster import Node, timeline_relay
 from phalanx.cluster.membership import Membership
+from phalanx.cluster.node import FixedNode
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import EVALUATOR
 from phalanx.cluster.task_comparison import JobFacts
@@ -45,7 +46,7 @@ class CurrentJob:
 
     def __init__(
         self,
-        node: Node | ElasticNode,
+        node: Node,
         communicator: Communicator,
         resolver: ClusterResolver,
         options: CommunicationOptions,
@@ -91,7 +92,7 @@ class CurrentJob:
 
     def register(self, purpose: str, service: Service) -> None:
         """Serve links for a purpose on this task's port, in a job of fixed size."""
-        assert isinstance(self._node, Node)
+        assert isinstance(self._node, FixedNode)
         assert self._node.listener is not None, "a world of one has no port"
         self._node.listener.register(purpose, service)
 
@@ -211,7 +212,7 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions, devices: Seq
         set_random_state(job.replica.run_recorded(lambda: communicator.broadcast_bytes(random_state())))
     except BaseException:
         timeline_relay.stop_recording()
-        node.close(flush=isinstance(node, Node))
+        node.close(flush=isinstance(node, FixedNode))
         raise
     telemetry.current.read_gpu = gpu_figures.read
     telemetry.announce(lambda: communicator.statistics)
