@@ -34,6 +34,8 @@ class MergeCollectives:
         has_gathered: whether a step has called `all_gather`.
     """
 
+    may_lack_samples = False
+
     def __init__(self, merge: Merge, call: Call) -> None:
         self._merge = merge
         self._call = call

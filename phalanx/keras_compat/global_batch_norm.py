@@ -5,6 +5,8 @@ refuses the argument. While a rank takes a step, or is in `strategy.run`, the la
 variance come from two sums over the ranks, one after the other, so no digits are lost; gradients flow back through
 those sums (Ioffe and Szegedy 2015, section 3).
 
+A layer that is not synchronized keeps its statistics in `strategy.run` where the replica's batch has no samples.
+
 `trainer_hook` patches `BatchNormalization.__init__` and `_moments`. Tested with Keras 3.12 and 3.15.
 """
 
@@ -47,9 +49,23 @@ def synchronizing(original: Callable[..., Any]) -> Callable[..., Any]:
             return moments(self, inputs, mask, collectives.all_reduce)
         if self.synchronized and keras.backend.backend() != "tensorflow":  # where Keras knows of no other replicas
             return moments(self, inputs, mask, lambda tensors: tensors)
+        if collectives is not None and collectives.may_lack_samples and inputs.shape[0] in (0, None):
+            return _of_samples(self, inputs, original(self, inputs, mask))
         return original(self, inputs, mask)
 
     return method
+
+
+def _of_samples(layer: Any, inputs: Any, computed: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Mean and variance, and of a batch without samples what the layer has collected: Keras computes NaN, which the
+    layer would keep."""
+    has_samples = ops.shape(inputs)[0] > 0
+    collected = (layer.moving_mean, layer.moving_variance)
+    mean, variance = (
+        ops.where(has_samples, of_batch, ops.cast(of_all, of_batch.dtype))
+        for of_batch, of_all in zip(computed, collected, strict=True)
+    )
+    return mean, variance
 
 
 def moments(layer: Any, inputs: Any, mask: Any, sum_over_ranks: Sum) -> tuple[Any, Any]:

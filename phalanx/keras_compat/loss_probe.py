@@ -280,7 +280,7 @@ def _merged(function: Loss, parts: Sequence[Any], rows: Sequence[int]) -> tuple[
 class _Rank:
     """The collectives of one of several ranks that one process computes in turn, again until all are answered."""
 
-    weights_gradients = synchronizes_batch_norm = False
+    weights_gradients = synchronizes_batch_norm = may_lack_samples = False
 
     def __init__(self, number: int, known: list[list[Array]]) -> None:
         self.number = number

@@ -23,10 +23,12 @@ class StepCollectives(Protocol):
     Attributes:
         weights_gradients: whether what flows back has yet to be weighted by the ranks' shares; see `global_gradients`.
         synchronizes_batch_norm: whether all batch normalization is over the batches of all ranks.
+        may_lack_samples: whether a rank without samples computes with a batch of none, and with no placeholder.
     """
 
     weights_gradients: bool
     synchronizes_batch_norm: bool
+    may_lack_samples: bool
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
         """Sums over the ranks, all in one message.

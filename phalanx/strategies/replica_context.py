@@ -70,6 +70,7 @@ class _Collectives:
     """See `StepCollectives`."""
 
     weights_gradients = False
+    may_lack_samples = True
 
     def __init__(self, context: ReplicaContext) -> None:
         self._context = context

@@ -1035,6 +1035,24 @@ def batch_normalization_over_all_replicas_in_a_custom_loop(setting: Setting) -> 
     return _loop(setting, _step_on_tensorflow(model, optimizer), model)
 
 
+@scenario(plain=False)
+def batch_normalization_keeps_what_it_has_of_a_batch_without_samples(setting: Setting) -> dict[str, Any]:
+    strategy, rank = setting.strategy, setting.rank
+    with strategy.scope():
+        layer = keras.layers.BatchNormalization(momentum=0.5)
+        layer.build((None, 2))
+    x = tensor(np.full((4 if rank == 0 else 0, 2), 3, "float32"))
+    step = lambda x: layer(x, training=True)  # noqa: E731
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        step = tf.function(step, input_signature=[tf.TensorSpec([None, 2])])
+    strategy.run(step, args=(x,))
+    np.testing.assert_allclose(host(layer.moving_mean), [1.5, 1.5] if rank == 0 else [0, 0])
+    np.testing.assert_allclose(host(layer.moving_variance), [0.5, 0.5] if rank == 0 else [1, 1])
+    return {}
+
+
 @scenario(backends=("tensorflow",))
 def batch_normalization_of_a_lone_replica_is_compiled(setting: Setting) -> dict[str, Any]:
     """Of several it cannot be, as they meet in its middle."""
