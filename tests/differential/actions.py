@@ -45,7 +45,8 @@ class Actions:
             keywords["steps_per_epoch"] = str(w.number(1, 3))
         elif w.chance(6):
             keywords["steps_per_epoch"] = "1"  # all data sets have one batch
-        if not source.is_once and w.chance(8):
+        trains = keywords["epochs"] != "1" or w.backend != "tensorflow"  # else only Phalanx builds the optimizer
+        if not source.is_once and trains and w.chance(8):
             keywords["initial_epoch"] = "1"
         if not source.is_dataset:
             self._add_options_of_arrays(source)
