@@ -88,12 +88,12 @@ def run(path: Path, folder: Path, scope: Callable[[], Any], noise: int | None) -
     sys.modules[MODULE] = module
     with contextlib.ExitStack() as stack:
         stack.callback(_forget)
-        if "tensorflow" not in sys.modules:  # Keras would import it for the seed alone
-            stack.enter_context(mock.patch("keras.src.utils.rng_utils.tf", SimpleNamespace(available=False)))
         if noise is not None:
             _disturb(stack, np.random.default_rng(noise))
         try:
             exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+            if "tensorflow" not in sys.modules:  # Keras would import it for the seed alone
+                stack.enter_context(mock.patch("keras.src.utils.rng_utils.tf", SimpleNamespace(available=False)))
             for label, value in module.program(scope, folder):
                 outcome.values[f"{len(outcome.values)}. {label}"] = flatten(value)
         except BaseException as error:
