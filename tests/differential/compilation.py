@@ -22,8 +22,9 @@ OPTIMIZERS = (
     "Lamb(0.01)",
     "Ftrl(0.1, l1_regularization_strength=0.01)",
     "Muon(0.01)",
-    "ScheduleFreeAdamW(0.01)",
 )
+NOT_ON_TENSORFLOW = ("ScheduleFreeAdamW(0.01)",)
+"""What `fit` builds without its first values there, in plain Keras."""
 OPTIONS = (
     "",
     "clipnorm=0.5",
@@ -132,7 +133,7 @@ def draw_optimizer(w: Writer) -> str:
 
 
 def _inner_optimizer(w: Writer) -> str:
-    made = w.one_of(OPTIMIZERS)
+    made = w.one_of([*OPTIMIZERS, *(NOT_ON_TENSORFLOW if w.backend != "tensorflow" else ())])
     option = w.one_of(OPTIONS) if w.chance(3) else ""
     if "weight_decay" in made and "weight_decay" in option:
         option = ""
