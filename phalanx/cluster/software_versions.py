@@ -40,9 +40,9 @@ class SoftwareVersions(msgspec.Struct, frozen=True, kw_only=True):
         return f"Python {self.python}, Phalanx {self.phalanx}, Keras {self.keras or '(not installed)'}, {backend}"
 
 
-def installed_software(environment: Mapping[str, str] | None = None) -> SoftwareVersions:
+def installed_software() -> SoftwareVersions:
     """The versions that this interpreter would import."""
-    backend = keras_backend(process_environment() if environment is None else environment)
+    backend = keras_backend(process_environment())
     return SoftwareVersions(
         python=platform.python_version(),
         phalanx=__version__,

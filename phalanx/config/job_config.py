@@ -155,21 +155,21 @@ class JobConfig:
         )
 
 
-def preemption_signals(environ: Mapping[str, str] | None = None) -> tuple[signal.Signals, ...]:
+def preemption_signals() -> tuple[signal.Signals, ...]:
     """The signals that tell a `fit` with a `Checkpoint` to save and exit.
 
     Raises: ConfigurationError if PHALANX_PREEMPTION_SIGNAL names no signal that a process can catch.
     """
-    name = (process_environment() if environ is None else environ).get(names.PREEMPTION_SIGNAL, "")
+    name = process_environment().get(names.PREEMPTION_SIGNAL, "")
     return tuple(dict.fromkeys((signal.SIGTERM, parse_signal(name or "TERM"))))
 
 
-def run_of_job(environ: Mapping[str, str] | None = None) -> tuple[str, int]:
+def run_of_job() -> tuple[str, int]:
     """The id of the run of `phalanx run` that this process belongs to, and how often it has started the job before.
 
     Without a launcher, the id of the job, if it has one, and 0.
     """
-    values = process_environment() if environ is None else environ
+    values = process_environment()
     run, _, attempt = values.get(names.RUN, "").partition(":")
     if run and attempt.isdecimal():
         return run, int(attempt)

@@ -117,12 +117,12 @@ def after_overdue_evaluation(now: float) -> Schedule:
     return ((now, ShutdownStep.TERMINATE), *_kill_at(now + TERMINATION_S))
 
 
-def after_signal(now: float, number: int, grace_s: float = INTERRUPT_GRACE_S) -> Schedule:
+def after_signal(now: float, number: int) -> Schedule:
     """How all workers are ended when the launcher receives a signal: their stacks come first, since they may hang."""
     first = now + STACKS_S / 2
     if number != signal.SIGINT:
-        return ((now, ShutdownStep.DUMP_STACKS), (first, ShutdownStep.TERMINATE), *_kill_at(first + grace_s))
-    terminate = first + grace_s
+        return ((now, ShutdownStep.DUMP_STACKS), (first, ShutdownStep.TERMINATE), *_kill_at(first + INTERRUPT_GRACE_S))
+    terminate = first + INTERRUPT_GRACE_S
     return (
         (now, ShutdownStep.DUMP_STACKS),
         (first, ShutdownStep.INTERRUPT),

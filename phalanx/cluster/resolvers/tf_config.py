@@ -11,6 +11,8 @@ from phalanx.cluster.spec import ClusterSpec, Task, check_task_type, is_index
 from phalanx.config.environment_variables import TF_CONFIG
 from phalanx.errors import ConfigurationError
 
+MAX_SHOWN = 200
+"""Characters of a wrong value in a message."""
 EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
 
 
@@ -149,7 +151,7 @@ def read_task(config: Mapping[str, Any]) -> tuple[str, int]:
     return task["type"], index
 
 
-def _shorten(value: object, limit: int = 200) -> str:
+def _shorten(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
-    shortened = text if len(text) <= limit else text[:limit] + "..."
+    shortened = text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
     return repr(shortened) if isinstance(value, str) else shortened

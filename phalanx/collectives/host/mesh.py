@@ -140,17 +140,16 @@ class Mesh:
             self._sending.add(rank)
             self._flush(rank)
 
-    def pause(self, needed: Callable[[], Collection[Rank]], at_most_s: float = POLL_S) -> None:
+    def pause(self, needed: Callable[[], Collection[Rank]]) -> None:
         """Wait until something happens on any link.
 
         Args:
             needed: returns the ranks without which this rank cannot continue. Called after the links were read, so that
                 what a member did before it left still counts.
-            at_most_s: the longest wait in seconds.
 
         Raises: see the top of this file.
         """
-        self._poll(at_most_s)
+        self._poll(POLL_S)
         now = time.monotonic()
         self.failures.check(self.call, needed, now)
         if self.stalls.is_announcement_due(now):
