@@ -114,7 +114,7 @@ class ArraySource:
         self._shuffling = request.shuffling
         self._rank = request.rank
         self._world_size = request.world_size
-        self._order = PassOrder()
+        self.order = PassOrder()
         self._keras_orders: Iterator[Array] | None = None
         self.num_batches: int | None = -(-self.samples // self._batch_size)
         self.traits = SourceTraits(
@@ -185,12 +185,8 @@ class ArraySource:
         """See `Source.regroup`."""
         self._rank, self._world_size = rank, world_size
 
-    def forget_order(self) -> None:
-        """Agree on the order of the running pass again when it is next needed."""
-        self._order.forget()
-
     def _permutation(self, key: int) -> Array:
-        order: Array = self._order.get(key, self._new_order)
+        order: Array = self.order.get(key, self._new_order)
         return order
 
     def _new_order(self, key: int) -> Array:

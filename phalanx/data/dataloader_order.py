@@ -18,7 +18,7 @@ from phalanx.transport.serialization import decode, encode
 
 
 class DataLoaderOrder:
-    """The sample indices of each global batch of a pass, from the loader's own samplers.
+    """The sample indices of each global batch of a pass, from the loader's own samplers (`SampleOrders`).
 
     Samplers draw from torch's generator: on the chief as in plain Keras, on the others from the state that it had
     there. Without a `shuffling`, torch's generator is seeded for this from `seed` and the pass. A sampler with a
@@ -49,7 +49,6 @@ class DataLoaderOrder:
         return batches
 
     def forget(self) -> None:
-        """Draw the running pass again when it is next needed."""
         self._kept.forget()
 
     def peek(self, *, restart: bool) -> Any:
@@ -78,14 +77,12 @@ class DataLoaderOrder:
                 next(iter(self.batches))  # its workers ask for batches at once
 
     def randomness(self, key: int | None) -> bytes:
-        """See `ProgramShuffledSource.randomness`."""
         states = self._states_before
         if not self._kept.is_of(key):
             states = [generator.get_state() for generator in self._program_generators()]
         return encode([state.numpy() for state in states]) if states else b""
 
     def continue_with(self, randomness: bytes) -> None:
-        """See `ProgramShuffledSource.continue_with`."""
         states: Any = decode(randomness)
         for generator, state in zip(self._program_generators(), states, strict=True):
             generator.set_state(torch.from_numpy(state.copy()))

@@ -79,13 +79,13 @@ class MapStyleSource:
 
     def __init__(self, request: InputRequest):
         self._loader = loader = request.x
-        self._order = DataLoaderOrder(request)
-        self._loads_own_samples = self._order.is_by_sample and loader.collate_fn is default_collate
+        self.order = DataLoaderOrder(request)
+        self._loads_own_samples = self.order.is_by_sample and loader.collate_fn is default_collate
         self._draws_each_pass = request.shuffling is not None
         self._ends_pass = False  # the running epoch
         self._rank = request.rank
         self._world_size = request.world_size
-        self.num_batches: int | None = len(self._order.batches)
+        self.num_batches: int | None = len(self.order.batches)
         if self.num_batches == 0:
             raise ConfigurationError("The DataLoader is empty. Expected at least one batch.")
         self.traits = SourceTraits(
@@ -104,7 +104,7 @@ class MapStyleSource:
     @property
     def samples(self) -> int | None:
         """See `IndexedSource.samples`; None if the dataset makes whole batches."""
-        return len(self._loader.dataset) if self._order.is_by_sample else None
+        return len(self._loader.dataset) if self.order.is_by_sample else None
 
     @property
     def probe(self) -> Array:
@@ -129,26 +129,26 @@ class MapStyleSource:
 
     def rows(self, key: int, batch: int) -> Any:
         """See `IndexedSource.rows`."""
-        return self._order.of_pass(key)[batch]
+        return self.order.of_pass(key)[batch]
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
         """See `Source.read`."""
         if start == 0 and self._draws_each_pass:
-            self._order.forget()  # each evaluation starts pass 0 again
-        chosen = self._order.of_pass(key)[start:stop]
-        self._ends_pass = stop is None or stop >= len(self._order.batches)
+            self.order.forget()  # each evaluation starts pass 0 again
+        chosen = self.order.of_pass(key)[start:stop]
+        self._ends_pass = stop is None or stop >= len(self.order.batches)
         return self._load(chosen)
 
     def peek(self, *, restart: bool = False) -> LocalShare:
         """See `Source.peek`."""
-        return next(self._load([self._order.peek(restart=restart)], num_workers=0))
+        return next(self._load([self.order.peek(restart=restart)], num_workers=0))
 
     def on_epoch_begin(self) -> None:
         pass
 
     def on_epoch_end(self) -> None:
         if self._ends_pass:
-            self._order.end_pass()
+            self.order.end_pass()
         self._ends_pass = False
 
     def regroup(self, rank: int, world_size: int) -> None:
@@ -160,18 +160,6 @@ class MapStyleSource:
         if not self._loads_own_samples:
             return same_stream(_KIND, world_size)
         return [f"loads part {rank + 1} of {world_size} of each batch's samples" for rank in range(world_size)]
-
-    def forget_order(self) -> None:
-        """Agree on the order of the running pass again when it is next needed."""
-        self._order.forget()
-
-    def randomness(self, key: int | None) -> bytes:
-        """See `ProgramShuffledSource.randomness`."""
-        return self._order.randomness(key)
-
-    def continue_with(self, randomness: bytes) -> None:
-        """See `ProgramShuffledSource.continue_with`."""
-        self._order.continue_with(randomness)
 
     def _load(self, chosen: list[Any], num_workers: int | None = None) -> Iterator[LocalShare]:
         """This rank's shares of global batches, given by their samples' indices."""
@@ -199,13 +187,13 @@ class MapStyleSource:
             "pin_memory": loader.pin_memory,
             "timeout": loader.timeout if workers else 0,
             "worker_init_fn": loader.worker_init_fn,
-            "generator": self._order.worker_generator(self._rank),
+            "generator": self.order.worker_generator(self._rank),
         }
         if workers:
             # Not persistent_workers: this loader lives for one epoch.
             options["multiprocessing_context"] = loader.multiprocessing_context
             options["prefetch_factor"] = loader.prefetch_factor
-        if self._order.is_by_sample:
+        if self.order.is_by_sample:
             return DataLoader(loader.dataset, batch_sampler=batches, **options)
         return DataLoader(loader.dataset, batch_size=None, sampler=batches, **options)
 

@@ -179,9 +179,9 @@ class InputPosition:
     def continue_with(self, randomness: bytes) -> None:
         """Give the next pass the order of one whose `randomness` this was, in another process."""
         source: Any = self._source
-        if randomness and hasattr(source, "continue_with"):
-            source.continue_with(randomness)
+        if randomness and hasattr(source, "order"):
+            source.order.continue_with(randomness)
 
     def _randomness(self, key: int | None) -> bytes:
         source: Any = self._source
-        return source.randomness(key) if hasattr(source, "randomness") else b""
+        return source.order.randomness(key) if hasattr(source, "order") else b""

@@ -65,5 +65,5 @@ class NumberedBatches:
     def restart(self) -> None:
         """Start a new pass in the next epoch, in an order agreed on again: another process has started over."""
         self.sharded.position.reset()
-        if hasattr(self._source, "forget_order"):
-            self._source.forget_order()
+        if hasattr(self._source, "order"):
+            self._source.order.forget()

@@ -108,7 +108,7 @@ class PyDatasetSource:
         self._request = request
         self._rank = request.rank
         self._world_size = request.world_size
-        self._order = PassOrder()
+        self.order = PassOrder()
         self._is_first = True  # the next pass
         self._knows_shapes = not data_adapters.loaders_are_read_by_tf_data()
         self._is_pooled = dataset.workers > 1 or (dataset.workers > 0 and dataset.use_multiprocessing)
@@ -136,7 +136,7 @@ class PyDatasetSource:
         if self.num_batches is None:
             positions = range(start, sys.maxsize if stop is None else stop)
         elif self._request.shuffle:
-            positions = self._order.get(key, self._new_order)[start:stop]
+            positions = self.order.get(key, self._new_order)[start:stop]
         else:
             positions = range(self.num_batches)[start:stop]
         reader = self._reader(positions)
@@ -209,10 +209,6 @@ class PyDatasetSource:
     def regroup(self, rank: int, world_size: int) -> None:
         """See `Source.regroup`."""
         self._rank, self._world_size = rank, world_size
-
-    def forget_order(self) -> None:
-        """Agree on the order of the running pass again when it is next needed."""
-        self._order.forget()
 
 
 make_source = PyDatasetSource

@@ -49,7 +49,7 @@ class SourceTraits:
 class Source(Protocol):
     """One input seen from one rank: it yields this rank's share of each global batch.
 
-    Sources may have the further capabilities of `IndexedSource` and `ProgramShuffledSource`.
+    Sources may have the further capabilities of `IndexedSource` and `OrderedSource`.
     """
 
     traits: SourceTraits
@@ -117,11 +117,22 @@ class IndexedSource(Source, Protocol):
         ...
 
 
-class ProgramShuffledSource(Source, Protocol):
-    """A source whose order follows from random generators that the program created."""
+class OrderedSource(Source, Protocol):
+    """A source that draws the order of each pass when the pass starts."""
+
+    @property
+    def order(self) -> SampleOrders: ...
+
+
+class SampleOrders(Protocol):
+    """The orders of the passes of a source."""
+
+    def forget(self) -> None:
+        """Draw the order of the running pass again when it is next needed."""
+        ...
 
     def randomness(self, key: int | None) -> bytes:
-        """The states of the program's generators before a pass; empty if there are none.
+        """The states of the program's generators, from which orders follow, before a pass; empty if there are none.
 
         Args:
             key: the pass that runs or is about to start; None for the next one.
@@ -134,7 +145,7 @@ class ProgramShuffledSource(Source, Protocol):
 
 
 class PassOrder:
-    """The order of the running pass, kept because a pass may last for several epochs."""
+    """The order of the running pass (`SampleOrders`), kept because a pass may last for several epochs."""
 
     def __init__(self) -> None:
         self._kept: tuple[int, Any] | None = None
@@ -149,8 +160,14 @@ class PassOrder:
         return self._kept is not None and self._kept[0] == key
 
     def forget(self) -> None:
-        """Create the order again when it is next needed."""
         self._kept = None
+
+    def randomness(self, key: int | None) -> bytes:
+        del key  # the order follows from the seed, or from the chief's
+        return b""
+
+    def continue_with(self, randomness: bytes) -> None:
+        raise AssertionError("orders without generators of the program have no randomness")
 
 
 def same_stream(kind: str, world_size: int) -> list[str]:
