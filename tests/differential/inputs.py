@@ -137,8 +137,8 @@ def draw_source(w: Writer, architecture: Architecture, data: Data, *, only_x: bo
             one_pass = -(-data.samples // int(size))
             batches = f"batches({given}, size={size}, samples={data.samples})"
             source = Source([f"(batch for _, batch in zip(range({one_pass}), {batches}))"], is_once=True)
-            if w.backend == "tensorflow" and not only_x and "stepping" in architecture.form:
-                # Keras counts one step more where such data end (`docs/concepts/numbers.md`).
+            if w.backend == "tensorflow" and not only_x:
+                # Without XLA Keras counts one step more where such data end (`docs/concepts/numbers.md`).
                 source.keywords["steps_per_epoch"] = str(one_pass)
             return source
         return Source([f"batches({given}, size={size}, samples={data.samples})"], is_endless=True)
