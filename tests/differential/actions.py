@@ -245,7 +245,7 @@ CHANGE = """
     class Change(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             for name in ("momentum", "beta_1", "weight_decay"):
-                if isinstance(getattr(self.model.optimizer, name, None), float):
+                if getattr(self.model.optimizer, name, None):  # without one, SGD has made no variables for momentum
                     setattr(self.model.optimizer, name, 0.5 / (1 + epoch))
     """
 CHANGE_RATE = """
