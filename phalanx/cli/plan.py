@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from phalanx.cli.option_groups import GroupedCommand, GroupedOption
-from phalanx.cluster.software_versions import BACKENDS
 from phalanx.config.environment_variables import KERAS_BACKEND
+from phalanx.config.keras_backends import BACKENDS
 
 if TYPE_CHECKING:
     from phalanx.config.plan_request import PlanRequest

@@ -14,7 +14,7 @@ import click
 
 from phalanx.cli import horovodrun_options
 from phalanx.cli.option_groups import GroupedCommand, GroupedOption
-from phalanx.cluster.software_versions import BACKENDS
+from phalanx.config.keras_backends import BACKENDS
 from phalanx.launcher.host_blacklist import COOLDOWN_S
 from phalanx.launcher.host_slots import MAX_WORKERS
 from phalanx.launcher.restart_policy import DEFAULT_RESTARTS

@@ -23,7 +23,6 @@ _PACKAGES = {
     "torch": ("torch",),
 }
 """The packages that may contain a backend."""
-BACKENDS = tuple(_PACKAGES)
 
 
 class SoftwareVersions(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from phalanx.cluster.software_versions import BACKENDS
+from phalanx.config.keras_backends import BACKENDS
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.host_messages import STOPPED, WorkerDiagnostics
 from phalanx.launcher.root_cause import RootCause, WorkerExit, waited_for

@@ -22,8 +22,8 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
-from phalanx.cluster.software_versions import BACKENDS
 from phalanx.config.environment import process_environment
+from phalanx.config.keras_backends import BACKENDS
 from phalanx.devices.gpu_count import ON_DEMAND_ALLOCATION
 from phalanx.errors import PhalanxError, RendezvousError
 from phalanx.launcher.host_slots import HostShare

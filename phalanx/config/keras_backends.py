@@ -1,0 +1,3 @@
+"""The backends of Keras that Phalanx trains on."""
+
+BACKENDS = ("jax", "tensorflow", "torch")
