@@ -163,9 +163,9 @@ class ChiefRendezvous:
         with self._state.changed:
             former = self._tasks.get(rank)
             self._tasks[rank] = task = _Task(description, link)
+            self._state.arrived(rank)
         if former is not None:
             former.link.close()
-        self._state.arrived(rank)
         name = f"phalanx-rendezvous-{description.task}"
         threading.Thread(target=self._receive, args=(rank, task), name=name, daemon=True).start()
 
@@ -177,12 +177,13 @@ class ChiefRendezvous:
                     self._state.changed.notify_all()
         task.link.close()
         with self._state.changed:
-            is_lost = self._tasks.get(rank) is task and not self._state.is_over
+            is_lost, generation = self._tasks.get(rank) is task and not self._state.is_over, self._generation
             if is_lost:
                 del self._tasks[rank]
+                # Under the same lock: afterwards, its successor may have arrived, which is not missing.
+                self._state.lost(rank, "was present before, but its process exited or its connection broke")
         if is_lost:
-            self._state.lost(rank, "was present before, but its process exited or its connection broke")
-            self._links.generation_ended(self._generation)
+            self._links.generation_ended(generation)
 
 
 def _close(links: Iterable[Link]) -> None:
