@@ -31,7 +31,13 @@ from phalanx.cluster.admission import DISAGREEMENT, DUPLICATE, RUNNING
 from phalanx.cluster.chief_rendezvous import ChiefRendezvous
 from phalanx.cluster.member_links import MemberLinks, NotFormedError
 from phalanx.cluster.membership import Membership
-from phalanx.cluster.missing_tasks import describe_owner, task_exited, timeout_error, watch_missing_tasks
+from phalanx.cluster.missing_tasks import (
+    EXITED_AFTER_S,
+    describe_owner,
+    task_exited,
+    timeout_error,
+    watch_missing_tasks,
+)
 from phalanx.cluster.peer_identification import PROBE, ProbeService, identify_task
 from phalanx.cluster.rendezvous_state import CHIEF_RANK, RendezvousState
 from phalanx.cluster.task_comparison import TaskDescription
@@ -58,8 +64,6 @@ PORT_TAKEN_PATIENCE_S = 5.0
 """How long to retry opening the port while a process that does not answer holds it: it may be about to exit."""
 POLL_S = 0.5
 """Longest time between two checks whether the rendezvous has failed."""
-EXITED_AFTER_S = 4.0
-"""How long nothing must listen at the chief's port, under a launcher, before it counts as exited."""
 
 _decoder: Decoder[messages.FromCoordinator] = Decoder(messages.FromCoordinator)
 
