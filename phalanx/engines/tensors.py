@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from phalanx.data import DistributedDataset
+from phalanx.engines.engine import GradientRows
 from phalanx.keras_compat.merged_variables import ReplicaParts
 from phalanx.keras_compat.tensorflow_replica_count import Contexts
 
 Array = np.ndarray[Any, Any]
 HostFunction = Callable[[list[Array]], list[Array]]
+RowGather = Callable[[Sequence[GradientRows]], list[GradientRows]]
 Shape = Sequence[int | None]
 """Lengths of the axes; None where one is not known before the call."""
 Gradient = Callable[[list[Array], list[tuple[int, ...]]], list[Array]]
@@ -63,6 +65,16 @@ class Tensors(ABC):
 
         Returns: the results as tensors.
         """
+
+    def merge_gradients(self, merge: HostFunction, gather: RowGather, gradients: Sequence[Any]) -> list[Any]:
+        """The gradients of a custom training loop, merged over the replicas.
+
+        Args:
+            merge: sums dense gradients.
+            gather: returns the rows of all replicas, for gradients that are single rows; see `Merge.gather`.
+            gradients: this replica's.
+        """
+        return self.call(merge, gradients)
 
     @staticmethod
     def failure_behind(error: BaseException) -> BaseException | None:

@@ -506,10 +506,8 @@ def _merge_gradients(gradients: list[Any], variables: list[Any]) -> list[Any]:
     refuse_overwritten(variables, "an optimizer in `strategy.run`")
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]
     merged = list(gradients)
-    values = strategy._tensors.call(
-        strategy._merge,
-        [gradients[i] for i in present],
-    )
+    merge = strategy._merge
+    values = strategy._tensors.merge_gradients(merge, merge.gather, [gradients[i] for i in present])
     for i, value in zip(present, values, strict=True):
         merged[i] = value
     return merged

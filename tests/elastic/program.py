@@ -152,6 +152,16 @@ def model(convolutional: bool, dropout: float = 0.0) -> Any:
     return made
 
 
+def model_of_words() -> Any:
+    """Its words are the shades of the pixels: each occurs many times in a batch."""
+    inputs = keras.Input((8, 8, 1))
+    words = keras.ops.cast(keras.ops.reshape(inputs, (-1, 64)) * 16, "int32")
+    rows = keras.layers.Embedding(17, 4)(words)
+    made = keras.Model(inputs, keras.layers.Dense(10)(keras.layers.Flatten()(rows)))
+    made.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return made
+
+
 def loader(x: Any, y: Any) -> Any:
     import torch
 
@@ -172,6 +182,7 @@ def main() -> None:
     parser.add_argument("--period", type=int, help="DiLoCo, with so many steps between two exchanges")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--cnn", action="store_true")
+    parser.add_argument("--words", action="store_true", help="a model of embeddings")
     parser.add_argument("--batches", action="store_true", help="the data come as a PyDataset, without validation")
     parser.add_argument("--loader", action="store_true", help="... as a DataLoader with a generator of its own")
     options = parser.parse_args()
@@ -191,7 +202,7 @@ def main() -> None:
     images, labels = load_digits(return_X_y=True)
     x, y = (images / 16).reshape(-1, 8, 8, 1).astype("float32")[: options.samples], labels[: options.samples]
     with strategy.scope():
-        net = model(options.cnn, dropout=0.2 if options.deterministic else 0.0)
+        net = model_of_words() if options.words else model(options.cnn, dropout=0.2 * options.deterministic)
     gate = Gate(options.folder / "go", options.gate) if options.gate else None
     watch = Watch(log, strategy, len(cluster["cluster"]["worker"]), kills.get((task, life)), options.hold, gate)
     paces = (
@@ -205,13 +216,15 @@ def main() -> None:
         data = {"x": loader(x, y)}
     else:
         data = {"x": x, "y": y, "batch_size": 64, "validation_split": 0.1}
+    if options.words:
+        data["shuffle"] = False  # an elastic job shuffles in another order than a fixed one
     history = net.fit(**data, epochs=options.epochs, callbacks=[watch, Beginning(task, x, y), *paces], verbose=0)
     loss = net.evaluate(x, y, verbose=0)
     weights = np.concatenate([np.ravel(keras.ops.convert_to_numpy(v)) for v in net.weights])
     if strategy.is_chief:
         np.save(options.folder / "weights.npy", weights)
         counts = {}
-        if not options.batches:
+        if strategy._replica.elastic is not None and not options.batches:
             counts = {epoch: sorted(set(used.tolist())) for epoch, used in phalanx.data.ledger().items()}
         (options.folder / "result.json").write_text(
             json.dumps({"history": history.history, "loss": loss, "ledger": counts})

@@ -167,6 +167,16 @@ def test_losses_change_no_bit_of_deterministic_training(tmp_path, backend):
     assert run.result["ledger"] == plain.result["ledger"]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif("tensorflow" not in BACKENDS, reason="the gradients of embeddings are rows on TensorFlow only")
+def test_rows_of_embeddings_are_those_of_a_fixed_job(tmp_path):
+    """Adam squares the gradient of each occurrence of a row by itself."""
+    plain = Run(tmp_path / "plain", "tensorflow", "2", "--words")
+    run = Run(tmp_path / "run", "tensorflow", "1:3", "--words", "--kill", "worker/0:1:10th", "--hold", "0.25")
+    run.is_like(plain)
+    assert "worker/0 was killed by SIGKILL" in run.output
+
+
 def test_all_are_killed(tmp_path):
     kills = [part for task in range(2) for part in ("--kill", f"worker/{task}:1:0.2")]
     run = Run(tmp_path / "run", FIRST, "1:2", *kills, "--pace", "0.05")

@@ -1026,6 +1026,20 @@ def custom_loop_on_tensorflow(setting: Setting) -> dict[str, Any]:
 
 
 @scenario(backends=("tensorflow",))
+def embeddings_in_a_custom_loop(setting: Setting) -> dict[str, Any]:
+    """Adam squares the gradient of each occurrence of a row by itself; what every batch looks up occurs once."""
+    with setting.scope():
+        inputs = keras.Input((FEATURES,))
+        words = keras.ops.cast(keras.ops.mod(keras.ops.abs(inputs) * 4, 5), "int32")
+        places = keras.layers.Embedding(FEATURES, 3)(keras.ops.arange(FEATURES))
+        rows = keras.layers.Embedding(5, 3)(words) + places
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.GlobalAveragePooling1D()(rows)))
+        optimizer = keras.optimizers.Adam(0.05)
+        optimizer.build(model.trainable_variables)
+    return _loop(setting, _step_on_tensorflow(model, optimizer), model)
+
+
+@scenario(backends=("tensorflow",))
 def batch_normalization_over_all_replicas_in_a_custom_loop(setting: Setting) -> dict[str, Any]:
     with setting.scope():
         normalization = keras.layers.BatchNormalization(synchronized=True, momentum=0.6)

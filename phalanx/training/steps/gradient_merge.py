@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,11 +119,8 @@ class StepMerge(Merge):
 
     @property
     def gather(self) -> Gather | None:
-        """None where gradients are accumulated (Keras sums their rows, too), or a step may have to
-        be repeated, unless it is made of micro-batches."""
-        if self.accumulates or (self.repeats and not self.in_micro_batches):
-            return None
-        return partial(_gather_rows, self)
+        """None where gradients are accumulated: Keras sums their rows, too."""
+        return None if self.accumulates else self._gather
 
     @contextmanager
     def in_mode(self, mode: MergeMode) -> Iterator[None]:
@@ -161,6 +157,14 @@ class StepMerge(Merge):
         progress.enter("update")
         timeline.current.enter("apply" if MergeWeight.GRADIENT in layout.weights else "metrics")
         return flats
+
+    def _gather(self, rows: Sequence[GradientRows], share: float) -> list[GradientRows]:
+        """See `Merge.gather`."""
+        if self._mode is MergeMode.LOCAL:
+            return list(rows)
+        if self.micro_batches is not None:
+            return self.micro_batches.gather(rows)
+        return _gather_rows(self._replica, rows, share)
 
     def _all_reduce(self, arrays: Sequence[Array], scales: tuple[float, ...], views: Sequence[Array]) -> None:
         """The sum over the ranks, and with it the notice of a preemption."""
@@ -321,15 +325,11 @@ class StepMerge(Merge):
         return scale
 
 
-def _gather_rows(merge: StepMerge, rows: Sequence[GradientRows], share: float) -> list[GradientRows]:
+def _gather_rows(replica: Replica, rows: Sequence[GradientRows], share: float) -> list[GradientRows]:
     """See `Merge.gather`."""
-    if merge._mode is MergeMode.LOCAL:
-        return list(rows)
-    if merge.micro_batches is not None:
-        return merge.micro_batches.gather(rows)
     progress.enter("all_reduce")
     timeline.current.enter("merge")
-    all_gather = merge._replica.communicator.all_gather
+    all_gather = replica.communicator.all_gather
     found = []
     for numbers, gradients, of_any_batch in rows:
         own = len(numbers) if share else 0  # a placeholder batch counts nowhere
@@ -352,6 +352,10 @@ class GradientMerge:
             return self._replica.all_reduce(gradients)
         layout = StepLayout.of(gradients, [MergeWeight.GRADIENT] * len(gradients))
         return [np.array(array) for array in layout.cut(self._merge(layout, gradients, 1.0))]
+
+    def gather(self, rows: Sequence[GradientRows]) -> list[GradientRows]:
+        """The rows of all ranks, of gradients that are single rows; all ranks must call. See `Merge.gather`."""
+        return _gather_rows(self._replica, rows, 1.0)
 
 
 def _chosen(indices: Iterable[int], values: Sequence[Any]) -> list[Any]:

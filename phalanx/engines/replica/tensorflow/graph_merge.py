@@ -11,6 +11,7 @@ import tensorflow as tf
 from phalanx.engines.engine import GradientRows, Merge, MicroBatchKept
 from phalanx.engines.merge_collectives import MergeCollectives
 from phalanx.engines.replica.tensorflow.host_calls import call_on_host, take_failure
+from phalanx.engines.replica.tensorflow.indexed_slices import is_of_any_batch, merge_slices, slices_of
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
 from phalanx.engines.step_layout import MergeWeight, StepLayout, gradient_weights
 from phalanx.engines.tensors import HostFunction
@@ -40,7 +41,7 @@ class GraphMerge:
         self.share = 1.0
         self.share_in_graph = tf.Variable(self.share)
         self.xla = False
-        self._of_any_batch: dict[int, bool] = {}  # of each gradient by rows, see `_is_of_any_batch`
+        self._of_any_batch: dict[int, bool] = {}  # of each gradient by rows, see `is_of_any_batch`
         self.is_kept: bool | None = None
         self.is_kept_in_graph: Any = None
 
@@ -79,33 +80,23 @@ class GraphMerge:
             if gradient is not None and not (self._merge.gather and isinstance(gradient, tf.IndexedSlices)):
                 dense[i] = tf.convert_to_tensor(gradient)
                 dense[i].set_shape(weight.shape)
-        slices = [(i, gradient) for i, gradient in enumerate(dense) if isinstance(gradient, tf.IndexedSlices)]
-        self._of_any_batch = {i: _is_of_any_batch(gradient.indices) for i, gradient in slices}
+        self._of_any_batch = {i: is_of_any_batch(each.indices) for i, each in slices_of(dense).items()}
         return dense
 
     def gather_slices(self, gradients: Sequence[Any]) -> dict[int, Any]:
         """The gradients of single rows, which `dense` has left as they are, by number, merged. Keras's optimizers treat
         a row that occurs twice otherwise than one that occurs once with the sum: what plain Keras has apart must stay
         apart, and what it has summed over the whole batch must be summed over the ranks."""
-        gather_rows = self._merge.gather
-        slices = {i: g for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)}
-        if gather_rows is None or not slices:
+        slices = {} if self._merge.gather is None else slices_of(gradients)
+        if not slices:
             return {}
-        tensors = [part for one in slices.values() for part in (one.indices, one.values)]
-        of_any_batch = [self._of_any_batch[i] for i in slices]
+        of_any_batch = {i: self._of_any_batch[i] for i in slices}
+        return merge_slices(slices, of_any_batch, self._gather)
 
-        def gather(arrays: Sequence[Array]) -> list[Array]:
-            own = [GradientRows(*each) for each in zip(arrays[::2], arrays[1::2], of_any_batch, strict=True)]
-            merged = gather_rows(own, self.share)
-            return [part for rows in merged for part in (rows.numbers, rows.gradients)]
-
-        gathered = call_on_host(gather, tensors, [tensor.dtype for tensor in tensors])
-        merged = {}
-        for (i, own), indices, values in zip(slices.items(), gathered[::2], gathered[1::2], strict=True):
-            indices.set_shape([None])
-            values.set_shape([None, *own.values.shape[1:]])
-            merged[i] = tf.IndexedSlices(values, indices, own.dense_shape)
-        return merged
+    def _gather(self, rows: Sequence[GradientRows]) -> list[GradientRows]:
+        gather = self._merge.gather
+        assert gather is not None, "it is traced only where rows are merged as rows"
+        return gather(rows, self.share)
 
     def merge(
         self,
@@ -149,40 +140,6 @@ class GraphMerge:
         *flats, self.is_kept_in_graph = call_on_host(merge_or_keep, tensors, [*dtypes, tf.bool])
         self.is_kept_in_graph.set_shape([])
         return _cut(tensors, flats)
-
-
-def _is_of_any_batch(indices: Any) -> bool:
-    """Whether a batch of any size and content has the same rows looked up (positions)."""
-    if isinstance(indices, tf.__internal__.EagerTensor):
-        numbers = indices.numpy()
-        return len(np.unique(numbers)) == len(numbers)  # the samples of a batch would look up the same
-    if indices.shape.is_fully_defined():
-        return True  # in a graph the size of the batch is unknown
-    seen: set[tuple[int, str]] = set()
-    pending = [indices.op]
-    while pending:
-        op = pending.pop()
-        key = (id(op.graph), op.name)
-        if key in seen or (op.type == "StridedSlice" and _reads_length(op)):
-            continue
-        seen.add(key)
-        captured = [outside for outside, inside in op.graph.captures if inside.op.name == op.name]
-        if op.type in ("Placeholder", "PlaceholderWithDefault") and not captured:
-            return False  # the batch
-        if op.type in ("Shape", "Size"):
-            return False  # of all axes, that of the samples among them
-        pending += [outside.op for outside in captured if not isinstance(outside, tf.__internal__.EagerTensor)]
-        pending += [tensor.op for tensor in op.inputs]
-    return True
-
-
-def _reads_length(op: Any) -> bool:
-    """Whether a slice takes the length of an axis, not the first, from the shape of a tensor."""
-    shape, begin = op.inputs[0].op, tf.get_static_value(op.inputs[1])
-    if shape.type != "Shape" or begin is None or not op.get_attr("shrink_axis_mask"):
-        return False
-    rank = shape.inputs[0].shape.rank
-    return rank is not None and int(begin[0]) % rank > 0
 
 
 def complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:

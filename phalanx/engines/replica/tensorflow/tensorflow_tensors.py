@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from phalanx.engines.replica.tensorflow.graph_iteration import GraphDataset
 from phalanx.engines.replica.tensorflow.host_calls import call_on_host, take_failure
-from phalanx.engines.tensors import Gradient, HostFunction, Shape, Tensors, same_shape
+from phalanx.engines.replica.tensorflow.indexed_slices import is_of_any_batch, merge_slices, slices_of
+from phalanx.engines.tensors import Gradient, HostFunction, RowGather, Shape, Tensors, same_shape
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.tensorflow_merged_variables import merging_variables
 from phalanx.keras_compat.tensorflow_replica_count import count_replicas
@@ -77,6 +78,15 @@ class TensorFlowTensors(Tensors):
             return [next(given) if i in floating else other(tensor) for i, tensor in enumerate(tensors)]
 
         return list(there(*tensors))
+
+    def merge_gradients(self, merge: HostFunction, gather: RowGather, gradients: Sequence[Any]) -> list[Any]:
+        slices = slices_of(gradients)
+        of_any_batch = {i: is_of_any_batch(each.indices) for i, each in slices.items()}
+        merged = merge_slices(slices, of_any_batch, gather) if slices else {}
+        dense = [i for i in range(len(gradients)) if i not in slices]
+        if dense:
+            merged |= zip(dense, self.call(merge, [gradients[i] for i in dense]), strict=True)
+        return [merged[i] for i in range(len(gradients))]
 
     @staticmethod
     def failure_behind(error: BaseException) -> BaseException | None:
