@@ -111,7 +111,7 @@ def test_one_that_returns_draws_as_the_others_have_drawn(tmp_path):
     """From a DataLoader's own generator, from which these have drawn in each epoch before."""
     pytest.importorskip("torch")
     plain = Run(tmp_path / "plain", FIRST, "1:2", "--loader")
-    run = Run(tmp_path / "run", FIRST, "2:2", "--loader", "--pace", "0.05", "--kill", "worker/1:1:2.5")
+    run = Run(tmp_path / "run", FIRST, "2:2", "--loader", "--kill", "worker/1:1:30th")
     assert run.code == 0, run.output
     assert "worker/1 joined" in run.output
     returned = [event["epoch"] for event in run.of_kind("step") if event["life"] == "worker-1.2"]
