@@ -146,13 +146,17 @@ class ServerReconnection:
         return {each.group for each in self.connections if each.link.peer_closed()}
 
     def _hanging(self) -> set[int]:
-        """The groups that owe a response and whose leader's process does nothing; probes them not too often."""
+        """The groups of leaders that owe a response and whose processes do nothing; probes them not too often.
+
+        Including those of their groups that owe nothing: another worker may wait for one of these to get a new leader,
+        while this worker waits for it.
+        """
         if time.monotonic() - self._probed_at < self._probe_s:
             return set()
         self._probed_at = time.monotonic()
-        owing = [each for each in self.connections if each.pending is not None]
-        silent = {leader for leader in {each.leader for each in owing} if not self._is_alive(self.tasks[leader])}
-        return {each.group for each in owing if each.leader in silent}
+        owing = {each.leader for each in self.connections if each.pending is not None}
+        silent = {leader for leader in owing if not self._is_alive(self.tasks[leader])}
+        return {each.group for each in self.connections if each.leader in silent}
 
     def _is_alive(self, server: Task) -> bool:
         try:

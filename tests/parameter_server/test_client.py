@@ -17,7 +17,7 @@ from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
-from phalanx.errors import LinkTimeoutError, PhalanxError
+from phalanx.errors import LinkClosedError, LinkTimeoutError, PhalanxError
 from phalanx.parameter_server.client import ParameterServerClient
 from phalanx.parameter_server.server.group_leadership import LeaderOffer
 from phalanx.parameter_server.server.parameter_server import ParameterServer
@@ -145,6 +145,33 @@ def test_of_two_servers_that_lead_the_one_that_was_called_upon_later_is_right() 
         assert called.leadership.is_leading
         assert not was_stopped.leadership.is_leading
         wait_until(lambda: was_stopped.leadership.following is not None)
+
+
+def test_all_groups_of_a_server_that_hangs_get_another_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that owes this worker nothing: others may wait for its new leader, and this worker for them."""
+    with started(copied=True, timeout_s=2.0) as (servers, clients):
+        chief, hanging = clients[0], servers[1]
+        grants = chief.reconnection.grants
+        assert grants is not None
+        wait_until(lambda: grants.has_replica(0))
+        for client in clients:
+            client.reconnection.reconnect(0, LinkClosedError("the first server is cut off for a moment"))
+        assert all(group.leadership.is_leading for group in hanging._groups)
+        wait_until(lambda: grants.has_replica(0) and grants.has_replica(1))
+        goes_on = threading.Event()
+
+        def pull(*arguments: object) -> tuple[int, list[np.ndarray]]:
+            del arguments
+            goes_on.wait(BOUND_S)
+            return 0, []
+
+        monkeypatch.setattr(hanging._groups[0]._store, "pull", pull)
+        monkeypatch.setattr(chief.reconnection, "_is_alive", lambda server: server != hanging._me.task)
+        try:
+            chief.request(1, PullValues(0, -1))
+        finally:
+            goes_on.set()
+        assert [chief.reconnection.leader_of(group) for group in range(SERVERS)] == [Task("ps", 0)] * SERVERS
 
 
 def test_a_server_that_restores_values_answers_other_tasks_meanwhile() -> None:

@@ -163,6 +163,7 @@ def test_with_copies_a_server_that_hangs_costs_no_update(start: Start, tmp_path:
         trains_on(tasks)
     epochs = made_enough(tasks, *tasks.names)
     assert "updates of its variables are lost" not in tasks.everything()
+    assert "makes no progress" not in tasks.everything(), "a step would lack the samples of a worker"
     expected_weights = undisturbed(tmp_path / "undisturbed", epochs)
     for found, expected in zip(weights(tasks), expected_weights, strict=True):
         np.testing.assert_array_equal(found, expected, tasks.everything())
@@ -186,6 +187,7 @@ def test_with_copies_killed_servers_cost_no_update(start: Start, tmp_path: Path,
         trains_on(tasks)
     epochs = made_enough(tasks, *tasks.names)
     assert "updates of its variables are lost" not in tasks.everything()
+    assert "makes no progress" not in tasks.everything(), "a step would lack the samples of a worker"
     expected_weights = undisturbed(tmp_path / "undisturbed", epochs)
     for found, expected in zip(weights(tasks), expected_weights, strict=True):
         np.testing.assert_array_equal(found, expected, tasks.everything())
