@@ -12,6 +12,7 @@ import pytest
 from phalanx.errors import LinkClosedError
 from phalanx.parameter_server.server import leader_lease
 from phalanx.parameter_server.server.leader_lease import LeaderLease
+from phalanx.parameter_server.server.replication import ReplicaStream
 from phalanx.parameter_server.server.service_threads import ServiceThreads
 from phalanx.parameter_server.server_messages import LeaseRequest, QueryJobOver, Response
 from phalanx.parameter_server.server_protocol import LEASE_S
@@ -105,7 +106,7 @@ def lease_of(replica: Any) -> LeaderLease:
 
 
 def test_a_lease_is_counted_from_its_request(clock: Clock) -> None:
-    lease = lease_of(SimpleNamespace(has_link=True, losses=0))
+    lease = lease_of(SimpleNamespace(is_current=True, losses=0))
     assert not lease.is_valid
     assert not lease.has_lapsed
     lease._renew(Chief(clock, LEASE_S - 0.5))  # type: ignore[arg-type]
@@ -116,12 +117,25 @@ def test_a_lease_is_counted_from_its_request(clock: Clock) -> None:
     assert not lease.is_valid
 
 
+def test_a_copy_counts_when_it_has_received_the_values() -> None:
+    replica = ReplicaStream(0, threading.Condition())
+    lease = lease_of(replica)
+    covered: list[tuple[bool, bool]] = []
+
+    def state() -> None:
+        covered.append((replica.has_link, lease.covers_updates))
+
+    assert replica.attach(SimpleNamespace(), state)  # type: ignore[arg-type]  # there is nothing to send
+    assert covered == [(True, False)]
+    assert lease.covers_updates
+
+
 def test_an_update_without_a_copy_is_answered_when_the_chief_knows(clock: Clock) -> None:
-    replica = SimpleNamespace(has_link=True, losses=0)
+    replica = SimpleNamespace(is_current=True, losses=0)
     lease, chief = lease_of(replica), Chief(clock, 0.1)
     lease._renew(chief)  # type: ignore[arg-type]
     assert lease.covers_updates
-    replica.has_link, replica.losses = False, 1
+    replica.is_current, replica.losses = False, 1
     assert not lease.covers_updates
     lease._renew(chief)  # type: ignore[arg-type]  # the request arrives nowhere
     assert not lease.covers_updates

@@ -72,7 +72,7 @@ class LeaderLease:
     def covers_updates(self) -> bool:
         """Whether an update that was applied here survives the loss of this server, or the chief knows that none
         does."""
-        return self._replica.has_link or self._known_losses == self._replica.losses
+        return self._replica.is_current or self._known_losses == self._replica.losses
 
     def admit(self, hello: Hello) -> Welcome:
         if hello.task != self._chief or not self._is_leading():
@@ -87,7 +87,7 @@ class LeaderLease:
         try:
             while not self._threads.closing.is_set() and self._is_leading():
                 requested_at = time.monotonic()
-                losses, is_lost = self._replica.losses, not self._replica.has_link
+                losses, is_lost = self._replica.losses, not self._replica.is_current
                 link.send(_encode(LeaseRequest(is_lost)), deadline=requested_at + LEASE_S)
                 link.receive(deadline=requested_at + LEASE_S)
                 with self._changed:

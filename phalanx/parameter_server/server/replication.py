@@ -56,6 +56,7 @@ class ReplicaStream:
         self._group = group
         self._lock = lock
         self._link: Link | None = None
+        self._has_state = False
         self._unacknowledged = 0
         self.losses = 0
 
@@ -72,12 +73,19 @@ class ReplicaStream:
         """Whether `send` sends anything."""
         return self._link is not None
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the replica has all updates that were answered. One that has just connected lacks them at first."""
+        return self._has_state and self._link is not None
+
     def attach(self, link: Link, state: Callable[[], State | None]) -> bool:
         """Keep a replica at the other end, which first receives the present state; False if that failed."""
         with self._lock:
+            self._has_state = False  # before it has a link: others read both without the lock
             self._link, self._unacknowledged = link, 0
             self.send_state(state())
-            return self._link is not None
+            self._has_state = self._link is not None
+            return self._has_state
 
     def send_state(self, state: State | None) -> None:
         """Give the replica all that it needs; None before the first `fit`."""
