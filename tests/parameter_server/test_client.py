@@ -174,6 +174,16 @@ def test_all_groups_of_a_server_that_hangs_get_another_leader(monkeypatch: pytes
         assert [chief.reconnection.leader_of(group) for group in range(SERVERS)] == [Task("ps", 0)] * SERVERS
 
 
+def test_a_server_that_keeps_a_copy_applies_no_gradients() -> None:
+    """Not those of a request either that it began to answer when it still led."""
+    with started(copied=True) as (servers, _):
+        copy = servers[1]._groups[1]
+        wait_until(lambda: copy.leadership.following is not None)
+        ticket = Ticket(0, 0, 0, (0, 1), 0, serial=1, era=0)
+        with pytest.raises(LinkClosedError, match="another server leads"):
+            copy._store.push(PushGradients(ticket, 0, True, True, 0.5, ("float32",)), [memoryview(bytes(8))])
+
+
 def test_a_server_that_restores_values_answers_other_tasks_meanwhile() -> None:
     with started(copied=True) as (servers, (chief, other)):
         group, me, head = servers[0]._groups[0], chief._me, Task("ps", 0)

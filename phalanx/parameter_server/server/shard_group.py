@@ -88,7 +88,7 @@ class ShardGroup:
         self._members = members = WorkerMembership(names, me.config.rendezvous_timeout_s, table, clock)
         schedule, is_head = StepSchedule(members), number == 0
         rebuild = ScheduleRebuild(schedule)
-        self._store = VariableStore(number, schedule, is_head=is_head)
+        self._store = VariableStore(number, schedule, is_head=is_head, is_leading=lambda: self.leadership.is_leading)
         self._recovery = GroupRecovery(
             me, self._store, schedule, rebuild, snapshots, is_head=is_head, replicated_by=other
         )

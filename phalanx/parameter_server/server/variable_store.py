@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from phalanx.arrays.allocation import copy_arrays
 from phalanx.cluster.task_comparison import describe_difference
-from phalanx.errors import CollectiveTimeoutError, DisagreementError
+from phalanx.errors import CollectiveTimeoutError, DisagreementError, LinkClosedError
 from phalanx.parameter_server import server_messages as messages
 from phalanx.parameter_server.server.declared_shards import CopyArrays, DeclaredShards, Gradient, gather_rows
 from phalanx.parameter_server.server.merge_barrier import Contribution, MergeBarrier, MergedStep
@@ -76,17 +76,21 @@ class VariableStore:
         index: number of the server.
         schedule: the schedule of this server; on the head, it learns of applied steps.
         is_head: whether this is the head.
+        is_leading: whether this server leads the group, as far as it knows.
 
     Attributes:
         replica: the replica of the shards on another server.
         version: grows with every update.
     """
 
-    def __init__(self, index: int, schedule: StepSchedule, *, is_head: bool):
+    def __init__(
+        self, index: int, schedule: StepSchedule, *, is_head: bool, is_leading: Callable[[], bool] = lambda: True
+    ):
         self._index = index
         self._schedule = schedule
         self._members = schedule.members
         self._is_head = is_head
+        self._is_leading = is_leading
         self.changed = threading.Condition()
         self._shards: DeclaredShards | None = None
         self._former = _FormerFit()
@@ -284,8 +288,13 @@ class VariableStore:
             message: the request.
             buffers: its arrays.
             copy: copies values that the next update would change.
+
+        Raises: LinkClosedError if this server no longer leads.
         """
         with self.changed:
+            # This thread may have waited for the lock since before another server took the lead and sent its values.
+            if not self._is_leading():
+                raise LinkClosedError("another server leads this group of shards now.")
             shards = self._shards
             assert shards is not None, "a ticket is issued after the declaration"
             rules, ticket = shards.declared.rules, message.ticket
