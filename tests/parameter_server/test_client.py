@@ -31,7 +31,7 @@ from phalanx.parameter_server.server_messages import (
     QueryJobOver,
     Ticket,
 )
-from phalanx.parameter_server.server_protocol import LEAD, LEADING
+from phalanx.parameter_server.server_protocol import CHIEF, LEAD, LEADING
 from phalanx.transport.dial import RefusedError
 from phalanx.transport.handshake import Hello
 from tests.launcher.conftest import wait_until
@@ -145,6 +145,21 @@ def test_of_two_servers_that_lead_the_one_that_was_called_upon_later_is_right() 
         assert called.leadership.is_leading
         assert not was_stopped.leadership.is_leading
         wait_until(lambda: was_stopped.leadership.following is not None)
+
+
+@pytest.mark.parametrize("has_led", [False, True])
+def test_a_server_that_takes_the_lead_late_in_a_job_does_not_miss_the_chief_at_once(has_led: bool) -> None:
+    """The chief first promotes it, and connects then."""
+    with started(copied=True) as (servers, _):
+        copy = servers[1]._groups[1]
+        wait_until(lambda: copy.leadership.following is not None)
+        long_ago = -3600.0
+        copy._started += long_ago
+        copy.leadership.followed_until += long_ago
+        if has_led:
+            copy._members.table._lost_since[CHIEF] = copy._members.clock() + long_ago
+        copy.leadership.lead()
+        assert not copy.is_over()
 
 
 def test_all_groups_of_a_server_that_hangs_get_another_leader(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,8 @@ class GroupLeadership:
     Attributes:
         role: see `GroupRole`.
         following: the leader's link, while this server follows.
+        followed_until: until when the other server led, as far as is known, by the monotonic clock; at first, when this
+            server was started.
         is_job_over: the leader has said that the job is over.
     """
 
@@ -108,11 +110,11 @@ class GroupLeadership:
         self.role = GroupRole.FOLLOWING if not is_own else GroupRole.LEADING if other is None else GroupRole.UNSETTLED
         self._term = 0  # grows with each change of the leader; of two that lead, the greater term is right
         self.following: Link | None = None
+        self.followed_until = time.monotonic()
         self.is_job_over = False
         # Held while a record of the leader is applied, and while this server becomes the leader. Acquired before
         # `changed`.
         self._applying = threading.Lock()
-        self._followed_at = time.monotonic()  # when the leader was last known to be there
 
     @property
     def is_leading(self) -> bool:
@@ -130,6 +132,7 @@ class GroupLeadership:
                 return
             logger.warning("%s leads the shards of group %d from now on.", self._me.task, self._number)
             self.role = GroupRole.LEADING
+            self.followed_until = time.monotonic()
             self._term += 1
             self._recovery.take_the_lead()
             if self.following is not None:
@@ -150,8 +153,8 @@ class GroupLeadership:
     def check_leader(self, now: float, first_contact_until: float, return_s: float) -> None:
         """Raise PeerLostError if this server follows a leader that has been gone for too long. With the lock held."""
         if self.following is not None:
-            self._followed_at = now
-        elif now - max(self._followed_at, first_contact_until) > return_s:
+            self.followed_until = now
+        elif now - max(self.followed_until, first_contact_until) > return_s:
             raise peer_lost(str(self._other), f"training; it did not return within {return_s:g} s")
 
     # The leader's side.

@@ -159,12 +159,14 @@ class ShardGroup:
         """
         self._recovery.check()
         with self._changed, self._members.changed:
-            now, first_contact_until = time.monotonic(), self._started + self._me.config.rendezvous_timeout_s
+            now, start_s = time.monotonic(), self._me.config.rendezvous_timeout_s
             if self.leadership.is_job_over:
                 return True
             if self.leadership.role is GroupRole.FOLLOWING:
-                self.leadership.check_leader(now, first_contact_until, self._return_s)
+                self.leadership.check_leader(now, self._started + start_s, self._return_s)
                 return False
+            # The chief promotes this server first, and connects then.
+            first_contact_until = self.leadership.followed_until + start_s
             connected = self._members.table.contacts()
             self._notice_absent(now, connected)
             self._check_chief(now, first_contact_until, connected)

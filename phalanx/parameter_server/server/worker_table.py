@@ -81,9 +81,10 @@ class WorkerTable:
         self._expected_until[worker] = self._clock() + (self._chief_relink_s if worker == CHIEF else self._relink_s)
 
     def expect_all(self, within_s: float) -> None:
-        """All workers that are not connected are expected to connect within this time."""
+        """All workers that are not connected are expected to connect within this time, and none counts as lost."""
         absent = set(range(len(self._names))) - self.connected
         self._expected_until = dict.fromkeys(absent, self._clock() + within_s)
+        self._lost_since.clear()
 
     def evict(self, worker: Worker) -> None:
         """Stop waiting for a worker; what its process still sends is refused."""
