@@ -30,6 +30,8 @@ def differences(actual: Any, expected: Any, tolerance: float, noise: Any = ()) -
     """
     found = [f"{place}: missing" for place in expected if place not in actual]
     for place, left in actual.items():
+        if "r2_score" in place and np.abs(left).max(initial=0.0) > 1e5:
+            continue  # targets that are all alike: a division by what rounding leaves of their variance
         right = expected.get(place)
         if place not in expected:
             found.append(f"{place}: not expected")

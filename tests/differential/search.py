@@ -18,6 +18,9 @@ from tests.differential.programs import Program, programs
 from tests.differential.worker import REFUSALS, Outcome
 
 NOISES = (None, 1, 2, 3)
+MORE_NOISES = tuple(range(4, 12))
+"""Where three do not explain a difference: some optimizers make of a gradient that is zero, but for rounding, a step of
+full size, and its sign may be the same three times."""
 ECHOES = ("PeerLostError", "LinkClosedError", "CollectiveTimeoutError")
 Progress = Callable[[Program, str, float], None]
 
@@ -136,17 +139,19 @@ class Judge:
             if label not in plain.values:
                 raise Different("other labels", f"{list(ranks[0].values)} instead of {list(plain.values)}")
             if differences(values, plain.values[label], program.tolerance):
-                runs = self._noise(program)
+                runs = self._noise(program, NOISES)
                 noise = [each.values[label] for each in runs if label in each.values]
                 if noise and differences(noise[0], plain.values[label], program.tolerance):
                     return "not repeatable in plain Keras"
+                if differences(values, plain.values[label], program.tolerance, noise):
+                    noise += [each.values[label] for each in self._noise(program, MORE_NOISES) if label in each.values]
                 if found := differences(values, plain.values[label], program.tolerance, noise):
                     listed = "\n".join(f"  {label}{each}" for each in found[:12])
                     raise Different(f"numbers: {_kind(label, found)}", listed)
         return None
 
-    def _noise(self, program: Program) -> list[Outcome]:
-        outcomes = self._pool.plain_again(program.source, NOISES)
+    def _noise(self, program: Program, seeds: Sequence[int | None]) -> list[Outcome]:
+        outcomes = self._pool.plain_again(program.source, seeds)
         return [outcome for outcome in outcomes if outcome is not None and outcome.error is None]
 
 

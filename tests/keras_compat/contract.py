@@ -303,6 +303,14 @@ def losses_are_reduced_in_one_function() -> None:
 
 
 @check()
+def layers_know_added_losses_by_id() -> None:
+    layer = keras.layers.Dense(2, activity_regularizer="l2")
+    model = keras.Sequential([keras.Input((3,)), layer])
+    model.stateless_call([variable.value for variable in model.variables], [], X, return_losses=True)
+    assert len(layer._loss_ids) == 1
+
+
+@check()
 def added_losses_are_summed_in_one_function() -> None:
     from phalanx.keras_compat.global_losses import GloballyScaledLosses
     from phalanx.keras_compat.step_means import WeightedStepMeans

@@ -96,6 +96,7 @@ class StepPrograms:
 
     def _train(self, state: tuple[Values, ...], data: Batch) -> Any:
         trainable, non_trainable, optimizer, metrics = state
+        forget_added_losses(self._model)
         with making_placed(self._placement), self._laying_out_gradients():
             gathered = self._gathered(trainable, non_trainable)
             logs, new = self._model.train_step((*gathered, optimizer, metrics), self._batches.pack(data))
@@ -103,6 +104,7 @@ class StepPrograms:
 
     def _test(self, state: tuple[Values, ...], data: Batch) -> Any:
         trainable, non_trainable, metrics = state
+        forget_added_losses(self._model)
         with making_placed(self._placement):
             gathered = self._gathered(trainable, non_trainable)
             logs, new = self._model.test_step((*gathered, metrics), self._batches.pack(data))
