@@ -1,6 +1,7 @@
 """What a compiled Keras model is made of: its optimizers, layer state, metrics, and which methods it overrides.
 
-Uses `_flatten_layers`, `_compile_loss`, `_compile_metrics`, `_non_trainable_variables`, `_loss_ids` and `jax_state_sync`.
+Uses `_flatten_layers`, `_compile_loss`, `_compile_metrics`, `_loss_ids`, `_non_trainable_variables` and
+`jax_state_sync`.
 Tested with Keras 3.12 and 3.15.
 """
 

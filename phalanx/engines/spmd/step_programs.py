@@ -24,6 +24,7 @@ from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch
 from phalanx.engines.spmd.placed_model import PlacedModel, making_placed
 from phalanx.engines.spmd.placement import Axes, Placement
+from phalanx.keras_compat.model_state import forget_added_losses
 from phalanx.keras_compat.variable_layouts import laying_out_gradients
 
 Values = list[Any]
