@@ -198,13 +198,21 @@ class ArraySource:
             return np.argsort(np.arange(self.samples) // self._batch_size + random.random(self.samples), kind="stable")
         return random.permutation(self.samples)
 
+    def draw_without_a_pass(self) -> None:
+        """See `ShardedInput.draw_without_a_pass`."""
+        if self._shuffle and self._shuffling is not None:
+            self._start_orders(self._shuffling)
+
     def _agreed(self, shuffling: Shuffling) -> Array:
-        if self._keras_orders is None:
-            self._keras_orders = data_adapters.shuffled_orders(
-                self.samples, self._batch_size, self._shuffle, peeked=shuffling.peeked()
-            )
+        orders = self._keras_orders or self._start_orders(shuffling)
         # Every process draws, so that what a seeded program draws after it is the same everywhere.
-        return shuffling.from_chief(next(self._keras_orders).astype(np.int64))
+        return shuffling.from_chief(next(orders).astype(np.int64))
+
+    def _start_orders(self, shuffling: Shuffling) -> Iterator[Array]:
+        self._keras_orders = orders = data_adapters.shuffled_orders(
+            self.samples, self._batch_size, self._shuffle, peeked=shuffling.peeked()
+        )
+        return orders
 
 
 def make_source(request: InputRequest) -> ArraySource:

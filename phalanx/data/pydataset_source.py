@@ -173,12 +173,16 @@ class PyDatasetSource:
         if shuffling is None:
             return np.random.default_rng([self._request.seed, key]).permutation(count)
         # Every process draws, so that what a seeded program draws after it is the same everywhere.
-        for _ in range(2 if self._is_first and shuffling.peeked() else 1):
-            drawn = list(range(count))
-            random.shuffle(drawn)
-        order = shuffling.from_chief(np.array(drawn, np.int64))
+        self.draw_without_a_pass()
+        order = shuffling.from_chief(_shuffled(count))
         self._is_first = False
         return order
+
+    def draw_without_a_pass(self) -> None:
+        """See `ShardedInput.draw_without_a_pass`."""
+        shuffling, count = self._request.shuffling, self.num_batches
+        if self._request.shuffle and self._is_first and shuffling and count and shuffling.peeked():
+            _shuffled(count)
 
     def peek(self, *, restart: bool = False) -> LocalShare:
         share = self._reader([0]).share(0)
@@ -212,3 +216,10 @@ class PyDatasetSource:
 
 
 make_source = PyDatasetSource
+
+
+def _shuffled(count: int) -> Array:
+    """The numbers below `count`, shuffled as Keras shuffles the batches of a PyDataset."""
+    numbers = list(range(count))
+    random.shuffle(numbers)
+    return np.array(numbers, np.int64)

@@ -120,6 +120,12 @@ class ShardedInput:
 
     # Batches.
 
+    def draw_without_a_pass(self) -> None:
+        """Draw the random numbers that Keras draws in a `fit` without an epoch, which may build the model."""
+        draw: Callable[[], None] | None = getattr(self.source, "draw_without_a_pass", None)
+        if draw is not None:
+            draw()
+
     def peek(self, *, restart: bool = False) -> LocalBatch:
         """A first local batch, for building a model: of streams the one that the next epoch will yield again.
 

@@ -6,6 +6,7 @@ Tested with Keras 3.12 and 3.15.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,15 +70,15 @@ def shuffled_orders(
         samples: the number of samples.
         batch_size: the size of the global batch.
         shuffle: as of `fit`: True, False or "batch".
-        peeked: whether Keras would have read one batch before the first pass, to build the model.
+        peeked: whether Keras would have read one batch before the first pass, to build the model. Its random numbers
+            are drawn by this call, the others pass by pass.
     """
     import keras
     from keras.src.trainers.epoch_iterator import EpochIterator
 
     if shuffle != "batch" and keras.backend.backend() == "tensorflow" and not _tensorflow_is_seeded():
         generator = np.random.default_rng()
-        while True:
-            yield generator.permutation(samples)
+        return (generator.permutation(samples) for _ in itertools.count())
     # In one batch, unless only the rows within each are to be shuffled: the order is the same and comes at once.
     size = batch_size if shuffle == "batch" else samples
     passes = EpochIterator(np.arange(samples), batch_size=size, shuffle=shuffle)
@@ -86,8 +87,7 @@ def shuffled_orders(
         sampler = passes.data_adapter.get_torch_dataloader().batch_sampler
         if peeked:
             next(iter(sampler))
-        while True:
-            yield np.concatenate([np.asarray(batch) for batch in sampler])
+        return (np.concatenate([np.asarray(batch) for batch in sampler]) for _ in itertools.count())
     passes._get_iterator = {
         "jax": passes.data_adapter.get_jax_iterator,
         # Once for all passes, as Keras does it: making one takes some 80 ms.
@@ -96,8 +96,10 @@ def shuffled_orders(
     if peeked:
         next(next(passes._enumerate_iterator())[2])
         passes.reset()
-    while True:
-        yield np.concatenate([np.asarray(next(batches)) for _, _, batches in passes._enumerate_iterator()])
+    return (
+        np.concatenate([np.asarray(next(batches)) for _, _, batches in passes._enumerate_iterator()])
+        for _ in itertools.count()
+    )
 
 
 def _tensorflow_is_seeded() -> bool:

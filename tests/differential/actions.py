@@ -45,7 +45,7 @@ class Actions:
             keywords["steps_per_epoch"] = str(w.number(1, 3))
         elif w.chance(6):
             keywords["steps_per_epoch"] = "1"  # all data sets have one batch
-        trains = keywords["epochs"] != "1"  # see docs/concepts/numbers.md for a fit without an epoch
+        trains = keywords["epochs"] != "1" or w.backend != "tensorflow"  # else only Phalanx builds the optimizer
         if not source.is_once and trains and w.chance(8):
             keywords["initial_epoch"] = "1"
         if not source.is_dataset:

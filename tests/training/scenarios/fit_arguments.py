@@ -44,6 +44,14 @@ def initial_epoch(setting: Setting) -> dict[str, Any]:
 
 
 @scenario()
+def order_after_a_fit_without_an_epoch(setting: Setting) -> dict[str, Any]:
+    """That `fit` builds the metrics with a batch, for which Keras draws an order on JAX and PyTorch."""
+    model = compiled(setting, metrics=["accuracy"])
+    nothing = model.fit(features(), labels(), batch_size=16, initial_epoch=1, epochs=1, verbose=0)
+    return {"epochs": nothing.epoch, "fit": fitted(model, shuffle=True)}
+
+
+@scenario()
 def steps_per_epoch_of_arrays(setting: Setting) -> dict[str, Any]:
     """Two of three batches an epoch: the second epoch goes on where the first stopped."""
     return fitted(compiled(setting), steps_per_epoch=2, epochs=3)
