@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 import hypothesis
 import pytest
@@ -17,6 +18,9 @@ from tests.support.backends import FIRST
 
 # The tests themselves use Keras a little, on any backend there is; jobs are told theirs.
 os.environ.setdefault("KERAS_BACKEND", FIRST)
+# Of this process and of the programs that it starts. Threads of PyTorch that wait for each other spin: where all cores
+# are busy with other tests, a step of a small model takes three to ten times as long with two threads as with one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 lazy_imports.install()  # Keras imports scikit-learn, pandas and Matplotlib, which take longer than Keras
 # The process that starts those of pytest-xdist makes the folder that they share.
 os.environ.update(compilation.settings(os.environ["KERAS_BACKEND"]))
@@ -48,6 +52,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONGEST.index(module) if module in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+    # Hypothesis looks at each module's `__file__`, which would import what is deferred.
+    for name in lazy_imports.DEFERRED:
+        if type(sys.modules.get(name)).__name__ == "_LazyModule":
+            del sys.modules[name]
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         backend = parameters.get("backend", "")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from phalanx.launcher.worker_environment import thread_settings
 from tests.support import fork_server
 from tests.support.commands import ROOT
 from tests.support.programs import environment
@@ -77,7 +78,7 @@ class Tasks:
         own = {
             "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": int(index)}}),
             "PHALANX_LISTEN_FD": str(listener.fileno()),
-            "OMP_NUM_THREADS": "1",
+            **thread_settings(1),
         }
         with open(self._log(name), "ab") as log:
             return fork_server.popen(

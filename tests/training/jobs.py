@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.launcher.worker_environment import thread_settings
 from tests.support import fork_server
 from tests.support.commands import finish
 from tests.support.programs import environment
@@ -55,5 +56,7 @@ def run_scenarios(
         command = [sys.executable, *run, *module, "job", table, str(folder), *names]
     bound_s = START_BOUND_S + SCENARIO_BOUND_S * len(names)
     settings = environment(backend)
+    if kind == "plain" and world_size == 1:
+        settings |= thread_settings(1)  # as each worker of a job has them: threads that wait for each other spin
     code, output = finish(command, settings, bound_s=bound_s, start=fork_server.popen)
     return Findings(folder, world_size, f"{output}\nexit code {code}")

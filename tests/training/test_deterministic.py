@@ -41,6 +41,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
             file = tmp_path_factory.mktemp("deterministic") / "found"
             launcher = [] if workers == 1 else ["-m", "phalanx", "run", "--workers", str(workers), "--backend", backend]
             settings = environment(backend)
+            if workers == 1:
+                settings.pop("OMP_NUM_THREADS", None)
             if models == ALL:  # else compilation is cheap
                 for variable in compilation.CHEAP:
                     settings.pop(variable, None)
