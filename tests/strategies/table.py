@@ -17,7 +17,7 @@ from phalanx.strategies.strategy import Strategy
 from phalanx.training import model_dispatch
 from tests.support.seeds import set_random_seed
 from tests.training.scenarios.common import FEATURES, classifier, features, labels, numbers, regressor
-from tests.training.scenarios.registry import BACKENDS, Setting, Table
+from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, Table
 
 SCENARIOS = Table(quick=BACKENDS)
 scenario = SCENARIOS.scenario
@@ -31,7 +31,7 @@ def tensor(value: Any) -> Any:
     return keras.ops.convert_to_tensor(np.asarray(value))
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=ONE_BACKEND)
 def contexts(setting: Setting) -> dict[str, Any]:
     """What `get_strategy`, `has_strategy` and `get_replica_context` say at each place, as in `tf.distribute`."""
     strategy = setting.strategy
@@ -81,7 +81,7 @@ def contexts(setting: Setting) -> dict[str, Any]:
     return {}
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=ONE_BACKEND)
 def contexts_are_left_when_something_raises(setting: Setting) -> dict[str, Any]:
     def fail() -> None:
         raise KeyError("on purpose")
@@ -99,7 +99,7 @@ def _raise_in_scope(strategy: Any) -> None:
         raise KeyError("on purpose")
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=ONE_BACKEND)
 def properties(setting: Setting) -> dict[str, Any]:
     strategy = setting.strategy
     assert strategy.num_replicas_in_sync == setting.world_size
@@ -158,7 +158,7 @@ def reduce_along_an_axis_of_uneven_lengths(setting: Setting) -> dict[str, Any]:
     return {}
 
 
-@scenario(plain=False, error=dict.fromkeys(BACKENDS, ("ConfigurationError", "SUM, MEAN")))
+@scenario(plain=False, quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("ConfigurationError", "SUM, MEAN")))
 def reduce_by_an_unknown_operation(setting: Setting) -> dict[str, Any]:
     setting.strategy.reduce("MEDIAN", tensor(1.0))
     return {}
@@ -178,7 +178,7 @@ def gather_uneven_parts(setting: Setting) -> dict[str, Any]:
     return {}
 
 
-@scenario(plain=False, error=dict.fromkeys(BACKENDS, ("ConfigurationError", "no axis")))
+@scenario(plain=False, quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("ConfigurationError", "no axis")))
 def gather_of_a_scalar(setting: Setting) -> dict[str, Any]:
     setting.strategy.gather(tensor(1.0), axis=0)
     return {}
@@ -210,7 +210,7 @@ class Pages(keras.utils.PyDataset):
         return features(11)[rows], labels(11)[rows]
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=ONE_BACKEND)
 def dataset_cut_among_replicas(setting: Setting) -> dict[str, Any]:
     """The parts of all ranks, put together in rank order, are the global batches, also the one that is too small."""
     data = setting.strategy.experimental_distribute_dataset(Pages())
@@ -227,7 +227,7 @@ def dataset_cut_among_replicas(setting: Setting) -> dict[str, Any]:
     return {}
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=ONE_BACKEND)
 def datasets_of_each_replica(setting: Setting) -> dict[str, Any]:
     def make(context: phalanx.InputContext) -> Any:
         assert context.num_input_pipelines == setting.world_size
@@ -248,7 +248,7 @@ def datasets_of_each_replica(setting: Setting) -> dict[str, Any]:
     return {}
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=ONE_BACKEND)
 def sharding_is_explained(setting: Setting) -> dict[str, Any]:
     text = setting.strategy.explain_sharding(features(), batch_size=16)
     for rank in range(setting.world_size):
@@ -267,7 +267,7 @@ def _train_own_data(rank: int) -> Any:
     return history, model.get_weights()
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=ONE_BACKEND)
 def models_outside_scopes_are_kerass_own(setting: Setting) -> dict[str, Any]:
     """Each rank trains a model of its own on data of its own length: exactly the same with Phalanx's hook in place,
     after a scope was used, and with the hook taken out."""
@@ -305,7 +305,7 @@ def the_hook_comes_out(setting: Setting) -> dict[str, Any]:
     return {}
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=ONE_BACKEND)
 def a_single_replica_is_plain_keras(setting: Setting) -> dict[str, Any]:
     """To the last bit, in the default strategy and in `OneDeviceStrategy`, whatever the job around."""
     trainer_hook.uninstall()
@@ -1149,7 +1149,7 @@ def custom_loop_on_jax(setting: Setting) -> dict[str, Any]:
     return _loop(setting, step, model)
 
 
-@scenario(plain=False, error=dict.fromkeys(BACKENDS, ("ConfigurationError", "same options")))
+@scenario(plain=False, quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("ConfigurationError", "same options")))
 def other_options_for_the_same_job(setting: Setting) -> dict[str, Any]:
     options = phalanx.CommunicationOptions(implementation=phalanx.CommunicationImplementation.RING)
     phalanx.MultiWorkerMirroredStrategy(communication_options=options)

@@ -17,7 +17,7 @@ BOUND_S = 1200
 QUICK = [
     "masked_sequences_with_sample_weight",
     "batch_normalization_over_all_replicas",
-    "losses_that_relate_samples",
+    "loss_that_relates_samples_with_a_mask",
     "two_optimizers_on_jax",
     "saved_while_gradients_accumulate",
 ]

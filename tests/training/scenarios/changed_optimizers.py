@@ -55,7 +55,7 @@ for _name, _rate in RATES.items():
     add(f"learning_rate_{_name}", _with_rate(_rate), quick=ONE_BACKEND if _name == "without_get_config" else ())
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=ONE_BACKEND)
 def learning_rate_becomes_a_schedule(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, optimizer=optimizers.Adam(0.05))
     first = fitted(model)

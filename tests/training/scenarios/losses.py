@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,10 +24,10 @@ from tests.training.scenarios.common import (
     regressor,
     weights,
 )
-from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, add, scenario
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=ONE_BACKEND)
 def loss_reduction_sum(setting: Setting) -> dict[str, Any]:
     loss = keras.losses.MeanSquaredError(reduction="sum")
     model = compiled(setting, regressor, loss=loss, optimizer=keras.optimizers.SGD(0.005))
@@ -195,33 +196,48 @@ def _in_batch_negatives(y: Any, y_pred: Any) -> Any:
     return keras.losses.sparse_categorical_crossentropy(ops.arange(ops.shape(scores)[0]), scores, from_logits=True)
 
 
-RELATING = {
-    "one number": keras.losses.Dice,
-    "a value of each": lambda: _in_batch_negatives,
-    "with a mask": keras.losses.Circle,
+RELATING: dict[str, Callable[[], Any]] = {
+    "by_one_number": keras.losses.Dice,
+    "by_a_value_of_each": lambda: phalanx.losses.OverGlobalBatch(_in_batch_negatives),
+    "with_a_mask": keras.losses.Circle,
 }
 
 
-@scenario(quick=BACKENDS)
-def losses_that_relate_samples(setting: Setting) -> dict[str, Any]:
+def _relating(name: str) -> Callable[[Setting], dict[str, Any]]:
     """Over the global batch, with parts of unequal size, an empty one, and sample weights."""
-    found = {}
-    for name, loss in RELATING.items():
-        y = labels() if name == "with a mask" else np.abs(features())[:, :CLASSES]
-        make = partial(_mapper, normalizes=name == "with a mask")
-        known = name != "a value of each"  # as relating samples
-        model = compiled(setting, make, loss=loss() if known else phalanx.losses.OverGlobalBatch(loss()))
-        weight = None if name == "one number" else weights()
-        found[name] = fitted(model, y=y, sample_weight=weight) | observed(model, y=y, sample_weight=weight)
-    return found
+
+    def run(setting: Setting) -> dict[str, Any]:
+        y = labels() if name == "with_a_mask" else np.abs(features())[:, :CLASSES]
+        model = compiled(setting, partial(_mapper, normalizes=name == "with_a_mask"), loss=RELATING[name]())
+        weight = None if name == "by_one_number" else weights()
+        return fitted(model, y=y, sample_weight=weight) | observed(model, y=y, sample_weight=weight)
+
+    return run
 
 
-@scenario(quick=BACKENDS)
-def losses_that_are_one_number(setting: Setting) -> dict[str, Any]:
-    """A sum over the batch: as a loss function, with sample weights, from compute_loss and from add_loss; a mean."""
+for _name in RELATING:
+    add(f"loss_that_relates_samples_{_name}", _relating(_name), quick=BACKENDS if "value" in _name else ONE_BACKEND)
 
-    def summed(y: Any, y_pred: Any) -> Any:
-        return ops.sum(ops.square(y - y_pred))
+
+def _summed(y: Any, y_pred: Any) -> Any:
+    return ops.sum(ops.square(y - y_pred))
+
+
+def _averaged(y: Any, y_pred: Any) -> Any:
+    return ops.mean(ops.square(y - y_pred))
+
+
+def _one_number(
+    loss: Any, *, adds: bool = False, computes: bool = False, weighted: bool = False
+) -> Callable[[Setting], dict[str, Any]]:
+    """A sum or a mean over the batch.
+
+    Args:
+        loss: of the batch.
+        adds: whether a layer adds losses that are one number, and that are vectors.
+        computes: whether the model returns the loss from `compute_loss`.
+        weighted: whether there are sample weights.
+    """
 
     class Adds(layers.Layer):
         def call(self, inputs: Any) -> Any:
@@ -232,24 +248,25 @@ def losses_that_are_one_number(setting: Setting) -> dict[str, Any]:
 
     class Computes(keras.Sequential):
         def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):  # type: ignore[no-untyped-def]
-            return summed(y, y_pred)
+            return loss(y, y_pred)
 
-    def build(kind: Any, *more: Any) -> Any:
-        return kind([keras.Input((FEATURES,)), layers.Dense(8, activation="tanh"), *more, layers.Dense(1)])
+    def build() -> Any:
+        hidden = [layers.Dense(8, activation="tanh"), *([Adds()] if adds else [])]
+        kind = Computes if computes else keras.Sequential
+        return kind([keras.Input((FEATURES,)), *hidden, layers.Dense(1)])
 
-    found = {}
-    for name, kind, more, loss in (
-        ("function", keras.Sequential, (), summed),
-        ("compute_loss", Computes, (), "mse"),
-        ("add_loss", keras.Sequential, (Adds,), lambda y, y_pred: ops.mean(ops.square(y - y_pred))),
-    ):
-        parts = tuple(each() for each in more)
-        optimizer = keras.optimizers.SGD(0.005)
-        model = compiled(setting, lambda kind=kind, parts=parts: build(kind, *parts), loss=loss, optimizer=optimizer)
-        weight = weights() if name == "function" else None
-        found[name] = fitted(model, y=numbers(), sample_weight=weight)
-        found[name] |= observed(model, y=numbers(), sample_weight=weight)
-    return found
+    def run(setting: Setting) -> dict[str, Any]:
+        given = "mse" if computes else loss
+        model = compiled(setting, build, loss=given, optimizer=keras.optimizers.SGD(0.005))
+        weight = weights() if weighted else None
+        return fitted(model, y=numbers(), sample_weight=weight) | observed(model, y=numbers(), sample_weight=weight)
+
+    return run
+
+
+add("loss_that_is_one_number", _one_number(_summed, adds=True, weighted=True), quick=BACKENDS)
+add("loss_that_is_a_mean_with_added_losses", _one_number(_averaged, adds=True), quick=ONE_BACKEND)
+add("loss_of_compute_loss_that_is_one_number", _one_number(_summed, computes=True), quick=ONE_BACKEND)
 
 
 @scenario(quick=BACKENDS, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "OverGlobalBatch")))

@@ -185,7 +185,7 @@ def maximum_of_single_predictions_in_half_precision(setting: Setting) -> dict[st
     return fitted(model, features()[:12], numbers()[:12], batch_size=2)["history"]  # type: ignore[no-any-return]
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=ONE_BACKEND)
 def metric_that_is_not_reset(setting: Setting) -> dict[str, Any]:
     """Every epoch and evaluation begins with what the last one has counted, which counts once."""
     y = numbers()

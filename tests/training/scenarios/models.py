@@ -21,10 +21,10 @@ from tests.training.scenarios.common import (
     regressor,
     weights,
 )
-from tests.training.scenarios.registry import BACKENDS, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=ONE_BACKEND)
 def sequential_adam(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, optimizer=keras.optimizers.Adam(0.02), metrics=["accuracy"])
     return fitted(model) | observed(model)

@@ -32,8 +32,9 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-QUICK = ("global_clipnorm", "gradient_accumulation", "loss_scale")
-"""Each takes a path of its own through a step; the others differ in Keras's arithmetic alone."""
+QUICK = ("global_clipnorm", "loss_scale")
+"""Each takes a path of its own through a step, as does accumulation: see the scenarios of compression. The others
+differ in Keras's arithmetic alone."""
 
 
 def _scenario_of(make: Callable[[], Any]) -> Callable[[Setting], dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.training.scenarios.common import BATCH, FEATURES, SAMPLES, classifier, compiled, features, fitted_on, labels
 from tests.training.scenarios.inputs import ShortPages
-from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, add, scenario
 
 BATCHES = 6
 SIZE = 4
@@ -91,7 +91,7 @@ class InDatabase(keras.utils.PyDataset):
         return np.stack([np.frombuffer(x, np.float32) for x, _ in rows]), np.array([y for _, y in rows], np.int32)
 
 
-@scenario(quick=EACH_KIND)
+@scenario(quick=ONE_BACKEND)
 def data_bound_to_a_thread(setting: Setting) -> dict[str, Any]:
     # Keras on TensorFlow reads in TensorFlow's threads.
     data = InDatabase(any_thread=setting.alone and setting.backend == "tensorflow")
@@ -116,7 +116,7 @@ def _encoded(encoder: Any) -> Iterator[Any]:
             yield encoder.predict(x[rows], verbose=0), y[rows]
 
 
-@scenario(quick=EACH_KIND)
+@scenario(quick=ONE_BACKEND)
 def generator_that_predicts_with_another_model(setting: Setting) -> dict[str, Any]:
     encoder = _encoder(setting)
     model = compiled(setting, classifier)
@@ -216,18 +216,24 @@ def _steps(model: Any) -> int:
     return int(keras.ops.convert_to_numpy(model.optimizer.iterations.value))
 
 
-# On TensorFlow Keras reads ahead, as far as TensorFlow's threads come.
-@scenario(backends=("jax", "torch"), quick=("jax", "torch"))
-def generators_for_validation(setting: Setting) -> dict[str, Any]:
-    found = {}
-    for count, steps in ((None, 3), (4, None), (4, 3)):
+def _validated(count: int | None, steps: int | None) -> Callable[[Setting], dict[str, Any]]:
+    """By a generator of so many batches, in so many steps."""
+
+    def run(setting: Setting) -> dict[str, Any]:
         taken: list[int] = []
         model = compiled(setting, metrics=["accuracy"])
         data = _numbered(count, taken)
-        found[f"{count} {steps}"] = fitted_on(
+        return fitted_on(
             model, features(), y=labels(), epochs=3, batch_size=BATCH, validation_data=data, validation_steps=steps
         ) | {"taken": len(taken)}
-    return found
+
+    return run
+
+
+# On TensorFlow Keras reads ahead, as far as TensorFlow's threads come.
+for _name, _arguments in {"without_an_end": (None, 3), "to_its_end": (4, None), "past_its_end": (4, 3)}.items():
+    _quick = EACH_KIND if _name == "past_its_end" else ONE_BACKEND
+    add(f"generator_for_validation_{_name}", _validated(*_arguments), backends=EACH_KIND, quick=_quick)
 
 
 @scenario(backends=("jax", "tensorflow"), quick=("jax",))
@@ -236,56 +242,55 @@ def generator_for_validation_that_ends(setting: Setting) -> dict[str, Any]:
     return fitted_on(compiled(setting), features(), y=labels(), epochs=3, batch_size=BATCH, validation_data=data)
 
 
-@scenario(quick=EACH_KIND)
-def generators_that_end(setting: Setting) -> dict[str, Any]:
-    found = {}
-    for count, steps in ((4, None), (5, 3), (6, 3)):
+def _ending(count: int, steps: int | None) -> Callable[[Setting], dict[str, Any]]:
+    """A generator of so many batches, in epochs of so many steps."""
+
+    def run(setting: Setting) -> dict[str, Any]:
         taken: list[int] = []
         model = compiled(setting, metrics=["accuracy"], jit_compile=setting.backend != "torch")
-        data = _numbered(count, taken)
-        found[f"{count} {steps}"] = fitted_on(model, data, epochs=4, steps_per_epoch=steps) | {
-            "taken": len(taken),
-            "steps": _steps(model),
-        }
-    return found
+        found = fitted_on(model, _numbered(count, taken), epochs=4, steps_per_epoch=steps)
+        return found | {"taken": len(taken), "steps": _steps(model)}
+
+    return run
 
 
-def _groups(setting: Setting, make: Any) -> dict[str, Any]:
-    found = {}
-    for steps in (3, 5, None):
+for _name, _arguments in {"after_one_epoch": (4, None), "in_an_epoch": (5, 3), "with_an_epoch": (6, 3)}.items():
+    _quick = EACH_KIND if _name == "in_an_epoch" else ONE_BACKEND
+    add(f"generator_that_ends_{_name}", _ending(*_arguments), quick=_quick)
+
+
+def _groups(make: Callable[[list[int]], Any], steps: int | None) -> Callable[[Setting], dict[str, Any]]:
+    """Groups of two steps, of which the last one of an epoch may have a single one."""
+
+    def run(setting: Setting) -> dict[str, Any]:
         taken: list[int] = []
         model = compiled(setting, metrics=["accuracy"], steps_per_execution=2, jit_compile=True)
-        data = make(taken)
-        found[str(steps)] = fitted_on(model, data, epochs=3, steps_per_epoch=steps) | {
+        return fitted_on(model, make(taken), epochs=3, steps_per_epoch=steps) | {
             "taken": len(taken),
             "steps": _steps(model),
             "evaluate": model.evaluate(make([]), steps=steps, verbose=0, return_dict=True),
             "predict": model.predict(make([]), steps=steps, verbose=0),
         }
-    return found
+
+    return run
 
 
-@scenario(backends=("jax", "tensorflow"), quick=("jax",))
-def partial_groups_of_steps(setting: Setting) -> dict[str, Any]:
-    def make(taken: list[int]) -> Any:
-        return ShortPages()
-
-    return _groups(setting, make)
-
-
-@scenario(backends=("jax",), quick=("jax",))
-def partial_groups_of_steps_of_a_generator(setting: Setting) -> dict[str, Any]:
-    return _groups(setting, lambda taken: _numbered(9, taken))
-
-
-@scenario(needs=("tensorflow",), backends=("jax", "tensorflow"))
-def partial_groups_of_steps_of_unknown_length(setting: Setting) -> dict[str, Any]:
+def _of_unknown_length(taken: list[int]) -> Any:
     import tensorflow as tf
 
-    def make(taken: list[int]) -> Any:
-        return tf.data.Dataset.from_tensor_slices((features(), labels())).batch(5).filter(lambda x, y: True)
+    return tf.data.Dataset.from_tensor_slices((features(), labels())).batch(5).filter(lambda x, y: True)
 
-    return _groups(setting, make)
+
+PARTIAL_GROUPS: dict[str, tuple[Callable[[list[int]], Any], dict[str, Any]]] = {
+    "of_pages": (lambda taken: ShortPages(), {"backends": ("jax", "tensorflow")}),
+    "of_a_generator": (lambda taken: _numbered(9, taken), {"backends": ("jax",)}),
+    "of_unknown_length": (_of_unknown_length, {"backends": ("jax", "tensorflow"), "needs": ("tensorflow",)}),
+}
+QUICK_GROUPS = {("of_pages", "all"), ("of_a_generator", "3")}
+for _data, (_make, _options) in PARTIAL_GROUPS.items():
+    for _name, _number in {"3": 3, "5": 5, "all": None}.items():
+        _quick = ("jax",) if (_data, _name) in QUICK_GROUPS else ()
+        add(f"partial_groups_{_data}_in_epochs_of_{_name}_steps", _groups(_make, _number), quick=_quick, **_options)
 
 
 @scenario(needs=("tensorflow",), quick=BACKENDS)

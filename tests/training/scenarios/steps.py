@@ -153,7 +153,7 @@ def own_train_step_and_test_step(setting: Setting) -> dict[str, Any]:
     return fitted(model, sample_weight=weights()) | observed(model)
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=ONE_BACKEND)
 def own_test_step_whose_last_batch_is_small(setting: Setting) -> dict[str, Any]:
     """Keras shows what it logged of the last batch."""
 
