@@ -73,5 +73,6 @@ KINDS: Sequence[Kind] = (
     Kind("hierarchical-no-memory", ("a", "a", "b"), "hierarchical", segment_methods=()),
 )
 
-SLOW = ("shared3-file", "ring2", "hierarchical-even", "hierarchical-no-memory")
-"""Kinds that differ little from others: the contract suite runs on them only when the slow tests do."""
+SLOW = ("shared2", "shared3-file", "ring2", "ring3", "hierarchical-even", "hierarchical-no-memory")
+"""Kinds that differ little from others: the contract suite runs on them only when the slow tests do. What fits into one
+small pack takes the path of large ones; two ranks that share memory are what most other tests have."""

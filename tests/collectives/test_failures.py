@@ -141,8 +141,23 @@ MISMATCHES: dict[str, tuple[Callable[[HostCommunicator], Any], Callable[[HostCom
 }
 
 
-@all_kinds
-@pytest.mark.parametrize("case", MISMATCHES)
+QUICK_ON_ALL_KINDS = ("shape", "small against large", "large against small", "method")
+"""How ranks exchange what they call depends on its size and method, for each kind; the comparison is the same code."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        pytest.param(
+            kind,
+            case,
+            id=f"{kind.name}-{case}",
+            marks=[] if kind is SEVERAL[0] or (kind in SEVERAL and case in QUICK_ON_ALL_KINDS) else pytest.mark.slow,
+        )
+        for kind in SEVERAL + MORE
+        for case in MISMATCHES
+    ],
+)
 def test_ranks_that_call_different_things_all_raise_the_same_message(kind: Kind, case: str) -> None:
     usual, odd_call, patterns = MISMATCHES[case]
     # With two ranks there is no majority, and rank 0 is the reference.
@@ -170,8 +185,15 @@ def loop(communicator: HostCommunicator, size: int = 300_000) -> None:
 
 
 @all_kinds
-@pytest.mark.parametrize("victim", ["first", "last"])
-@pytest.mark.parametrize("size", [4, 300_000])
+@pytest.mark.parametrize(
+    ("victim", "size"),
+    [
+        ("first", 4),
+        ("last", 300_000),
+        pytest.param("first", 300_000, marks=pytest.mark.slow),
+        pytest.param("last", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_member_is_named_by_all_others_at_once(kind: Kind, victim: str, size: int) -> None:
     rank = 0 if victim == "first" else kind.world_size - 1
 

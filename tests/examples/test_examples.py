@@ -132,6 +132,7 @@ def test_cifar_speed_prints_a_table_and_draws_a_plot(run: Run, tmp_path: Path) -
     assert (tmp_path / "runs/cifar_speed.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 @each_backend(slow_after_the_first=True)
 def test_digits_with_a_parameter_server_are_learned(run: Run, backend: str) -> None:
     output = run("--ps", 1, "examples/parameter_server_digits.py", "--verbose", 0, workers=2, backend=backend)

@@ -23,7 +23,7 @@ JOBS = [
 ]
 """Framework, Keras backend, ranks, whether only the slow tests run it."""
 
-OF_KERAS_ON_TENSORFLOW = frozenset(
+OF_KERAS_IN_A_GRAPH = frozenset(
     {
         "check_fit_trains_as_one_process_on_the_global_batches",
         "check_options_of_the_optimizer",
@@ -35,7 +35,15 @@ OF_KERAS_ON_TENSORFLOW = frozenset(
         "check_elastic_state_of_a_model",
     }
 )
-"""What has code of its own in a graph. The other cases take the path that PyTorch takes, and are slow here."""
+"""What has code of its own in a graph. The other cases take the path that PyTorch takes, and are slow elsewhere."""
+
+OF_KERAS_ON_JAX = OF_KERAS_IN_A_GRAPH | {
+    "check_batches_one_by_one_and_own_metrics",
+    "check_several_steps_in_one_execution",
+}
+"""On JAX the state of a step goes in and out in these as well."""
+
+QUICK_CASES_OF_KERAS = {"tensorflow": OF_KERAS_IN_A_GRAPH, "jax": OF_KERAS_ON_JAX}
 
 
 def _parameters() -> list[Any]:
@@ -55,7 +63,7 @@ def _parameters() -> list[Any]:
 
 
 def _is_as_on_pytorch(framework: str, backend: str, case: str) -> bool:
-    return (framework, backend) == ("keras", "tensorflow") and case not in OF_KERAS_ON_TENSORFLOW
+    return framework == "keras" and backend in QUICK_CASES_OF_KERAS and case not in QUICK_CASES_OF_KERAS[backend]
 
 
 @pytest.mark.timeout(BOUND_S + 30)

@@ -83,7 +83,7 @@ def test_code_on_the_command_line_runs_again(launcher: Launcher) -> None:
     assert (launcher.folder / "part-1").read_text() == (launcher.folder / "part-0").read_text() == "['-c', 'a']"
 
 
-@pytest.mark.parametrize("started_as", ["script.py", "folder"])
+@pytest.mark.parametrize("started_as", ["folder", pytest.param("script.py", marks=pytest.mark.slow)])
 def test_a_program_that_leaves_its_folder_runs_again_where_it_was_started(started_as: str, launcher: Launcher) -> None:
     script = Path(program(launcher, 'Path(f"{sys.argv[1]}-{rank}").write_text(str(folder))'))
     code = script.read_text()
@@ -96,7 +96,7 @@ def test_a_program_that_leaves_its_folder_runs_again_where_it_was_started(starte
     assert [(launcher.folder / f"part-{rank}").read_text() for rank in (0, 1)] == [str(launcher.folder)] * 2
 
 
-@pytest.mark.parametrize("config", ["", "{}"])
+@pytest.mark.parametrize("config", ["{}", pytest.param("", marks=pytest.mark.slow)])
 def test_an_empty_tf_config_is_none(config: str, launcher: Launcher) -> None:
     launcher.environment["TF_CONFIG"] = config
     job = launcher.python(program(launcher, "print('out of', replicas.rank)"))
@@ -192,7 +192,9 @@ def test_an_error_of_rank_0_ends_the_replicas_without_a_word(launcher: Launcher)
     assert job.err.rstrip().endswith("ZeroDivisionError: division by zero")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_replicas_die_with_rank_0(number: signal.Signals, launcher: Launcher) -> None:
     process = launcher.start(program(launcher, "touch(f'there-{rank}')\nhang()", count=3))
     wait_until(lambda: all((launcher.folder / f"there-{rank}").exists() for rank in range(3)), bound_s=60)

@@ -176,7 +176,11 @@ def test_a_worker_that_ends_well_before_the_job_begins_is_the_cause(launcher: La
 
 
 @pytest.mark.parametrize(
-    "keeps", ["threading.Thread(target=hang).start()", "atexit.register(hang)"], ids=["thread", "exit handler"]
+    "keeps",
+    [
+        pytest.param("threading.Thread(target=hang).start()", id="thread"),
+        pytest.param("atexit.register(hang)", id="exit handler", marks=pytest.mark.slow),
+    ],
 )
 def test_an_error_ends_a_process_that_something_keeps(keeps: str, launcher: Launcher) -> None:
     launcher.environment["PHALANX_GRACE"] = "1"
@@ -312,7 +316,7 @@ def test_a_survivors_lost_peer_is_a_consequence_even_if_seen_first(launcher: Lau
     assert "failed with KeyError: 'the cause'" in job.err
 
 
-@pytest.mark.parametrize("caught", ["pass", "raise RuntimeError('wrapped')"])
+@pytest.mark.parametrize("caught", ["raise RuntimeError('wrapped')", pytest.param("pass", marks=pytest.mark.slow)])
 def test_a_program_that_catches_its_errors_and_ends_itself_tells_of_them_all_the_same(
     caught: str, launcher: Launcher
 ) -> None:
@@ -366,8 +370,15 @@ def test_an_error_that_cannot_be_told_ends_its_process_all_the_same(error: str, 
     assert f"failed with {said}" in job.err
 
 
-@pytest.mark.parametrize("moment", ["before", "after", "around"])
-@pytest.mark.parametrize("fails", [False, True], ids=["works", "fails"])
+@pytest.mark.parametrize(
+    ("moment", "fails"),
+    [
+        ("before", False),
+        ("around", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("after", False), ("around", False))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("before", True), ("after", True))),
+    ],
+)
 def test_a_hook_of_the_programs_prints_and_neither_code_nor_reason_depend_on_it(
     moment: str, fails: bool, launcher: Launcher
 ) -> None:
@@ -444,9 +455,9 @@ def test_leaving_early_with_code_0_is_named_as_the_cause(launcher: Launcher) -> 
     ("code", "status"),
     [
         ("sys.exit(3)", 3),
-        ("sys.exit('words')", 1),
+        pytest.param("sys.exit('words')", 1, marks=pytest.mark.slow),
         ("os.kill(os.getpid(), 9)", 137),
-        ("os.abort()", 134),
+        pytest.param("os.abort()", 134, marks=pytest.mark.slow),
         ("raise __import__('phalanx.errors').errors.ConfigurationError('wrong')", 64),
         ("raise ValueError('x') from __import__('phalanx.errors').errors.RendezvousError('late')", 66),
         ("sys.exit(0)", 0),
@@ -469,8 +480,8 @@ def test_a_crash_of_native_code_shows_its_python_stack(launcher: Launcher) -> No
 @pytest.mark.parametrize(
     ("ending", "code", "words"),
     [
-        ("raise ValueError('boom')", 1, "failed with ValueError: boom"),
         ("sys.exit(3)", 71, "worker/1 left the job and did not end"),
+        pytest.param("raise ValueError('boom')", 1, "failed with ValueError: boom", marks=pytest.mark.slow),
     ],
 )
 def test_a_worker_that_native_code_keeps_from_going_down_is_the_cause(
@@ -582,7 +593,14 @@ def test_a_full_disk_ends_the_logs_and_not_the_job(launcher: Launcher) -> None:
     assert "the log files end here" in job.err
 
 
-@pytest.mark.parametrize("name", ["worker-0.log", "failure.txt", "failure.json", "events.jsonl"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "worker-0.log",
+        "failure.txt",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("failure.json", "events.jsonl")),
+    ],
+)
 def test_logs_and_reports_are_not_written_through_links(launcher: Launcher, name: str) -> None:
     """Where others may write, a link could lead to any file of this user."""
     logs, precious = launcher.folder / "logs", launcher.folder / "precious"
@@ -676,7 +694,7 @@ def test_rank_0_reads_what_is_piped_in_and_the_others_nothing(launcher: Launcher
     assert sorted(job.lines) == ["[worker/0] 'data'", "[worker/1] ''"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_told_to_end_the_whole_job_ends(number: signal.Signals, launcher: Launcher) -> None:
     script = launcher.script("touch(f'there-{rank}')\nhang()")
     process = launcher.start_run("-n", "2", "--log-dir", "logs", script)
@@ -697,7 +715,7 @@ def test_told_to_end_the_whole_job_ends(number: signal.Signals, launcher: Launch
         assert any("it was stopped from outside" in line for line in lines)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_told_to_end_while_it_waits_for_ssh_it_ends_that_as_well(number: signal.Signals, launcher: Launcher) -> None:
     ssh, pids = launcher.folder / "ssh", launcher.folder / "pids"
     ssh.write_text(f"#!/bin/sh\necho $$ >> {pids}\nexec sleep 600\n")
@@ -773,7 +791,7 @@ def test_the_program_may_finish_something_after_ctrl_c(launcher: Launcher) -> No
     assert all((launcher.folder / f"saved-{rank}").exists() for rank in range(2))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_killing_a_worker_ends_the_job_with_its_signal(rank: int, launcher: Launcher) -> None:
     script = launcher.script("touch(f'there-{rank}')\nhang()")
     process = launcher.start_run("-n", "2", script)

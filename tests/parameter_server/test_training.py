@@ -13,17 +13,23 @@ import pytest
 
 from tests.parameter_server.cases import CASES
 from tests.parameter_server.tasks import Tasks
-from tests.support.backends import BACKENDS
+from tests.support.backends import BACKENDS, FIRST
 from tests.training.compare import assert_close
 
 pytestmark = pytest.mark.timeout(600)
 
 SERVERS = 2
-QUICK = ("alone_in_pieces_clipped", "alone_with_own_train_step", "synchronous_in_pieces_clipped", "asynchronous")
-"""On every backend. All other cases are slow: a case that is quick runs nearly the same code."""
+QUICK = ("synchronous_in_pieces_clipped", "synchronous_with_own_train_step", "asynchronous")
+"""On every backend, in one job. All other cases are slow: a case that is quick runs nearly the same code."""
+QUICK_ON_THE_FIRST = (*QUICK, "alone_in_pieces_clipped")
+"""Of a worker that is alone, servers give the numbers of one process asynchronously as well, in code of no backend."""
 Found = dict[str, Any]
 TOLERANCE = 1e-4
 BATCHES = 6  # of an epoch: 101 samples in batches of 20
+
+
+def _quick(backend: str) -> tuple[str, ...]:
+    return QUICK_ON_THE_FIRST if backend == FIRST else QUICK
 
 
 def on_each_backend(*, exact: bool, refused: bool = False) -> pytest.MarkDecorator:
@@ -33,7 +39,7 @@ def on_each_backend(*, exact: bool, refused: bool = False) -> pytest.MarkDecorat
     return pytest.mark.parametrize(
         ("backend", "name"),
         [
-            pytest.param(backend, name, marks=[] if name in QUICK else pytest.mark.slow)
+            pytest.param(backend, name, marks=[] if name in _quick(backend) else pytest.mark.slow)
             for backend in BACKENDS
             for name in names
         ],
