@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from phalanx.arrays.tree import leaves
-from phalanx.data import AutoShardPolicy, distribute_dataset, tf_data_source
+from phalanx.data import AutoShardPolicy, distribute_dataset
 from phalanx.errors import ConfigurationError, UnsupportedError
 from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of, shard_input
 
@@ -129,7 +129,7 @@ def test_shuffles_without_a_seed_differ_between_epochs_and_seeds():
 
 def test_shuffled_data_too_large_to_seed_is_told_apart_by_its_fingerprint(monkeypatch):
 
-    monkeypatch.setattr(tf_data_source, "RESEED_LIMIT_BYTES", 10)
+    monkeypatch.setattr("phalanx.data.tf_data_source.RESEED_LIMIT_BYTES", 10)
     ranks = ranks_of(lambda: (tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(23).batch(23),), 2)
     for rank in ranks:
         next(rank.epoch(0))
