@@ -397,7 +397,7 @@ def _normalized(*before: Any) -> Any:
 def batch_normalization_over_all_replicas(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, lambda: _normalized(keras.Input((FEATURES,)), layers.Dense(4)))
     found = fitted(model, batch_size=11)
-    on_batch = [model.train_on_batch(features()[:7], labels()[:7]) for _ in range(2)]
+    on_batch = [model.train_on_batch(features()[:11], labels()[:11]) for _ in range(2)]  # a size compiled already
     return {**found, **observed(model), "on_batch": on_batch, "afterwards": model.get_weights()}
 
 
