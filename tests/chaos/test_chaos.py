@@ -124,6 +124,7 @@ def bring_about(folder: Path, shape: Shape, chosen: Plan, expected: Result) -> t
     return verdict, said
 
 
+@pytest.mark.slow  # tests/elastic kills the chief of a job, and breaks a connection between members
 @pytest.mark.timeout(600)
 def test_a_short_schedule(tmp_path, tmp_path_factory):
     """The chief is killed, and then a connection breaks; no member waits for the lost one to return."""

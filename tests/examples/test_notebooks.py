@@ -18,17 +18,12 @@ from tests.support.backends import FIRST
 pytestmark = pytest.mark.timeout(2 * JOB_BOUND_S)
 
 NOTEBOOKS = sorted((EXAMPLES / "notebooks").glob("*.ipynb"))
-QUICK = "custom_loop"
-"""Trains no Keras model, so its workers start at once."""
 DIFFERENCE = {"custom_loop": 1e-9, "first_job": 1e-4}
 """What the last cell may say: how far two workers and one are apart."""
 
 
-def marked(path: Path) -> Any:
-    return pytest.param(path, id=path.stem, marks=[] if path.stem == QUICK else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("path", [marked(path) for path in NOTEBOOKS])
+@pytest.mark.slow  # what a kernel shows is tested below
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(notebook, timeout=int(JOB_BOUND_S), resources={"metadata": {"path": str(tmp_path)}})
