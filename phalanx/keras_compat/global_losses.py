@@ -74,7 +74,7 @@ def over_global_batch(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample
     """A loss over the batches of all ranks together; outside of a step, over this one."""
     collectives = step_collectives.current()
     if collectives is None or _whole:
-        return loss(y_true, y_pred, sample_weight)
+        return _of_whole(loss, y_true, y_pred, sample_weight)
 
     def gathered(values: Any) -> Any:
         tensors = [ops.convert_to_tensor(leaf) for leaf in tree.flatten(values) if leaf is not None]
@@ -86,9 +86,18 @@ def over_global_batch(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample
     y_true, sample_weight, masks = gathered((y_true, sample_weight, masks))
     y_pred = gathered(y_pred)
     tree.map_structure(lambda each, mask: mask is None or set_keras_mask(each, mask), y_pred, masks)
+    return _of_whole(loss, y_true, y_pred, sample_weight)
+
+
+def is_over_global_batch() -> bool:
+    """Whether a loss is being computed of the global batch already."""
+    return bool(_whole)
+
+
+def _of_whole(loss: Callable[..., Any], *arguments: Any) -> Any:
     _whole.append(True)
     try:
-        return loss(y_true, y_pred, sample_weight)
+        return loss(*arguments)
     finally:
         _whole.pop()
 

@@ -9,14 +9,15 @@ Nothing is computed where nothing is to be found out: Keras's own losses are kno
 is computed eagerly, of `ROWS` samples at most, in a `StatelessScope`, so that no variable and no seed changes; a loss
 is computed of fixed predictions, so that dropout has no say. What draws random numbers of its own cannot be compared.
 
-Uses `_flat_losses`, `_flatten_layers`; patches `Loss.__call__` and `Layer.add_loss`. Tested with Keras 3.12 and 3.15.
+Uses `_flat_losses`, `_flatten_layers`; patches `Loss.__call__` and its overrides, and `Layer.add_loss`. Tested with
+Keras 3.12 and 3.15.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,9 +27,15 @@ from keras import ops, tree
 from keras.src.losses import loss as keras_loss
 
 from phalanx.arrays.tree import leaves, map_leaves
-from phalanx.keras_compat.global_losses import GloballyScaledLosses, is_noted_sum, note_added, note_sum
+from phalanx.keras_compat.global_losses import (
+    GloballyScaledLosses,
+    is_noted_sum,
+    is_over_global_batch,
+    note_added,
+    note_sum,
+)
 from phalanx.keras_compat.model_state import names_in, overrides
-from phalanx.keras_compat.patching import PatchedFunction
+from phalanx.keras_compat.patching import PatchedFunction, defining_class
 from phalanx.keras_compat.step_collectives import InStep
 from phalanx.keras_compat.step_means import WeightedStepMeans
 
@@ -328,23 +335,30 @@ def _call(recorded: tuple[Any, ...]) -> Any:
 
 
 def _calls(compute: Callable[[Any, _Part], Any], model: Any, part: _Part) -> list[tuple[Any, ...]]:
-    """The losses that are called, with their arguments; not those that others call."""
+    """The losses that are called, with their arguments; not those that others call, or that are of the global batch."""
     calls: list[tuple[Any, ...]] = []
     depth = 0
 
-    def call(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        nonlocal depth
-        counts = not isinstance(loss, type(model._compile_loss))  # which only calls the others
-        if counts and not depth:
-            calls.append((loss, y_true, y_pred, sample_weight))
-        depth += counts
-        try:
-            return patched.original(loss, y_true, y_pred, sample_weight)
-        finally:
-            depth -= counts
+    def recording(kind: type) -> PatchedFunction:
+        def call(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            nonlocal depth
+            counts = not isinstance(loss, type(model._compile_loss))  # which only calls the others
+            if counts and not depth and not is_over_global_batch():
+                calls.append((loss, y_true, y_pred, sample_weight))
+            depth += counts
+            try:
+                return patched.original(loss, y_true, y_pred, sample_weight)
+            finally:
+                depth -= counts
 
-    patched = PatchedFunction(keras_loss.Loss, "__call__", call)
-    with patched:
+        patched = PatchedFunction(kind, "__call__", call)
+        return patched
+
+    # A loss of the program's own may have its own `__call__`, which need not call Keras's.
+    kinds = {keras_loss.Loss, *(defining_class(type(loss), "__call__") for loss in _unknown(model))}
+    with ExitStack() as patches:
+        for kind in kinds:
+            patches.enter_context(recording(kind))
         compute(model, part)
     return calls
 

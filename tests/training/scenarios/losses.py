@@ -196,10 +196,18 @@ def _in_batch_negatives(y: Any, y_pred: Any) -> Any:
     return keras.losses.sparse_categorical_crossentropy(ops.arange(ops.shape(scores)[0]), scores, from_logits=True)
 
 
+class SupervisedContrastive(keras.losses.Loss):  # type: ignore[misc]
+    """Overrides `__call__`, as the contrastive loss of Keras's examples does, so that Keras's own never runs."""
+
+    def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return ops.mean(_in_batch_negatives(y, y_pred))
+
+
 RELATING: dict[str, Callable[[], Any]] = {
     "by_one_number": keras.losses.Dice,
     "by_a_value_of_each": lambda: phalanx.losses.OverGlobalBatch(_in_batch_negatives),
     "with_a_mask": keras.losses.Circle,
+    "in_its_own_call": lambda: phalanx.losses.OverGlobalBatch(SupervisedContrastive()),
 }
 
 
@@ -209,7 +217,7 @@ def _relating(name: str) -> Callable[[Setting], dict[str, Any]]:
     def run(setting: Setting) -> dict[str, Any]:
         y = labels() if name == "with_a_mask" else np.abs(features())[:, :CLASSES]
         model = compiled(setting, partial(_mapper, normalizes=name == "with_a_mask"), loss=RELATING[name]())
-        weight = None if name == "by_one_number" else weights()
+        weight = weights() if name in ("by_a_value_of_each", "with_a_mask") else None
         return fitted(model, y=y, sample_weight=weight) | observed(model, y=y, sample_weight=weight)
 
     return run
@@ -281,6 +289,30 @@ def a_loss_that_is_a_ratio_of_two_sums(setting: Setting) -> dict[str, Any]:
 @scenario(error=dict.fromkeys(BACKENDS, ("UnsupportedError", "OverGlobalBatch")))
 def a_loss_of_each_sample_that_depends_on_others(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, partial(_mapper, normalizes=False), loss=_in_batch_negatives)
+    return fitted(model, y=np.abs(features())[:, :CLASSES])
+
+
+@scenario(quick=BACKENDS, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "OverGlobalBatch")))
+def a_loss_with_its_own_call_that_relates_samples(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, partial(_mapper, normalizes=False), loss=SupervisedContrastive())
+    return fitted(model, y=np.abs(features())[:, :CLASSES])
+
+
+@scenario(quick=ONE_BACKEND)
+def a_compute_loss_that_calls_a_loss_over_the_global_batch(setting: Setting) -> dict[str, Any]:
+    class Contrastive(keras.losses.Loss):  # type: ignore[misc]
+        def call(self, y: Any, y_pred: Any) -> Any:
+            return _in_batch_negatives(y, y_pred)
+
+    class Computes(keras.Model):  # type: ignore[misc]
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):  # type: ignore[no-untyped-def]
+            return super().compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        return Computes(inputs, layers.Dense(CLASSES)(inputs))
+
+    model = compiled(setting, build, loss=phalanx.losses.OverGlobalBatch(Contrastive()))
     return fitted(model, y=np.abs(features())[:, :CLASSES])
 
 
