@@ -20,6 +20,8 @@ class ElementStructure(enum.Enum):
 
     PARTS = "x, (x, y) or (x, y, sample_weight)"
     ALONE = "(x,)"
+    TWO_ITEMS = "(x, None)"
+    THREE_ITEMS = "(x, y, None), (x, None, None) or (x, None, sample_weight)"
     WHOLE = "a tuple of more than three items, which only a custom train_step can read"
 
 
@@ -33,9 +35,17 @@ def unpack(element: Any) -> tuple[ElementStructure, tuple[Any, Any, Any]]:
     if len(element) > MOST_PARTS:
         return ElementStructure.WHOLE, (element, None, None)
     x, y, sample_weight = (*element, None, None)[:MOST_PARTS]
-    # Keras's own packing puts a list of inputs into a tuple by itself.
-    alone = len(element) == 1 and not isinstance(x, tuple | list)
-    return ElementStructure.ALONE if alone else ElementStructure.PARTS, (x, y, sample_weight)
+    return _structure_of(element), (x, y, sample_weight)
+
+
+def _structure_of(element: tuple[Any, ...]) -> ElementStructure:
+    """Of a tuple of one, two or three items. PARTS is what Keras's own packing of the parts gives, which leaves absent
+    ones out, and puts a list of inputs into a tuple."""
+    if len(element) == 1:
+        return ElementStructure.PARTS if isinstance(element[0], tuple | list) else ElementStructure.ALONE
+    if all(item is not None for item in element):
+        return ElementStructure.PARTS
+    return ElementStructure.TWO_ITEMS if len(element) == 2 else ElementStructure.THREE_ITEMS
 
 
 def to_numpy(leaf: Any) -> Any:

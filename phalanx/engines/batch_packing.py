@@ -10,7 +10,8 @@ from phalanx.data.dataset_elements import ElementStructure
 
 
 class BatchPacking:
-    """Packs a batch as Keras passes it to `train_step`: without absent parts, so that `x, y = data` works.
+    """Packs a batch as Keras passes it to `train_step`: without absent parts, so that `x, y = data` works, except for
+    those that the elements of the program's data have.
 
     Attributes:
         form: the structure of the elements of the program's data.
@@ -26,6 +27,10 @@ class BatchPacking:
                 return keras.utils.pack_x_y_sample_weight(*data)
             case ElementStructure.ALONE:
                 return (data[0],)
+            case ElementStructure.TWO_ITEMS:
+                return data[:2]
+            case ElementStructure.THREE_ITEMS:
+                return data
             case ElementStructure.WHOLE:
                 return data[0]
 

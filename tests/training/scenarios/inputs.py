@@ -91,6 +91,32 @@ def py_dataset(setting: Setting) -> dict[str, Any]:
     }
 
 
+class Copier(keras.Sequential):  # type: ignore[misc]
+    """Expects as many items as its dataset's elements have, and learns to return its inputs."""
+
+    items: int
+
+    def train_step(self, *arguments: Any) -> Any:
+        """Of Keras on JAX with the state, elsewhere with the data alone."""
+        assert len(arguments[-1]) == self.items
+        return super().train_step(*arguments)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):  # type: ignore[no-untyped-def]
+        return keras.ops.mean(keras.ops.square(x - y_pred))
+
+
+@scenario(quick=BACKENDS)
+def generator_whose_elements_have_absent_parts(setting: Setting) -> dict[str, Any]:
+    """They reach a custom `train_step`, so that `x, y = data` works."""
+    found = {}
+    for absent in ((None,), (None, None)):
+        model = compiled(setting, lambda: Copier([keras.layers.Dense(FEATURES)]), loss=None)
+        model.items = 1 + len(absent)
+        elements = ((x, *absent) for x, *_ in _generate(rounds=3))
+        found[f"{model.items} items"] = fitted_on(model, elements, steps_per_epoch=3)
+    return found
+
+
 class ShortPages(Pages):
     """Nine batches, the last of one sample."""
 
