@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.parametrize(
         "backend", [pytest.param(name, marks=[] if name == FIRST else pytest.mark.slow) for name in BACKENDS]
     ),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(700),
 ]
 
 ALONE = ("training_like_one_process",)
@@ -53,10 +53,20 @@ def found(tmp_path_factory: pytest.TempPathFactory, serves: bool) -> Found:
             # The chief is a task of its own in one job, and worker 0 in the other.
             servers = 1 + alone
             with Tasks(
-                folder, program, servers=servers, workers=2, backend=backend, chief=not alone, settings=settings
+                folder,
+                program,
+                servers=servers,
+                workers=2,
+                backend=backend,
+                chief=not alone,
+                settings=settings,
+                cases=len(names),
             ) as tasks:
-                codes = tasks.ends()
-                (folder / "said").write_text(f"{codes}\n{tasks.everything()}")
+                codes: dict[str, int] = {}
+                try:
+                    codes = tasks.ends()
+                finally:
+                    (folder / "said").write_text(f"{codes}\n{tasks.everything()}")
         file = finished[backend, alone] / name
         assert file.exists(), (finished[backend, alone] / "said").read_text()
         return pickle.loads(file.read_bytes())

@@ -19,6 +19,8 @@ from tests.support.programs import environment
 
 BOUND_S = 240.0
 """Against hanging; a loaded machine may take a good part of it."""
+CASE_S = 20.0
+"""More for each further case that a job runs."""
 
 
 class Tasks:
@@ -28,6 +30,7 @@ class Tasks:
         folder: for what they print and write.
         arguments: of the program, as after `python`.
         chief: whether there is a task `chief` besides the workers.
+        cases: how many cases the program runs, one after another.
     """
 
     def __init__(
@@ -41,8 +44,10 @@ class Tasks:
         evaluators: int = 0,
         settings: dict[str, str] | None = None,
         chief: bool = False,
+        cases: int = 1,
     ):
         self.folder = folder
+        self._bound_s = BOUND_S + CASE_S * (cases - 1)
         self._arguments = arguments
         self._backend = backend
         self._settings = {"PHALANX_SECRET": secrets.token_hex(), **(settings or {})}
@@ -101,9 +106,9 @@ class Tasks:
         return self._log(name).read_text(errors="replace")
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        until = time.monotonic() + BOUND_S
+        until = time.monotonic() + self._bound_s
         while not condition():
-            assert time.monotonic() < until, f"not within {BOUND_S:g} s: {what}\n{self.everything()}"
+            assert time.monotonic() < until, f"not within {self._bound_s:g} s: {what}\n{self.everything()}"
             time.sleep(0.02)
 
     def ends(self, *names: str) -> dict[str, int]:

@@ -18,6 +18,7 @@ import phalanx
 from phalanx.errors import ConfigurationError
 from tests.launcher.conftest import Launcher, launcher, wait_until
 from tests.parameter_server.central import NAMES
+from tests.parameter_server.tasks import CASE_S
 from tests.support import fork_server
 from tests.support.backends import BACKENDS, FIRST
 from tests.support.commands import ROOT
@@ -26,7 +27,7 @@ from tests.training.compare import assert_close
 
 __all__ = ["launcher"]
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 SLOW = pytest.mark.slow
 QUICK = ("adam", "own_train_step", "early_stopping", "single_batches")
@@ -76,7 +77,7 @@ def _run(backend: str, folder: Path, names: Sequence[str], *before: str) -> None
         ) as process,
     ):
         try:
-            code = process.wait(BOUND_S)
+            code = process.wait(BOUND_S + CASE_S * (len(names) - 1))
         except subprocess.TimeoutExpired:
             process.kill()  # its replica dies with it
             code = -1

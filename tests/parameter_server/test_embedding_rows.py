@@ -54,7 +54,9 @@ def found(
             folder = finished[key] = tmp_path_factory.mktemp("-".join(map(str, key)))
             alike = [n for n, c in CASES.items() if (c.workers, c.servers) == key[1:] and n in selected[backend]]
             program = ["-m", "tests.parameter_server.embeddings", str(folder), *alike]
-            with Tasks(folder, program, servers=case.servers, workers=case.workers, backend=backend) as tasks:
+            with Tasks(
+                folder, program, servers=case.servers, workers=case.workers, backend=backend, cases=len(alike)
+            ) as tasks:
                 codes = tasks.ends()
                 assert set(codes.values()) == {0}, f"{codes}\n{tasks.everything()}"
         files = [finished[key] / f"{name}.{worker}" for worker in range(case.workers)]

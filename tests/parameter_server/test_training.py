@@ -16,7 +16,7 @@ from tests.parameter_server.tasks import Tasks
 from tests.support.backends import BACKENDS, FIRST
 from tests.training.compare import assert_close
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 SERVERS = 2
 QUICK = ("synchronous_in_pieces_clipped", "synchronous_with_own_train_step", "asynchronous")
@@ -63,9 +63,11 @@ def found(
             folder = finished[backend, workers] = tmp_path_factory.mktemp(f"{backend}-{workers}")
             names = [name for name in CASES if CASES[name].workers == workers and name in selected[backend]]
             program = ["-m", "tests.parameter_server.cases", str(folder), *names]
-            with Tasks(folder, program, servers=SERVERS, workers=workers, backend=backend) as tasks:
-                codes = tasks.ends()
-                (folder / "said").write_text(tasks.everything())
+            with Tasks(folder, program, servers=SERVERS, workers=workers, backend=backend, cases=len(names)) as tasks:
+                try:
+                    codes = tasks.ends()
+                finally:
+                    (folder / "said").write_text(tasks.everything())
                 assert set(codes.values()) == {0}, f"{codes}\n{tasks.everything()}"
         folder = finished[backend, workers]
         files = [folder / f"{name}.{worker}" for worker in range(workers)]
