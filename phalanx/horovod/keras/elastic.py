@@ -82,11 +82,16 @@ class KerasState(ObjectState):
 
 
 class _Progress(keras.callbacks.Callback):  # type: ignore[misc]
-    """Keeps a value of the state up to date; a commit updates it first."""
+    """Keeps a value of the state up to date; a commit updates it first.
+
+    Attributes:
+        batches_before: how many batches of the epoch were completed before this `fit`.
+    """
 
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
+        self.batches_before = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         registered = vars(self.state).setdefault("_progress", [])
@@ -106,6 +111,9 @@ class _Progress(keras.callbacks.Callback):  # type: ignore[misc]
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Commits the state every few batches, and at the end of each epoch.
 
+    The last batch of an epoch is committed with its end: a `fit` could not resume between the two, since it would train
+    another batch. (In Horovod it does.)
+
     Args:
         state: a `State`.
         batches_per_commit: batches between two commits; after the loss of a member, at most these are repeated.
@@ -124,15 +132,26 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self.batches_remaining -= 1
         if self.batches_remaining <= 0:
             self.batches_remaining = self.batches_per_commit
-            self._commit(batch)
+            if not self._is_last(batch):
+                self._commit(batch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._commit(None)
 
+    def _is_last(self, batch: int) -> bool:
+        """Whether the epoch ends with this batch, as far as Keras knows."""
+        steps = (self.params or {}).get("steps")
+        before = max((progress.batches_before for progress in self._progress()), default=0)
+        return steps is not None and before + batch + 1 >= steps
+
     def _commit(self, batch: int | None) -> None:
-        for progress in vars(self.state).get("_progress", ()):
+        for progress in self._progress():
             progress.update(batch)
         self.state.commit()
+
+    def _progress(self) -> list[_Progress]:
+        registered: list[_Progress] = vars(self.state).get("_progress", [])
+        return registered
 
 
 class UpdateBatchStateCallback(_Progress):
@@ -148,17 +167,16 @@ class UpdateBatchStateCallback(_Progress):
 
     def __init__(self, state: Any) -> None:
         super().__init__(state)
-        self._before = 0
         self._steps: int | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
-        self._before = self.state.batch
+        self.batches_before = self.state.batch
         self._steps = (self.params or {}).get("steps")
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_train_batch_end(batch, logs)
-        if self._before and self._steps and self.state.batch >= self._steps and not self.model.stop_training:
+        if self.batches_before and self._steps and self.state.batch >= self._steps and not self.model.stop_training:
             self.model.stop_training = _EPOCH_IS_OVER
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -168,8 +186,8 @@ class UpdateBatchStateCallback(_Progress):
 
     def update(self, batch: int | None) -> None:
         if batch is None:
-            self._before = 0
-        self.state.batch = 0 if batch is None else self._before + batch + 1
+            self.batches_before = 0
+        self.state.batch = 0 if batch is None else self.batches_before + batch + 1
 
 
 class UpdateEpochStateCallback(_Progress):

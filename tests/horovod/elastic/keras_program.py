@@ -22,18 +22,28 @@ SAMPLES, BATCH, STEPS, EPOCHS = 96, 8, 4, 5
 
 
 class Fate(keras.callbacks.Callback):
-    """Kills, waits, notes."""
+    """Kills and waits."""
 
     def __init__(self, life: Life, state: Any):
         super().__init__()
-        self._life, self._state, self._batches = life, state, 0
+        self._life, self._state = life, state
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._batches += 1
         if self._life.is_first_of(1) and self._state.epoch == 1 and batch == 2:
             self._life.die()
         if hvd.size() < 3 and self._state.epoch >= 2:
             until_others_come(self._state.check_host_updates)
+
+
+class Notes(keras.callbacks.Callback):
+    """Notes how many batches an epoch had. It comes before the commit, at which another member may join."""
+
+    def __init__(self, life: Life):
+        super().__init__()
+        self._life, self._batches = life, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._batches += 1
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._life.note("epoch", size=hvd.size(), rank=hvd.rank(), batches=self._batches)
@@ -86,6 +96,7 @@ def main(folder: Path) -> None:
             epochs=EPOCHS - state.epoch,
             verbose=0,
             callbacks=[
+                Notes(life),
                 hvd.callbacks.MetricAverageCallback(),
                 hvd.elastic.CommitStateCallback(state, batches_per_commit=2),
                 hvd.elastic.UpdateBatchStateCallback(state),
