@@ -28,7 +28,8 @@ from tests.support.programs import environment
 
 WORLD_SIZE = 3
 START_BOUND_S = 120.0
-END_WITHIN_S = 5.0
+END_WITHIN_S = 15.0
+"""At once, on a machine that is not busy; a silent host would be noticed after 25 s."""
 SHARED_MEMORY = Path("/dev/shm")
 
 PROGRAM = """
