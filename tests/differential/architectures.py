@@ -251,11 +251,11 @@ def _body(w: Writer, given: Input) -> list[str]:
         found.append(f"adapted(layers.Normalization(), {given.shape[-1]})")
     if kind == "sequence":
         for _ in range(w.number(0, 1)):
-            found.append(w.one_of(_SEQUENCE_LAYERS))
+            found.append(w.one_of(_known_to_run(w, _SEQUENCE_LAYERS)))
         found.append(w.one_of(_SEQUENCE_ENDS))
     elif kind == "image":
         for _ in range(w.number(0, 2)):
-            found.append(w.one_of(_IMAGE_LAYERS))
+            found.append(w.one_of(_known_to_run(w, _IMAGE_LAYERS)))
         found.append(w.one_of(["layers.Flatten()", "layers.GlobalAveragePooling2D()"]))
     for _ in range(w.number(0, 2)):
         found.append(_vector_layer(w))
@@ -363,3 +363,8 @@ _DEFINED = {
                 return inputs - ops.cast(before, inputs.dtype)
         """,
 }
+
+
+def _known_to_run(w: Writer, made: tuple[str, ...]) -> list[str]:
+    """Without the transposed convolutions, whose gradient PyTorch does not compute for a batch of one sample."""
+    return [layer for layer in made if w.backend != "torch" or "Transpose" not in layer]
