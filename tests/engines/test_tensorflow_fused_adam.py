@@ -30,6 +30,7 @@ def varying():
 CASES = {
     "adam": (lambda: optimizers.Adam(0.01), "float32", True),
     "large epsilon": (lambda: optimizers.Adam(0.01, epsilon=0.1), "float32", True),
+    "beta that is rounded to 1": (lambda: optimizers.Adam(0.01, beta_2=1 - 1e-9), "float32", True),
     "schedule": (lambda: optimizers.Adam(decaying), "float32", True),
     "adamw": (lambda: optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=1.0, use_ema=True), "float32", True),
     "accumulation": (lambda: optimizers.Adam(0.01, gradient_accumulation_steps=3), "float32", True),
@@ -84,4 +85,4 @@ assert not calls
 
 def test_one_pass_gives_the_same_weights_and_state() -> None:
     output = check_python("-c", PROGRAM, backend="tensorflow", bound_s=200)
-    assert output.count("ok") == 11
+    assert output.count("ok") == 12

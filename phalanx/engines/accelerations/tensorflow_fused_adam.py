@@ -81,9 +81,11 @@ def _root_of_share(beta_2: float, dtype: str) -> float:
     """How much smaller the root of the kernel's `v` is than that of Keras.
 
     The kernel computes 1 - b2 from the rounded b2, which for 0.999 in float32 is 1.3e-5 smaller than Keras's 0.001. A
-    learning rate and an epsilon that are as much smaller give Keras's update.
+    learning rate and an epsilon that are as much smaller give Keras's update. A b2 that is rounded to 1 gives no
+    update, and no root to divide by.
     """
-    return math.sqrt((1.0 - float(np.asarray(beta_2, dtype))) / (1.0 - beta_2))
+    share = 1.0 - float(np.asarray(beta_2, dtype))
+    return math.sqrt(share / (1.0 - beta_2)) if share else 1.0
 
 
 def _handle(variable: Any) -> Any:
