@@ -54,6 +54,7 @@ def _same(model, reference, rtol=2e-5, atol=1e-6) -> None:
 def check_fit_trains_as_one_process_on_the_global_batches() -> None:
     for make in (
         lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        lambda: keras.optimizers.Adam(0.02),
         lambda: keras.optimizers.Adam(0.02, global_clipnorm=0.5),
     ):
         model = _model(hvd.DistributedOptimizer(make()), same=False)
