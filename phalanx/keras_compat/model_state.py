@@ -1,8 +1,7 @@
 """What a compiled Keras model is made of: its optimizers, layer state, metrics, and which methods it overrides.
 
-Uses `_flatten_layers`, `_compile_loss`, `_compile_metrics`, `_loss_ids`, `_non_trainable_variables` and
-`jax_state_sync`.
-Tested with Keras 3.12 and 3.15.
+Uses `_flatten_layers`, `_compile_loss`, `_compile_metrics`, `_non_trainable_variables` and `jax_state_sync`. Tested
+with Keras 3.12 and 3.15.
 """
 
 from __future__ import annotations
@@ -41,17 +40,6 @@ def layer_state(model: Any) -> list[Any]:
             if keras.backend.is_float_dtype(variable.dtype):
                 seen.setdefault(id(variable), variable)
     return list(seen.values())
-
-
-def forget_added_losses(model: Any) -> None:
-    """Let no layer take a loss that another one adds from now on for one of its own.
-
-    In a `stateless_call`, a layer knows its losses (of `add_loss` and activity regularizers) by their `id`, from one
-    call to the next. A loss that another layer has added since may have got the same one, and Keras drops it with the
-    losses of the former call: from a step that is run eagerly now and then, from one that is compiled for good.
-    """
-    for layer in model._flatten_layers():
-        layer._loss_ids.clear()
 
 
 def check_layers(model: Any) -> None:

@@ -10,6 +10,7 @@ nothing: it passes the call, with Keras's own method, to the dispatcher.
     Variable._initialize                            -> dispatcher.register_variable
     Optimizer.apply                                 -> dispatcher.merge_gradients, then Keras's own
     BatchNormalization._moments                     -> see `global_batch_norm`
+    Layer.stateless_call                            -> see `added_losses`
     paths that are URLs                             -> see `remote_files`, `mirrored_logs`
 
 `choose_train_function` is independent of that: Horovod's interface chooses the function with which Keras's own `fit`
@@ -31,6 +32,7 @@ from typing import Any, Protocol
 import keras
 
 from phalanx.keras_compat import mirrored_logs, remote_files
+from phalanx.keras_compat.added_losses import forgetting_former_losses
 from phalanx.keras_compat.global_batch_norm import accepting_synchronized, synchronizing
 from phalanx.keras_compat.keras_internals import keras_trainer
 from phalanx.keras_compat.merged_variables import registering
@@ -130,6 +132,7 @@ def install(dispatcher: KerasDispatcher) -> None:
     for kind in OBJECT_KINDS:
         _patches.replace(defining_class(kind, "__init__"), "__init__", _registering_object)
     _patches.replace(defining_class(keras.Variable, "_initialize"), "_initialize", _registering_variable)
+    _keep_added_losses()
     remote_files.install(_patches)
     mirrored_logs.install(_patches)
 
@@ -154,9 +157,15 @@ def choose_train_function(choose: Callable[[Any, Callable[[], None]], Callable[.
     """
     global _choose_train_function
     _choose_train_function = choose
+    _keep_added_losses()
     trainer = keras_trainer()
     if (trainer, "make_train_function") not in _patches:
         _patches.replace(trainer, "make_train_function", _choosing)
+
+
+def _keep_added_losses() -> None:
+    if (keras.layers.Layer, "stateless_call") not in _patches:
+        _patches.replace(keras.layers.Layer, "stateless_call", forgetting_former_losses)
 
 
 def _registering_model(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from unittest import mock
 import keras
 import numpy as np
 
-from phalanx.keras_compat.model_state import forget_added_losses
+from phalanx.keras_compat.added_losses import forgetting_former_losses
 from tests.differential.comparison import flatten
 from tests.support.commands import die_with_parent
 
@@ -123,14 +123,9 @@ def _steps_since(outcome: Outcome, error: BaseException) -> int:
 
 
 def _keep_added_losses(stack: contextlib.ExitStack) -> None:
-    """Keras on JAX drops a loss whose `id` another layer's loss had before, at random (`forget_added_losses`)."""
-    original = keras.Layer.stateless_call
-
-    def stateless_call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        forget_added_losses(layer)
-        return original(layer, *args, **kwargs)
-
-    stack.enter_context(mock.patch.object(keras.Layer, "stateless_call", stateless_call))
+    """Keras on JAX drops a loss whose `id` another layer's loss had before, at random."""
+    replacement = forgetting_former_losses(keras.Layer.stateless_call)
+    stack.enter_context(mock.patch.object(keras.Layer, "stateless_call", replacement))
 
 
 def _disturb(stack: contextlib.ExitStack, random: np.random.Generator) -> None:

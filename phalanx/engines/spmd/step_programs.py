@@ -24,7 +24,6 @@ from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch
 from phalanx.engines.spmd.placed_model import PlacedModel, making_placed
 from phalanx.engines.spmd.placement import Axes, Placement
-from phalanx.keras_compat.model_state import forget_added_losses
 from phalanx.keras_compat.variable_layouts import laying_out_gradients
 
 Values = list[Any]
@@ -97,7 +96,6 @@ class StepPrograms:
 
     def _train(self, state: tuple[Values, ...], data: Batch) -> Any:
         trainable, non_trainable, optimizer, metrics = state
-        forget_added_losses(self._model)
         with making_placed(self._placement), self._laying_out_gradients():
             gathered = self._gathered(trainable, non_trainable)
             logs, new = self._model.train_step((*gathered, optimizer, metrics), self._batches.pack(data))
@@ -105,7 +103,6 @@ class StepPrograms:
 
     def _test(self, state: tuple[Values, ...], data: Batch) -> Any:
         trainable, non_trainable, metrics = state
-        forget_added_losses(self._model)
         with making_placed(self._placement):
             gathered = self._gathered(trainable, non_trainable)
             logs, new = self._model.test_step((*gathered, metrics), self._batches.pack(data))

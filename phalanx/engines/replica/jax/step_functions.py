@@ -210,7 +210,6 @@ class StepFunctions:
         return TraceResults(gradients, _changed(non_trainable, new_state[1]), list(new_state[3]), logs)
 
     def _watched(self, step: str, origins: LogOrigins) -> AbstractContextManager[FindOrigins]:
-        model_state.forget_added_losses(self._model)
         return origins.watched(of_interest=model_state.logs_differ_from_metrics(self._model, step))
 
     def _own_logs(self, step: str, logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,29 @@
+"""No layer takes a loss that another layer adds for one of its own.
+
+In a `stateless_call`, a layer knows its losses (of `add_loss` and activity regularizers) by their `id`, and keeps the
+ids from one call to the next. A loss that another layer has added since may have got the same one, and Keras drops it
+with the losses of the former call: from a step that runs eagerly now and then, from a compiled step for good.
+
+Uses `Layer._flatten_layers`, `Layer._loss_ids` and the stateless scopes. Tested with Keras 3.12 and 3.15.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
+
+
+def forgetting_former_losses(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around `Layer.stateless_call`: forget the ids first. A call within another one leaves those of the outer one."""
+
+    @functools.wraps(original)
+    def stateless_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (in_stateless_scope() and get_stateless_scope().collect_losses):
+            for layer in self._flatten_layers():
+                layer._loss_ids.clear()
+        return original(self, *args, **kwargs)
+
+    return stateless_call
