@@ -137,7 +137,7 @@ class CheckpointWriter:
     def __init__(self, checkpoints: CheckpointDirectory):
         self._checkpoints = checkpoints
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None  # of the last checkpoint that was written in the background
+        self._error: Exception | None = None  # of any checkpoint in the background; stays, as `fit` ends with it
 
     @property
     def busy(self) -> bool:

@@ -22,6 +22,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +32,7 @@ from typing import Any, BinaryIO
 
 import keras
 
-from phalanx.checkpoint.step_names import check_keep, name_of_step, names_by_step
+from phalanx.checkpoint.step_names import STEP_DIGITS, check_keep, name_of_step, names_by_step, step_pattern
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat.keras_internals import serialize_weights
 from phalanx.runtime.write_claim import WriteClaim
@@ -50,6 +51,8 @@ DAMAGED = ".damaged"
 """Appended to the name of a checkpoint that cannot be read, when an older one was restored instead."""
 ABANDONED = ".abandoned"
 """Appended to the name of a checkpoint when one of an earlier step has been written after it."""
+LEDGER = "ledger.json"
+"""`BASENAME-ledger.json` is the sample ledger of a `fit`, next to its checkpoints."""
 
 _SEAL = b"PHALANX\x01"
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -221,9 +224,9 @@ class CheckpointDirectory:
     def _delete_old(self) -> None:
         if self._keep is None:
             return
-        prefix, suffix = f"{self._basename}-", f"{SUFFIX}{ABANDONED}"
-        files = [file for file in list_files(self.directory) if file.name.startswith(prefix)]
-        abandoned = sorted((file.written_ns, file.name) for file in files if file.name.endswith(suffix))
+        pattern = step_pattern(self._basename, SUFFIX + ABANDONED)
+        files = [file for file in list_files(self.directory) if pattern.fullmatch(file.name)]
+        abandoned = sorted((file.written_ns, file.name) for file in files)
         for path in [*self.paths()[: -self._keep], *(self.directory / name for _, name in abandoned[: -self._keep])]:
             path.unlink(missing_ok=True)
 
@@ -281,8 +284,12 @@ def load(model: Any, path: StoragePath) -> None:
 def remove_partial(directory: StoragePath, basename: str) -> None:
     """Delete what killed processes have not finished. Only under the `WriteClaim`, and while this process writes
     nothing there."""
+    # A file that is staged, or a folder of `ShardedCheckpoint`. The prefix alone would match `BASENAME-other-...`, whose
+    # writer may be at work.
+    rest = rf"\d{{{STEP_DIGITS},}}\.|{re.escape(LEDGER)}\.|[0-9a-f]{{8}}(\.replaced)?$"
+    partial = re.compile(rf"\.{re.escape(basename)}-({rest})")
     for name in list_names(directory):
-        if not name.startswith(f".{basename}-"):
+        if not partial.match(name):
             continue
         path = directory / name
         if isinstance(path, Path) and path.is_dir():

@@ -29,7 +29,7 @@ import keras
 import numpy as np
 
 from phalanx.checkpoint.checkpoint_callback import NOT_WRITTEN, State
-from phalanx.checkpoint.checkpoint_directory import StoredCheckpoint, remove_partial
+from phalanx.checkpoint.checkpoint_directory import ABANDONED, StoredCheckpoint, remove_partial
 from phalanx.checkpoint.step_names import check_keep, name_of_step, names_by_step
 from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
 from phalanx.keras_compat.weight_entries import load_weight_entries, weight_entries
@@ -69,7 +69,8 @@ class ShardedCheckpoint:
     Args:
         directory: created with the first checkpoint.
         basename: the checkpoints' names begin with it.
-        keep: how many of the newest are kept; None: all.
+        keep: how many of the newest are kept; None: all. Checkpoints of later steps than the one that is saved are
+            renamed to `*.abandoned`, and as many of these are kept.
 
     Raises: ConfigurationError if Orbax is not installed.
     """
@@ -179,11 +180,27 @@ class ShardedCheckpoint:
             if path.exists():
                 os.rename(path, replaced)
             os.rename(staging, path)
+            self._set_aside(path)
             sync_directory(self.directory)
-            if self._keep is not None:
-                for old in self.paths()[: -self._keep]:
-                    shutil.rmtree(old)
+            self._delete_old()
         shutil.rmtree(replaced, ignore_errors=True)
+
+    def _set_aside(self, written: Path) -> None:
+        """See `CheckpointDirectory._set_aside`."""
+        paths = self.paths()
+        for path in paths[paths.index(written) + 1 :]:
+            abandoned = path.with_name(path.name + ABANDONED)
+            if abandoned.exists():  # a folder cannot replace one that is not empty
+                shutil.rmtree(abandoned)
+            os.rename(path, abandoned)
+
+    def _delete_old(self) -> None:
+        if self._keep is None:
+            return
+        names = names_by_step(self.directory, self._basename, SUFFIX + ABANDONED)
+        abandoned = sorted((self.directory / name for _, name in names), key=lambda path: path.stat().st_mtime_ns)
+        for old in [*self.paths()[: -self._keep], *abandoned[: -self._keep]]:
+            shutil.rmtree(old)
 
     # Reading.
 
@@ -211,23 +228,23 @@ class ShardedCheckpoint:
         Raises: ConfigurationError naming the variables, if it is a checkpoint of another model.
         """
         self.wait()
-        if step is None:
-            newest = _of_primary(self.steps[-1] if self.steps else -1)
-            if newest < 0:
-                return None
-            step = newest
-        path = self.path_of(step)
+        # Also where the step is given: the first process, which puts the checkpoint in its place, may be later than the
+        # others with it, and comes here after that.
+        chosen = _of_primary((self.steps or [-1])[-1] if step is None else step)
+        if step is None and chosen < 0:
+            return None
+        path = self.path_of(chosen)
         try:
             description = _read_description(path)
         except FileNotFoundError:
             known = ", ".join(map(str, self.steps)) or "none"
             raise ConfigurationError(
-                f"There is no checkpoint of step {step} in {self.directory}; there are those of {known}."
+                f"There is no checkpoint of step {chosen} in {self.directory}; there are those of {known}."
             ) from None
         _build_optimizer(model)
         entries = weight_entries(model)
-        chosen = _match(entries, description["entries"], path)
-        target = _nested({key: _target(entries[key]) for key in chosen})
+        wanted = _match(entries, description["entries"], path)
+        target = _nested({key: _target(entries[key]) for key in wanted})
         arguments = self._orbax.args.PyTreeRestore(
             item=target,
             restore_args=self._orbax.checkpoint_utils.construct_restore_args(target),
@@ -235,7 +252,7 @@ class ShardedCheckpoint:
         )
         reader = self._orbax.Checkpointer(self._orbax.PyTreeCheckpointHandler())
         restored = reader.restore(path / WEIGHTS, args=arguments)
-        kept = {key: _value(entry) for key, entry in entries.items() if key not in chosen}
+        kept = {key: _value(entry) for key, entry in entries.items() if key not in wanted}
         load_weight_entries(model, {**kept, **_flat(restored)})
         return {"step": description["step"], "state": description["state"]}
 

@@ -8,19 +8,24 @@ from phalanx.errors import ConfigurationError
 from phalanx.storage.files import list_names
 from phalanx.storage.paths import StoragePath
 
-_STEP_DIGITS = 9
+STEP_DIGITS = 9
 """Names sort like steps up to a billion; beyond, the numbers are compared."""
 
 
 def name_of_step(basename: str, suffix: str, step: int) -> str:
     """What the checkpoint of a step is called, or would be."""
-    return f"{basename}-{step:0{_STEP_DIGITS}}{suffix}"
+    return f"{basename}-{step:0{STEP_DIGITS}}{suffix}"
 
 
 def names_by_step(directory: StoragePath, basename: str, suffix: str) -> list[tuple[int, str]]:
     """The steps and names of all checkpoints, damaged ones included, in the order of their steps."""
-    pattern = re.compile(re.escape(basename) + r"-(\d+)" + re.escape(suffix))
+    pattern = step_pattern(basename, suffix)
     return sorted((int(match[1]), name) for name in list_names(directory) if (match := pattern.fullmatch(name)))
+
+
+def step_pattern(basename: str, suffix: str) -> re.Pattern[str]:
+    """Matches, in full, the names of such checkpoints; the only group is the step."""
+    return re.compile(re.escape(basename) + r"-(\d+)" + re.escape(suffix))
 
 
 def check_keep(keep: int | None) -> None:

@@ -81,7 +81,7 @@ class FitResumption:
         self.directory = CheckpointDirectory(
             checkpoint.directory, basename=basename, keep=checkpoint.keep, generation=lambda: replica.generation
         )
-        self.ledger = self.directory.directory / f"{basename}-ledger.json"
+        self.ledger = self.directory.directory / f"{basename}-{checkpoint_directory.LEDGER}"
         self.writer: FitWriter = CheckpointWriter(self.directory)
         self._spans = replica.mesh_parts is not None
         if self._spans:

@@ -15,6 +15,7 @@ import pytest
 from keras.distribution import DeviceMesh, LayoutMap, ModelParallel
 
 import phalanx
+from phalanx.checkpoint import sharded_checkpoint
 from phalanx.errors import ConfigurationError, SupersededError
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
@@ -53,6 +54,9 @@ def main(folder: Path) -> None:
 
     refused_models(saved)
     several(plain, saved, checkpoints)
+    gone_back(plain, folder / "gone_back")
+    neighbours(plain, folder / "neighbours")
+    late(plain, folder / "late")
     fenced(plain, saved, checkpoints)
     print("finished")
 
@@ -81,6 +85,53 @@ def several(model: Any, saved: phalanx.ShardedCheckpoint, folder: Path) -> None:
         "model-000000003.orbax",
     ]
     assert phalanx.ShardedCheckpoint(folder / "none").restore(model) is None
+
+
+def gone_back(model: Any, folder: Path) -> None:
+    """What is saved after an earlier checkpoint was restored is the newest, and older ones are kept."""
+    saved = phalanx.ShardedCheckpoint(folder, keep=2)
+    for again in range(2):
+        for step in (10, 20, 30):
+            saved.save(model, step)
+        saved.restore(model, step=20)
+        saved.save(model, 21 + again)
+        saved.wait()
+        assert saved.steps == [20, 21 + again]
+        found = saved.restore(model)
+        assert found is not None
+        assert found["step"] == 21 + again
+    assert sorted(path.name for path in folder.glob("*.abandoned")) == [
+        "model-000000021.orbax.abandoned",
+        "model-000000030.orbax.abandoned",
+    ]
+
+
+def neighbours(model: Any, folder: Path) -> None:
+    """What another process writes next to them under a longer name is not swept away."""
+    (folder / ".model-ema-0000002a").mkdir(parents=True)
+    (folder / ".model-0000002a").mkdir()
+    saved = phalanx.ShardedCheckpoint(folder)
+    saved.save(model, 1)
+    saved.wait()
+    assert not (folder / ".model-0000002a").exists()
+    assert (folder / ".model-ema-0000002a").exists()
+
+
+def late(model: Any, folder: Path) -> None:
+    """The first process puts a checkpoint in its place; the others look for it when that has happened."""
+    saved = phalanx.ShardedCheckpoint(folder)
+    saved.save(model, 1)
+    saved.wait()
+    aside = folder / "aside"
+    saved.path_of(1).rename(aside)
+
+    def meet(number: int) -> int:
+        aside.rename(saved.path_of(1))
+        return number
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_checkpoint, "_of_primary", meet)
+        assert saved.restore(model, step=1) is not None
 
 
 def fenced(model: Any, saved: phalanx.ShardedCheckpoint, folder: Path) -> None:

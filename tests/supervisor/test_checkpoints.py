@@ -141,6 +141,17 @@ def test_what_a_killed_process_left_is_not_seen_and_swept_away(tmp_path: Path, t
     assert not left.exists()
 
 
+def test_checkpoints_of_a_longer_name_are_left_alone(tmp_path: Path, trained: Any) -> None:
+    others = [f".model.ckpt-b-{10:09}.weights.h5.7-ab", *(f"model.ckpt-b-{n:09}.weights.h5.abandoned" for n in (1, 2))]
+    for name in others:
+        (tmp_path / name).touch()
+    directory = CheckpointDirectory(tmp_path, keep=1)
+    directory.sweep()
+    for step in (2, 1):  # the later one is abandoned
+        directory.save(trained, step)
+    assert all((tmp_path / name).exists() for name in others)
+
+
 def test_a_directory_that_is_not_writable_is_named(tmp_path: Path, trained: Any) -> None:
     folder = tmp_path / "read-only"
     folder.mkdir(mode=0o555)
