@@ -27,6 +27,7 @@ def step_of_backup(callbacks: Any) -> int:
         return 0
     if not (exists(callback._training_metadata_path) and exists(callback._weights_path)):
         return 0
+    # Keras writes the index of the last batch whose step the weights contain.
     return int(json.loads(read_text(callback._training_metadata_path))["batch"]) + 1
 
 

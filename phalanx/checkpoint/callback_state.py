@@ -12,6 +12,7 @@ from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.transport.decoding import decode_message
 from phalanx.transport.serialization import decode, encode, is_serializable
 
+# Set by Keras when the method begins, or by the rank (`verbose` is 0 on all but the chief).
 _NOT_STATE = ("params", "_params", "model", "_model", "progbar", "verbose")
 
 
@@ -41,6 +42,7 @@ class CallbackStateTracker:
 def restore_states(callbacks: Any, states: Sequence[tuple[str, bytes]]) -> None:
     """Give callbacks what `CallbackStateTracker.changes` reported of others of the same classes, in the same order."""
     for callback, (name, content) in zip(flatten_callbacks(callbacks), states, strict=False):
+        # The program was edited between two starts, or ranks pass others: the place and the class must be the same.
         if type(callback).__name__ != name:
             continue
         vars(callback).update(decode(content))

@@ -137,6 +137,7 @@ class CheckpointWriter:
     def __init__(self, checkpoints: CheckpointDirectory):
         self._checkpoints = checkpoints
         self._thread: threading.Thread | None = None
+        # Written by the thread, read by the one that trains. Without a `join` before, None only means "not yet".
         self._error: Exception | None = None  # of any checkpoint in the background; stays, as `fit` ends with it
 
     @property
@@ -185,6 +186,8 @@ class CheckpointWriter:
                 telemetry.current.checkpoint = SavedCheckpoint(step, sendable(str(path)))
                 return path
         except OSError as error:
+            # Time may mend a full disk. Everything else ends the `fit`: SupersededError must, because the directory
+            # belongs to another process.
             logger.warning(NOT_WRITTEN, error)
             return None
 

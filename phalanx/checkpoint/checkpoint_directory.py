@@ -149,9 +149,12 @@ class CheckpointDirectory:
         }
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            # The long part, the upload, happens outside of the claim's lock; under it there is nothing but a rename.
             with staged(path, lambda file: _write_sealed(file, content, saved_state)) as whole, self.claim.writing():
                 put_in_place(whole, path)
             with self.claim.writing():  # once more: in a store, the directory may belong to another process by now
+                # In this order: `_delete_old` keeps the last ones by step, and would delete the one just written if
+                # later ones were still among them.
                 self._set_aside(path)
                 self._delete_old()
         except OSError as error:
@@ -244,6 +247,7 @@ def read(path: StoragePath) -> StoredCheckpoint:
         if end is None:
             raise DamagedCheckpointError(f"{path} is damaged: it has no seal, so it was cut off.")
         digest, length = end
+        # The digest does not contain the length: where that is damaged, what it leads to is no JSON of a state.
         body_bytes = size - _END_BYTES
         found = hashlib.sha256()
         for block in _blocks(file, body_bytes):
@@ -270,6 +274,7 @@ def load(model: Any, path: StoragePath) -> None:
     """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
+        # Into an optimizer without variables Keras loads nothing, and only warns.
         optimizer.build(model.trainable_variables)
     try:
         with local_copy(path) as copy:
@@ -284,8 +289,8 @@ def load(model: Any, path: StoragePath) -> None:
 def remove_partial(directory: StoragePath, basename: str) -> None:
     """Delete what killed processes have not finished. Only under the `WriteClaim`, and while this process writes
     nothing there."""
-    # A file that is staged, or a folder of `ShardedCheckpoint`. The prefix alone would match `BASENAME-other-...`, whose
-    # writer may be at work.
+    # A file that is staged, or a folder of `ShardedCheckpoint`. The prefix alone would match `BASENAME-other-...`, of
+    # which a writer may be at work.
     rest = rf"\d{{{STEP_DIGITS},}}\.|{re.escape(LEDGER)}\.|[0-9a-f]{{8}}(\.replaced)?$"
     partial = re.compile(rf"\.{re.escape(basename)}-({rest})")
     for name in list_names(directory):
@@ -302,6 +307,7 @@ def _write_sealed(file: BinaryIO, content: Snapshot, state: Mapping[str, Any]) -
     digest = hashlib.sha256(content)
     body = json.dumps({**state, CONTENT: digest.hexdigest()}).encode()
     digest.update(body)
+    # HDF5 finds its superblock at offset 0, so the model comes first and everything of ours behind it.
     for begin in range(0, len(content), _BLOCK_BYTES):
         file.write(content[begin : begin + _BLOCK_BYTES])
     file.write(body + digest.digest() + len(body).to_bytes(_LENGTH_BYTES, "big") + _SEAL)

@@ -47,6 +47,7 @@ class SidecarEvaluatorModelExport(keras.callbacks.ModelCheckpoint):  # type: ign
             if name.startswith(prefix) and name.endswith((".weights.h5", ".keras"))
             if (match := _LAST_NUMBER.search(name.removesuffix(".weights.h5").removesuffix(".keras")))
         ]
+        # Keras counts epochs from 0 and puts `epoch + 1` into the name.
         self._current_epoch = max(found, default=1) - 1
 
     def on_test_end(self, logs: Any = None) -> None:

@@ -84,8 +84,10 @@ class ShardedCheckpoint:
         self._basename = basename
         self._keep = keep
         self._orbax = _import_orbax()
+        # Orbax's; made by the first `save`, and kept: it knows what is still being written.
         self._writer: Any = None
         self._thread: threading.Thread | None = None
+        # Of the thread; only valid after it was joined. `wait` raises it once: the next checkpoint is tried again.
         self._error: Exception | None = None
 
     # Writing.
@@ -112,6 +114,8 @@ class ShardedCheckpoint:
         self.wait()
         _build_optimizer(model)
         entries = weight_entries(model)
+        # From here on all processes must come to the same collectives in the same order: the token's broadcast, then
+        # Orbax's barriers. So a first process that cannot write says so in the broadcast.
         staging = self._open_staging()
         described = {"step": step, "entries": _describe(entries), "phalanx": __version__}
         values = _nested({key: _copied(_value(entry)) for key, entry in entries.items()})
@@ -138,10 +142,12 @@ class ShardedCheckpoint:
     def _open_staging(self) -> Path:
         """A folder for the parts of all processes, which the first one makes. Raises on all of them if it cannot."""
         problem: Exception | None = None
+        # 31 bits: without x64 mode, what JAX broadcasts has 32, with a sign.
         token = secrets.randbits(31)
         if self._is_primary:
             try:
                 with self.claim.writing():
+                    # Safe here: `wait` above has ended this process's own, and the claim keeps all other writers out.
                     remove_partial(self.directory, self._basename)
                     self._staging(token).mkdir()
             except (OSError, PhalanxError) as error:
@@ -160,6 +166,7 @@ class ShardedCheckpoint:
         path = self.path_of(step)
         try:
             with timeline.current.span(timeline.CHECKPOINTS, "checkpoint", {"step": step}):
+                # Orbax's own barrier: when it returns on the first process, the parts of all are on the disk.
                 self._writer.wait_until_finished()  # in all processes
                 if self._is_primary:
                     self._commit(staging, path, describe())
@@ -175,6 +182,8 @@ class ShardedCheckpoint:
             file.flush()
             os.fsync(file.fileno())
         sync_directory(staging)
+        # A folder cannot be renamed over one that has content. Killed between the two renames, the process leaves the
+        # step under neither name, and the next `save` deletes both; the checkpoint before is then the newest.
         replaced = staging.with_name(f"{staging.name}.replaced")
         with self.claim.writing():
             if path.exists():
@@ -252,6 +261,8 @@ class ShardedCheckpoint:
         )
         reader = self._orbax.Checkpointer(self._orbax.PyTreeCheckpointHandler())
         restored = reader.restore(path / WEIGHTS, args=arguments)
+        # Keras's loader wants every entry that it would save. Those that are not restored get the values that they
+        # have.
         kept = {key: _value(entry) for key, entry in entries.items() if key not in wanted}
         load_weight_entries(model, {**kept, **_flat(restored)})
         return {"step": description["step"], "state": description["state"]}

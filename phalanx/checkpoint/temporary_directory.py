@@ -38,6 +38,7 @@ def _remove_abandoned() -> None:
         except OSError:  # of another user, or gone
             continue
         try:
+            # The owner holds the lock for as long as it lives; the kernel releases it however the owner ends.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
         except BlockingIOError:
