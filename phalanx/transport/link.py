@@ -20,6 +20,7 @@ How a dead peer is detected:
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -121,7 +122,7 @@ class Link:
                 try:
                     frame = reader.buffer_updated(count)
                 except FrameError as error:
-                    self.close()
+                    self.close()  # where the next frame begins is unknown
                     raise FrameError(f"from {self.peer}: {error}") from error
                 if frame is not None:
                     return frame.header, frame.buffers
@@ -140,6 +141,7 @@ class Link:
                 remaining -= count
                 pieces = skip_bytes(pieces, count)
             elif not self._wait(self._wire.send_waits_for, deadline):
+                # Only the rest of what has begun could follow, also if it was merely sealed.
                 if remaining < total or self._wire.is_in_record:
                     self.close()
                 raise self._late(f"did not read: {total - remaining} of {total} bytes were sent before the deadline")
@@ -157,7 +159,7 @@ class Link:
         """
         try:
             return self._wire.send(buffers)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # ValueError: an SSLSocket that another thread has closed
             raise self._gone(error) from error
 
     def try_receive_into(self, buffer: memoryview) -> int:
@@ -214,12 +216,13 @@ class Link:
 
     def finish(self) -> None:
         """Signal the end of the stream to the peer; receiving continues."""
+        # Here and in `close` not by SSLSocket.shutdown, which drops the TLS state that another thread may be using.
         with contextlib.suppress(OSError):  # the peer may be gone already
             socket.socket.shutdown(self._sock, socket.SHUT_WR)
 
     def close(self) -> None:
         """Close the connection; safe to call twice and from any thread. Waiting calls raise LinkClosedError."""
-        self._closed = True
+        self._closed = True  # first, so that a call that fails in another thread knows why
         # shutdown, since close alone does not wake a thread that waits for this socket.
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
@@ -236,9 +239,12 @@ class Link:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 return False
+            # Not until the deadline at once: a silent host makes no event.
             if poller.poll(1000 * min(remaining_s, ALIVE_CHECK_INTERVAL_S) + 1):
                 return True
             self.check_alive()
+            if self._closed:  # by another thread, between two polls: the number may be another file's by now
+                raise self._gone(OSError(errno.EBADF, "closed"))
 
     def _late(self, what: str) -> LinkTimeoutError:
         silence_s = 0.0 if self._closed else tcp_state.host_silence_s(self._sock)
@@ -266,7 +272,7 @@ def wait_until_delivered(links: Collection[Link], at_most_s: float = DELIVERY_TI
         wait_s = min(2 * wait_s, 0.02)
 
 
-_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_links: weakref.WeakSet[Link] = weakref.WeakSet()  # all links of this process, for its forked children
 
 
 def _close_inherited_links() -> None:

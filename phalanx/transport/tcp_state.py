@@ -45,6 +45,7 @@ def unacknowledged_bytes(sock: socket.socket) -> int:
         return 0
     with contextlib.suppress(OSError):
         (state,) = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+        # A broken connection still counts what it will never send.
         if state != _TCP_CLOSE:
             (count,) = struct.unpack("=i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
             return int(count)
@@ -60,7 +61,10 @@ def host_silence_s(sock: socket.socket) -> float:
     """
     if not _has_state(sock):
         return 0.0
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
+    except OSError:  # another thread has closed it
+        return 0.0
     retransmits, probes = info[2], info[3]
     if max(retransmits, probes) < UNANSWERED_TRANSMISSIONS:
         return 0.0

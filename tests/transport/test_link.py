@@ -182,6 +182,29 @@ def test_closing_a_link_wakes_the_thread_that_waits_for_it(links: Pair) -> None:
     assert len(errors) == 1
 
 
+def test_a_link_that_is_closed_while_its_health_is_checked_was_closed_by_this_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = tcp_pair()
+    link, descriptor = Link(one, "other"), one.fileno()
+    idle, end_of_idle = socket.socketpair()
+    monkeypatch.setattr(link_module, "ALIVE_CHECK_INTERVAL_S", 0.01)
+    look = tcp_state.host_silence_s
+
+    def close_first(sock: socket.socket) -> float:
+        if not link.closed:
+            link.close()  # as another thread does after `check_alive` has seen that the link is open
+            os.dup2(idle.fileno(), descriptor)  # and the next file that is opened gets its descriptor
+        return look(sock)
+
+    monkeypatch.setattr(tcp_state, "host_silence_s", close_first)
+    with pytest.raises(LinkClosedError, match="closed by this process"):
+        link.receive(deadline=time.monotonic() + 1)
+    os.close(descriptor)
+    for sock in (other, idle, end_of_idle):
+        sock.close()
+
+
 def test_an_empty_buffer_receives_nothing_and_is_no_end_of_stream(links: Pair) -> None:
     assert links[0].try_receive_into(memoryview(b"")) == 0
     assert links[0].try_send([]) == 0
