@@ -68,12 +68,14 @@ class Arrival:
             HandshakeError, FrameError: it is not a member of the job.
             LinkClosedError: it is gone.
         """
+        # Until nothing more can be read: TLS and encrypted records may hold bytes that the selector does not see.
         while True:
             # 41 bytes into an empty buffer: there is room unless the peer never reads.
             data = self._handshake.data_to_send()
             if data and self.link.try_send([memoryview(data)]) != len(data):
                 raise HandshakeError("it does not read")
             if self._handshake.done:
+                # The proof above was still sent as it is; the dialer encrypts from its Hello on.
                 if self._handshake.keys and not self.link.encrypted:
                     self.link.encrypt(self._handshake.keys)
                 target = self._reader.get_buffer()
@@ -125,6 +127,7 @@ class ArrivalQueue:
     @property
     def next_deadline(self) -> float | None:
         """When the oldest connection must be done, by `time.monotonic()`; None without connections."""
+        # All have the same time, and a dict keeps their order: the first one is due first.
         return next(iter(self._arrivals)).deadline if self._arrivals else None
 
     def add(self, connection: socket.socket, endpoint: tuple[object, ...]) -> None:
@@ -144,14 +147,15 @@ class ArrivalQueue:
         handshake = Handshake(Role.LISTENER, self._credentials.secret, encrypt=encrypt)
         arrival = Arrival(link, handshake, time.monotonic() + HANDSHAKE_TIMEOUT_S)
         self._arrivals[arrival] = None
+        # Never for writing, also with TLS: what this end sends before the Hello fits into the socket's empty buffer.
         self._selector.register(link, selectors.EVENT_READ, arrival)
         if len(self._arrivals) > MAX_ARRIVALS:
-            self.drop_one("too many connected at once")
+            self.drop_one("too many connected at once")  # perhaps this one, which `advance` then ignores
         self.advance(arrival)
 
     def advance(self, arrival: Arrival) -> None:
         """Continue the handshake of a connection whose bytes have arrived."""
-        if arrival not in self._arrivals:
+        if arrival not in self._arrivals:  # dropped since the selector has reported it
             return
         try:
             hello = arrival.advance()
@@ -254,7 +258,7 @@ class RefusalLog:
         return f" ({count} more were refused since the last such line.)" if count else ""
 
     def summary(self, most: int = 3) -> str:
-        """The most frequent refusals in one line; empty without refusals."""
+        """The most frequent refusals in one line; empty without refusals. May be called from any thread."""
         counts = self._counts.copy()
         return "; ".join(
             f"{host} ({number} times: {reason})" if number > 1 else f"{host} ({reason})"

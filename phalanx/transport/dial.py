@@ -142,7 +142,7 @@ def connect(address: Address, peer: str, *, deadline: float, tls: TLS | None = N
             return sock
         except OSError as error:
             sock.close()
-            failure = error
+            failure = error  # the last address decides what is reported
         except BaseException:
             sock.close()
             raise
@@ -170,6 +170,7 @@ def _shake_hands(link: Link, handshake: Handshake, deadline: float) -> None:
             if data := handshake.data_to_send():
                 link.send_bytes([memoryview(data)], deadline=deadline)
             if handshake.done:
+                # Both proofs have crossed as they are. From here on everything is encrypted, in both directions.
                 if handshake.keys:
                     link.encrypt(handshake.keys)
                 return

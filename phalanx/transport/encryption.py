@@ -52,6 +52,8 @@ class _Cipher:
 
     def next(self) -> tuple[AESGCM, bytes]:
         """The cipher and the nonce of the next record."""
+        # Both ends count the records of a direction, so they change keys at the same one without a message about it.
+        # The count may start again, because the key is new: GCM fails if a nonce repeats under one key.
         if self._count == RECORDS_OF_A_KEY:
             self._key = HKDFExpand(SHA256(), KEY_BYTES, b"phalanx next key").derive(self._key)
             self._aead, self._count = AESGCM(self._key), 0
@@ -67,7 +69,10 @@ class RecordWriter:
         self._cipher = _Cipher(key)
 
     def seal(self, pieces: Sequence[memoryview]) -> tuple[memoryview, int]:
-        """The next record, with the first bytes of `pieces`, and how many these are: at most `MAX_PLAIN_BYTES`."""
+        """The next record, with the first bytes of `pieces`, and how many these are: at most `MAX_PLAIN_BYTES`.
+
+        The record has used up its number, so the caller must send all of it before the next one.
+        """
         plain = _first_bytes(pieces)
         size = len(plain)
         record = bytearray(_LENGTH.size + size + TAG_BYTES)
@@ -92,7 +97,7 @@ class RecordReader:
         self._filled = 0
         self._end = _LENGTH.size  # of the record, or of its length while that has not arrived
         self._opened = memoryview(bytearray(MAX_PLAIN_BYTES))
-        self._plain = self._opened[:0]
+        self._plain = self._opened[:0]  # what was opened and not taken; a view, so no other record is opened before
 
     def get_buffer(self) -> memoryview:
         """Where to write the next bytes; never empty once `open` has returned False."""
@@ -106,6 +111,7 @@ class RecordReader:
         self._filled += count
         if self._filled == self._end == _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._sealed)
+            # Nor an empty record, which no writer seals: taking 0 bytes of it would look like the end of the stream.
             if not TAG_BYTES < length <= _MAX_RECORD_BYTES:
                 raise FrameError(f"a record of {length} bytes was announced; at most {_MAX_RECORD_BYTES} are allowed")
             self._end += length
@@ -122,6 +128,7 @@ class RecordReader:
         opened = self._opened[: self._end - _LENGTH.size - TAG_BYTES]
         aead, nonce = self._cipher.next()
         head, sealed = self._sealed[: _LENGTH.size], self._sealed[_LENGTH.size : self._end]
+        # If it does not open, the count stays one too high. No other record follows: a FrameError closes the link.
         try:
             aead.decrypt_into(nonce, sealed, head, opened)
         except InvalidTag as error:

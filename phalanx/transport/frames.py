@@ -111,8 +111,8 @@ class FrameReader:
         self._start()
 
     def _start(self) -> None:
-        self._header: bytes | None = None
-        self._header_length = -1
+        self._header: bytes | None = None  # None until it and the table of lengths have arrived
+        self._header_length = -1  # until the preamble has arrived
         self._lengths: tuple[int, ...] = ()
         self._buffers: list[memoryview] = []
         self._target = memoryview(bytearray(_PREAMBLE.size))
@@ -134,6 +134,7 @@ class FrameReader:
         Raises: FrameError if this is not a frame, or exceeds a limit.
         """
         self._position += count
+        # A loop, because the next part may be empty and so complete at once: no header, or a buffer without bytes.
         while self._position == self._target.nbytes:
             frame = self._advance()
             if frame is not None:
@@ -152,7 +153,7 @@ class FrameReader:
                 )
             _check_limits(header_length, buffer_count, what="announced")
             self._header_length = header_length
-            self._lengths = (0,) * buffer_count
+            self._lengths = (0,) * buffer_count  # only their number counts until the table has arrived
             self._open(memoryview(bytearray(buffer_count * _LENGTH_BYTES + header_length)))
         elif self._header is None:
             table_bytes = len(self._lengths) * _LENGTH_BYTES

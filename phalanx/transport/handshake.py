@@ -110,9 +110,10 @@ class Handshake:
         self._role = role
         self._secret = secret or b""
         self._key = X25519PrivateKey.generate()
+        # The proofs cover both wishes, so no one on the way can talk the two ends out of encryption.
         wishes = _ENCRYPT if encrypt and secret else _NO_WISHES
         self._opening = MAGIC + bytes([wishes]) + self._key.public_key().public_bytes_raw()
-        self._incoming = b""
+        self._incoming = b""  # the beginning of the message that is being received
         self._outgoing = self._opening if role is Role.DIALER else b""
         self._proofs: tuple[bytes, bytes] | None = None  # this end's and the other's, once its opening has arrived
         self._agreed: SessionKeys | None = None
@@ -145,6 +146,7 @@ class Handshake:
         assert len(data) <= self.bytes_needed()
         self._incoming += data
         if self._proofs is None:
+            # Before it is complete: many strangers send less than an opening, and would stay until the deadline.
             check_opening(self._incoming)
         if self.bytes_needed():
             return
@@ -159,7 +161,7 @@ class Handshake:
                 "it has another secret: PHALANX_SECRET differs, or is set at only one of the two ends"
             )
         if self._role is Role.LISTENER:
-            self._outgoing += own
+            self._outgoing += own  # not before: a dialer without the secret gets nothing that depends on it
         self.done, self.keys = True, self._agreed
 
     def _agree(self, other: bytes) -> tuple[bytes, bytes]:
@@ -173,7 +175,7 @@ class Handshake:
             raise HandshakeError("its public key is invalid") from error
         is_dialer = self._role is Role.DIALER
         openings = (self._opening, other) if is_dialer else (other, self._opening)
-        length = 2 * (PROOF_BYTES + KEY_BYTES)
+        length = 2 * (PROOF_BYTES + KEY_BYTES)  # four values of 32 bytes each
         derived = HKDF(SHA256(), length, salt=self._secret or None, info=b"".join(openings)).derive(agreed)
         dialers_proof, listeners_proof, to_listener, to_dialer = (derived[at : at + 32] for at in range(0, length, 32))
         if (self._opening[len(MAGIC)] | other[len(MAGIC)]) & _ENCRYPT and self._secret:

@@ -43,7 +43,8 @@ OTHER_TASK = "other task"
 
 class Service(Protocol):
     """Serves one purpose. Both methods run in the listener's thread and must not block, unless it was registered as one
-    that may."""
+    that may. In the listener's thread no other Hello is answered between the two, so what `admit` has found still holds
+    in `adopt`."""
 
     def admit(self, hello: Hello) -> Welcome:
         """The answer to a Hello of a peer that knows the secret."""
@@ -131,7 +132,7 @@ class Listener:
             self._wakeup_sender.send(b"\0")
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()  # no service blocks it
-        else:
+        else:  # not started yet, or ended
             self._release()
 
     # ------------------------------------------------------- the listener's thread
@@ -216,6 +217,7 @@ class Listener:
                 welcome = Welcome(refusal=UNAVAILABLE, reason=reason)
             else:
                 welcome = service.admit(hello)
+            # Before `adopt`: afterwards threads of the service may send on this link, and one at a time is allowed.
             link.send(msgspec.msgpack.encode(welcome), deadline=time.monotonic() + WELCOME_TIMEOUT_S)
             if welcome.refusal or service is None:
                 logger.info("%s refused %s (%s): %s", self.task, hello.task, hello.purpose, welcome.reason)
@@ -236,6 +238,8 @@ _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 def _close_inherited_listeners() -> None:
     """In a forked child: release the port, which would stay taken for as long as the child lives."""
+    # The hook of `transport.link` has run before, because this module imports it and so registers later. It has closed
+    # the child's copies of the pending links, so `_release` does not shut down the connections, which are the parent's.
     for listener in list(_listeners):
         listener._is_stopping = True
         listener._release()

@@ -40,6 +40,7 @@ def look_up(function: Callable[[], T], within_s: float | None = None) -> T:
         except BaseException as error:
             found.set_exception(error)
 
+    # A daemon, because it may wait long after its result is of use, and must not keep the process alive.
     threading.Thread(target=run, name="phalanx-name-resolution", daemon=True).start()
     try:
         return found.result(RESOLVE_S if within_s is None else within_s)

@@ -165,6 +165,7 @@ def listen(family: int, endpoint: tuple[object, ...], *, dual: bool = False) -> 
         # Replaces only connections that are closing: a port with a listener stays taken.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
+            # Always set: its default is a setting of the system (net.ipv6.bindv6only).
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if dual else 1)
         sock.bind(endpoint)
         sock.listen(BACKLOG)

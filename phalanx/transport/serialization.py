@@ -100,7 +100,7 @@ def _array(name: str, shape: list[int], content: bytes | list[Any]) -> np.ndarra
     dtype = _number_type(name)
     if not isinstance(content, bytes) or math.prod(shape) * dtype.itemsize != len(content):
         raise ValueError(f"{len(content)} bytes are not an array of shape {shape} and dtype {dtype}")
-    return np.ndarray(shape, dtype, bytearray(content))
+    return np.ndarray(shape, dtype, bytearray(content))  # a copy, because an array of `bytes` cannot be written to
 
 
 def _number_type(name: str) -> np.dtype[Any]:

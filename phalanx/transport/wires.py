@@ -87,6 +87,9 @@ class TLSWire:
         piece = _first_piece(buffers)
         if not piece:
             return 0
+        # A call that would block has encrypted the piece already: OpenSSL must then be given the same bytes again, from
+        # any address, and not fewer of them (CPython sets SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER, and no partial writes).
+        # `_first_piece` keeps to that if the same buffers are offered again, at most with more behind them.
         try:
             count = self._call(self._sock.send, piece)
             self.send_waits_for = select.POLLOUT
@@ -116,6 +119,7 @@ class TLSWire:
         What fails on a connection with an `errno`, its release included, leaves an error in the thread's queue, where
         CPython finds it when the next call on any connection would only block (python/cpython#148594).
         """
+        # The socket does not block, so neither direction waits long for the other.
         with self._lock:
             try:
                 return operation(buffer)
@@ -158,6 +162,7 @@ class EncryptedWire:
         total = 0
         buffers = skip_bytes(buffers, 0)
         while self._unsent or buffers:
+            # Stored before anything is sent: the peer can open no other record before it has all of this one.
             self._unsent = record, size = self._unsent or self._writer.seal(buffers)
             try:
                 count = self._sock.send(record)
@@ -172,6 +177,7 @@ class EncryptedWire:
         return total
 
     def receive_into(self, buffer: memoryview) -> int | None:
+        # `open` first: what an earlier call left of a record is here already, and the socket knows nothing of it.
         while not self._reader.open():
             try:
                 count = self._sock.recv_into(self._reader.get_buffer())
