@@ -265,12 +265,18 @@ def transfer_list_state(old: CallbackList, new: CallbackList) -> None:
             setattr(new, name, getattr(old, name))
 
 
-def start_mid_epoch(callbacks: Sequence[Any], epoch: int) -> None:
-    """Begin, in the middle of an epoch, callbacks that a former chief has run until now."""
-    for callback in callbacks:
-        if isinstance(callback, keras.callbacks.BackupAndRestore):
-            continue  # it would restore a backup, which is older than the state of this process
+def start_mid_epoch(callbacks: Sequence[Any], epoch: int, restore: Callable[[], None]) -> None:
+    """Begin, in the middle of an epoch, callbacks that a former chief has run until now.
+
+    Args:
+        restore: gives them what they have learnt until the epoch, which `on_train_begin` resets.
+    """
+    # A backup would be restored, which is older than the state of this process.
+    begun = [each for each in callbacks if not isinstance(each, keras.callbacks.BackupAndRestore)]
+    for callback in begun:
         if isinstance(callback, keras.callbacks.CSVLogger):
             callback.append = True
         callback.on_train_begin()
+    restore()
+    for callback in begun:
         callback.on_epoch_begin(epoch)

@@ -99,13 +99,17 @@ class ElasticRecovery:
     def share_chief_callbacks(self) -> None:
         """After each epoch all ranks learn the state of the chief's own callbacks, in case they become chief."""
         # A collective in any case: ranks may have been passed different callbacks (`if rank == 0: ...`).
-        callbacks = flatten_callbacks(self._state.arguments.callbacks)
-        waiting = callback_list.chief_only_callbacks(callbacks)
-        states = zip(callbacks, self._recorder.callback_states(), strict=True)
-        own = [state for callback, state in states if callback in waiting]
+        waiting = callback_list.chief_only_callbacks(self._state.arguments.callbacks)
+        own = self._states_of(waiting)
         chiefs: Any = self.retry(lambda: self._replica.broadcast_from_chief(own))
         if not self._replica.is_chief:
             restore_states(waiting, chiefs)
+
+    def _states_of(self, chosen: Sequence[Any]) -> list[tuple[str, bytes]]:
+        """What these of the callbacks that `fit` was passed have learnt."""
+        callbacks = flatten_callbacks(self._state.arguments.callbacks)
+        states = zip(callbacks, self._recorder.callback_states(), strict=True)
+        return [state for callback, state in states if callback in chosen]
 
     def adapt(self) -> None:
         """The membership has changed: cut the data again, become chief if that is who we are, admit newcomers."""
@@ -146,12 +150,12 @@ class ElasticRecovery:
         """Begin what only a chief does: progress, files."""
         state = self._state
         waiting = callback_list.chief_only_callbacks(state.arguments.callbacks)
-        former = state.callbacks
+        former, learnt = state.callbacks, self._states_of(waiting)
         kept = [callback for callback in former.callbacks if callback not in waiting]
         build_fit_callbacks(self._model, state, [*kept, *waiting])
         callback_list.transfer_list_state(former, state.callbacks)
         new = [callback for callback in state.callbacks.callbacks if callback not in kept]
-        callback_list.start_mid_epoch(new, state.epoch)
+        callback_list.start_mid_epoch(new, state.epoch, restore=lambda: restore_states(waiting, learnt))
         if self.ends_epoch:  # how far the former chief came is not known
             for callback in new:
                 callback.on_epoch_end(state.epoch, state.logs)
