@@ -47,6 +47,7 @@ class FitCheckpointing:
         self._epochs_in_ledger = 0
         self._saved_at = 0
         self._saved_time = time.monotonic()
+        self._is_postponed = False  # on the chief: one was due while another was still being written
 
     @property
     def has_checkpoint(self) -> bool:
@@ -100,6 +101,8 @@ class FitCheckpointing:
                 timeline.current.enter("checkpoint")
                 writer.begin(*self._prepared(snapshot))
                 timeline.current.leave()
+            else:
+                self._is_postponed = self._replica.is_chief
 
     def finish(self) -> None:
         """The training is over, and so the state final."""
@@ -126,6 +129,7 @@ class FitCheckpointing:
 
     def _note_saved(self) -> None:
         self._saved_at, self._saved_time = self._recorder.applied, time.monotonic()
+        self._is_postponed = False
         telemetry.current.is_save_requested = False
 
     def _is_due(self, applied: int) -> bool:
@@ -133,6 +137,7 @@ class FitCheckpointing:
         by_steps = steps is not None and applied // steps > self._saved_at // steps
         return (
             telemetry.current.is_save_requested
+            or self._is_postponed
             or by_steps
             or (seconds is not None and time.monotonic() - self._saved_time >= seconds)
         )

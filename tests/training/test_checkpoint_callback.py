@@ -284,6 +284,30 @@ def test_what_is_due_while_one_is_written_waits(tmp_path: Path, monkeypatch: pyt
     assert begun[1] >= 10  # the newest state, once there is room
 
 
+def test_an_epoch_that_ends_while_one_is_written_is_saved_as_soon_as_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, begun = threading.Event(), []
+    original = CheckpointWriter._write
+
+    def slow(self: CheckpointWriter, content: Any, step: int, state: Any) -> Any:
+        begun.append(step)
+        if len(begun) == 1:
+            assert go_on.wait(60)
+        return original(self, content, step, state)
+
+    class Room(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2:
+                go_on.set()
+                next(thread for thread in threading.enumerate() if thread.name == "phalanx-checkpoint").join(60)
+
+    monkeypatch.setattr(CheckpointWriter, "_write", slow)
+    fit(tmp_path, Room(), every_steps=None, arguments={"epochs": 3})
+    assert begun[0] == STEPS
+    assert begun[1] == 2 * STEPS + 1
+
+
 def test_a_signal_saves_and_ends_at_the_next_step(tmp_path: Path) -> None:
     undisturbed = fit(tmp_path / "a")
     here = keras.callbacks.LambdaCallback(
