@@ -199,10 +199,10 @@ class LocalSGDStepper(ReplicaStepper):
         """Average the moving averages of the weights, which callbacks may swap in (SwapEMAWeights)."""
         own = list(getattr(self._optimizer, "_model_variables_moving_average", ()))
         share = self._share(self._averaged) if own else None
-        self._averaged = 0
         if share is not None:
             means = self._replica.communicator.all_reduce(self._engine.read(own), scale=share)
             self._engine.write(list(zip(own, means, strict=True)))
+        self._averaged = 0  # not before: it is repeated if a member is lost
 
     def _merge_metrics(self) -> Mapping[str, Any] | None:
         share = self._share(self._trained)
