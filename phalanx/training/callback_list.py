@@ -100,6 +100,8 @@ def build_callback_list(
     verbose = 1 if verbose == "auto" else verbose
     if is_chief:
         create_on_chief(callbacks)
+    # All ranks run the others on the same logs, so what these decide (stop, learning rate) is the same everywhere, and
+    # a member that becomes chief has them as they should be.
     own = [each for each in flatten_callbacks(callbacks) if is_chief or not runs_on_chief(each)]
     if not is_chief:
         for callback in own:
@@ -226,6 +228,7 @@ def _uses_weights(callbacks: CallbackList, *hooks: str) -> bool:
 
 def _reads_logs_only(callback: Any) -> bool:
     kind = type(callback)
+    # Exact classes: a subclass may do anything in the same hooks.
     if kind is keras.callbacks.EarlyStopping:
         return not callback.restore_best_weights
     if kind is keras.callbacks.TensorBoard:
@@ -260,6 +263,8 @@ def chief_only_callbacks(callbacks: Any) -> list[Any]:
 
 def transfer_list_state(old: CallbackList, new: CallbackList) -> None:
     """Let a list continue where another one, of the same training, stops."""
+    # Keras's count of open `on_*_begin`, and the executor of asynchronous hooks, which it shuts down when the count is
+    # 0: a list that began at 0 would raise at its first `on_*_end`.
     for name in ("_in_begin_end_block_count", "_executor"):
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))

@@ -40,6 +40,7 @@ class CentralStorageTrainer:
     def __init__(self, model: Any, worker: CentralStorageWorker, original: Callable[[str], Callable[..., Any]]) -> None:
         self._model = model
         self._replica = worker.replica
+        # Whether callbacks of any replica see single batches; set by each `fit` before `_make_agreement` reads it.
         self._watched = False
         self._workers = ParameterServerTrainer(model, worker, original, self._make_agreement)
         self._replicas = ReplicaTrainer(model, worker.replica)
@@ -50,6 +51,7 @@ class CentralStorageTrainer:
     def fit(self, **arguments: Any) -> Any:
         """Takes `FitArguments`."""
         self._watched = self._replica.any(has_batch_hooks(arguments.get("callbacks"), "train"))
+        # The servers train from here on; what the replicas' own trainer knew of the weights is old afterwards.
         self._replicas.resynchronise()
         return self._workers.fit(**arguments)
 

@@ -44,7 +44,10 @@ class FitCheckpointing:
         self._recorder = recorder
         self._resumption = resumption
         self._retry = retry
+        # How many epochs the readable ledger had when it was last written, by the thread that writes.
         self._epochs_in_ledger = 0
+        # Steps, and seconds of the monotonic clock, at the last save. All ranks count them, so that a new chief has
+        # them; the chief alone decides by them.
         self._saved_at = 0
         self._saved_time = time.monotonic()
         self._is_postponed = False  # on the chief: one was due while another was still being written
@@ -76,6 +79,8 @@ class FitCheckpointing:
 
     def announce(self, *, steps: int = 0) -> None:
         """Before the ranks merge: let the merge tell all whether the chief is to save after so many steps more."""
+        # Clocks and writers differ between ranks. One rank decides, and the merge of the step tells all: `_snapshot`
+        # below has collectives, into which no rank may go alone.
         is_due = self._replica.is_chief and self._is_due(self._recorder.applied + steps)
         self._resumption.notice.request_save(is_due and not self._resumption.writer.busy)
 
@@ -84,6 +89,7 @@ class FitCheckpointing:
 
         Raises: PreemptedError if the job was preempted.
         """
+        # Between two exchanges of local SGD each rank has weights of its own, and no rank's are the job's.
         if not self._state.stepper.is_merged:
             return
         notice, checkpoint = self._resumption.notice, self._resumption.checkpoint
@@ -106,6 +112,8 @@ class FitCheckpointing:
 
     def finish(self) -> None:
         """The training is over, and so the state final."""
+        # Before `finalize_variable_values` and `on_train_end`: with more `epochs`, the next start continues from these
+        # weights, not from averaged or restored ones.
         snapshot = self._retry(lambda: self._snapshot(is_over=True))
         writer = self._resumption.writer
         if writer.needs_all or self._replica.is_chief:
@@ -120,6 +128,7 @@ class FitCheckpointing:
         def save() -> Any:
             snapshot, path, writer = self._snapshot(), None, self._resumption.writer
             if writer.needs_all or self._replica.is_chief:
+                # Before the broadcast: a rank that has received the path may exit, and so end the job.
                 path = writer.write(*self._prepared(snapshot))
             return self._replica.broadcast_from_chief(None if path is None else sendable(str(path)))
 
@@ -143,6 +152,8 @@ class FitCheckpointing:
         )
 
     def _snapshot(self, *, is_over: bool = False) -> FitSnapshot:
+        # The collectives of a checkpoint, in this order on all ranks: `pooled`, and `gather_random_states`. `_prepared`
+        # has none: a chief may call it alone.
         pooled = dict(self._state.stepper.pooled())
         source = self._state.source
         return FitSnapshot(
@@ -163,6 +174,7 @@ class FitCheckpointing:
         if hasattr(model, "jax_state_sync"):
             model.jax_state_sync()
         variables = variables_beyond_weights(model)
+        # Copies, here and now: on JAX the next step donates the arrays, on PyTorch it writes into them.
         snapshot.variables = [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
         frozen = None if ledger is None else ledger.frozen()
 

@@ -82,6 +82,7 @@ def receive_state(worker: ParameterServerWorker, model: Any, fit: int, changing:
             )
         for variable, before, value in zip(variables, values, chiefs_values, strict=True):
             if id(variable) in seeds:
+                # Other masks than the chief's, or two workers would drop the same units of their batches.
                 value = shifted_seed(value, worker.number)
             if not np.array_equal(value, before):
                 variable.assign(value)
@@ -104,6 +105,7 @@ def receive_final_weights(worker: ParameterServerWorker, fit: int) -> dict[int, 
         return {}
     of, *numbers = np.frombuffer(received[0], np.int64).tolist()
     _, values = _unpacked(received[1:])
+    # The head keeps the last broadcast of a subject; a worker that is late may be given that of a later `fit`.
     return dict(zip(numbers, values, strict=True)) if of == fit else {}
 
 
@@ -114,6 +116,8 @@ def _frozen(model: Any, changing: Sequence[Any]) -> list[Any]:
 
 
 def _key(variable: Any) -> Any:
+    # A buffer of a PyTorch module is another object at each look (`module_buffers`), but has a path of its own. Paths
+    # of Keras's variables need not be unique.
     return id(variable) if isinstance(variable, keras.Variable) else variable.path
 
 

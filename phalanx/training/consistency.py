@@ -53,6 +53,8 @@ def gather_of_method(replica: Replica, method: str, text: str) -> list[str]:
     gathered = [
         each.decode().partition("\n") for each in replica.communicator.all_gather_bytes(f"{method}\n{text}".encode())
     ]
+    # The method travels with the first comparison of every call: a rank in `evaluate` and one in `fit` learn it here,
+    # and do not wait for each other in different collectives.
     methods = [name for name, _, _ in gathered]
     other = next((rank for rank, name in enumerate(methods) if name != methods[0]), None)
     if other is not None:

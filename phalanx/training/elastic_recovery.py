@@ -52,7 +52,10 @@ class ElasticRecovery:
         self._state = state
         self._recorder = recorder
         self.ends_epoch = False
+        # Whether this process has begun what only a chief does.
         self._was_chief = self._replica.is_chief
+        # The membership for which inputs are cut, as opposed to the one that there is: a callback's own collective may
+        # have met a change of which this object was not told.
         self._generation = self._replica.generation
         self._compiled: dict[int, set[int]] = {}  # world sizes, and global batches whose parts were compiled for them
 
@@ -87,8 +90,12 @@ class ElasticRecovery:
                 again = self.next_batch()
                 assert again is not None, "a batch that was read can be read again"
                 batch = again
+            # Where steps are not merged one by one, members join in `merge_notice` instead
+            # (`ReplicaCoordination._meet_between_steps`).
             self._elastic.join_points.at_boundary = boundary and stepper.merges_every_step
             try:
+                # The merge succeeds on all members or on none, and a step that raises leaves the state as it was
+                # (`Engine`): so it can be repeated with the same weights, cut for those who are left.
                 stepper.train(batch, last=last)
             except MembershipChangedError:
                 self.adapt()
@@ -118,6 +125,7 @@ class ElasticRecovery:
         self._regroup_inputs()
         if state.progress_bar is not None:
             state.progress_bar.replicas = replica.world_size
+        # A process that comes from now on must learn of the entry, which a lost chief may not have published.
         if replica.is_chief and not self._was_chief:
             self._was_chief = True
             replica.announce_entry()
@@ -151,6 +159,7 @@ class ElasticRecovery:
         state = self._state
         waiting = callback_list.chief_only_callbacks(state.arguments.callbacks)
         former, learnt = state.callbacks, self._states_of(waiting)
+        # These have run on this rank all the time, and continue.
         kept = [callback for callback in former.callbacks if callback not in waiting]
         build_fit_callbacks(self._model, state, [*kept, *waiting])
         callback_list.transfer_list_state(former, state.callbacks)
@@ -181,6 +190,7 @@ class ElasticRecovery:
         """
         state, replica = self._state, self._replica
         self._warm_up()
+        # From the admission on, the members wait for this process; hence the compilation before.
         replica.join_entry()
         payload = self._receive_state()
         self._elastic.needs_state = False
@@ -193,6 +203,8 @@ class ElasticRecovery:
         if state.validation is not None:
             state.validation.position.continue_with(validation_randomness)
 
+        # What callbacks do to the model when training or epoch begins is in the state that was received. They must
+        # still see these hooks: most set up their own attributes there.
         with state_sync.unchanged(self._model.model), callback_list.on_this_rank_only():
             state.callbacks.on_train_begin()
             state.callbacks.on_epoch_begin(position.epoch)
@@ -228,6 +240,7 @@ class ElasticRecovery:
         engine.begin()
         engine.train(part, 1.0 / replica.world_size)
         engine.end()
+        # The trial has left residuals of arbitrary samples in it.
         self._model.merge.forget_compression()
 
     def _compile_for_a_loss(self, batch: JointBatch) -> None:

@@ -1,4 +1,8 @@
-"""`evaluate`: the metrics of one pass over a dataset, by all replicas together or by one parameter-server worker."""
+"""`evaluate`: the metrics of one pass over a dataset, by all replicas together or by one parameter-server worker.
+
+Each replica adds its own batches to its metrics. They are merged at the end, from a start that all have in common and
+that counts once. Metrics that weigh each batch by shares of its own, and micro-batches, are merged after every batch.
+"""
 
 from __future__ import annotations
 

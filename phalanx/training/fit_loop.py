@@ -86,6 +86,7 @@ class FitLoop:
                 coordination.begin_group(step)
             batch = coordination.train_step(batch)
             figures.samples += batch.size
+            # Each process decides by its own clock: `logs` of a stepper has no collective.
             if figures.are_logs_due:
                 figures.record_logs(state.stepper.logs())
             # Before the hooks: the bar, which is one of them, shows the samples of this batch too.
@@ -93,6 +94,7 @@ class FitLoop:
                 state.progress_bar.count(batch.global_size)
             if (step + 1) % size == 0:
                 self._end_batches(step)
+                # All processes leave the loop at the same step, or one would wait in the next merge.
                 if coordination.end_group(step):
                     return
         if (step + 1) % size:  # Keras, too, names the last step of a whole group

@@ -82,6 +82,7 @@ class FitRecorder:
         if stepper.merges_every_step:
             self.ledger.note(source, batch.step, batch.sizes)
         else:
+            # Not counted as used before the merge: what a rank did is lost with it until then.
             tasks = [member.task for member in self._model.replica.communicator.membership.members]
             self.ledger.hold(source, batch.step, batch.sizes, tasks)
 
@@ -106,6 +107,8 @@ class FitRecorder:
         data, batches, history = state.source.position, state.batches, self._model.model.history
         return FitPosition(
             epoch=state.epoch,
+            # `batches` is None exactly between two epochs. There the place is that of the next pass, because the one
+            # that ended is over for the source, too.
             step=0 if batches is None else batches.done,
             place=data.next if batches is None else data.running,
             randomness=data.next_randomness if batches is None else data.randomness,

@@ -83,9 +83,12 @@ class FitResumption:
         )
         self.ledger = self.directory.directory / f"{basename}-{checkpoint_directory.LEDGER}"
         self.writer: FitWriter = CheckpointWriter(self.directory)
+        # Whether one program spans all ranks, so that each writes and reads its part.
         self._spans = replica.mesh_parts is not None
         if self._spans:
             sharded = ShardedCheckpoint(checkpoint.directory, basename=basename, keep=checkpoint.keep)
+            # One claim for both formats, with the generation of elastic jobs, which a ShardedCheckpoint does not know;
+            # `resumable` releases it.
             sharded.claim = self.directory.claim
             self.writer = ShardedWriter(sharded)
         self.notice = PreemptionNotice()
@@ -93,6 +96,8 @@ class FitResumption:
         self._replica = replica
         self._basename = basename
         self._number = number
+        # What `_search` has found, on the chief alone, once per `fit`: the checkpoint, or a problem for `restore` to
+        # report.
         self._seed: int | None = None
         self._found: tuple[StoredCheckpoint, FitSnapshot] | None = None
         self._problem = ""
@@ -135,15 +140,20 @@ class FitResumption:
             raise ConfigurationError(problem)
         if content is None:
             return None
+        # Until now the chief alone has the weights, or no rank where one program spans all of them. `synchronise` gives
+        # them, and the variables that files of weights lack, to all.
         snapshot = FitSnapshot(**content)
         if self._spans:
             self._load_part(Path(os.fsdecode(path)), snapshot)
         state_sync.synchronise(self._model, self._replica, metrics=True)
+        # After `synchronise`, which has given every rank a state that follows from the chief's: that of the checkpoint
+        # is the rank's own. Micro-batches draw by their numbers, so all ranks have the first rank's.
         set_random_state(snapshot.random_states, 0 if self._replica.micro_batches else self._replica.rank)
         return snapshot
 
     def check(self, snapshot: FitSnapshot, samples: int | None, batches: int | None) -> None:
         """Raise ConfigurationError if the data have another size than when the checkpoint was written."""
+        # Between two passes nothing depends on how a pass is cut: the batch size may be another one from here on.
         is_mid_pass = snapshot.step > 0 or snapshot.place[1] > 0
         pairs = [("samples", snapshot.samples, samples)]
         pairs += [("batches in an epoch", snapshot.batches, batches)] if is_mid_pass else []
@@ -165,6 +175,7 @@ class FitResumption:
             found = self._newest()
             if found is not None:
                 self._found = found, FitSnapshot(**decode(base64.b64decode(found.state[STATE])))
+        # Not raised: the other ranks are in the broadcast of the seed, and would not learn of it.
         except (ConfigurationError, SupersededError, OSError) as error:
             self._problem = str(error)
         except (KeyError, TypeError, FrameError) as error:
@@ -191,6 +202,7 @@ class FitResumption:
                 self._load_from(stored.path, snapshot)
             except (PhalanxError, OSError, ValueError) as error:
                 return encode([sendable(str(error)), b"", None])
+            # They are in the chief's model now, from which the others get them.
             content = {**content, "variables": []}
         logger.info("Resuming from %s: epoch %d, step %d.", stored.path, snapshot.epoch + 1, snapshot.step)
         return encode(["", os.fsencode(str(stored.path)), content])
@@ -201,6 +213,7 @@ class FitResumption:
         Raises: ConfigurationError on all ranks if one does not see the checkpoint, or if it is of another model.
         """
         communicator = self._replica.communicator
+        # Before any rank reads: Orbax's restore is a collective, in which a rank without the files would be missed.
         seen = [bool(each[0]) for each in communicator.all_gather_bytes(bytes([path.exists()]))]
         if not all(seen):
             blind = [
@@ -244,6 +257,7 @@ def resumable(callbacks: Any, model: Any, replica: Replica) -> Iterator[FitResum
     try:
         with notified_by_signals(resumption.notice):
             yield resumption
+            # Only if `fit` has returned: one that raised is tried again under the same number.
             _finished[directory] = number + 1
     finally:
         checkpoint.driven, replica.notice = False, None

@@ -73,8 +73,12 @@ class JointBatches:
         self._source = source
         self._epoch = epoch
         self._replica = replica
+        # `_read` counts batches that were taken from the source, `done` those that were trained on; `_read` is at most
+        # one ahead. That one comes again when the membership changes.
         self.done = self._read = done or 0
         self._batches = source.epoch(epoch, done)
+        # By global size, the sizes of all ranks' parts in the present membership. There are two as a rule: that of most
+        # batches, and the last one's.
         self._cuts: dict[int, tuple[int, ...]] = {}
         self._current: JointBatch | None = None
         self._peeked: JointBatch | None = None
@@ -128,6 +132,7 @@ class JointBatches:
         """The membership has changed: the batch that was read but not used comes again, cut for the present members."""
         again = self._read > self.done
         self._batches.close()
+        # The source may only be cut again while no iterator of it is open.
         self._source.regroup(*read_part(self._replica), repeat=again)
         self._batches = self._source.epoch(self._epoch, self.done)
         self._read = self.done
@@ -160,6 +165,8 @@ class JointBatches:
         source, replica = self._source, self._replica
         batch = next(self._batches, None)
         step = self._read
+        # Uniform sources have the same length on all ranks, so that without a comparison no collective is needed to
+        # find the end.
         if not source.is_uniform or step < COMPARED_BATCHES:
             checksums = map(checksum, leaves(batch.data)) if batch and step < COMPARED_BATCHES else ()
             note = repr([batch.size if batch else 0, *checksums]).encode()
@@ -181,6 +188,7 @@ class JointBatches:
         if batch is not None:
             self._read += 1
         fingerprint = source.fingerprint() if batch and source.fingerprint and step < COMPARED_BATCHES else 0
+        # Every rank sends a note before each step, also one whose stream has ended: else the others would wait for it.
         note = np.array([batch is None, batch.size if batch else 0, fingerprint], np.int64)
         notes = np.stack(self._replica.communicator.all_gather(note))
         if notes[:, 0].all():
@@ -236,6 +244,7 @@ def batch_groups(batches: JointBatches, size: int) -> Iterator[tuple[int, int, I
     def group(batch: JointBatch | None) -> Iterator[JointBatch]:
         while batch is not None:
             yield batch
+            # When the caller asks for the next one: until then the batch may have to come again.
             batches.done += 1
             batch = batches.next() if batches.done % size else None
 

@@ -73,6 +73,7 @@ def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] 
         return rules.rules
     own = {id(variable): metric for metric in probed for variable in metric.variables}
     numbers = [number for number, variable in enumerate(rules.variables) if id(variable) in own]
+    # The probe runs on the model's own metrics; nothing of it may be left in them.
     before = rules.values()
     try:
         trials = _trials_that_tell(rules, _batch_of(engine, data), partial(_update, model), numbers)
@@ -128,6 +129,7 @@ def _observe(rules: MetricRules, batch: Values, update: Update) -> list[list[Tri
     def after(start: States, first: int, stop: int) -> States:
         rules.set_values(start)
         part = map_leaves(lambda array: array[first:stop], batch)
+        # With the part's share, as a step of replicas has it: means of one number for each step are weighted by it.
         update(part, (stop - first) / rows)
         return rules.values()
 
@@ -179,6 +181,8 @@ def _rule_of(declared: MetricRule, trials: Sequence[Trial]) -> MetricRule | None
     weights = [weight for weight in (MergeWeight.ONE, MergeWeight.SHARE, *EXTREMES) if _fits(weight, trials)]
     if not weights:
         return None
+    # Several rules may hold for the samples at hand. What the variable declares is then more likely than the order of a
+    # list.
     weight = declared.weight if declared.weight in weights else weights[0]
     return MetricRule(weight, weight is MergeWeight.ONE or _is_additive(trials))
 
@@ -223,6 +227,8 @@ def _close(computed: Array, state: Array, begun: Array) -> bool:
     """Whether a state is what was computed, up to the rounding of numbers of its size."""
     if state.dtype.kind in "biu":
         return bool(np.array_equal(computed, state))
+    # Relative to the largest number that was added up: a difference of two large states has their rounding, not its
+    # own.
     tolerance = TOLERANCE.get(state.dtype.name, FLOAT32_TOLERANCE)
     finite = [abs(_wide(each)[np.isfinite(_wide(each))]).max(initial=0) for each in (state, begun)]
     return bool(np.allclose(_wide(computed), _wide(state), rtol=0, atol=tolerance * max(*finite, 1e-30)))

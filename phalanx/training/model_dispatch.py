@@ -69,7 +69,10 @@ class ModelDispatcher:
         Raises: UnsupportedError for a compiled model that parameter servers cannot train.
         """
         if (member := self._current_member()) is not None:
+            # Called for the constructor and for `compile`: a model that was made outside of the scope may be compiled
+            # in it.
             set_untracked(model, **{_MEMBER: member, _POLICY: self._current_policy()})
+        # Engines trace what `compile` was given, so a trainer lives as long as one compilation.
         forget_trainer(model)
         if getattr(model, "compiled", False) and isinstance(member_of(model), ParameterServerWorker):
             check_served(model)
@@ -99,6 +102,7 @@ class ModelDispatcher:
         arguments = method.bind(model, args, kwargs)
         if is_alone and not has_checkpoint(arguments.get("callbacks")):
             return method(model, *args, **kwargs)
+        # Keras's own `fit` cannot save for a `Checkpoint`; a job of one process can.
         member = member or alone()
         if member.is_chief:
             create_on_chief(arguments.get("callbacks"))

@@ -148,6 +148,7 @@ class ParameterServerCoordination:
         self._first_epoch: int | None = None  # None: the chief is in a later `fit`
         self._answer: EpochOver | FitOver | None = None  # why the running epoch has no more steps
         self._epoch = _EpochCount()
+        # Whether no further epoch begins: the agreement's decision, or this `fit` is over elsewhere.
         self._stops = False
         self._is_layer_state_sent = False  # whether the head has what the chief's layers keep
 
@@ -165,6 +166,8 @@ class ParameterServerCoordination:
             return
         self._first_epoch = state.epoch = self.rejoin.epoch = epoch
         self._share_state()
+        # Last: from here on a server that comes back is told where this worker is in the schedule. Until now
+        # `RemoteVariables.begin` has had it told of the variables alone.
         self._worker.client.reconnection.rejoin_requests = self.rejoin.messages
 
     def _share_state(self) -> None:
@@ -184,6 +187,8 @@ class ParameterServerCoordination:
         state, epochs = self._state, self._state.arguments.epochs
         if self._stops or self._first_epoch is None:
             return True
+        # The chief runs its epochs without asking. The others ask before each epoch but their first, because the chief
+        # may end the `fit`, or go back, where they expect the next one.
         while state.epoch >= epochs or (state.epoch > self._first_epoch and not self._worker.is_chief):
             answer = self._await_chief()
             if not self._follow_back(answer):
@@ -198,6 +203,7 @@ class ParameterServerCoordination:
         merge = self._remote_model.merge
         answer = merge.next_ticket(self._fit, self._state.epoch)
         if isinstance(answer, Ticket):
+            # The first step of the epoch begins with it: a ticket that was issued must be used or returned.
             merge.tickets.put_back(answer)
         return answer
 
@@ -229,12 +235,14 @@ class ParameterServerCoordination:
     def epoch_batches(self) -> Iterator[None]:
         """See `Coordination.epoch_batches`."""
         source, remote_model = self._source, self._remote_model
+        # Before the epoch opens: the others pull when they get their first ticket, which they get after `OpenEpoch`.
         remote_model.send_changes()
         self.rejoin.epoch, self.rejoin.is_opened = self._state.epoch, True
         self._metrics_start = remote_model.engine.metric_rules.values()
         self._epoch, self._answer = _EpochCount(source.sharded.num_batches or 0), None
         try:
             self.rejoin.steps = source.start_epoch(self._state.epoch)
+        # There is no such epoch any more. The body runs without a batch, because `next_batch` finds the answer at once.
         except OrderUnavailableError as reason:
             self._answer = reason.answer
             yield
@@ -263,6 +271,7 @@ class ParameterServerCoordination:
             self.rejoin.order = (epoch, order)
         if not self._is_layer_state_sent:
             chief_state_sync.send_layer_state(worker, self._fit, layer_state)
+        # Before the epoch opens, so that a worker that comes back in it finds the state that it began with.
         self._is_layer_state_sent = not layer_state  # it changes in the steps to come
         opening = OpenEpoch(self._fit, epoch, -1 if steps is None else steps)
         worker.client.request(HEAD, opening, [] if order is None else [order])
@@ -274,6 +283,7 @@ class ParameterServerCoordination:
             ticket = self._batches.next(self._state.epoch)
             if not isinstance(ticket, Ticket):
                 if isinstance(ticket, EpochOver) and ticket.steps:
+                    # Where the length was unknown: the head has seen the end of the data.
                     self._epoch.length = ticket.steps
                 self._answer = ticket
                 break

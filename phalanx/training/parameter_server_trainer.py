@@ -109,6 +109,7 @@ class ParameterServerTrainer:
             shuffling=Shuffling(
                 worker.is_chief, peeked=lambda: remote_model.builds_from_a_batch, from_chief=batches.agree_on_order
             ),
+            # `hash` would differ between processes.
             seed=zlib.crc32(f"{worker.seed} {fit}".encode()),
         )
         return shard_input(request)

@@ -52,7 +52,10 @@ class ParameterServerWorker:
     coordinator: Any = None
     in_function: bool = False
     calls: ReplicaCalls | None = None
+    # The numbers of the last `fit` and of the last managed session, equal on all workers because all run the same
+    # program.
     _last: dict[str, int] = field(default_factory=lambda: {"fit": -1, "session": -1})
+    # On the chief, by subject: what a head that comes back must have again.
     _broadcasts: dict[str, tuple[Broadcast, list[Array]]] = field(default_factory=dict)
 
     @property
@@ -90,6 +93,7 @@ class ParameterServerWorker:
             arrays: replace those broadcast before.
             fit: first `fit` for which they hold; -1: for the whole program.
         """
+        # Kept before it is sent: if the head is lost on the way, its successor gets it with the requests to repeat.
         self._broadcasts[subject] = (Broadcast(subject, fit), arrays)
         self.client.request(HEAD, *self._broadcasts[subject])
 

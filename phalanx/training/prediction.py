@@ -102,6 +102,7 @@ class LocalOutputs:
         first = batches.peek()
         if first is None or replica_model.predicts_rows(first.data):
             return cls(replica_model.replica)
+        # From the shapes of the model, which are the same on all ranks: all read whole batches from here on, or none.
         return cls(batches.take_whole())
 
     def add(self, outputs: Any, batch: JointBatch) -> None:

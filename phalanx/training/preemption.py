@@ -38,6 +38,7 @@ class PreemptionNotice:
 
     def __init__(self) -> None:
         self.is_preempted = self.is_save_due = False
+        # Set by a signal handler between any two instructions, and only ever to True: there is nothing to lock.
         self._is_signalled = self._requests_save = False
         self._merged = np.zeros(1, np.float32)
 
@@ -56,10 +57,12 @@ class PreemptionNotice:
         # Not the array of the last step, whose result another rank may still have to be given.
         self._merged = np.zeros(1, np.float32)
         own = np.array([_SAVE * self._requests_save + self._is_signalled], np.float32)
+        # Scale 1: it is a count of ranks, and no mean by shares.
         return [*arrays, own], (*scale, 1.0), [*out, self._merged]
 
     def read_merge(self) -> None:
         """The all-reduce is done: take over what it has brought."""
+        # Exact: float32 has all integers up to 2**24.
         saves, preempted = divmod(float(self._merged[0]), _SAVE)
         self.is_save_due |= bool(saves)
         self.is_preempted |= bool(preempted)
@@ -88,6 +91,8 @@ def notified_by_signals(notice: Signalled) -> Iterator[None]:
     def on_signal(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if len(received) > 1:
+            # Sent again under the former handler, so that it has its effect in the usual way. What was ignored ends the
+            # process: who sends a second signal does not want to wait.
             signal.signal(number, previous[number] if callable(previous[number]) else signal.SIG_DFL)
             os.kill(os.getpid(), number)
         notice.signal()

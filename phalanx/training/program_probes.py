@@ -62,6 +62,7 @@ class ProgramProbes:
     def __init__(self, model: Any, agreement: ChiefFinds | EachFinds) -> None:
         self._model = model
         self._agreement = agreement
+        # The compiled loss that was examined, by identity: `compile` makes another one, whose findings are not known.
         self._losses: tuple[Any, loss_probe.Findings] | None = None
         self._tried: dict[str, tuple[Any, ...]] = {}  # what the model was compiled with when this step was tried
 
@@ -137,6 +138,8 @@ class ProgramProbes:
     def _try(self, step: str, engine: Engine, data: Any, form: ElementStructure) -> None:
         """All ranks try it, because it creates variables."""
         problem = ""
+        # Only ranks that have not tried it take the step: in elastic jobs one that has joined since. A chief that has
+        # tried it answers with "", since it would have raised otherwise.
         if self._tried.get(step) != self._compiled_with():
             problem = step_probe.find_difference(self._model, engine, data, form, step)
         if problem := str(self._agreement.from_chief(problem)):

@@ -36,6 +36,7 @@ class ProgramState:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        # By id, with the variable itself, so that no other object gets this id meanwhile.
         self._variables: dict[int, tuple[Any, Array]] = {}
         self.keep([*variables_of(model), *model.metrics_variables])
         parts = [*model._flatten_layers(include_self=False), *model_state.optimizers(model), *model.metrics]
@@ -56,6 +57,8 @@ class ProgramState:
 
         def create(variable: Any, *args: Any, **kwargs: Any) -> None:
             creating.original(variable, *args, **kwargs)
+            # Inside of a stateless scope values are arguments and results of the trace; the variable itself does not
+            # change.
             if getattr(variable, "_value", None) is not None and not in_stateless_scope():
                 self.keep([variable])
 
@@ -115,6 +118,8 @@ class _Attributes:
         for name, value in vars(owner).items():
             is_counter = isinstance(value, int | float) and not isinstance(value, bool)
             restore = _content(value)
+            # Private attributes are mostly Keras's bookkeeping, which follows from what was built, and what was built
+            # stays. Private numbers may be counters of the program.
             if restore is not None and name != "built" and (is_counter or not name.startswith("_")):
                 self._kept.append((name, value, restore))
 

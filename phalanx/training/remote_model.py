@@ -141,6 +141,7 @@ class RemoteModel:
         if not (self.embeddings.serves(tables) if self.embeddings is not None else not tables):
             self.embeddings = SparseEmbeddings(self.model, tables) if tables else None
             if self._engine is not None:
+                # Other layers look up rows now, so what was traced holds the wrong variables.
                 self._engine.retrace()
 
     # From the servers.
@@ -182,6 +183,7 @@ class RemoteModel:
         self.pull_optimizer(tables=tables)
         if tables:
             self.pull_tables()
+        # The next `send_changes` compares with this: what differs then was set by a callback.
         self.variables.record_values(tables=tables)
 
     def pull_final(self) -> None:

@@ -67,8 +67,12 @@ class RemoteVariables:
         self._worker = worker
         self._client = worker.client
         self._merge = merge
+        # The learning rate that the servers have; None before it was declared, and for schedules, which they compute
+        # themselves.
         self._rate: float | None = None
         self._fit = -1
+        # By number of the variable, a checksum of its value on the servers; empty until an epoch has begun. Copies
+        # would take as much memory as the model.
         self._known: dict[int, int] = {}
         self._known_optimizer = self._optimizer_settings()
         self.tables: tuple[int, ...] = ()
@@ -242,7 +246,10 @@ class RemoteVariables:
         )
         values = [to_host(v) for v in trained]
         state = self._optimizer_state()
+        # A checkpoint that the program has loaded may be ahead of what this worker has seen of the job, or behind it.
         step = self._worker.global_step = max(self._worker.global_step, int(to_host(optimizer._iterations)))
+        # Greater than that of any chief before a restart, so tickets of that time are recognized as void. It need not
+        # be exact.
         requests, era = [], time.time_ns()
         for server in range(self._client.num_servers):
             places = _slots_on(self.slots, placed, server)

@@ -105,7 +105,9 @@ class Replica:
     recording: RecordingAlgorithm | None = field(default=None, repr=False)
     _entries: int = 0  # number of entries so far: the same script gives the same numbers on every process
     _entry: Entry | None = field(default=None, repr=False)
+    # How many seeds the present entry has given out; all ranks ask in the same order.
     _seeds: int = 0
+    # Of the entry before: repeated when the next one begins, in case the chief was lost after it and before its report.
     _last_result: tuple[int, bytes] | None = field(default=None, repr=False)
 
     @property
@@ -165,6 +167,7 @@ class Replica:
 
     def any(self, flag: bool) -> bool:
         """True on every rank if `flag` is true on at least one."""
+        # By the communicator, also where the user has chosen how gradients merge: those operations only sum.
         merged = self.communicator.all_reduce([np.array([flag], np.uint8)], ReduceOp.MAX)
         return bool(merged[0][0])
 
@@ -216,6 +219,7 @@ class Replica:
         try:
             self._open(entry, elastic, seed or seed_from_program)
             yield entry
+            # Only if nothing was raised: an entry that failed has no result to hand on, and its job ends.
             result = entry.result if len(entry.result) <= MAX_RESULT_BYTES else NOT_KEPT
             self._last_result = (entry.number, result)
             elastic.send_as_chief(EntryFinished(entry.number, result))

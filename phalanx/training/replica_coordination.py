@@ -68,6 +68,7 @@ class ReplicaCoordination:
         state, source, replica = self._state, self._state.source, self._replica
         first = state.arguments.initial_epoch
         step = step_of_backup(state.arguments.callbacks) if replica.is_chief else 0
+        # `_initial_epoch` is where Keras's BackupAndRestore leaves the epoch that it restored in `on_train_begin`.
         own = [self._model._initial_epoch or first, step]
         chiefs: Any = self._retry(lambda: replica.broadcast_from_chief(own))
         state.epoch, step = chiefs
@@ -80,6 +81,7 @@ class ReplicaCoordination:
         place = source.position.place_of(state.epoch, first) if step else None
         if place is None:
             return
+        # The backup is of the epoch's last step: the epoch is over, but Keras has not counted it.
         if step == source.position.batches_from(place):
             state.epoch += 1
             source.position.resume_between_epochs(source.position.place_of(state.epoch, first) or (0, 0))
@@ -105,6 +107,7 @@ class ReplicaCoordination:
         state, stepper, engine = self._state, self._state.stepper, self._replica_model.engine
         if state.batches is None:
             self._replica_model.agree_on_learning_rate(self._retry)
+            # A callback may have stopped in `on_epoch_begin`. Keras takes one group of steps then, and looks after it.
             state.stop_requested = self._any_stops()
             engine.begin()
             state.batches = JointBatches(state.source, state.epoch, self._replica)
@@ -163,6 +166,7 @@ class ReplicaCoordination:
             stepper.train(batch, last=last)
         timeline.current.leave()
         assert state.batches is not None
+        # Before anything else of this step: from here on, a change of the membership must not repeat it.
         state.batches.done = step + 1
         self._has_trained = True
         if self._recorder is not None:

@@ -57,6 +57,7 @@ class ReplicaTrainer:
         with resumable(arguments.get("callbacks"), self._model, self._replica) as resumption:
             try:
                 with self._replica.entry(seed=None if resumption is None else resumption.seed) as entry:
+                    # A process that joins gets the seed with the entry, and must not look for checkpoints.
                     if resumption is not None and self._replica.elastic is not None:
                         resumption.set_seed(entry.seed)
                     history = self._fit(FitArguments(**arguments), resumption)
