@@ -9,6 +9,7 @@ import numpy as np
 
 from phalanx.collectives.communicator import Array, Communicator, ReduceOp
 from phalanx.collectives.fusion_layout import ranges
+from phalanx.collectives.host.argument_checks import native, output_arrays, scale_factors
 from phalanx.collectives.reduction import cast, check_reducible, merge_rows, wire_dtype
 from phalanx.errors import CollectiveMismatchError, ConfigurationError
 
@@ -141,14 +142,14 @@ class ReductionToOneDevice:
             )
         if self.accumulation_fn is not None and op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ConfigurationError(f"accumulation_fn stands for the sum; it cannot be used with op {op.name}.")
-        sources = [np.asarray(array) for array in arrays]
+        sources = [native(array) for array in arrays]
         for array in sources:
             check_reducible(array.dtype, op)
+        factors = scale_factors(sources, op, scale)
+        results = output_arrays("all_reduce", sources, out)
         _agree(communicator, op, sources)
-        factors = [scale] * len(sources) if isinstance(scale, (int, float, np.number)) else list(scale)
-        results = [np.empty_like(array) for array in sources] if out is None else list(out)
         for source, factor, result in zip(sources, factors, results, strict=True):
-            self._reduce(communicator, _scaled(source, float(factor)), op, result)
+            self._reduce(communicator, _scaled(source, factor), op, result)
         return communicator.broadcast(results, self._root, out=results)
 
     def _reduce(self, communicator: Communicator, source: Array, op: ReduceOp, result: Array) -> None:

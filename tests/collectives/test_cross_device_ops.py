@@ -91,6 +91,22 @@ def test_reduction_to_one_device_merges_with_the_user_s_function_on_the_rank_nam
     assert kind.run(body) == [[exact] * 3] * kind.world_size
 
 
+@kinds
+def test_one_device_takes_what_a_communicator_takes(kind: Kind) -> None:
+    def body(communicator: HostCommunicator) -> bool:
+        arrays = [np.asfortranarray(np.arange(12, dtype=np.float32).reshape(3, 4)), np.full(3, 10), np.ones(2, ">f4")]
+        ops = ReductionToOneDevice()
+        for merged, exact in zip(
+            ops.all_reduce(communicator, arrays, scale=0.5), communicator.all_reduce(arrays, scale=0.5), strict=True
+        ):
+            np.testing.assert_array_equal(merged, exact)
+        with pytest.raises(ConfigurationError, match="scale needs op SUM"):
+            ops.all_reduce(communicator, arrays, ReduceOp.MAX, scale=0.5)
+        return True
+
+    assert all(kind.run(body))
+
+
 def test_arguments_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="must be a rank"):
         ReductionToOneDevice("the big one")
