@@ -9,6 +9,7 @@ import pytest
 
 from phalanx.cluster.membership import Membership
 from phalanx.collectives import connect
+from phalanx.collectives.host.channel import Channel, PacketKind
 from phalanx.config.job_config import CollectiveConfig, JobConfig
 from phalanx.errors import ConfigurationError, DisagreementError
 from phalanx.transport.throttle import BURST_S, Throttle, first_bytes
@@ -47,6 +48,30 @@ def test_the_first_bytes_of_views() -> None:
     pieces = [memoryview(b"abc"), memoryview(b""), memoryview(b"defg")]
     for count in range(9):
         assert b"".join(first_bytes(pieces, count)) == b"abcdefg"[:count]
+
+
+class BlockedLink:
+    """Takes nothing, and keeps how many bytes it was offered."""
+
+    def __init__(self) -> None:
+        self.offers: list[int] = []
+
+    def try_send(self, pieces: list[memoryview]) -> int:
+        self.offers.append(sum(map(len, pieces)))
+        return 0
+
+
+def test_a_link_that_takes_nothing_is_never_offered_less_than_before() -> None:
+    """TLS and encrypted links may have begun to send what they were offered; `Link.try_send` says so."""
+    throttle, link = Throttle(1000.0, clock=lambda: 0.0), BlockedLink()
+    channel = Channel(link)  # type: ignore[arg-type]
+    channel.post(PacketKind.DATA, 1, 1, [memoryview(bytes(100))])
+    channel.flush(throttle)
+    throttle.spend(4)  # on another link
+    channel.flush(throttle)
+    throttle.spend(6)
+    channel.flush(throttle)
+    assert link.offers == [int(1000 * BURST_S)] * 3
 
 
 def test_a_slow_network_takes_its_time_and_shares_no_memory() -> None:

@@ -25,7 +25,7 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 """Limit on packets that are stored whole (descriptions, errors): far above the list of a large model's arrays, 100
 bytes each."""
 
-_HEADER = struct.Struct("<HHIQQQ")
+_HEADER = struct.Struct("<HHIQQQ")  # magic, kind, epoch, call, signature, length
 _MAGIC = 0x9C1A
 _SINK = memoryview(bytearray(256 * 1024))
 """Receives bytes that are no longer wanted. Never read."""
@@ -81,11 +81,12 @@ class Channel:
         self.epoch = 0
         self.remaining = 0
         self.sent = 0
-        self._outgoing: list[memoryview] = []
+        self._outgoing: list[memoryview] = []  # from the first byte that the kernel has not taken
+        self._offered = 0  # how many of them the link was offered and has not taken
         self._raw = memoryview(bytearray(_HEADER.size))
-        self._filled = 0
-        self._header: PacketHeader | None = None
-        self._message: memoryview | None = None
+        self._filled = 0  # bytes of `_raw`
+        self._header: PacketHeader | None = None  # of the current packet; None between two packets
+        self._message: memoryview | None = None  # the current packet's payload, if it is stored here
 
     @property
     def link(self) -> Link:
@@ -95,6 +96,8 @@ class Channel:
 
     def open(self, generation: int) -> None:
         """Hand the channel to a new communicator: the next epoch of this generation starts."""
+        # Each end counts for itself. In one generation both create the same communicators, one after the other. The
+        # next generation begins above all of them, also if an end has not come to the last one.
         self.epoch = max(generation << 16, self.epoch) + 1
 
     # ----------------------------------------------------------------- sending
@@ -122,7 +125,9 @@ class Channel:
             return False
         pieces = self._outgoing
         if throttle is not None:
-            pieces = first_bytes(pieces, throttle.available(self.outgoing))
+            # Never fewer than before, though other links may have spent the tokens: see `Link.try_send`.
+            self._offered = max(self._offered, throttle.available(self.outgoing))
+            pieces = first_bytes(pieces, self._offered)
         try:
             count = self.link.try_send(pieces)
         except LinkClosedError:
@@ -131,6 +136,7 @@ class Channel:
             raise
         if count:
             self.sent += count
+            self._offered = max(0, self._offered - count)
             self._outgoing = skip_bytes(self._outgoing, count)
             if throttle is not None:
                 throttle.spend(count)
