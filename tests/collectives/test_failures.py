@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 
 from phalanx.cluster.membership import Membership
 from phalanx.collectives import CommunicationImplementation, CommunicationOptions, ReduceOp, connect
 from phalanx.collectives.host.host_communicator import HostCommunicator
+from phalanx.collectives.host.peer_failures import AbortNotice
 from phalanx.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -25,6 +27,7 @@ from phalanx.errors import (
     PeerLostError,
     PhalanxError,
 )
+from phalanx.transport.decoding import decode_message
 from tests.collectives.kinds import KINDS, Kind
 from tests.support.processes import Job, run_ranks, values
 
@@ -69,6 +72,11 @@ def fail_together(
 
 def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.ones(shape, dtype)
+
+
+def test_an_abort_tells_an_error_whose_text_is_no_utf8() -> None:
+    notice = AbortNotice.of(PhalanxError("cannot read /data/\udcff"))
+    assert decode_message(msgspec.msgpack.encode(notice), AbortNotice).text.endswith(r"/data/\udcff")
 
 
 # --------------------------------------------------------------------- mismatches

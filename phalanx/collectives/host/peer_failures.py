@@ -17,6 +17,7 @@ from phalanx.cluster.membership import Membership, Rank
 from phalanx.collectives.host.channel import Channel
 from phalanx.collectives.operation import CollectiveCall
 from phalanx.errors import CollectiveTimeoutError, LinkClosedError, PeerLostError, PhalanxError
+from phalanx.runtime import exit_codes
 from phalanx.transport.link import ALIVE_CHECK_INTERVAL_S
 
 GRACE_S = 0.5
@@ -45,7 +46,7 @@ class AbortNotice(msgspec.Struct, frozen=True):
             return cls("lost", str(error), error.rank)
         if isinstance(error, CollectiveTimeoutError):
             return cls("timeout", str(error))
-        return cls("left", f"{type(error).__name__}: {error}")
+        return cls("left", f"{type(error).__name__}: {exit_codes.message(error)}")
 
 
 class PeerFailures:
@@ -92,6 +93,7 @@ class PeerFailures:
         """
         if self.ended or self.hung_up or self.left:
             wanted = needed()
+            # Not those that have hung up: what is wanted of them may be on its way still.
             for rank in (*self.ended, *self.left):
                 if rank in wanted:
                     raise self._lost(rank, call)
@@ -118,7 +120,7 @@ class PeerFailures:
             return CollectiveTimeoutError(f"{member_names(self._membership, [rank])} gave up: {notice.text}")
         if notice.reason == "left":
             return self._departed(rank, f"left because of its own error ({notice.text})", call)
-        if notice.rank in (self._membership.rank, -1):
+        if notice.rank in (self._membership.rank, -1):  # it names this rank, which lives: the link between them broke
             return self._departed(rank, "lost its connection to this process and left", call)
         member = self._membership.members[notice.rank]
         # In the words of the rank that saw the loss, which may know more than that a link ended.
