@@ -216,6 +216,8 @@ def _share(communicator: HostCommunicator, size: int, methods: Sequence[str]) ->
             except OSError as error:
                 setup = _Setup(error=f"{method}: {error}")
         try:
+            # Between the two exchanges the others open what the first rank offers; it keeps path and descriptor until
+            # all have answered.
             offer = _gather(communicator, setup)[local_ranks[0]].offer
             error_text = setup.error
             if offer is not None and segment is None:
@@ -237,7 +239,7 @@ def _share(communicator: HostCommunicator, size: int, methods: Sequence[str]) ->
         errors = [f"rank {rank}: {opened[rank].error}" for rank in local_ranks if opened[rank].error]
         if errors:
             _log.info("no shared memory by %s", "; ".join(errors))
-        if not any(item.error for item in opened):
+        if not any(item.error for item in opened):  # on any host: all ranks stop at the same method
             break
     return shared
 

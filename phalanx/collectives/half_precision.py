@@ -60,7 +60,7 @@ def _half_bits(values: Array) -> Array:
     result = magnitude >> _DROPPED_BITS
     result &= _U(1)  # a tie goes to the even neighbour
     result += magnitude
-    result += _NORMAL
+    result += _NORMAL  # modulo 2**32: what is too small or too large for this formula is replaced below
     result >>= _DROPPED_BITS
     subnormal = (magnitude.view(np.float32) + _SUBNORMAL.view(np.float32)).view(_U)
     subnormal -= _SUBNORMAL
@@ -68,7 +68,7 @@ def _half_bits(values: Array) -> Array:
     large = magnitude >= _TOO_LARGE
     if large.any():
         result[large] = np.where(magnitude[large] > _INFINITE_32, _QUIET_NAN, _INFINITE)
-    bits = bits >> _U(16)
+    bits = bits >> _U(16)  # the sign of a float32 comes to where that of a float16 is
     bits &= _SIGN
     result |= bits
     return result

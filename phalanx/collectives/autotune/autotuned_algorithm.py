@@ -135,6 +135,7 @@ class AutotunedAlgorithm:
             algorithm.close()
 
     def _use_default(self) -> TunableAlgorithm:
+        # With the sizes of the last trial, if it was one of this algorithm: they are the same on every rank.
         self._last_used = self._default
         return self._default
 

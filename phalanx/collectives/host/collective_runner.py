@@ -47,15 +47,15 @@ class CollectiveRunner:
         self._timeout_s = timeout_s
         self._turn = threading.Lock()  # Held while a collective runs: one at a time.
         self._waited_s = 0.0
-        self._running_since: float | None = None
-        self._thread: CollectiveThread | None = None
+        self._running_since: float | None = None  # by `time.monotonic`; None between collectives
+        self._thread: CollectiveThread | None = None  # from the first `submit` on
         self._failure: BaseException | None = None
         self._is_closed = False
 
     @property
     def waited_s(self) -> float:
         """Seconds that this rank has spent in collectives, the running one included. May be read from any thread."""
-        since = self._running_since
+        since = self._running_since  # read once: the thread that runs the collective resets it
         return self._waited_s + (0.0 if since is None else time.monotonic() - since)
 
     def run(self, operation: Operation, body: Callable[[CollectiveCall], T], nbytes: int = 0) -> T:
@@ -67,7 +67,7 @@ class CollectiveRunner:
             nbytes: the bytes that this rank contributes, if `operation` does not say it.
         """
         if self._thread is not None:
-            self._thread.drain()
+            self._thread.drain()  # before `_turn` is taken, which the thread needs
         return self.run_now(operation, body, nbytes)
 
     def run_now(self, operation: Operation, body: Callable[[CollectiveCall], T], nbytes: int = 0) -> T:
@@ -110,6 +110,7 @@ class CollectiveRunner:
         """Fail with this error and tell the others: in the next collective, not in one that they may still finish."""
         if self._failure is None and not self._is_closed:
             with self._turn:
+                # A number of its own: peers that are one behind ignore the ABORT until they have finished theirs.
                 self._begin(prepare("barrier"))
                 self._fail(error)
 
@@ -124,7 +125,7 @@ class CollectiveRunner:
                 rank = self.mesh.membership.rank
                 _log.warning("rank %d: a collective is still running; its memory is not freed.", rank)
                 return
-        if self._failure is None:
+        if self._failure is None:  # after a failure the peers have an ABORT, or descriptions, instead
             self.mesh.send_all(PacketKind.LEAVE, b"", DELIVERY_TIMEOUT_S)
         self.algorithm.close()
 

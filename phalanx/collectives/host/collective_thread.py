@@ -70,7 +70,7 @@ class CollectiveThread:
             if self._is_stopped:
                 raise PhalanxError(f"{name}: the communicator is closed.")
             self._pending += 1
-            self._queue.put((handle, body))
+            self._queue.put((handle, body))  # under the lock: what follows the None of `stop` would never finish
         return handle
 
     def drain(self) -> None:

@@ -65,6 +65,7 @@ class HierarchicalAlgorithm:
                 if partial[index].dtype != layout.wire:
                     partial[index] = np.empty(partial[index].size, layout.wire)
         ones = [1.0] * len(partial)
+        # Scaled here, where each rank's values are still apart; divided below, once, by the number of all ranks.
         self._local.all_reduce(
             call,
             Reduction(reduction.layouts, reduction.inputs, partial, reduction.scales, reduction.op, divisor=1),
@@ -74,6 +75,7 @@ class HierarchicalAlgorithm:
                 call, Reduction(reduction.layouts, partial, partial, ones, reduction.op, reduction.divisor)
             )
         used = [partial[index] for layout in reduction.layouts for index in layout.indices]
+        # The leader, the first rank of its host, has position 0 in the host's group.
         broadcast(self._local, call, [byte_view(array) for array in used], 0)
         for merged, out in zip(partial, reduction.outputs, strict=True):
             finish(merged, out)

@@ -37,7 +37,7 @@ class LinkPoller:
         self._poller = select.poll()
         self._filenos = {rank: channel.link.fileno() for rank, channel in channels.items()}
         self._ranks = {fileno: rank for rank, fileno in self._filenos.items()}
-        self._masks: dict[Rank, int] = {}
+        self._masks: dict[Rank, int] = {}  # as registered; a system call is made only where one changes
 
     def watch(self, rank: Rank, *, to_read: bool, to_write: bool) -> None:
         """Choose the events of a peer's link to wait for. Its closing is always one."""

@@ -91,8 +91,8 @@ class Mesh:
         self._poller = LinkPoller(self._channels)
         self.failures = PeerFailures(membership, self._channels)
         self.stalls = StallWatch(membership, self._channels)
-        self._expected: dict[Rank, deque[PendingReceive]] = {}
-        self._sending: set[Rank] = set()
+        self._expected: dict[Rank, deque[PendingReceive]] = {}  # no empty queues: `run` waits while there is a key
+        self._sending: set[Rank] = set()  # peers to which `run` has to send something still
         # While ranks exchange what they called after a mismatch; None for a peer that left without saying it.
         self._descriptions: dict[Rank, CollectiveDescription | None] = {}
 
@@ -116,7 +116,7 @@ class Mesh:
         idle = not channel.sending
         channel.post(PacketKind.DATA, self.call.number, self.call.signature, payload)
         self._sending.add(rank)
-        if idle:
+        if idle:  # otherwise the kernel has refused what is queued before it
             self._flush(rank)
 
     def expect(
@@ -165,6 +165,7 @@ class Mesh:
         """The ranks called different things: exchange descriptions with all of them and raise."""
         self._expected.clear()
         own = self.call.operation.description
+        # From here on `_receive` drops values and takes descriptions, whichever collective they are of.
         self._descriptions[self.membership.rank] = own
         encoded = memoryview(msgspec.msgpack.encode(own))
         for channel in self._channels.values():
@@ -245,7 +246,7 @@ class Mesh:
         channel = self._channels[rank]
         try:
             header = channel.header()
-            if header is None or header.epoch > channel.epoch:
+            if header is None or header.epoch > channel.epoch:  # of a communicator that is not open here yet
                 return False
             if header.epoch < channel.epoch:
                 return channel.discard()
@@ -268,7 +269,7 @@ class Mesh:
         if self._descriptions:
             return channel.discard()
         call = self.call
-        if header.call < call.number:
+        if header.call < call.number:  # `run` returned when all values of that collective had arrived
             sender = member_names(self.membership, [rank])
             raise PhalanxError(f"{sender} sent values of collective {header.call} during {call}: a defect.")
         if header.signature != call.signature:

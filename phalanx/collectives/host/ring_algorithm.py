@@ -108,6 +108,7 @@ class RingAlgorithm:
         for rank in self._others:
             self.mesh.send(rank, payload)
         self.mesh.run()
+        # Everything is sent, so the first row may be overwritten, which on one rank is its own.
         for group, pieces in enumerate(cuts):
             merged = rows[0][group]
             merge_rows([row[group] for row in rows], merged, reduction.op, reduction.divisor)
@@ -139,6 +140,10 @@ class RingAlgorithm:
     def _ring(self, source: Array, work: Array, result: Array, reduction: Reduction) -> None:
         """Merge `source` of all ranks into `result`.
 
+        Memory that is being sent must not change. That holds although source, work and result may be one array: a
+        finished chunk, which replaces this rank's values or partial sum, comes only after it has been around the ring,
+        and so after the next rank has received them.
+
         Args:
             source: this rank's values, in the wire dtype.
             work: receives partial sums, in the wire dtype. May be `source`.
@@ -148,6 +153,7 @@ class RingAlgorithm:
         ufunc, divisor = UFUNCS[reduction.op], reduction.divisor
         elements = max(1, self._chunk_bytes // source.itemsize)
         bounds = shares(source.size, size, source.itemsize)
+        # One is enough: the packets of a peer arrive one after the other, and each is merged before the next is read.
         scratch = np.empty(min(elements, bounds[0][1]), source.dtype)
 
         def chunks_at(step: int) -> list[tuple[int, int]]:
@@ -184,6 +190,7 @@ class RingAlgorithm:
     # ------------------------------------------------------------------ others
 
     def all_gather(self, call: CollectiveCall, parts: Sequence[Views]) -> None:
+        # All ranks know all sizes, so they choose alike.
         roots = [position for position, views in enumerate(parts) if total_bytes(views)]
         if len(roots) == 1 and total_bytes(parts[roots[0]]) > DIRECT_BYTES:
             self._broadcast(parts[roots[0]], roots[0])

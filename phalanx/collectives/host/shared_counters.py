@@ -66,8 +66,8 @@ class SharedCounters:
         self._spin_s = SPIN_S if spin else 0.0
         self._page = ranks.index(own) * _WORDS_PER_PAGE
         self._peers = [(rank, position * _WORDS_PER_PAGE) for position, rank in enumerate(ranks) if rank != own]
-        self._waits_for_me = own + 1
-        self._posted = 0
+        self._waits_for_me = own + 1  # ranks are stored plus one; 0 is a rank that waits for none
+        self._posted = 0  # what this rank's counter says, unless it has failed
         self._completed = 0  # posts that all others have been seen to match
         lock = threading.Lock()  # Protects nothing: see "Ordering" above.
         lock.acquire()
@@ -82,9 +82,9 @@ class SharedCounters:
         words, page = self._words, self._page
         self._posted = count = self._posted + 1
         words[page + _FIRST_SIGNATURE + count % SIGNATURES] = call.signature
-        self._fence()
+        self._fence()  # values and signature before the counter, which says that they are there
         words[page + _COUNTER] = count
-        self._fence()
+        self._fence()  # the counter before the look at who waits: see "Sleeping"
         for rank, peer in self._peers:
             if words[peer + _WAITS_FOR] == self._waits_for_me:
                 self._mesh.notify(rank)
@@ -101,6 +101,8 @@ class SharedCounters:
                 else:
                     self._wait_for_peer(rank, peer + _COUNTER, count)
         self._fence()
+        # The word is still that of post `count`: a peer makes post count + 4 only when it has seen this rank's
+        # count + 2, and before that this rank returns from here.
         which = _FIRST_SIGNATURE + count % SIGNATURES
         for _, peer in self._peers:
             if words[peer + which] != signature:
@@ -132,7 +134,7 @@ class SharedCounters:
             if words[word] >= count:
                 return
             let_threads_run(0)
-            if not self._spin_s:
+            if not self._spin_s:  # the peer may need this very core
                 os.sched_yield()
         waits_for = self._page + _WAITS_FOR
         while True:

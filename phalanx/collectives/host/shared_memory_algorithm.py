@@ -126,7 +126,8 @@ class SharedMemoryAlgorithm:
         slots = [memory[start : start + slot_bytes] for start in starts]
         # Position p has slots SLOTS * p to SLOTS * p + SLOTS - 1 of these; here they are by slot, then position.
         self._slots: list[list[Array]] = [slots[number::SLOTS] for number in range(SLOTS)]
-        self._slot = 0
+        self._slot = 0  # where the next chunk goes; equal on all ranks, because all of them run the same chunks
+        # Weak: `operation` caches the layouts of recent calls, and chunks live as long as their layout.
         self._chunks: weakref.WeakKeyDictionary[FusionLayout, list[_Chunk]] = weakref.WeakKeyDictionary()
         self._chunks_by_size = {self._chunk_bytes: self._chunks}
 
@@ -166,6 +167,7 @@ class SharedMemoryAlgorithm:
                         merge(*behind)
                     behind = posted, parts
                 else:
+                    # Two posts follow, and a rank must have read a chunk before it makes the second post after it.
                     if behind is not None:
                         merge(*behind)
                         behind = None
@@ -260,7 +262,7 @@ class SharedMemoryAlgorithm:
             self._counters.synchronise(call)
             return
         self._mesh.bytes_shared += own
-        for low in range(0, max(lengths), size):
+        for low in range(0, max(lengths), size):  # the same rounds on every rank, also after its own stream has ended
             slots = [byte_view(slot) for slot in self._slots[self._slot]]
             if low < own:
                 part = views_between(outgoing, low, min(low + size, own))
@@ -281,6 +283,7 @@ class SharedMemoryAlgorithm:
         self._counters.fail()
 
     def close(self) -> None:
+        # All views before the memory: a mapping with views is not unmapped.
         self._chunks_by_size.clear()
         self._chunks.clear()
         self._slots = []

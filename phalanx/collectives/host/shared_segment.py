@@ -88,6 +88,7 @@ class SharedSegment:
         """Map a segment that another process offers. Raises OSError if this process cannot open it."""
         descriptor = os.open(offer.path, os.O_RDWR | os.O_CLOEXEC)
         try:
+            # The size too: memory behind the end of a file is a SIGBUS.
             if os.fstat(descriptor).st_size != offer.size or (os.pread(descriptor, TOKEN_BYTES, 0) != offer.token):
                 raise OSError(f"{offer.path} is not the segment that was offered")
             segment = cls(descriptor, offer, named=False)

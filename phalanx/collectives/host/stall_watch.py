@@ -89,6 +89,7 @@ class StallWatch:
 
         def warn(call: CollectiveCall, missing: Sequence[Rank]) -> None:
             present = set(range(self._membership.world_size)) - set(missing)
+            # Every rank that has come waits equally long; one line is enough.
             if self._membership.rank == min(present, default=self._membership.rank):
                 _log.warning(
                     "stalled for more than %g s: %s waits for %s. The job ends after %g s "
@@ -109,6 +110,7 @@ class StallWatch:
         """All peers from which this rank has heard nothing in the running collective."""
         present = {rank for rank, number in self._present.items() if number >= call.number}
         for rank, channel in self._channels.items():
+            # Its packet waits here for this rank.
             if channel.parked and (header := channel.header()) and header.call >= call.number:
                 present.add(rank)
         return set(self._channels) - present
