@@ -35,6 +35,7 @@ class ScopeRegistry:
         self._counts: Counter[str] = Counter()
         # Weak, because a program may drop an object and create it again.
         self._names: weakref.WeakKeyDictionary[Any, ScopedName] = weakref.WeakKeyDictionary()
+        # What can be found, kept alive; None until the first message that names an object.
         self._settled: dict[ScopedName, Any] | None = None
         self._by_kind: dict[type, list[tuple[ScopedName, Any]]] = {}
 

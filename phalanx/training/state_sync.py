@@ -58,6 +58,7 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
     for variable, old, new in zip(variables, arrays, values, strict=True):
         if id(variable) in seeds:
             new = shifted_seed(new, stream)
+        # Most are equal at the start of a `fit`. An assignment replaces the array on the device, and costs a transfer.
         if not np.array_equal(old, new):
             variable.assign(new)
     if stream:
@@ -74,6 +75,7 @@ def _synchronise_copies(model: Any, replica: Replica) -> None:
     copied = [variable for variable in variables if getattr(variable.value, "is_fully_replicated", True)]
     arrays = [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in copied]
     chiefs = replica.communicator.broadcast(arrays, root=0)
+    # An assignment to a variable that spans processes may be a collective of JAX, so all ranks must make the same ones.
     differs = np.array([not np.array_equal(old, new) for old, new in zip(arrays, chiefs, strict=True)], np.uint8)
     (differ_somewhere,) = replica.communicator.all_reduce([differs], ReduceOp.MAX)
     for variable, value, assigns in zip(copied, chiefs, differ_somewhere, strict=True):

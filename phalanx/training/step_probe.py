@@ -111,6 +111,7 @@ class _Trial:
         self._state = state
         self._conditions = conditions
         self._ranks = LocalRanks()
+        # An engine of its own, whose merge is local: the model's engine would wait for the other ranks.
         self._engine = make_engine(model, self._ranks)
         self._engine.expect(form)
         self._rules = engine.metric_rules.rules
@@ -119,9 +120,11 @@ class _Trial:
         """See `find_difference`."""
         self._engine.build(_few_samples(data, 0))
         self._engine.metric_rules.decide(self._rules)
+        # The state before the first attempt holds for all of them: each begins with `restore`.
         before = self._results({})
         for attempt in range(ATTEMPTS):
             samples = _few_samples(data, attempt)
+            # What differs between these two follows from random numbers, and says nothing about the replicas.
             whole, other = self._whole(samples), self._whole(samples, other_seeds=True)
             ranks = self._of_ranks([_rows(samples, 0, PART), _rows(samples, PART, 2 * PART)])
             found = _Comparison(self._model, self._name, before, whole, other, ranks)
@@ -137,6 +140,8 @@ class _Trial:
         return self._step(samples, 1.0)
 
     def _of_ranks(self, parts: Sequence[Any]) -> list[_Results]:
+        # Each round computes all ranks' steps again from their beginning, up to a collective that was not answered
+        # before (`LocalRanks`).
         self._ranks.forget()
         for _ in range(MOST_COLLECTIVES):
             finished = []
@@ -176,6 +181,8 @@ class _Trial:
         weights: dict[str, Array] = {}
         state: dict[str, Array] = {}
         metrics: dict[str, Array] = {}
+        # The optimizer's variables are the trial's own (`TrialConditions` replaces the update), and seeds are changed
+        # on purpose.
         apart = {id(generator.state) for generator in seed_generators(model)}
         apart |= {id(variable) for optimizer in model_state.optimizers(model) for variable in optimizer.variables}
         trained = {id(variable) for variable in model.trainable_variables}
@@ -246,6 +253,8 @@ class _Comparison(NamedTuple):
         first, second = (rank.weights for rank in self.ranks)
         for name, value in first.items():
             size = np.abs(value - self.before.weights[name]).max(initial=0) + ROUNDING * np.abs(value).max(initial=0)
+            # Merged gradients give both the same update, to rounding. Those of two parts of a batch differ by much more
+            # than 5 % of it.
             if np.abs(value - second[name]).max(initial=0) > 0.05 * size:
                 return repr(name)
         return ""
@@ -360,4 +369,5 @@ def _add(found: dict[str, Array], name: str, variable: Any) -> None:
 
 def _array(value: Any) -> Array:
     flat = np.asarray(keras.ops.convert_to_numpy(value)).reshape(-1)
+    # Strided, not the first ones: these may be a padding row or a bias of zeros.
     return flat[:: max(1, flat.size // SAMPLED)].astype(np.float64)

@@ -133,6 +133,8 @@ class TicketBatches:
         if batch is None:
             self._report_missing(ticket, ends=True)
             return None
+        # In synchronous training several workers share a batch: each takes the part of its place among the ticket's
+        # members.
         part = cut(batch.data, ticket.members.index(ticket.member), len(ticket.members), "the input", copies=False)
         return TicketBatch(part.data, part.size, part.global_size or part.size, ticket)
 

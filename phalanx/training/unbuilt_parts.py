@@ -29,6 +29,7 @@ def build_parts(model: Any, data: Any, form: ElementStructure, step: str) -> Non
         engine = make_engine(model, ranks)
         engine.expect(form)
         engine.build(data)
+        # What the variables declare will do: nothing that is computed here stays.
         engine.metric_rules.decide(engine.metric_rules.rules)
         ranks.be_whole()
         engine.begin()

@@ -74,6 +74,7 @@ class ChiefDecides:
             yield
             return
         variables = self._remote_model.variables.variables
+        # Copies: a callback may write into the same memory (PyTorch).
         before = [np.array(to_host(variable)) for variable in variables]
         yield
         changed = {
@@ -85,6 +86,8 @@ class ChiefDecides:
             chief_state_sync.send_final_weights(self._worker, self._fit, changed)
             return
         chiefs = chief_state_sync.receive_final_weights(self._worker, self._fit)
+        # The chief's value where it has set one; else back to what the servers have, because this worker's callbacks
+        # saw only its own logs.
         for number in {*changed, *chiefs}:
             variables[number].assign(chiefs.get(number, before[number]))
 

@@ -45,6 +45,8 @@ class SparseEmbeddings:
         self.tables = tuple(tables)
         self._lookup = RowLookup(model, tables)
         self._compact: list[CompactTable] = []
+        # Whether the layers have the small tables now: only in steps, so that what else reads the model finds whole
+        # ones.
         self._in_place = False
 
     def serves(self, tables: Sequence[EmbeddingTable]) -> bool:
@@ -69,6 +71,8 @@ class SparseEmbeddings:
             engine.end()
             if not fits:
                 self.leave()
+                # Rooms only grow: a size that was needed once will be needed again, and each other size is compiled
+                # again.
                 rooms = [compact.room for compact in self._compact] or [0] * len(self.tables)
                 self._compact = [
                     CompactTable(table, max(room, _room_for(table, len(n))))
@@ -110,6 +114,7 @@ class CompactTable:
         self._rows = keras.Variable(
             np.zeros((room, *variable.shape[1:]), dtype), dtype=dtype, trainable=True, name=variable.name
         )
+        # Messages, and what chooses variables by their paths, must see that of the table.
         self._rows._path = variable.path
         self._numbers = keras.Variable(np.full(room, NO_ROW), dtype=NUMBER.name, trainable=False, name="row_numbers")
 
@@ -128,6 +133,7 @@ class CompactTable:
     def values(self, numbers: Array, rows: Array) -> list[tuple[Any, Array]]:
         """The variables, with their values for a step."""
         places = np.full(self.room, NO_ROW, NUMBER)
+        # Ascending, and NO_ROW behind: `_call` searches by bisection.
         places[: len(numbers)] = numbers
         return [(self._numbers, places), (self._rows, padded(rows, self.room))]
 
@@ -176,6 +182,7 @@ def _identity(table: EmbeddingTable) -> list[int]:
 
 def _swap_variables(layer: Any, out: Sequence[Any], into: Sequence[Any]) -> None:
     """Replace variables of a layer."""
+    # A built layer's tracker refuses other variables.
     was_locked = layer._tracker.locked
     for variable in out:
         layer._untrack_variable(variable)

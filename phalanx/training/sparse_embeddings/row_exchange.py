@@ -45,6 +45,7 @@ class EmbeddingRowExchange:
         """The rows that the step of this ticket needs, which begins now."""
         self._step = numbers
         received = self._received.pop(ticket.serial, None)
+        # What is left is for a ticket that this worker has not used; its rows may be old by the time of another step.
         self._received.clear()
         if received is not None:
             return received
@@ -77,6 +78,7 @@ class EmbeddingRowExchange:
         is_complete = all(
             len(part) == len(shards) for part, shards in zip(parts, self._placed.tables_of_server, strict=True)
         )
+        # Not every server has answered with rows: `begin` will request them.
         if serial is not None and is_complete:
             self._received[serial] = self._placed.join_tables(parts)
 

@@ -31,6 +31,8 @@ class RowLookup:
         places = {id(tensor): place for place, tensor in enumerate(graph.inputs)}
         wanted = [tensor for table in tables for tensor in table.inputs]
         self._counts = [len(table.inputs) for table in tables]
+        # Where each table is looked up with an input of the model as it is, the batch has the numbers, and nothing is
+        # computed.
         self._direct = [places[id(tensor)] for tensor in wanted] if all(id(t) in places for t in wanted) else None
         self._function = (
             None if self._direct is not None else keras.Function(graph.inputs, wanted, name="numbers_of_rows")
@@ -80,6 +82,7 @@ def unique_numbers(table: EmbeddingTable, parts: Sequence[Array]) -> Array:
     if len(numbers) and numbers[0] < 0:
         numbers = np.unique(np.where(numbers < 0, numbers + height, numbers))
     if len(numbers) and not 0 <= numbers[0] <= numbers[-1] < height:
+        # `height` was added to negative ones above: the message shows what the batch holds.
         wrong = numbers[-1] if numbers[-1] >= height else numbers[0] - height
         raise ConfigurationError(
             f"The input of the layer `{table.layer.name}` holds the number {wrong}; its table has {height} rows "

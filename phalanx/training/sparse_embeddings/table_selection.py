@@ -67,6 +67,7 @@ def find_tables(model: Any, slots: Sequence[OptimizerSlot]) -> list[EmbeddingTab
     graph, problem_of_model = layer_graph(model)
     tables = []
     for layer in model._flatten_layers():
+        # Past the property `embeddings`, which computes for a quantized or LoRA-adapted layer.
         variable = vars(layer).get("_embeddings")
         if isinstance(layer, keras.layers.Embedding) and id(variable) in numbers:
             number = numbers[id(variable)]
@@ -166,6 +167,7 @@ def _problem_of_graph(layer: Any, variable: Any, inputs: Sequence[Any], graph: A
 def _problem_of_numbers(tensor: Any, graph: Any) -> str:
     """Why a tensor cannot be computed before the step, from the batch alone."""
     starts = {id(start) for start in graph.inputs}
+    # Back through the graph: every operation on the way must be a function of the batch alone.
     ahead, seen = [tensor], set()
     while ahead:
         current = ahead.pop()

@@ -61,6 +61,7 @@ class GradientAccumulator:
 def _sum(total: Array, array: Array, scale: float) -> Array:
     if scale == 0.0:
         return total
+    # An overflow shows in the sum, as it does where the optimizer adds.
     with np.errstate(all="ignore"):
         array = array.astype(total.dtype, copy=False)
         whole: Array = total + (array if scale == 1.0 else array * total.dtype.type(scale))

@@ -45,6 +45,7 @@ class DeterministicStepper(ReplicaStepper):
             self._randomness.enter(micro.number)
             self._engine.train(micro.data, micro.share)
 
+        # By it the hyperparameters of the update are chosen (`batch_kind`): Keras would have a batch of this size.
         self._merge.global_size = batch.global_size
         with self._randomness.step():
             self._sums.run(batch, compute)
@@ -56,6 +57,7 @@ class DeterministicStepper(ReplicaStepper):
         def compute(micro: MicroBatch) -> None:
             nonlocal logs
             self._randomness.enter(micro.number)
+            # Each micro-batch begins at the common start: the merge adds them up in its own order, and the start once.
             self._engine.metric_rules.set_values(start)
             self._engine.test(micro.data, micro.share)
             logs = self._engine.merged_metrics(micro.share, start, final=True)

@@ -66,6 +66,7 @@ class MergeBuffers:
             if len(self._rings) == MOST_LAYOUTS:
                 del self._rings[next(iter(self._rings))]
         self._rings[layout] = ring
+        # Reinserted above as the last of the dictionary, so that its first is the one that was used least recently.
         ring.append(ring.pop(0))
         return ring[-1]
 
@@ -105,8 +106,11 @@ class StepMerge(Merge):
         self.in_micro_batches = self.once_per_step = replica.micro_batches is not None
         self._reducer = None if compression is None else CompressedReducer(compression)
         self._kept = _Kept(GradientAccumulator(), GradientAccumulator())
+        # Set for the time of one step by its stepper. The thread that trains is the only one that merges.
         self._mode = MergeMode.MERGE
         self._buffers = MergeBuffers()
+        # Both are found once for each layout: a step takes less than a millisecond on small models, and this would be a
+        # part of it.
         self._scales: dict[tuple[StepLayout, float, bool], tuple[float, ...]] = {}
         self._groups: dict[StepLayout, _Groups] = {}
         self.unit = 1.0
@@ -133,6 +137,7 @@ class StepMerge(Merge):
 
     def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:
         if self.micro_batches is not None and self._mode is not MergeMode.LOCAL:
+            # Raises MicroBatchKept until the last micro-batch, so the notice is merged once for each step.
             merged = self.micro_batches.merge(layout, arrays)
             if self._replica.notice is not None:
                 self.merge_notice()
@@ -144,6 +149,7 @@ class StepMerge(Merge):
             timeline.current.enter("apply")
             return flats
         if not share:
+            # The placeholder's values may be NaN, which a scale of 0 does not remove.
             arrays = [absent(array, weight) for array, weight in zip(arrays, layout.weights, strict=True)]
         progress.enter("all_reduce")
         timeline.current.enter("merge")
@@ -249,6 +255,8 @@ class StepMerge(Merge):
         mode, unit = self._mode, self.unit
         gradients, counts = (_chosen(group, arrays) for group in (groups.gradients, groups.counts))
         factors, weights = (_chosen(group, scales) for group in (groups.gradients, groups.counts))
+        # From here: what is compressed, what is merged at full size, and what is only added to this rank's sums.
+        # `arrays` and `scales` are this call's own lists, so parts of them may be replaced.
         merged: list[int] = []
         if mode is not MergeMode.ACCUMULATE:
             merged = [*groups.counts, *groups.rest]
@@ -275,6 +283,7 @@ class StepMerge(Merge):
         if self._reducer is not None:
             self._reducer.commit()
         if mode in (MergeMode.ACCUMULATE, MergeMode.ACCUMULATE_GRADIENTS):
+            # The optimizer accumulates zeros, which change nothing, until the sums come with the update.
             self._kept.gradients.add(gradients, factors, unit=unit)
             _clear(_chosen(groups.gradients, views))
         elif mode is MergeMode.UPDATE:
@@ -311,6 +320,7 @@ class StepMerge(Merge):
         key = (layout, share, self._replica.is_chief)
         scale = self._scales.get(key)
         if scale is None:
+            # `is_chief` is a part of the key: in elastic jobs another rank becomes chief.
             first = 1.0 if self._replica.is_chief else 0.0
             of = {
                 MergeWeight.GRADIENT: share,

@@ -22,6 +22,8 @@ def _sum_rows(numbers_of: Sequence[Array], gradients_of: Sequence[Array]) -> Gra
     """The sum over the parts of rows that every batch looks up, as many as its longest sample needs; None if the parts
     have looked up others."""
     longest = max(range(len(numbers_of)), key=lambda part: len(numbers_of[part]))
+    # A part whose longest sample is shorter looks up a prefix of the same positions. Anything else cannot be matched by
+    # place.
     if any(not np.array_equal(numbers, numbers_of[longest][: len(numbers)]) for numbers in numbers_of):
         return None
     total = np.zeros_like(gradients_of[longest])

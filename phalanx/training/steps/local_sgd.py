@@ -77,6 +77,7 @@ class LocalSGDStepper(ReplicaStepper):
         # in this `fit`.
         self._trained = self._averaged = self._all_trained = 0
         self._metrics_start: list[Any] = []  # when they were reset
+        # What an exchange averages: the weights, then the layer state.
         self._variables: list[Any] = []
         self._optimizer = inner_optimizer(model.optimizer)
         # Steps without samples count for schedules only: an optimizer that accumulates gradients decides by this number
@@ -84,6 +85,7 @@ class LocalSGDStepper(ReplicaStepper):
         follows_schedule = isinstance(getattr(self._optimizer, "_learning_rate", None), LearningRateSchedule)
         accumulates = getattr(self._optimizer, "gradient_accumulation_steps", None)
         self._iterations = self._optimizer._iterations if follows_schedule and not accumulates else None
+        # Merged, at the end of an epoch; None while it runs, when each rank logs its own batches.
         self._logs: Mapping[str, Any] | None = None
 
     @property
@@ -95,6 +97,7 @@ class LocalSGDStepper(ReplicaStepper):
         """See `ReplicaStepper.begin`. The logs of single batches are this replica's own."""
         weights, layer_state = self._model.trainable_variables, self._engine.layer_state()
         self._variables = [*weights, *layer_state]
+        # A process that resumes or joins has these from `load_pooled` or `admit`, of the middle of the epoch.
         if not entering:
             self._trained = 0
             self._metrics_start = self._engine.metric_rules.values()
@@ -145,6 +148,7 @@ class LocalSGDStepper(ReplicaStepper):
     def admit(self) -> None:
         """See `ReplicaStepper.admit`. Each rank keeps its optimizer's moments, and what its metrics have counted."""
         elastic = self._replica.elastic
+        # The others have weights in common already, and optimizer moments and metrics of their own, which they keep.
         fresh = elastic is not None and elastic.needs_state
         state_sync.synchronise(self._model, self._replica, take=fresh)
         self.exchange.synchronise(self._replica.communicator, take=fresh)
@@ -182,10 +186,12 @@ class LocalSGDStepper(ReplicaStepper):
     def _exchange(self, retry: RetryOnMembershipChange, *, overlap: bool) -> Sequence[str]:
         progress.enter("exchange")
         timeline.current.enter("exchange")
+        # Read once, before any attempt: what this rank has done stays the same if the exchange is repeated.
         own = self._engine.read(self._variables)
         tasks: list[str] = []
 
         def run() -> list[Any]:
+            # Of the attempt that succeeds: the samples of members that were lost meanwhile are not in the exchange.
             tasks[:] = [member.task for member in self._replica.communicator.membership.members]
             return self.exchange.run(own, self._replica, overlap=overlap)
 

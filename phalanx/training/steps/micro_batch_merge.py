@@ -40,6 +40,7 @@ class MicroBatchMerge:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._global_size = 0
+        # The one that the engine computes now; collectives of the step refer to it.
         self._micro: MicroBatch
         self._is_last = False
         self._sums: TreeSum | None = None  # made with the first, whose layout says what is summed
@@ -129,6 +130,7 @@ class MicroBatchMerge:
         sums on the way."""
         if not self._is_last:
             return False
+        # Asked once for each time, by the last micro-batch of every rank: `any` is a collective.
         if self._is_final is None:
             self._is_final = not self._replica.any(self._has_changed()) if self._contributed[-1] else True
         return self._is_final
@@ -167,6 +169,8 @@ class MicroBatchMerge:
         for index, array in enumerate(like):
             rows = [node[index] for node in nodes]
             stacked = np.stack(rows) if rows else np.empty((0, len(array)), array.dtype)
+            # Nodes, not sums: the ranks' parts of the tree meet in nodes of any level, and only a fixed tree has fixed
+            # bits.
             gathered.append(replica.communicator.all_gather(stacked))
         assert replica.micro_batches is not None
         whole = TreeSum(operations)

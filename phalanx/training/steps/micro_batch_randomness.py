@@ -36,6 +36,8 @@ class MicroBatchRandomness:
             self._restore()
             raise
         for old, new in zip(self._before, after, strict=True):
+            # Word 0 of a Keras seed is the seed, which `shifted_seed` changes; the others count draws. All
+            # micro-batches draw equally often, so the last one's count is everyone's.
             old[1:] = new[1:]  # how often a micro-batch has drawn
         if any((old != new).any() for old, new in zip(self._entered, random_state(), strict=True)):
             draw_own_numbers(self._process_state, NEXT_STEP)
@@ -44,10 +46,12 @@ class MicroBatchRandomness:
 
     def enter(self, number: int) -> None:
         """Draw the random numbers of this micro-batch from here on."""
+        # A placeholder's number is negative.
         number = max(number, 0)
         if self._seeds:
             shifted = [shifted_seed(seed, number) for seed in self._before]
             self._engine.write(list(zip(self._seeds, shifted, strict=True)))
+        # Plus 1, because 0 means "the chief", for which it does nothing.
         draw_own_numbers(self._process_state, number + 1)
         self._entered = random_state()
 

@@ -168,6 +168,7 @@ class ParameterServerMerge(Merge):
 
     def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:
         flats, views = self._buffers.next(layout)
+        # Gradients come first in every layout of an engine; the rest are state, metrics and logs.
         count = sum(weight is MergeWeight.GRADIENT for weight in layout.weights)
         if count:
             self._check_number(count)
@@ -235,9 +236,12 @@ class ParameterServerMerge(Merge):
         ticket, transfer = self.tickets.current, self.transfer
         assert ticket is not None, "a step begins with a ticket"
         if gradients:
+            # The head's responses complete the steps in this order.
             self.tickets.push(ticket.serial)
         rows = self._rows if gradients else None
         sparse = rows.with_rows(gradients) if rows is not None else gradients
+        # All buffers are filled before the first message: `finite` must be the same in all, or one server would refuse
+        # a step that another applies.
         filled, finite = [], True
         for server in range(self._client.num_servers):
             wanted = rows.wanted(server) if rows is not None else []

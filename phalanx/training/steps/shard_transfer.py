@@ -78,6 +78,8 @@ class ShardTransfer:
         buffers = self._client.send_buffers(server, (*kinds, *of_tables, *map(kind_of, more)))
         if gradients:
             views = self._send_views.get(server)
+            # The client gives the same buffers as long as the kinds are the same; others mean another channel or other
+            # arrays.
             if views is None or views[0] is not buffers:
                 views = self._send_views[server] = buffers, placed.groups[server].cut(buffers[: len(kinds)])
             for view, shard in zip(views[1], placed.dense_of_server[server], strict=True):
@@ -119,6 +121,7 @@ class ShardTransfer:
         placed = self.placed
         if all(len(part) == len(shards) for part, shards in zip(parts, placed.dense_of_server, strict=True)):
             self.values = placed.join(parts)
+        # A server may send none: it has nothing newer, or newer ones are still to come.
         elif any(parts):
             old = [placed.cut(self.values, server) for server in range(len(parts))]  # of tables there are none
             self.values = placed.join([part or before for part, before in zip(parts, old, strict=True)])

@@ -22,6 +22,7 @@ class StepTickets:
         self.era = 0
         self.current: Ticket | None = None
         self.phase = 0
+        # Issued by the head, not begun; the next step takes the first.
         self._waiting: deque[Ticket] = deque()
         self._unapplied: dict[int, Ticket] = {}  # by serial: steps that are not applied, as far as this worker knows
         self._pushed: deque[int] = deque()  # serials of the steps whose gradients are on their way
@@ -88,6 +89,7 @@ class StepTickets:
     def _count(self, ticket: Ticket | None) -> None:
         if ticket is not None:
             epoch, made = self._made
+            # Also tickets that were abandoned: a new head counts how much of the epoch is done.
             self._made = (ticket.epoch, made + 1 if epoch == ticket.epoch else 1)
 
     def rejoin(self, version: int, step: int, epoch: int, steps: int, order_epoch: int, *, opened: bool) -> Rejoin:

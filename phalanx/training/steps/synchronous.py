@@ -40,6 +40,8 @@ class SynchronousStepper(ReplicaStepper):
     def train(self, batch: JointBatch, *, last: bool | None = None) -> None:
         """See `Stepper.train`."""
         if self._scale is not None and self._merge.separate:
+            # The scale of this step: gradients of several steps can only be added, or compressed with what is left of
+            # earlier ones, in one unit.
             self._merge.unit = float(self._engine.read([self._scale])[0])
         self._merge.global_size = batch.global_size
         with self._merge.in_mode(self._mode(last)):
@@ -49,6 +51,7 @@ class SynchronousStepper(ReplicaStepper):
         """See `ReplicaStepper.finish`. Accumulated gradients go to the optimizer, where they can be saved."""
         if not self._accumulators:
             return ()
+        # Empty on all ranks or on none: all have accumulated in the same steps.
         merged = self._merge.merge_accumulated([tuple(variable.shape) for variable in self._accumulators])
         if merged:
             sums = [a + b.astype(a.dtype) for a, b in zip(self._engine.read(self._accumulators), merged, strict=True)]

@@ -37,8 +37,11 @@ class WeightExchange:
         self._outer = outer
         self._reducer = None if compression is None else CompressedReducer(compression)
         self._weights = 0
+        # In float32 at least: an outer step on 16-bit weights would be lost to rounding.
         self._anchor: list[Array] = []  # weights, then layer state
         self._velocity: list[Array] = []
+        # Where this replica began the steps that no exchange contains: the anchor, or its own weights while an exchange
+        # is under way.
         self._start: list[Array] = []
         self._samples = 0
         self._underway: PendingExchange | None = None
@@ -85,6 +88,7 @@ class WeightExchange:
         # Nothing of `self` changes until the exchange is done: if it fails, the caller may repeat it.
         progress = [start - value for start, value in zip(self._start, values, strict=True)]
         anchor, velocity = self._anchor, self._velocity
+        # First the exchange that was sent at the end of the last period, among the ranks of then; then the present one.
         if (before := self._underway) is not None:
             anchor, velocity = self._stepped(anchor, velocity, before.wait(replica))
         underway = None
@@ -92,6 +96,7 @@ class WeightExchange:
         if overlap:
             own.send(replica)
             underway = own
+            # The first exchange has nothing to take effect yet: the replica goes on from where it is.
             local = [_wide(v) for v in values]
             if before is not None:
                 local = [a - p for a, p in zip(anchor, progress, strict=True)]
