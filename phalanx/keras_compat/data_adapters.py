@@ -53,6 +53,7 @@ def standardize_arrays(
         steps=steps_per_epoch,
         class_weight=class_weight,
     )
+    # NumPy, whatever the backend: batches are cut and compared on the host.
     sliceables = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="numpy")
     return sliceables, int(adapter._num_samples), int(adapter.batch_size)
 

@@ -60,6 +60,7 @@ class GlobalGradients:
         self._is_scaled = True
         if (collectives := step_collectives.current()) is not None:
             collectives.weights_gradients = False  # what flows back is weighted already
+        # The result has the value of `scaled`, and 1 + (share - 1) = share times its gradient.
         change = scaled * ops.cast(share - 1.0, scaled.dtype)
         return scaled + (change - ops.stop_gradient(change))  # of the same value: the step may log it
 

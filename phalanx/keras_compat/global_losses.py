@@ -45,6 +45,7 @@ from phalanx.keras_compat import step_collectives
 from phalanx.keras_compat.patching import PatchedFunction, set_untracked
 from phalanx.keras_compat.step_means import share_of_step
 
+# Reductions that divide by the number of values, of which each rank's share is known; with a mask, by what it leaves.
 _DIVIDED = ("sum_over_batch_size", "mean")
 
 
@@ -122,6 +123,8 @@ class GloballyScaledLosses:
 
     def __init__(self, batch_size: int = 0) -> None:
         self.batch_size = batch_size
+        # By id of the layer, how many losses it has added; cleared by each step or trace. `_phalanx_added` tells their
+        # kinds in this order, call after call.
         self._added_so_far: Counter[int] = Counter()
         self._losses = PatchedFunction(keras_loss, "reduce_weighted_values", self._reduce)
         self._computes = PatchedFunction(Trainer, "_compute_loss", self._make_compute())
@@ -188,6 +191,7 @@ class GloballyScaledLosses:
             if not of_samples or mask is not None or reduction not in _DIVIDED:
                 return original(values, sample_weight, mask, reduction, dtype)
             weights = ops.cast(sample_weight, "float32")
+            # The mean of the weights of all ranks: Keras multiplies one number by every weight and takes the mean.
             total, number = _totals([ops.sum(weights), ops.cast(ops.size(weights), "float32")])
             loss = original(values, None, None, reduction, dtype)
             return loss * ops.cast(total / ops.maximum(number, 1.0), loss.dtype)
@@ -197,6 +201,8 @@ class GloballyScaledLosses:
             return _summed(original(values, weight, mask, reduction, dtype))
         if reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
             (denominator,) = _totals([_sum_of_weights(values, sample_weight, mask)])
+            # This rank's numerator alone. What a rank divides by itself could be zero or negative where the sum of all
+            # is neither.
             own = original(values, weight, mask, "sum", dtype)
             return _summed(ops.divide_no_nan(own, ops.cast(denominator, own.dtype)))  # zero even for NaN, as in Keras
         loss = original(values, weight, mask, reduction, dtype)

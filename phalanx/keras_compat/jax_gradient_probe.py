@@ -82,6 +82,8 @@ def only_call(calls: list[OptimizerCall], state: tuple[Any, ...], trainable: Val
     """
     if len(calls) == 1:
         (call,) = calls
+        # By identity, as a trace knows values by nothing else: the weights went in untouched, and the placeholders came
+        # out untouched.
         given = _same(call.trainable, trainable) and _same(call.optimizer, optimizer)
         if given and _same(state[0], call.new_trainable) and _same(state[2], call.new_optimizer):
             return call.gradients
@@ -136,6 +138,7 @@ def check_updates(before: Sequence[Any], after: Sequence[Any], applied: Sequence
         before, after: their values.
         applied: what optimizers have returned.
     """
+    # Only what an optimizer has returned is the same on all ranks; anything else was computed of this rank's samples.
     known = {id(value) for value in [*before, *applied]}
     if not all(id(value) in known for value in after):
         raise UnsupportedError(

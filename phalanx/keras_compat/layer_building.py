@@ -30,6 +30,7 @@ def build_layers(model: Any, x: Any) -> None:
     import tensorflow as tf
 
     tensors = tree.map_structure(lambda array: None if array is None else tf.convert_to_tensor(array), x)
+    # Traced, not run: the trace creates the variables.
     tf.function(lambda x: model(x, training=False), autograph=False).get_concrete_function(tensors)
 
 

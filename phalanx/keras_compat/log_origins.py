@@ -36,7 +36,10 @@ class LogOrigins:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        # Of the step that runs or is traced: each result that a metric gave, in the order in which they were computed.
         self._seen: list[tuple[Any, _Origin]] = []
+        # Of the last step that was watched: logs that are results under other names. A compiled step is watched once,
+        # when it is traced.
         self._found: dict[str, _Origin] = {}
         self._looks_at_batch = False  # as `compute_metrics` does
         self._form: Mapping[str, Any] = {}

@@ -135,6 +135,7 @@ class _Probe:
     def __init__(self, model: Any, x: Any, y: Any, sample_weight: Any) -> None:
         self._model = model
         rows = len(leaves(x)[0])
+        # At least three samples, one in the first part and two in the other, so that these differ in size.
         chosen = np.arange(min(rows, ROWS)) if rows > 2 else np.resize(np.arange(rows), 3)
 
         def tensors(structure: Any) -> Any:
@@ -178,6 +179,7 @@ class _Probe:
         rows = [part.rows for part in parts]
         calls = [_calls(compute, model, part) for part in (whole, *parts)]
         sums: set[int] = set()
+        # Calls are matched by their order. Where a part calls other losses than the batch, nothing can be said.
         if len({len(each) for each in calls}) == 1:
             for of_whole, *of_parts in zip(*calls, strict=True):
                 loss = of_whole[0]
@@ -239,6 +241,7 @@ class _Probe:
             own, numbers = float(value), [float(each[1]) for each in of]
             index = str(next(i for i, each in enumerate(layers) if each is layer))
             is_random = not _close(own, float(other), own)
+            # Of other seeds another value: it follows from random numbers, which the parts draw differently as well.
             verdict = "nothing" if is_random else _combination(own, numbers, [cut, self._rows - cut], TOLERANCE)
             if verdict == "other":
                 what = f"What the layer {layer.name!r} of {self._model.name!r} passes to add_loss"
@@ -250,6 +253,7 @@ class _Probe:
 def _verdict(function: Loss, whole: Any, parts: Sequence[Any], rows: Sequence[int], loss: Any) -> str:
     """How ranks with these parts would combine a loss: to the loss of the whole ("mean"), to that if it is noted as a
     sum ("sum"), to another ("other"), or nothing can be said ("nothing")."""
+    # Computed twice: a loss that draws random numbers differs from itself.
     (expected, _), (once_more, _) = (_merged(function, [whole], [sum(rows)]) for _ in range(2))
     if not np.isfinite([expected, once_more]).all() or not _close(expected, once_more, expected):
         return "nothing"
@@ -260,6 +264,7 @@ def _verdict(function: Loss, whole: Any, parts: Sequence[Any], rows: Sequence[in
         return "nothing"
     if _close(expected, merged, *sizes, tolerance=tolerance):
         return "mean"
+    # Now as if it were a sum; the note is taken back, whatever comes of it.
     with _noted([loss]):
         merged, sizes = _merged(function, parts, rows)
     return "sum" if _close(expected, merged, *sizes, tolerance=tolerance) else "other"
@@ -275,6 +280,8 @@ def _merged(function: Loss, parts: Sequence[Any], rows: Sequence[int]) -> tuple[
             with GloballyScaledLosses(count), WeightedStepMeans(partial(float, count / sum(rows))), InStep(rank):
                 value = _number(function(part))
             values.append(value)
+        # Each round, all ranks compute from the beginning, and one collective more has its answer. Until then, what a
+        # rank got from it was its own tensors.
         if len(ranks[0].asked) == len(known):
             return sum(v * count for v, count in zip(values, rows, strict=True)) / sum(rows), values
         # Of the first collective without an answer all ranks have given their part.
@@ -319,6 +326,7 @@ def _combination(whole: float, parts: Sequence[float], rows: Sequence[int], tole
 
 
 def _close(left: float, right: float, *sizes: float, tolerance: float = 1e-6) -> bool:
+    # 1e-12: losses of zero are equal.
     return abs(left - right) <= tolerance * max(map(abs, (left, right, *sizes))) + 1e-12
 
 

@@ -225,6 +225,7 @@ class _MergedOnWrite:
     def assign(self, value: Any) -> Any:
         return super().assign(self._phalanx_merged(value))  # type: ignore[misc]
 
+    # Not by `super().assign_add`, which calls `assign` of this class: the sum would be merged, too.
     def assign_add(self, value: Any) -> Any:
         return super().assign(self + self._phalanx_merged(value))  # type: ignore[misc]
 

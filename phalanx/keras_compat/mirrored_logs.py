@@ -38,6 +38,7 @@ def _redirecting(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, model)
             return
         _folders[self] = MirroredFolder(RemotePath(url))
+        # Only while Keras creates its writers: afterwards the program sees the URL that it gave.
         self.log_dir = str(_folders[self].path)
         try:
             original(self, model)
@@ -57,6 +58,7 @@ def _uploading(original: Callable[..., Any]) -> Callable[..., Any]:
         if folder is None:
             return
         if not is_last:
+            # What TensorFlow has in its buffers is not in the folder yet. Closed at the end by Keras, before this.
             for writer in self._writers.values():
                 writer.flush()
         folder.upload()

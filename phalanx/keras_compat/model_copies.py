@@ -81,13 +81,17 @@ class LayerCopy(NamedTuple):
             return self._made()
 
     def _made(self) -> Any:
+        # The configuration names the program's classes and functions in `__main__`, which is another module in this
+        # process.
         vars(sys.modules[MAIN]).update(self.definitions)
         if self.kind is not None:
+            # Layers inside are named by Keras's counters: paths of variables must be those of the original.
             with naming_from(self.construction.names):
                 made = self.kind(*self.construction.args, **self.construction.kwargs)
         else:
             made = keras.saving.deserialize_keras_object(self.config, custom_objects=self.definitions, safe_mode=False)
         self.build(made)
+        # After building, which creates empty tables, and before weights.
         restore_adapted(made, self.adapted)
         for number, layer in enumerate(made._flatten_layers()):
             if layer.trainable != (number not in self.frozen):
@@ -199,6 +203,8 @@ def _own_methods(layer: Any) -> set[str]:
 
 def _recording_compile(model: Any, compile_: Callable[..., Any]) -> Callable[..., Any]:
     """A class's own `compile` for one model, which notes its arguments."""
+    # The model holds this function, so a strong reference would be a cycle that keeps its weights until the collector
+    # runs.
     reference = weakref.ref(model)
 
     @functools.wraps(compile_)
@@ -243,6 +249,7 @@ def _config(layer: Any) -> dict[str, Any]:
             f"{str(error).rstrip('.')}. Make the model in strategy.scope(), give its classes a get_config() (see "
             f"keras.saving), or put the training into a function and call phalanx.launch(function, workers=N)."
         ) from error
+    # `compilation` has it: with objects, which a configuration can only name.
     config.pop("compile_config", None)
     return config
 

@@ -23,6 +23,7 @@ def optimizers(model: Any) -> list[Any]:
     for value in vars(model).values():
         parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
         found |= {id(part): part for part in parts if isinstance(part, keras.optimizers.Optimizer)}
+    # Models inside may have been compiled for a training of their own; Keras's step never applies their optimizers.
     if overrides(model, "train_step"):
         inside = [getattr(layer, "optimizer", None) for layer in model._flatten_layers(include_self=False)]
         found |= {id(part): part for part in inside if isinstance(part, keras.optimizers.Optimizer)}

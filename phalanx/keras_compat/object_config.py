@@ -25,6 +25,7 @@ def config_json_of(thing: Any) -> str:
     with without_tensorflow():
         described = keras.saving.serialize_keras_object(thing)
     if described.get("module", "").startswith("keras.src.backend."):  # of this process's backend
+        # The servers may run another backend, which has a class of the same name.
         described |= {"module": "keras.optimizers", "registered_name": None}
     return json.dumps(described)
 

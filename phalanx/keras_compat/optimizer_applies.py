@@ -97,6 +97,7 @@ def _merging_apply(optimizer: Any, merge: GradientMerge, apply: Callable[..., An
             trainable_variables = optimizer._trainable_variables
         weights = list(trainable_variables)
         gradients = merged(list(grads), weights)
+        # `apply` is wrapped by `trainer_hook` as well, which must not merge again what is merged.
         with _strays_merging(None):
             return apply(gradients, weights)
 
@@ -107,6 +108,8 @@ def _merging_apply(optimizer: Any, merge: GradientMerge, apply: Callable[..., An
         with _strays_merging(None), overridden_methods(optimizer, apply=apply):
             return apply_gradients(zip(gradients, weights, strict=True))
 
+    # Keras's own `apply_gradients` only calls `apply`, where the merge is. One that a program has overridden may
+    # compute with gradients, and must see merged ones.
     methods: dict[str, Callable[..., Any]] = {**own.methods, "apply": merged_apply}
     if type(optimizer).apply_gradients is not keras.optimizers.Optimizer.apply_gradients:
         methods["apply_gradients"] = merged_apply_gradients

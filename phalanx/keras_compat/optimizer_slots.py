@@ -70,6 +70,8 @@ def slots_of_model(optimizer: Any, variables: Sequence[Any]) -> tuple[OptimizerS
             f"({type(error).__name__}: {error})"
         ) from error
     slots = build_noting_slots(clone, variables)
+    # Keras has no way to tell whether a `get_config` is complete; what the clone holds is compared with what the
+    # original holds.
     missing = [name for name, value in plain_settings(optimizer).items() if vars(clone).get(name, value) != value]
     if missing:
         raise UnsupportedError(

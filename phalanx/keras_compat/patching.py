@@ -48,6 +48,7 @@ class Patches:
 
     def replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         """Replace a function of a module, or a method of a class or its base, by what `wrap` makes of it."""
+        # None if the class inherits it: `restore` then takes the replacement out again.
         self._originals[owner, name] = vars(owner).get(name)
         setattr(owner, name, wrap(getattr(owner, name)))
 
@@ -83,6 +84,7 @@ def restore_methods(target: Any, *names: str) -> None:
 @contextmanager
 def overridden_methods(target: Any, **methods: Callable[..., Any]) -> Iterator[None]:
     """A context in which methods of one object are overridden; it may have its own of these already."""
+    # A former override of the same object, which is back on exit: contexts of this kind may be inside of each other.
     before = {name: own for name, own in vars(target).items() if name in methods}
     override_methods(target, **methods)
     try:

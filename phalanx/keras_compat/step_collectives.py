@@ -48,6 +48,7 @@ class StepCollectives(Protocol):
         ...
 
 
+# A stack, because a step may contain what is no part of it: that is inside of `InStep(None)`.
 class _Stack(threading.local):
     """The contexts that this thread is inside of, innermost last."""
 

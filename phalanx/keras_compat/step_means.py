@@ -51,6 +51,7 @@ class WeightedStepMeans(PatchedFunction):
         super().__exit__(*error)
 
     def _weigh(self, values: Any, sample_weight: Any, reduce_fn: Callable[..., Any], dtype: Any) -> tuple[Any, Any]:
+        # A weight is given, or there are several values: these are samples, which count by themselves.
         if reduce_fn is ops.mean and sample_weight is None and len(getattr(values, "shape", ())) == 0:
             sample_weight = self._share()
         formed: tuple[Any, Any] = self.original(values, sample_weight, reduce_fn=reduce_fn, dtype=dtype)

@@ -36,6 +36,7 @@ class SampleLossGradients(PatchedFunction):
         def gradient(
             tape: Any, target: Any, sources: Any, output_gradients: Any = None, *others: Any, **named: Any
         ) -> Any:
+            # What flows into each sample's loss is 1 / share instead of 1; the merge multiplies by the share again.
             if output_gradients is None and self._sums_samples(target, sources):
                 output_gradients = tf.ones_like(target) * tf.cast(
                     tf.math.divide_no_nan(1.0, self._share()), target.dtype

@@ -42,6 +42,7 @@ def _wrap() -> None:
 
     def make_with_keys(*args: Any, **kwargs: Any) -> Any:
         context = make(*args, **kwargs)
+        # Without any, the context stays what TensorFlow made: traces from outside of our scopes are found as before.
         own = [value for key in _keys if (value := key()) is not None]
         return context._replace(context=(context.context, *own)) if own else context
 

@@ -130,6 +130,7 @@ def install(dispatcher: KerasDispatcher) -> None:
     _patches.replace(keras.layers.BatchNormalization, "__init__", accepting_synchronized)
     _patches.replace(keras.layers.BatchNormalization, "_moments", synchronizing)
     for kind in OBJECT_KINDS:
+        # The base classes: constructors of subclasses call them, perhaps several times (`ScopeRegistry.note`).
         _patches.replace(defining_class(kind, "__init__"), "__init__", _registering_object)
     _patches.replace(defining_class(keras.Variable, "_initialize"), "_initialize", _registering_variable)
     _keep_added_losses()
@@ -237,6 +238,7 @@ def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def method(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        # Inside of another `apply`: that of an optimizer around this one, which scales the loss.
         if is_applying():
             return original(self, grads, trainable_variables)
         _applying.now = True

@@ -40,6 +40,8 @@ class TrialConditions:
     def __init__(self, model: Any, found: Callable[[Sequence[Any]], None]) -> None:
         self._model = model
         self._found = found
+        # Those whose update is replaced; optimizers that a step makes or finds elsewhere join when they are first
+        # applied.
         self._optimizers: list[Any] = []
         self._stack = ExitStack()
         self._draws = 0
@@ -86,6 +88,7 @@ class TrialConditions:
 
     def _update(self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
         known = [ops.cast(ops.convert_to_tensor(gradient), "float32") for gradient in gradients]
+        # One number for all weights: relations between gradients stay, and no weight moves by more than LARGEST_CHANGE.
         largest = _largest([ops.max(ops.abs(gradient)) for gradient in known if 0 not in gradient.shape])
         for gradient, variable in zip(known, variables, strict=True):
             variable.assign(variable.value - ops.cast(gradient * (LARGEST_CHANGE / largest), variable.dtype))
@@ -98,6 +101,8 @@ class TrialConditions:
 
             def draw(shape: Any, *args: Any, **kwargs: Any) -> Any:
                 self._draws += 1
+                # The first axis is taken for that of the samples: all rows are alike, so a part of the batch sees what
+                # the batch saw.
                 row = (1, *shape[1:]) if len(shape) else shape
                 named = dict(zip(_ARGUMENTS[name], args, strict=False)) | kwargs | {"seed": self._draws}
                 return ops.broadcast_to(original(row, **named), shape)

@@ -99,5 +99,6 @@ def lay_out(variable: Any, axes: tuple[Any, ...], mesh: Any) -> None:
     """Move a variable's value into a layout, where every later value goes too."""
     if axes_of(variable, mesh) == axes:
         return
+    # `_direct_assign` puts each value where `_layout` says, this one and all that follow.
     variable._layout = keras.distribution.TensorLayout(axes, mesh)
     variable._direct_assign(variable._value)

@@ -47,6 +47,7 @@ def weight_entries(model: Any) -> dict[str, Any]:
         raise ValueError("The model is not built: call it on data, or give it an Input.")
     contents: dict[str, dict[str, Any]] = {}
     with _STORING_VARIABLES:
+        # Keras's own walk over the model, so the entries have the names, and the order, of its files.
         saving_lib._save_state(model, _EntryStore(contents), None, inner_path="", visited_saveables=set())
     return {
         "/".join(filter(None, (path, _VARIABLES, name))): value
