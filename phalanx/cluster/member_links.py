@@ -48,8 +48,9 @@ class MemberLinks:
         # Links that others have opened and no generation uses yet, with the generation that they are for.
         self._arrived: dict[str, tuple[bytes, Link]] = {}
         self._ended = 0  # the last generation that has ended
+        # Links in use, by incarnation; they belong to the thread that forms generations, as does the next attribute.
         self._links: dict[str, Link] = {}
-        self._unreachable: set[str] = set()
+        self._unreachable: set[str] = set()  # incarnations, since `take_unreachable`
 
     # See `transport.listener.Service`.
 
@@ -72,6 +73,7 @@ class MemberLinks:
 
         Raises: NotFormedError if a member cannot be reached or the generation has already ended.
         """
+        # Members cannot wait for each other in a circle: a link is adopted in the listener's thread of the one dialled.
         self.dial(order)
         self.complete(order)
 
@@ -96,6 +98,7 @@ class MemberLinks:
             links={r: self._links[a.incarnation] for r, a in enumerate(order.members) if r != rank},
         )
         with self._changed:
+            # Decided and exchanged at once: afterwards `generation_ended` finds this membership and sets its end.
             if self._ended >= order.generation:
                 membership.state.abort_at = time.monotonic()
             self.membership = membership
@@ -103,7 +106,7 @@ class MemberLinks:
     def generation_ended(self, generation: int) -> None:
         """Stop waiting in this generation, for links or in a collective. May be called from any thread."""
         with self._changed:
-            self._ended = generation
+            self._ended = max(self._ended, generation)  # the chief hears of each lost task in a thread of its own
             if self.membership.generation == generation:
                 self.membership.state.abort_at = time.monotonic() + ENDED_GRACE_S
             self._changed.notify_all()
@@ -121,7 +124,9 @@ class MemberLinks:
         return list(self._links.values())
 
     def close(self) -> None:
-        for link in (*self._links.values(), *(link for _, link in self._arrived.values())):
+        with self._changed:
+            arrived = [link for _, link in self._arrived.values()]
+        for link in (*self._links.values(), *arrived):
             link.close()
 
     def _rank(self, order: FormGeneration) -> Rank:
@@ -130,6 +135,7 @@ class MemberLinks:
 
     def _drop_unusable(self, order: FormGeneration) -> None:
         """Close links to former members, broken links, and closed ones: if both ends live, the network closed them."""
+        self._take_over_former(order.generation - 1)
         me = self._identity.description.incarnation
         # A process that was not a member before opens new links: those that are kept may be of a former attempt.
         wanted = {address.incarnation for address in order.members if address.completed >= 0}
@@ -143,9 +149,20 @@ class MemberLinks:
                     del self._arrived[incarnation]
                     link.close()
 
+    def _take_over_former(self, generation: int) -> None:
+        """Use links of a generation that this process gave up before it had taken them: their dialers keep them, and do
+        not dial again."""
+        with self._changed:
+            for incarnation, (details, link) in list(self._arrived.items()):
+                if details == _details_of(generation):
+                    del self._arrived[incarnation]
+                    if (broken := self._links.get(incarnation)) is not None:  # or its other end had not dialled
+                        broken.close()
+                    self._links[incarnation] = link
+
     def _open_link(self, member: MemberAddress, generation: int, deadline: float) -> Link:
         address = Address.parse(member.address, where=member.task)
-        details = str(generation).encode()
+        details = _details_of(generation)
         try:
             link, _ = self._identity.dial_address(
                 address, member.task, self._purpose, details, deadline=deadline, bulk=True
@@ -158,8 +175,8 @@ class MemberLinks:
     def _await_link(self, member: MemberAddress, generation: int, deadline: float) -> Link:
         def has_arrived() -> bool:
             # A link of an earlier attempt, which the other end has given up, does not count.
-            purpose, _ = self._arrived.get(member.incarnation, (b"", None))
-            return purpose == str(generation).encode()
+            details, _ = self._arrived.get(member.incarnation, (b"", None))
+            return details == _details_of(generation)
 
         with self._changed:
             self._changed.wait_for(
@@ -171,3 +188,8 @@ class MemberLinks:
                 raise NotFormedError("another member of the generation was lost")
             self._unreachable.add(member.incarnation)
             raise NotFormedError(f"{member.task} did not connect")
+
+
+def _details_of(generation: int) -> bytes:
+    """The details of the Hello of a link that is opened for a generation."""
+    return str(generation).encode()
