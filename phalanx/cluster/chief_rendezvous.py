@@ -66,6 +66,8 @@ class ChiefRendezvous:
             self._dismiss(error)
             self._links.close()
             raise
+        # From here on `admit` refuses those that come late, and the end of a link is no loss for `_receive`: a member
+        # that is lost now is noticed by the first collective.
         self._membership = self._links.membership
         self._state.finish()
         self._state.listener.unregister(messages.MESH)
@@ -76,6 +78,7 @@ class ChiefRendezvous:
 
     def _form_generation(self) -> bool:
         """Let the tasks link to each other; returns whether all could."""
+        # What is ordered and compared below is this copy: a task that restarts meanwhile has another `_Task`.
         with self._state.changed:
             self._generation = generation = self._generation + 1
             tasks = dict(sorted(self._tasks.items()))
@@ -182,7 +185,7 @@ class ChiefRendezvous:
                 del self._tasks[rank]
                 # Under the same lock: afterwards, its successor may have arrived, which is not missing.
                 self._state.lost(rank, "was present before, but its process exited or its connection broke")
-        if is_lost:
+        if is_lost:  # the chief may be waiting for a link of this task
             self._links.generation_ended(generation)
 
 

@@ -42,6 +42,9 @@ class Member:
 class GenerationState:
     """What collectives and the elastic node tell each other about a generation. Unused in jobs of fixed size.
 
+    Without a lock of its own: `abort_at` is one store, which a reader may see a poll late; `unresponsive` belongs to
+    the thread that runs collectives and, between two generations, to the one that reports.
+
     Attributes:
         abort_at: when waiting collectives give up because the generation has ended, by `time.monotonic`. Set by the
             node's thread.

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 Message = TypeVar("Message")
 
 IDLE_S = 3600.0
+"""One wait for a message, which is repeated for as long as the link stands."""
 SLOWEST_BYTES_PER_S = 1e6
 """A large result takes longer on a slow network."""
 

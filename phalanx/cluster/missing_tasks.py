@@ -133,7 +133,7 @@ def _find_missing(state: RendezvousState) -> dict[Rank, str]:
 
     asked = [rank for rank in me.other_ranks if (rank in found if is_chief else rank != CHIEF_RANK)]
     _run_in_threads(look, [*asked, me.rank], until=time.monotonic() + PROBE_TIMEOUT_S + 0.5)
-    return dict(found)
+    return dict(found)  # a copy, because a thread that is late may still add to it
 
 
 def _run_in_threads(function: Callable[[Rank], None], ranks: Iterable[Rank], *, until: float) -> None:

@@ -41,7 +41,7 @@ class PeerWatch:
         self._ranks: dict[int, Rank] = {link.fileno(): rank for rank, link in membership.links.items()}
         self._poller = select.poll()
         for fileno in self._ranks:
-            self._poller.register(fileno, _PEER_CLOSED)
+            self._poller.register(fileno, _PEER_CLOSED)  # not for reading: what arrives is for others
         self._thread = threading.Thread(target=self._run, name="phalanx-peer-watch", daemon=True)
 
     def start(self) -> None:

@@ -144,8 +144,9 @@ class _MemberRendezvous:
         me, state = self._me, self._state
         chief, details = me.tasks[CHIEF_RANK], msgspec.msgpack.encode(me.description)
         absent_since = time.monotonic()
+        # Since when every attempt has been answered without success, and since when nothing has listened there.
         failing_since = refused_since = None
-        answer = ""
+        answer = ""  # the last one, which says more than that nothing listens there any longer
         while True:
             now = time.monotonic()
             try:
@@ -177,6 +178,7 @@ class _MemberRendezvous:
             match order:
                 case messages.FormGeneration():
                     failure = ""
+                    # Blocks for LINK_UP_S twice at most. Then the chief decides: it starts the job or orders again.
                     try:
                         self._links.form(order)
                     except NotFormedError as error:

@@ -56,10 +56,10 @@ class CoordinatorClient:
         self._on_generation_ended = on_generation_ended
         self.regroup_requested: int | None = None
         self.is_lost = False
-        self._generation = 0
-        self._orders: queue.SimpleQueue[Order | messages.Dismissed | None] = queue.SimpleQueue()
+        self._generation = 0  # the last one that was ordered: it ends with the link
+        self._orders: queue.SimpleQueue[Order | messages.Dismissed | None] = queue.SimpleQueue()  # None is the end
         self._sending = threading.Lock()  # serializes the frames of several threads
-        self._closed = threading.Event()
+        self._closed = threading.Event()  # this process leaves: the end of the link is no loss
         self.link, self.response = self._connect()
         task = identity.description.task
         for name, body in (("orders", self._receive), ("life", self._send_signs_of_life)):
@@ -148,6 +148,7 @@ class CoordinatorClient:
 
     def _receive_orders(self) -> None:
         for order in messages.receive(self.link, _decoder):
+            # The first two are for a process that trains, and so waits for no order.
             if isinstance(order, messages.RegroupRequest):
                 self.regroup_requested = order.generation
             elif isinstance(order, messages.GenerationEnded):

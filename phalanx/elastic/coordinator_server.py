@@ -106,6 +106,8 @@ class CoordinatorServer:
                 return Welcome(refusal=messages.FAILED, reason=f"The job has failed: {self.coordinator.failure}.")
             if reason := self.coordinator.table.disagreement(description):
                 return Welcome(refusal=DISAGREEMENT, reason=reason)
+            # Nothing can be sent to it before `adopt`, and it has asked for nothing yet. If the job ends in between,
+            # the launcher ends the process.
             response = self.coordinator.admit(description, time.monotonic())
             self._senders.pop(hello.incarnation, None)  # from now on, only the end of the new link is a loss
         return Welcome(details=msgspec.msgpack.encode(response))
@@ -114,7 +116,7 @@ class CoordinatorServer:
         sender = _Sender(hello.task, link)
         sender.start()
         with self._lock:
-            self._senders[hello.incarnation] = sender
+            self._senders[hello.incarnation] = sender  # before the first message is received, which may be answered
         receive = partial(self._receive, hello.incarnation, link, sender)
         threading.Thread(target=receive, name=f"phalanx-elastic-from-{hello.task}", daemon=True).start()
 

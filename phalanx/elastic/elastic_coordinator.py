@@ -156,7 +156,7 @@ class ElasticCoordinator:
                 process.ready_entry = entry
             case messages.LossReport(generation):
                 if generation == self.generation and incarnation in self.table.members:
-                    process.report = message
+                    process.report = message  # first, so that its sender is not told what it has reported
                     self._end_generation(now)
                     self._evictions.reported(message, now, is_first=len(self.table.reports) == 1)
             case messages.EntryBegan() | messages.EntryFinished():
@@ -225,6 +225,7 @@ class ElasticCoordinator:
         self.state, self._state_since = state, now
 
     def _decide(self, now: float) -> None:
+        """Do what the state of things asks for, which may be nothing. Called after every change, and by each tick."""
         for incarnation, process in list(self.table.processes.items()):
             if incarnation in self.table.members:
                 continue
@@ -302,13 +303,14 @@ class ElasticCoordinator:
         table = self.table
         joining = table.candidates(self.entries.joinable)[: table.vacancies]
         is_useful = joining or table.surplus or len(table.members) < table.needed
-        if is_useful and self.state is CoordinatorState.RUNNING:
+        if is_useful and self.state is CoordinatorState.RUNNING:  # the other state says that it was asked
             self._enter(CoordinatorState.REGROUP_REQUESTED, now)
             self._send(table.members[0], messages.RegroupRequest(self.generation))
 
     def _form(self, incarnations: list[str], now: float) -> None:
         processes = self.table.processes
         # The chief must be a member that has the job's state. The sort is stable.
+        # Candidates, without a report, count as if they had it, but they follow the members, one of which does.
         incarnations = sorted(incarnations, key=lambda i: processes[i].needs_state)
         self.generation += 1
         is_first = self.generation == 1
@@ -351,6 +353,8 @@ class ElasticCoordinator:
         self._job.fail(reason, error.exit_code)
 
     def _evict(self, incarnations: Sequence[str], reason: str, now: float) -> None:
+        # `lose` decides again after each of them: it evicts the rest of the same list, and may even form the next
+        # generation. What remains for this loop is gone by then, which `lose` ignores.
         for incarnation in list(incarnations):
             self.lose(ProcessLost(incarnation, LossCause.EVICTED, reason), now)
 

@@ -131,7 +131,7 @@ class ElasticGroup:
 
         Raises: MembershipChangedError if the members have changed; the collective must be called again.
         """
-        boundary = self.join_points.next_collective()
+        boundary = self.join_points.next_collective()  # used up by this call, also if it raises below
         if self._raises_next:
             self._raises_next = False
             raise self._membership_changed()
@@ -185,7 +185,7 @@ class ElasticGroup:
             if config.timeline is not None and not timeline.current.on:
                 timeline_relay.start_recording(self.node, config.timeline.path)
         new = self._connect()
-        self._former, self.inner = self.statistics, new
+        self._former, self.inner = self.statistics, new  # the statistics still contain those of the former `inner`
         self._hand_over()
 
     def abandon(self, error: Exception) -> None:
@@ -194,6 +194,7 @@ class ElasticGroup:
 
     def _hand_over(self) -> None:
         """Give the result of the last collective to members that lack it, or receive it."""
+        # From what the coordinator has sent to all: every member, newcomers included, finds the same and takes part.
         counts = [address.completed for address in self.node.addresses]
         known = [count for count in counts if count >= 0]
         if not known or min(known) == max(known):
@@ -201,6 +202,7 @@ class ElasticGroup:
         root = counts.index(max(known))
         payload = self.inner.broadcast_bytes(encode(self._last) if self.inner.rank == root else b"", root)
         self.inner.barrier()
+        # After the barrier: a member that fails in it still lacks the result, and gets it in the next generation.
         if self._completed < max(known):
             self._completed += 1
             self._last = decode(payload)

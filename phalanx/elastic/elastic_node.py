@@ -98,6 +98,7 @@ class ElasticNode(Node):
         self._form(order)
 
     def _form(self, order: messages.FormGeneration) -> None:
+        # Before the links, which may fail: the next report is about this generation all the same.
         self.generation, self.addresses = order.generation, tuple(order.members)
         if order.generation == 1:
             self.initial_world_size = len(order.members)
@@ -109,11 +110,12 @@ class ElasticNode(Node):
         if self._is_closed:
             return
         self._is_closed = True
+        # The notice comes first: without it, the end of a link is a loss.
         self.coordinator.close(last=messages.LeaveNotice() if flush else None)
         if flush:
             wait_until_delivered([*self.links.all, self.coordinator.link])
         self.coordinator.link.close()
-        self.listener.close()
+        self.listener.close()  # before the links: none is adopted after they are closed
         self.links.close()
 
 

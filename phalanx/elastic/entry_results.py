@@ -23,8 +23,8 @@ class EntryLog:
 
     def __init__(self) -> None:
         self.current = -1
-        self._notes: dict[int, bytes] = {}
-        self._results: dict[int, bytes] = {}
+        self._notes: dict[int, bytes] = {}  # of entries that have begun
+        self._results: dict[int, bytes] = {}  # of those that have finished, or NOT_KEPT
         self._kept = 0  # bytes
 
     def record(self, message: EntryBegan | EntryFinished) -> None:

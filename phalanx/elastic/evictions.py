@@ -53,7 +53,7 @@ class EvictionPolicy:
             now: seconds of a steady clock.
             is_first: whether no other member waits; others may have waited before and are gone.
         """
-        if is_first:
+        if is_first:  # what an earlier generation has left does not count
             self._overdue_at = math.inf
         # If the links were never established, the others have waited for them since the generation was formed.
         waiting_since = now if report.linked else self._formed_at

@@ -87,7 +87,7 @@ def form_next_generation(node: ElasticNode, participant: Participant, error: Exc
 def _follow(node: ElasticNode, participant: Participant, error: Exception) -> None:
     while True:
         logger.debug("%s leaves generation %d: %s", node.task, node.generation, error)
-        participant.abandon(error)
+        participant.abandon(error)  # first: the others then leave at once, and not when they notice
         position = participant.position()
         report = LossReport(
             node.generation,

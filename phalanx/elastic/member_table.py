@@ -153,5 +153,5 @@ class MemberTable:
             needs_state = report.needs_state if report else not is_first
             completed = report.completed if report else -1
             addresses.append(MemberAddress.of(process.description, completed, needs_state=needs_state))
-            process.report = process.ready_entry = process.queried_entry = None
+            process.report = process.ready_entry = process.queried_entry = None  # all of the former generation
         return addresses

@@ -44,7 +44,7 @@ class ConnectionFailures:
 
     def record(self, generation: int, reports: Mapping[str, LossReport]) -> None:
         """Evaluate the reports of all live members of a generation. Repeating it for a generation changes nothing."""
-        if generation == self._generation:
+        if generation == self._generation:  # asked again after each eviction; a complaint counts once
             return
         self._generation = generation
         completed = max(report.completed for report in reports.values())
@@ -56,7 +56,7 @@ class ConnectionFailures:
             frozenset((one, other))
             for one, report in reports.items()
             for other in report.missing
-            if other in reports and other != one
+            if other in reports and other != one  # with one that is gone, nothing is broken
         }
         self._complaints.update(pairs)
         self.severed = {
