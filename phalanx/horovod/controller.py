@@ -24,7 +24,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -56,6 +56,7 @@ class OperationHandle:
 
     def finish(self, error: BaseException | None = None) -> None:
         """The operation is done, or has failed."""
+        # `done` comes last: threads read it without a lock, and then `error` and the part's result.
         self.error, self.done = error, True
 
 
@@ -89,17 +90,19 @@ class Controller:
         self.communicator = communicator
         self.automatic_names: dict[str, itertools.count[int]] = {}
         self._negotiator = Negotiator(communicator, environment, timeout_s, names)
+        # Used and replaced by the thread that drives. Equal on all ranks in every round: `fuse` must cut equal batches.
         self._fusion = FusionSettings(environment.fusion_bytes, environment.cycle_s)
         self._tuner = None if tune is None else FusionAutotuner(self._fusion, self._maximum, tune)
         self._driving = threading.Lock()
 
         self._changed = threading.Condition()  # protects what follows
+        # What this rank announces in each round. Only the thread that drives removes single ones, when they are done.
         self._waiting: dict[str, OperationHandle] = {}
         self._queued: dict[str, deque[OperationHandle]] = {}  # under automatic names that are still in use
-        self._join: OperationHandle | None = None
-        self._failure: BaseException | None = None
+        self._join: OperationHandle | None = None  # its caller waits, and so drives: the background thread ignores it
+        self._failure: BaseException | None = None  # the first cause; set once, after which no round begins
         self._is_stopped = False
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # from the first asynchronous operation on
         self._is_idle = False  # whether the background thread sleeps
         self._waiters = 0  # threads that wait for another one that drives
 
@@ -163,6 +166,8 @@ class Controller:
                     self._release()
             else:
                 with self._changed:
+                    # Counted before `_driving` is looked at, while `_release` looks at the count after it has released:
+                    # one of the two notices the other.
                     self._waiters += 1
                     self._changed.wait_for(lambda: handle.done or not self._driving.locked())
                     self._waiters -= 1
@@ -189,8 +194,10 @@ class Controller:
             self._is_stopped = True
             self._fail(PhalanxError("Horovod has been shut down."))
         if not self._driving.acquire(blocking=False):
+            # The round may wait for ranks that request nothing for minutes.
             self.communicator.runner.interrupt()
             self._driving.acquire()
+        # From here on no collective runs, and none begins: whatever drives now finds `_failure` set.
         self._driving.release()
         if self._thread is not None:
             self._thread.join()
@@ -205,6 +212,7 @@ class Controller:
             raise HorovodInternalError.of(self._failure)
 
     def _wake(self) -> None:
+        """Let the background thread drive; called under `_changed`."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name=f"phalanx-horovod-{self.communicator.rank}", daemon=True
@@ -227,8 +235,6 @@ class Controller:
             if self._driving.acquire(blocking=False):
                 try:
                     self._drive(lambda: bool(self._waiting) and not self._is_stopped)
-                except PhalanxError:
-                    pass  # every handle has it
                 finally:
                     self._release()
 
@@ -245,22 +251,26 @@ class Controller:
             try:
                 has_advanced = self._round()
             except BaseException as error:
+                # Ranks may be in different places of the round now, so nothing can follow it. The handles have the
+                # error; an interrupt is also raised where it hit the program.
                 with self._changed:
                     self._fail(error)
                 if not isinstance(error, Exception):
                     raise
                 return
             if not has_advanced:
+                # All ranks have come, and wait for different operations: one of them must request more first.
                 time.sleep(self._fusion.cycle_s)
 
     def _round(self) -> bool:
         """Take part in one round and run what is ready; returns whether anything was."""
         with self._changed:
             waiting, joins = dict(self._waiting), self._join is not None
+        # Programs request more while this exchanges, which takes as long as the slowest rank: not under the lock.
         results, last_joined = self._negotiator.negotiate(waiting, joins=joins)
         if last_joined is not None:
             self._finish_join(last_joined)
-        self._execute(results)
+        self._execute(results, waiting)
         return bool(results)
 
     def _finish_join(self, last: int) -> None:
@@ -272,18 +282,21 @@ class Controller:
             handle.part.result = last
             handle.finish()
 
-    def _execute(self, results: Sequence[NegotiationResult]) -> None:
+    def _execute(self, results: Sequence[NegotiationResult], waiting: Mapping[str, OperationHandle]) -> None:
+        """Run what is ready, with this rank's handles of the round: what `_waiting` holds by now may be less, after
+        `close`, or newer, after `join`, and this rank would bring zeros, or what was not negotiated."""
         for result in results:
             if result.error:
-                self._finish([result.request.name], HorovodInternalError.of(CollectiveMismatchError(result.error)))
+                error = HorovodInternalError.of(CollectiveMismatchError(result.error))
+                self._finish([result.request.name], waiting, error)
         ready = [result.request for result in results if not result.error]
         for batch in fuse(ready, self._fusion.threshold):
-            handles = [self._waiting.get(request.name) for request in batch]
+            handles = [waiting.get(request.name) for request in batch]  # None: this rank has joined
             started = timeline.now()
             execute(self.communicator, batch, [None if handle is None else handle.part for handle in handles])
             if timeline.current.on:
                 _record(handles, started)
-            self._finish([request.name for request in batch])
+            self._finish([request.name for request in batch], waiting)
         if self._tuner is not None and ready:
             # The time of a round counts for the present settings; the next round may use others.
             self._tuner.record_round(sum(request.nbytes for request in ready))
@@ -292,17 +305,22 @@ class Controller:
                 self._tuner = None
 
     def _maximum(self, numbers: Sequence[float]) -> list[float]:
+        # A collective between two rounds: the tuner asks on all ranks after the same one.
         (merged,) = self.communicator.all_reduce([np.array(numbers)], ReduceOp.MAX)
         return [float(number) for number in merged]
 
-    def _finish(self, names: Sequence[str], error: HorovodInternalError | None = None) -> None:
+    def _finish(
+        self, names: Sequence[str], waiting: Mapping[str, OperationHandle], error: HorovodInternalError | None = None
+    ) -> None:
         stalls = self._negotiator.stalls
         with self._changed:
             for name in names:
                 stalls.forget(name)
-                handle = self._waiting.pop(name, None)
-                if handle is not None:
-                    handle.finish(error)
+                handle = waiting.get(name)
+                if handle is None or self._waiting.get(name) is not handle:
+                    continue  # this rank has joined, or every handle has failed meanwhile
+                del self._waiting[name]
+                handle.finish(error)
                 if name in self._queued:
                     self._waiting[name] = self._queued[name].popleft()
                     if not self._queued[name]:

@@ -83,6 +83,7 @@ def _allreduce(communicator: Communicator, requests: Sequence[Request], parts: S
     outs: list[Array] = []
     for request, part in zip(requests, parts, strict=True):
         if part is None:
+            # Of the dtypes and shapes that the others bring, or the communicator finds a mismatch.
             neutral = [
                 _neutral(op, dtype_of(name), shape) for name, shape in zip(request.dtypes, request.shapes, strict=True)
             ]
@@ -93,6 +94,25 @@ def _allreduce(communicator: Communicator, requests: Sequence[Request], parts: S
             is_scaled_here = op not in _SCALED_BY_COMMUNICATOR
             arrays += [_scaled(array, prescale) for array in part.arrays] if is_scaled_here else part.arrays
             outs += part.result
+    floats = [is_float(array.dtype) for array in arrays]
+    if op is not HorovodOp.AVERAGE or len(set(floats)) < 2:
+        _reduce(communicator, op, arrays, outs, prescale, postscale)
+        return
+    # Apart: the sum from which the mean of integers is cut off overflows in half precision, where the mean does not.
+    for of_floats in (True, False):
+        chosen = [index for index, each in enumerate(floats) if each is of_floats]
+        _reduce(communicator, op, [arrays[i] for i in chosen], [outs[i] for i in chosen], prescale, postscale)
+
+
+def _reduce(
+    communicator: Communicator,
+    op: HorovodOp,
+    arrays: Sequence[Array],
+    outs: Sequence[Array],
+    prescale: float,
+    postscale: float,
+) -> None:
+    """Reduce arrays into `outs`. For an average, they are all floats, or all integers."""
     if op is HorovodOp.ADASUM:
         adasum.adasum(communicator, arrays, outs)
     elif op is HorovodOp.AVERAGE and all(is_float(array.dtype) for array in arrays):
@@ -102,6 +122,7 @@ def _allreduce(communicator: Communicator, requests: Sequence[Request], parts: S
             communicator.all_reduce(arrays, ReduceOp.SUM, scale=[prescale] * len(arrays), out=outs)
             postscale /= communicator.world_size
     elif op is HorovodOp.AVERAGE:
+        # The sums in arrays of their own: `outs` have too few bits for them.
         sums = communicator.all_reduce([_widened(_scaled(array, prescale)) for array in arrays], ReduceOp.SUM)
         for out, total in zip(outs, sums, strict=True):
             out[...] = _divided(total, communicator.world_size)
@@ -166,12 +187,14 @@ def _reducescatter(communicator: Communicator, array: Array, request: Request) -
     array = np.ascontiguousarray(array)
     rows = communicator.all_to_all(np.split(array, np.cumsum(counts)[:-1]))
     out = np.empty(rows[0].shape, array.dtype)
+    divisor = communicator.world_size if request.op == HorovodOp.AVERAGE else 1
+    # A mean of floats is divided before it is rounded to their dtype, in which the sum may overflow.
+    before, after = (divisor, 1) if is_float(array.dtype) else (1, divisor)
     if out.size:
         wire = wire_dtype(array.dtype)
         flat = [row.reshape(-1).astype(wire, copy=False) for row in rows]
-        merge_rows(flat, out.reshape(-1), _REDUCE_OPS[HorovodOp(request.op)])
-    average = communicator.world_size if request.op == HorovodOp.AVERAGE else 1
-    return _scaled(_divided(out, average), request.postscale).astype(given, copy=False)
+        merge_rows(flat, out.reshape(-1), _REDUCE_OPS[HorovodOp(request.op)], before)
+    return _scaled(_divided(out, after), request.postscale).astype(given, copy=False)
 
 
 def _scaled(array: Array, factor: float) -> Array:

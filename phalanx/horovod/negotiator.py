@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 import msgspec
@@ -65,6 +65,8 @@ class Negotiator:
         self._communicator = communicator
         self.stalls = StallInspector(environment.stall_s, timeout_s, names)
         self._cache = RequestCache(environment.cache_capacity)
+        # A byte for each bit, 0 or 1, whose minimum over the ranks is their `and`. Equally long on all ranks: where the
+        # capacity differs, the first round is a mismatch.
         self._bits = np.zeros(_FIRST_REQUEST + environment.cache_capacity, np.uint8)
         self._merged = np.empty_like(self._bits)
         self._joined: list[int] = []  # in the order in which they joined
@@ -89,6 +91,7 @@ class Negotiator:
             self._communicator.all_reduce([self._bits], ReduceOp.MIN, out=[self._merged])
         except CollectiveTimeoutError as error:
             raise CollectiveTimeoutError(f"{self._awaited()} did not begin: {error}") from error
+        # The merged bits are the same on all ranks, and so is the way that each takes from here.
         if not self._merged[_NOTHING_NEW]:
             return self._exchange_requests(
                 waiting, RankRequests(requests, joins, self.stalls.overdue(waiting.values()))
@@ -100,6 +103,7 @@ class Negotiator:
 
     def _write_bits(self, waiting: Mapping[str, PendingRequest], *, joins: bool) -> list[Request | int]:
         """Set this rank's bits. A rank that has joined sets all of them. Returns the requests, by number if cached."""
+        # `_joined` is what all ranks know; that this rank joins is news until it is there.
         has_joined = self._communicator.rank in self._joined
         self._bits[:] = has_joined
         self._bits[_NOTHING_NEW] = joins == has_joined and not self.stalls.is_due(waiting.values())
@@ -117,14 +121,16 @@ class Negotiator:
     def _exchange_requests(self, waiting: Mapping[str, PendingRequest], own: RankRequests) -> RoundResult:
         encoded = self._communicator.all_gather_bytes(_encode(own))
         ranks = [_DECODER.decode(item) for item in encoded]
+        # Those of one round in rank order, so that the last one is the same on all ranks.
         self._joined += [rank for rank, each in enumerate(ranks) if each.joined and rank not in self._joined]
         last = None
         if len(self._joined) == self._communicator.world_size:
             last, self._joined = self._joined[-1], []
+        # Before anything of this round is cached: the numbers are those of when they were sent.
         requested = [self._cache.resolve(each) for each in ranks]
         missing = absent_ranks(requested, self._joined)
         for stall in self.stalls.inspect(waiting, missing):
-            self._warn(stall.name, stall.ranks, "which request other operations")
+            self._warn(stall.name, {*stall.ranks, *self._joined}, stall.ranks, "which request other operations")
         self.stalls.end_overdue([each.overdue for each in ranks], missing)
         return RoundResult(self._note(decide(requested, self._joined)), last)
 
@@ -137,15 +143,16 @@ class Negotiator:
 
     def _warn_of_absent(self, ranks: Sequence[int]) -> None:
         """A round has waited too long for ranks that request nothing."""
-        self._warn(self._awaited(), ranks, "which have not requested it")
+        self._warn(self._awaited(), set(ranks), ranks, "which have not requested it")
 
     def _awaited(self) -> str:
         """What this rank waits for."""
         names = list(self._waiting) or ["join"]
         return ", ".join(names[:_NAMES_IN_MESSAGES]) + (", ..." if len(names) > _NAMES_IN_MESSAGES else "")
 
-    def _warn(self, names: str, ranks: Sequence[int], what: str) -> None:
-        if self._communicator.rank != min(set(range(self._communicator.world_size)) - set(ranks), default=0):
+    def _warn(self, names: str, silent: Set[int], ranks: Sequence[int], what: str) -> None:
+        """Warn of absent `ranks`, on the first rank that waits itself: not on `silent` ones, which do not."""
+        if self._communicator.rank != min(set(range(self._communicator.world_size)) - silent, default=0):
             return  # one rank is enough
         _log.warning(
             "stalled for more than %g s: %s waits for %s, %s. The job ends after %g s "

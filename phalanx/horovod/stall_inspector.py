@@ -50,6 +50,8 @@ class StallInspector:
         self.end_s = end_s
         self._names = names
         self._clock = clock
+        # Names whose absent ranks have been found, until they are done. Without it, `is_due` would hold in every round
+        # from `warn_s` on, and each would be an exchange of all requests.
         self._warned: set[str] = set()
 
     def is_due(self, waiting: Iterable[PendingRequest]) -> bool:
@@ -95,7 +97,7 @@ class StallInspector:
         """
         for rank, waited in enumerate(overdue):
             for name, waited_s in waited.items():
-                if name in absent:
+                if name in absent:  # else the last rank has come in this very round
                     raise CollectiveTimeoutError(
                         f"{name!r} has waited {waited_s:.0f} s on {self.describe_ranks([rank])} for "
                         f"{self.describe_ranks(absent[name])}, which took part in other operations meanwhile. Do all "

@@ -16,6 +16,7 @@ import pytest
 from phalanx.cluster.membership import Membership
 from phalanx.collectives import CommunicationOptions, connect
 from phalanx.errors import CollectiveTimeoutError, PeerLostError
+from phalanx.horovod import controller as controller_module
 from phalanx.horovod.common.exceptions import HorovodInternalError
 from phalanx.horovod.controller import Controller
 from phalanx.horovod.execution import FusedPart
@@ -125,6 +126,18 @@ def test_ranks_that_ask_for_different_things_are_named_and_the_job_ends_after_th
     assert any("right waits for rank 0 (worker/0)" in one for one in warned)
 
 
+def test_a_rank_that_waits_itself_warns_where_the_first_one_has_joined() -> None:
+    def body(rank: Rank) -> Any:
+        with pytest.raises(HorovodInternalError, match="has waited"):
+            rank.controller.join() if rank.number == 0 else rank.merge("left" if rank.number == 1 else "right")
+        return rank.warnings
+
+    joined, left, right = values(run(body, 3, stall_s=0.2, timeout_s=3.0))
+    assert not joined
+    assert any("left waits for rank 2 (worker/2), which request other operations" in one for one in left)
+    assert any("right waits for rank 1 (worker/1)" in one for one in right)
+
+
 def test_a_killed_rank_ends_all_that_wait_and_all_that_come_later() -> None:
     def body(rank: Rank) -> Any:
         rank.merge("first")
@@ -166,6 +179,30 @@ def test_closing_ends_what_waits() -> None:
         return "ended"
 
     assert values(run(body))[0] == "ended"
+
+
+def test_a_rank_that_closes_brings_its_values_to_what_was_agreed_on() -> None:
+    def body(rank: Rank) -> Any:
+        controller, brought = rank.controller, []
+        negotiate, execute = controller._negotiator.negotiate, controller_module.execute
+
+        def negotiate_and_close(*args: Any, **kwargs: Any) -> Any:
+            found = negotiate(*args, **kwargs)
+            threading.Thread(target=controller.close).start()
+            with controller._changed:
+                assert controller._changed.wait_for(lambda: controller.failure is not None, 20)
+            return found
+
+        controller._negotiator.negotiate = negotiate_and_close  # type: ignore[method-assign]
+        controller_module.execute = lambda communicator, batch, parts: (  # type: ignore[attr-defined]
+            brought.extend(parts),
+            execute(communicator, batch, parts),
+        )
+        with pytest.raises(HorovodInternalError, match="shut down"):
+            rank.merge("last")
+        return [None if part is None else part.arrays[0].tolist() for part in brought]
+
+    assert values(run(body, 1)) == [[[1.0, 1.0]]], "and no zeros, which only a rank that has joined brings"
 
 
 def test_without_a_cache_and_with_a_tiny_one_results_are_the_same() -> None:

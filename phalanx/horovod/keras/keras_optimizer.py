@@ -25,6 +25,8 @@ from phalanx.keras_compat.patching import insert_mixin, remove_mixin, set_untrac
 _MODULES = {"jax": "jax", "tensorflow": "tensorflow.tape", "torch": "torch.gradients"}
 """Where a backend's `reduce_gradients` is."""
 _state = threading.local()
+"""While this thread applies an optimizer. `is_reduced`: gradients are applied as they are. `updating`: the optimizer
+that reduces in `_clip_gradients`, and `variables`: those whose gradients these are."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,9 @@ class OptimizerReduction:
 
     @property
     def local_factor(self) -> float:
-        """Multiplies gradients that are not reduced."""
-        return self.factor / self.reduction.process_set.size() if self.scale_local_gradients else self.factor
+        """Multiplies gradients that are not reduced. A rank that trains alone averages nothing, and scales nothing."""
+        scales = self.scale_local_gradients and self.is_included
+        return self.factor / self.reduction.process_set.size() if scales else self.factor
 
     def local_indices(self, variables: Sequence[Any]) -> set[int]:
         """The indices of those variables whose gradients are not reduced."""
@@ -229,12 +232,14 @@ def reduction_of(optimizer: Any) -> OptimizerReduction | None:
     the other ranks whether theirs are finite.
     """
     present = optimizer
+    # The outermost optimizer that has the mixin: where it was inserted, or where an earlier call has moved it.
     while isinstance(present, keras.optimizers.LossScaleOptimizer) and not isinstance(present, _ReducingOptimizer):
         present = present.inner_optimizer
     if not isinstance(present, _ReducingOptimizer):
         return None
     reduction: OptimizerReduction = vars(present)["_hvd_reduction"]
     inner = innermost_optimizer(optimizer)
+    # On JAX `fit_hook` does both, between two compiled functions.
     asks = inner is not optimizer and accumulation_steps(inner) > 1 and keras.backend.backend() != "jax"
     reducing = inner if asks else optimizer
     if present is not reducing:
@@ -288,6 +293,7 @@ class _ReducingOptimizer:
             return super().apply(grads, trainable_variables)  # type: ignore[misc]
         steps = accumulation_steps(self)
         if steps > 1 and keras.backend.backend() != "jax":
+            # Keras accumulates the gradients as they are, and calls `_clip_gradients` below at the update.
             with already_reduced(), _reducing_at_update(self):
                 return super().apply(grads, trainable_variables)  # type: ignore[misc]
         known = getattr(self, "_trainable_variables", ())

@@ -252,6 +252,7 @@ def check_a_rank_outside_of_the_process_set_trains_by_itself() -> None:
     reference = _model(keras.optimizers.SGD(0.1))
     if not members.included():
         np.testing.assert_equal(model.get_weights(), reference.get_weights())
+    model.optimizer.register_local_var(model.trainable_variables[0])
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0, process_set=members),
         hvd.callbacks.MetricAverageCallback(process_set=members),

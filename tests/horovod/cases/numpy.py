@@ -52,6 +52,14 @@ def check_averages_of_floats_are_exact_and_of_integers_cut_off() -> None:
         assert (hvd.reducescatter(alike) == value).all()
 
 
+def check_an_average_of_halves_whose_sum_overflows_is_right_in_every_company() -> None:
+    halves, integers = np.full(2 * hvd.size(), 40_000, np.float16), np.full(3, 5, np.int8)
+    for averaged in (hvd.allreduce(halves), hvd.grouped_allreduce([integers, halves])[1], hvd.reducescatter(halves)):
+        assert (averaged == 40_000).all(), averaged
+    handles = [hvd.allreduce_async(each, name=f"fused.{each.dtype}") for each in (integers, halves)]
+    assert [hvd.synchronize(handle)[0] for handle in handles] == [5, 40_000]
+
+
 def check_what_overflows_is_infinite_whatever_numpy_is_told() -> None:
     with np.errstate(all="raise"):
         own = np.array([3e38 if hvd.rank() == 0 else 1.0], np.float32)
