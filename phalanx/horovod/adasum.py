@@ -58,17 +58,21 @@ def combine(left: Array, right: Array, dots: Array) -> Array:
 
 def _merge(vectors: Sequence[Array], communicator: Communicator) -> list[Array]:
     """Flat arrays of one dtype, each combined over the ranks."""
+    # One concatenation, so that a level of the tree costs one collective for all tensors; each still has factors of its
+    # own, for which `pieces` says where it lies in this rank's share.
     sizes = [len(vector) for vector in vectors]
     whole = np.concatenate(vectors) if len(vectors) > 1 else vectors[0]
     bounds = shares(len(whole), communicator.world_size, whole.itemsize)
     rows = communicator.all_to_all([whole[start:stop] for start, stop in bounds])
     pieces = list(_pieces(sizes, *bounds[communicator.rank]))
     while len(rows) > 1:
+        # `rows[i]` is this rank's share of the i-th node of the level; at first, of what rank i brought.
         pairs = list(zip(rows[::2], rows[1::2], strict=True))
         dots = np.zeros((len(pairs), len(vectors), 3))
         for pair, (left, right) in enumerate(pairs):
             for vector, piece in pieces:
                 dots[pair, vector] = _dots(left[piece], right[piece])
+        # Now of whole tensors, the same bits on all ranks, and so are the factors.
         (dots,) = communicator.all_reduce([dots])
         rows = [np.empty_like(left) for left, _ in pairs]
         for pair, (left, right) in enumerate(pairs):

@@ -58,6 +58,7 @@ class ArrayFramework:
             return results
 
         arrays = list(map(self._to_array, tensors))
+        # An alltoall has a result more than inputs, so they cannot be decompressed in pairs.
         results = reduce(arrays) if kind is OperationKind.ALLTOALL else compressed(compression, arrays, reduce)
         return list(map(self._from_array, results))
 
@@ -188,6 +189,7 @@ class _Parameters:
         )
         self._names = names
         self._defaults = defaults
+        # By the number of positional arguments: what may still be given by name.
         self._after = [frozenset(names[count:]) for count in range(len(names) + 1)]
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,6 +247,7 @@ def make_function(
         if not (is_async or in_place):
             return select(run(kind, tensors, arguments, get("compression", Compression.none)))
         assert start is not None, "the framework has no asynchronous functions"
+        # Without `wake`, this thread drives in `wait` below.
         pending = start(kind, tensors, arguments, in_place=in_place, wake=is_async)
         convert = pending.finish
         assert convert is not None

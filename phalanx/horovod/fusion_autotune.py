@@ -64,9 +64,9 @@ class FusionAutotuner:
         self._merge_costs = merge_costs
         self._report = report
         self._clock = clock
-        self._rounds = -ROUNDS_BEFORE
-        self._bytes = 0
-        self._began = 0.0
+        self._rounds = -ROUNDS_BEFORE  # of the present sample; negative before the first
+        self._bytes = 0  # of the present sample
+        self._began = 0.0  # when the present sample began, by `clock`
 
     @property
     def is_finished(self) -> bool:
@@ -96,4 +96,5 @@ class FusionAutotuner:
         self._rounds = self._bytes = 0
         if self.is_finished:
             self._report(self._search)
+        # Not `now`: exchanging the costs, and writing the report, would count for the next sample.
         self._began = self._clock()

@@ -60,9 +60,9 @@ class HorovodJob:
         self._environment = environment
         self._timeout_s = environment.end_s or node.config.timeout_s
         self.controllers: dict[int, Controller] = {}
-        self._memberships: dict[int, Membership] = {}
+        self._memberships: dict[int, Membership] = {}  # of the process sets; that of the job is the node's
         self._lost: PhalanxError | None = None  # found outside of an operation
-        self._pid = os.getpid()
+        self._pid = os.getpid()  # a fork inherits the links, and must not announce on them that it leaves
         self.needs_state = False
         self.membership = node.membership
         self._has_started = False
@@ -108,7 +108,8 @@ class HorovodJob:
         of them has committed."""
         node = self.elastic
         assert node is not None
-        # A process that has not been a member of a generation that stood has the state only in the first one.
+        # A process that has not been a member of a generation that stood has the state only in the first one: all
+        # begin there with the same program.
         return Position(0, True, self.needs_state if self._has_started else node.generation > 1)
 
     def start(self) -> None:
@@ -127,6 +128,7 @@ class HorovodJob:
         self._end(because=error)
 
     def _end(self, *, because: Exception | None = None, flush: bool = False) -> None:
+        # Controllers first: they say on the links of the memberships that this process leaves.
         for controller in self.controllers.values():
             controller.close(because=because)
         for membership in self._memberships.values():
@@ -136,6 +138,7 @@ class HorovodJob:
     @property
     def traffic(self) -> telemetry.WorkerTraffic:
         """What this process has sent and waited for, for those who watch the job. May be read from any thread."""
+        # A copy, made in one step of the interpreter: the program's thread adds and removes process sets.
         statistics = [controller.communicator.statistics for controller in [*self.controllers.values()]]
         sent, on_links = sum(each.bytes_sent for each in statistics), sum(each.bytes_on_links for each in statistics)
         return telemetry.WorkerTraffic(sent, on_links, step_reports.waited_s())
@@ -173,6 +176,7 @@ class HorovodJob:
         try:
             if links is not None and listener is not None:
                 listener.register(purpose, links)
+            # Behind this barrier all members accept links for the purpose, so no dialling comes too early.
             self._agree(f"add_process_set.{number}", str(list(ranks)))
             if links is not None:
                 links.dial(order)
@@ -188,11 +192,12 @@ class HorovodJob:
         finally:
             if links is not None and listener is not None:
                 listener.unregister(purpose)
-                if number not in self._memberships:
+                if number not in self._memberships:  # it failed, after some links were made
                     links.close()
 
     def remove_process_set(self, number: int) -> None:
         """Remove a process set; all ranks of the job must call this."""
+        # Only once all ranks are here: closing earlier would fail operations of the set that others wait for.
         self._agree(f"remove_process_set.{number}", "")
         if (controller := self.controllers.pop(number, None)) is not None:
             controller.close()

@@ -16,7 +16,7 @@ from collections import Counter
 from phalanx.horovod.common.process_sets import ProcessSet
 from phalanx.horovod.horovod_job import current, is_joined
 
-_given: Counter[tuple[str, int | None]] = Counter()
+_given: Counter[tuple[str, int | None]] = Counter()  # how many numbers, by kind and process set
 _early: list[weakref.ref[InstanceNumber]] = []
 """Instances created before the job was joined, when it was not known whether it is elastic."""
 
@@ -29,6 +29,7 @@ class InstanceNumber:
         self._process_set = process_set
         self._value: int | None = None
         if not is_joined():
+            # Weakly: in a job of fixed size this list is never read.
             _early.append(weakref.ref(self))
         elif current().elastic is not None:
             int(self)
@@ -44,6 +45,7 @@ class InstanceNumber:
 def mark() -> dict[tuple[str, int | None], int]:
     """The present counts, for `return_to`."""
     if current().elastic is not None:
+        # In the order of their creation, as those that are created from now on.
         for number in [number for reference in _early if (number := reference()) is not None]:
             int(number)
     _early.clear()

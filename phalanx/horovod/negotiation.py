@@ -57,8 +57,8 @@ class RequestCache:
 
     def __init__(self, capacity: int):
         self.capacity = capacity
-        self._numbers: OrderedDict[str, int] = OrderedDict()  # least recently used first
-        self._requests: list[Request] = []
+        self._numbers: OrderedDict[str, int] = OrderedDict()  # by name, least recently used first
+        self._requests: list[Request] = []  # by number; a number that is evicted goes to the next request
 
     def number_of(self, request: Request) -> int | None:
         """The number of a request; None if it is not cached, or differs from the cached one of its name."""
@@ -84,6 +84,7 @@ class RequestCache:
                 _, number = self._numbers.popitem(last=False)
             self._numbers[request.name] = number
         self._numbers.move_to_end(request.name)
+        # Also where the name is known: its request may have another shape now.
         self._requests[number] = request
 
     def resolve(self, requests: RankRequests) -> list[Request]:
@@ -98,12 +99,14 @@ def decide(waits_for: Sequence[Sequence[Request]], joined: Collection[int]) -> l
         waits_for: the requests of each rank.
         joined: ranks that have run out of data; the others do not wait for them.
     """
+    # Insertion order: what rank 0 waits for, in its order, then what only later ranks do. The same on all ranks.
     by_name: dict[str, list[tuple[int, Request]]] = {}
     for rank, requests in enumerate(waits_for):
         for request in requests:
             by_name.setdefault(request.name, []).append((rank, request))
     results = []
     for name, requests_of in by_name.items():
+        # A union: another thread of a rank that has joined may request, too.
         if len({rank for rank, _ in requests_of}.union(joined)) == len(waits_for):
             request = requests_of[0][1]
             results.append(NegotiationResult(request, difference(name, requests_of) or refusal_reason(request, joined)))

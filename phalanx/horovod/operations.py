@@ -7,8 +7,9 @@ all frameworks are built on these two (`bindings`).
 
 Gradients are those that Horovod 0.28 defines for TensorFlow and PyTorch. The gradients of an allreduce and of an
 alltoall are the adjoint operations, which is right for a loss that is the sum of the ranks' losses. The gradients of an
-allgather, a broadcast and a reducescatter are the adjoint divided by the number of ranks, which is right for the mean
-of the ranks' losses. That has been Horovod's convention since 0.21, and programs rely on it.
+allgather and a broadcast are the adjoint divided by the number of ranks, which is right for the mean of the ranks'
+losses. The gradient of a reducescatter is the adjoint multiplied by the number of ranks, which is right for neither.
+These are Horovod's conventions, and programs rely on them.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def start(
         splits = _row_counts(len(arrays[0]), arguments.splits, ranks)
     request = Request(
         _request_name(controller, kind, arguments.name),
-        kind._value_,  # `value` is a property in Python
+        kind._value_,  # `value` is a property in Python, and this path is a good part of a small operation
         tuple([name_of(array.dtype) for array in arrays]),
         tuple([(VARYING, *array.shape[1:]) if verb.rows_may_differ else array.shape for array in arrays]),
         arguments.op._value_ if verb.is_reduction else "",
@@ -172,6 +173,8 @@ def start(
         arguments.detail,
     )
     part = FusedPart(arrays, outs, splits or ())
+    # Automatic names repeat, so one before of this name may still run. A name that the program gives twice at the same
+    # time is a mistake.
     handle = controller.submit(request, part, wake=wake, queue=not arguments.name)
     return PendingResult(controller, handle)
 
@@ -345,6 +348,7 @@ def _gradient_of_allgather(gradients: Sequence[Array], arguments: Arguments, row
     merged, process_set = _average(gradients, arguments), arguments.process_set
     name = f"{arguments.name}.rows" if arguments.name else None
     (sizes,) = run(OperationKind.ALLGATHER, [np.array([rows], np.int64)], name=name, process_set=process_set)
+    # `sizes` has a row for each rank and a column for each array of the group.
     starts = sizes[: process_set.rank()].sum(axis=0)
     return [each[start : start + count] for each, start, count in zip(merged, starts, rows, strict=True)]
 
@@ -356,6 +360,7 @@ def _gradient_of_broadcast(gradients: Sequence[Array], arguments: Arguments, _: 
 
 
 def _gradient_of_alltoall(gradients: Sequence[Array], arguments: Arguments, rows: Sequence[int]) -> list[Array]:
+    # Back the way it came: as many rows to each rank as came from it.
     returned = msgspec.structs.replace(arguments, splits=rows)
     return start(OperationKind.ALLTOALL, gradients, returned, wake=False).wait()[:1]  # type: ignore[no-any-return]
 
@@ -365,6 +370,7 @@ def _gradient_of_reducescatter(gradients: Sequence[Array], arguments: Arguments,
         raise UnsupportedError(
             f"reducescatter with op={arguments.op.value} has no gradient here; Average and Sum have."
         )
+    # As Horovod has it; see the top of this file.
     factor = arguments.prescale_factor * arguments.postscale_factor
     factor *= arguments.process_set.size() if arguments.op is Sum else 1
     scaled = [(each * factor).astype(each.dtype) if factor != 1.0 else each for each in gradients]

@@ -43,7 +43,7 @@ def _choose_for_torch(number: int) -> None:
     import torch
 
     if count := torch.cuda.device_count():
-        torch.cuda.set_device(number % count)
+        torch.cuda.set_device(number % count)  # ranks share GPUs in turn where there are fewer
 
 
 def _choose_for_tensorflow(number: int) -> None:

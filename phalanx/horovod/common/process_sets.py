@@ -87,7 +87,7 @@ class ProcessSet:
         )
 
     def __hash__(self) -> int:
-        return id(self)
+        return id(self)  # not of what `__eq__` compares, which changes when the set is registered
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
@@ -134,6 +134,7 @@ def add_process_sets(process_sets: Iterable[ProcessSet | Sequence[int]]) -> list
         _check_addable(process_set, known, job.membership.world_size)
         known.append(process_set)
     for process_set in wanted:
+        # Counted on all ranks, also for sets that fail, so that the next one has the same number everywhere.
         number = next(_numbers)
         job.add_process_set(number, process_set.ranks)
         process_set.process_set_id = number

@@ -44,7 +44,7 @@ class _HorovodProgram:
 
     def __init__(self, state: State):
         self._state = state
-        self._numbers = instance_numbers.mark()
+        self._numbers = instance_numbers.mark()  # before the first call, which a member that joins later begins with
 
     def synchronize(self, *, has_changed: bool) -> None:
         if has_changed:
@@ -55,6 +55,7 @@ class _HorovodProgram:
     def recover(self, error: Exception) -> bool:
         job = current()
         if not isinstance(error, HostsUpdatedInterrupt):  # otherwise the state was saved before it
+            # Ranks that differ raise HorovodInternalError, too; without a loss it would be raised again.
             if job.elastic is None or job.lost is None or not is_caused_by(error, HorovodInternalError):
                 return False
             self._state.restore()

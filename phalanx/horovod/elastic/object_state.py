@@ -66,6 +66,7 @@ class State:
         node = current().elastic
         if node is None:
             return
+        # The request reaches the members at different times: once one has it, all act on it, after the same commit.
         wanted = np.array([node.is_regroup_requested], np.uint8)
         (merged,) = operations.run(OperationKind.ALLREDUCE, [wanted], op=Max, name="elastic.check_host_updates")
         if merged[0]:

@@ -165,6 +165,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             logs["lr"] = _learning_rate(self.model.optimizer)
 
     def _set(self, factor: float) -> None:
+        # On JAX, Keras's `self.model` first puts the state of the loop into the variables, and the next step reads
+        # them. Without that, what is assigned here would be lost.
         optimizer = self.model.optimizer
         before, now = _learning_rate(optimizer), self.initial_lr * factor
         if now == before:

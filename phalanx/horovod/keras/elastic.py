@@ -94,6 +94,7 @@ class _Progress(keras.callbacks.Callback):  # type: ignore[misc]
         self.batches_before = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        # Programs make new callbacks for each `fit`: the newest of each kind counts.
         registered = vars(self.state).setdefault("_progress", [])
         registered[:] = [*(each for each in registered if type(each) is not type(self)), self]
 
@@ -199,8 +200,8 @@ class UpdateEpochStateCallback(_Progress):
 
     def __init__(self, state: Any) -> None:
         super().__init__(state)
-        self._before = 0
-        self._begun = 0
+        self._before = 0  # epochs that were completed before this `fit`
+        self._begun = 0  # epochs that this `fit` has begun; Keras's own numbers depend on `initial_epoch`
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)

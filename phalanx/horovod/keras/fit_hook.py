@@ -65,6 +65,7 @@ class _JaxFunction:
     """Replaces Keras's train function on JAX: `(state, iterator) -> (logs, state)`."""
 
     def __init__(self, model: Any, reduction: Any) -> None:
+        # Keras keeps this object as `train_function` from one `fit` to the next, and with it what the engine compiled.
         self._model = model
         self._accumulation = _Accumulation(model)
         refuse_overwritten(model.trainable_variables, "a DistributedOptimizer")
@@ -88,6 +89,7 @@ class _JaxFunction:
         names = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
         set_untracked(model, _jax_state=dict(zip(names, state, strict=True)), _jax_state_synced=False)
         timeline.current.enter("forward/backward")
+        # The engine calls the optimizer's update in its second function, with gradients that the merge has reduced.
         with already_reduced():
             self._step(data)
             for _ in range(model.steps_per_execution - 1):
@@ -132,8 +134,9 @@ class _Accumulation:
         is_complete = is_complete and all(each is not None for each in accumulators)
         self.steps = accumulation_steps(optimizer) if is_complete else 1
         self.is_scaled = self.steps > 1 and outer is not optimizer
-        self._taken: dict[int, Any] = {}
+        self._taken: dict[int, Any] = {}  # of the last step that updates: the accumulated values by index
         if self.steps > 1:
+            # Positions in `outer.variables`, which is the order of `optimizer_variables` in Keras's state.
             indices = {id(variable): index for index, variable in enumerate(outer.variables)}
             self._scale = indices[id(outer.dynamic_scale)] if self.is_scaled else None
             self._iterations = indices[id(optimizer._iterations)]
@@ -148,6 +151,7 @@ class _Accumulation:
         state = model._jax_state  # Keras's state of the model between two steps
         values = list(state["optimizer_variables"])
         self._taken = {}
+        # As Keras decides it: `_iterations` counts the batches before this one, without those that were left out.
         if (int(values[self._iterations]) + 1) % self.steps:
             yield None
             return
@@ -155,6 +159,7 @@ class _Accumulation:
         for index, value in taken.items():
             values[index] = keras.ops.zeros_like(value)
         before, state["optimizer_variables"] = state["optimizer_variables"], values
+        # Accumulated gradients are unscaled, those of the step are not yet.
         scale = 1.0 if self._scale is None else float(values[self._scale])
         try:
             yield [
@@ -196,7 +201,7 @@ class _GradientMerge(Merge):
         self._reduction = reduction
         self._local = local
         self._buffers = MergeBuffers()
-        self._accumulated: list[Array] | None = []
+        self._accumulated: list[Array] | None = []  # see `adding`; outside of it there is nothing to add
 
     @contextlib.contextmanager
     def adding(self, accumulated: list[Array] | None) -> Iterator[None]:
@@ -224,6 +229,7 @@ class _GradientMerge(Merge):
             else:
                 np.copyto(view, array)
         if self._checks_finite and own and not self._all_finite(own):
+            # On all ranks, so that the loss scaling of each leaves this batch out.
             for out in outs:
                 out.fill(np.nan)
         elif self._accumulated is None:

@@ -48,6 +48,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
 
             summed: list[Any] = grouped_allreduce(tensors, op=operations.Sum)
             return summed
+        # The sum over ranks is its own adjoint.
         return make_tensors().call(_sums, tensors, gradient=lambda flowing, shapes: _sums(flowing))
 
 

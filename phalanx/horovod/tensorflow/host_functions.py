@@ -40,6 +40,7 @@ class ArgumentError(ConfigurationError, tf.errors.InvalidArgumentError):  # type
 
 
 _counters: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
+"""Counts the operations without a name of each graph."""
 
 
 def call_host(function: HostFunction, tensors: Sequence[Any], like: Sequence[tuple[Any, Any]]) -> list[Any]:
@@ -55,6 +56,7 @@ def call_host(function: HostFunction, tensors: Sequence[Any], like: Sequence[tup
     """
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     if tf.executing_eagerly():
+        # Not as a node: errors keep their classes, and nothing is traced.
         results = _call(function, [tensor.numpy() for tensor in tensors])
         return [tf.convert_to_tensor(array, dtype) for array, (dtype, _) in zip(results, like, strict=True)]
     if is_for_session():

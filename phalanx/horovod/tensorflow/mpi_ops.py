@@ -31,6 +31,7 @@ Around = Callable[[Callable[[], Any]], Any]
 
 def _differentiable(kind: OperationKind, tensors: Sequence[Any], arguments: Arguments, around: Around) -> list[Any]:
     """The results of a collective of dense tensors, with a gradient."""
+    # Here and not on the host: an error of a graph that runs keeps its text alone.
     arguments.process_set.check_registered()
     arguments = msgspec.structs.replace(arguments, name=arguments.name or name_in_graph(kind.value))
     # Splits may be known only when the graph runs, so they are an input of the host function.

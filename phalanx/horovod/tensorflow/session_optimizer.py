@@ -109,6 +109,7 @@ class GradientAccumulation:
         values = [tf.convert_to_tensor(gradients[index]) for index in present]
         sums = [_local_variable(tf.zeros(value.shape, value.dtype)) for value in values]
         count = _local_variable(tf.constant(0))
+        # Whatever depends on `_is_due` runs after the sums are complete, and reads them so.
         with tf.control_dependencies([total.assign_add(value) for total, value in zip(sums, values, strict=True)]):
             self._is_due = tf.equal(tf.identity(count.assign_add(1)) % self._passes, 0)
 
@@ -118,6 +119,7 @@ class GradientAccumulation:
             for index, total in zip(present, sums, strict=True):
                 everything[index] = total.read_value() / divisor
             reduced = reduce(everything)
+            # Cleared after they were read, and before what is returned is applied: the next run adds to zeros.
             with tf.control_dependencies([reduced[index] for index in present]):
                 cleared = [total.assign(tf.zeros_like(total)) for total in sums]
             with tf.control_dependencies(cleared):

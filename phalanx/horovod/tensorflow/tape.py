@@ -125,6 +125,7 @@ def PartialDistributedGradientTape(
 
 
 def _distribute_tape(gradtape: tf.GradientTape, reduction: GradientReduction, scales_local: bool) -> Any:
+    # Shares what the tape has recorded so far: a program may wrap it after the forward pass.
     tape: Any = object.__new__(type(type(gradtape).__name__, (_ReducingTape, type(gradtape)), {}))
     vars(tape).update(vars(gradtape))
     tape._hvd_reduction = reduction

@@ -37,6 +37,7 @@ def broadcast_parameters(
         HorovodInternalError: the ranks' parameters differ in number, shape or dtype.
     """
     if isinstance(params, Mapping):
+        # Ranks may have inserted the parameters in different orders.
         values = [value for _, value in sorted(params.items(), key=lambda pair: str(pair[0]))]
     else:
         given = list(params)
@@ -46,6 +47,7 @@ def broadcast_parameters(
             )
         values = [each[1] if isinstance(each, tuple) else each for each in given]
     tensors = [value for value in values if torch.is_tensor(value)]
+    # On the CPU these are the parameters' own memory, and `write_back` has nothing to do.
     arrays = all_to_host(tensors)
     operations.run(
         OperationKind.BROADCAST,

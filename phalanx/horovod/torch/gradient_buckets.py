@@ -65,8 +65,8 @@ class GradientBucket:
     reduction: GradientReduction
     missing: int = 0
     is_started: bool = False
-    _pending: PendingResult | None = None
-    _packed: list[tuple[BucketSlot, torch.Tensor, Any]] = field(default_factory=list)
+    _pending: PendingResult | None = None  # of the dense gradients; sparse ones have one each, in their slots
+    _packed: list[tuple[BucketSlot, torch.Tensor, Any]] = field(default_factory=list)  # what travels, and its context
 
     @property
     def is_touched(self) -> bool:
@@ -81,6 +81,8 @@ class GradientBucket:
         for slot in self.slots:
             slot.is_placeholder = slot.parameter.grad is None and not slot.parameter.requires_grad
             gradient = _gradient(slot)
+            # Remembered: a rank whose batch does not reach the parameter must bring an empty sparse gradient, and not
+            # zeros, to the operations that the others start.
             slot.is_sparse = slot.is_sparse or gradient.is_sparse
             if gradient.is_sparse and reduction.sparse_as_dense:
                 gradient = gradient.to_dense()
@@ -106,7 +108,7 @@ class GradientBucket:
                     merged = self.reduction.compression.decompress(tensor, ctx)
                     if slot.is_sparse:  # reduced as a dense one, and expected by the optimizer as it was
                         merged = merged.to_sparse(1)
-                    if merged is not slot.parameter.grad:
+                    if merged is not slot.parameter.grad:  # it was compressed, or sparse; else it was reduced in place
                         slot.parameter.grad = merged.to(slot.parameter.dtype)
             for slot in self.slots:
                 if slot.pending is not None:

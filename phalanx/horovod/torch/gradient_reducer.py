@@ -53,12 +53,12 @@ class GradientReducer:
     ):
         self.buckets: list[GradientBucket] = []
         self.passes = passes
-        self._optimizer = optimizer  # whose list of groups is replaced by `load_state_dict`
+        self._optimizer = optimizer  # not its groups: `load_state_dict` replaces their list
         self.names = dict(names)
         self._reduction = reduction
         self._number = InstanceNumber("torch.optimizer", reduction.process_set)
-        self._unsent = 0
-        self._in_backward = False
+        self._unsent = 0  # buckets that are not complete yet in this step
+        self._in_backward = False  # for the timeline: whether a gradient of this step has been computed
         # A process that is alone in an elastic job now may have peers later.
         has_peers = reduction.process_set.size() > 1 or current().elastic is not None
         self._is_active = reduction.process_set.included() and has_peers
@@ -85,6 +85,7 @@ class GradientReducer:
             slots = [BucketSlot(parameter, self.names[parameter]) for parameter in members]
             bucket = GradientBucket(self._number, len(self.buckets), slots, self._reduction)
             bucket.reset(self.passes)
+            # Behind the others, whose indices, and so the names of their collectives, stay as they are.
             self.buckets.append(bucket)
             self._unsent = len(self.buckets)
             for slot in slots:
@@ -109,6 +110,7 @@ class GradientReducer:
                 bucket.missing -= 1
                 if not bucket.missing and not bucket.is_started:
                     self._unsent -= 1
+                    # Ranks may complete their buckets in different orders: each has a name, and begins when all have.
                     if self._unsent:
                         bucket.start(wake=True)
 
@@ -117,6 +119,7 @@ class GradientReducer:
     def reduce(self) -> None:
         """Wait until all gradients are reduced; those that were not computed count as zeros."""
         self.watch_new_parameters()
+        # All are requested before the first is waited for, so that they are fused.
         for bucket in self.buckets:
             if not bucket.is_started:
                 bucket.start(wake=False)

@@ -64,6 +64,7 @@ def DistributedOptimizer(
         raise ConfigurationError(f"backward_passes_per_step is {backward_passes_per_step}; it must be at least 1.")
     names = _names(optimizer, named_parameters)
     mixin = _StepReduction if op is Adasum else _GradientReduction
+    # A subclass of the class at hand: schedulers and `isinstance` see the optimizer that the program chose.
     kind = type(type(optimizer).__name__, (mixin, type(optimizer)), {})
     distributed: Any = kind.__new__(kind)  # type: ignore[call-overload]
     # Parameter groups and state are shared. What replaces a method, as a scheduler's `step` does, is not.
@@ -147,6 +148,7 @@ class _GradientReduction:
     def _hvd_step(self, closure: Callable[[], Any] | None) -> Any:
         self._hvd_original._opt_called = True  # read by a scheduler that was created before
         try:
+            # The class's own `step`, which calls the closure, perhaps several times (LBFGS).
             return super().step(closure)  # type: ignore[misc]
         finally:
             self._hvd_is_synchronized = False
@@ -204,6 +206,7 @@ class _StepReduction:
         if not reduction.process_set.included():
             return super().step(closure)  # type: ignore[misc]
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        # Ranks that began alike have equal ones: so they are alike again after the combined change.
         before = [parameter.detach().clone() for parameter in parameters]
         timeline.current.enter("apply")
         result = super().step(closure)  # type: ignore[misc]

@@ -66,6 +66,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         count = float(sums[0].detach())
         if count < 2:
             raise ConfigurationError("SyncBatchNorm needs more than one value for each feature, of all ranks together.")
+        # Both sums are differentiable, so the input's gradient has the terms of mean and variance over all ranks.
         mean = (sums[1:] / count).to(x.dtype)
         deviations = x - mean.view(beside)
         squares = allreduce(deviations.square().sum(others), op=Sum, name=f"{name}.squares")

@@ -62,6 +62,7 @@ class _Collective(torch.autograd.Function):
             operations.check_differentiable(arguments)
             return None, None, *_Collective.apply(kind, arguments, *grads)  # type: ignore[no-untyped-call]
 
+        # An alltoall has one result more than inputs, the counts, through which nothing flows back.
         def back(*own: Tensor) -> list[Tensor]:
             return tensors_of(operations.gradient(kind, [to_host(grad) for grad in own], arguments, rows), own)
 

@@ -66,6 +66,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record that this rank has processed these samples; all ranks must record theirs before the next commit."""
+        # One of the two ways at a time: what the number says becomes a set first.
         if self.processed_num:
             order = self._order()
             self.processed_indices.update(order[: self.processed_num])
@@ -100,7 +101,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         """Deal out the remaining samples to the present ranks."""
         self.num_replicas = size()
         self.rank = rank()
-        self._recorded = 0
+        self._recorded = 0  # samples of `remaining_indices` that `record_batch` has counted
         left = self._order()[self.processed_num :]
         self.remaining_indices = [index for index in left if index not in self.processed_indices]
         self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)

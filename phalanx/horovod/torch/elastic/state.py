@@ -109,6 +109,7 @@ class TorchState(ObjectState):
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any):
         parts = {**kwargs, "model": model, "optimizer": optimizer}
+        # Set before the attributes, on which `__setattr__` looks for handlers.
         self._handlers = {name: handler for name, value in parts.items() if (handler := _handler_of(value)) is not None}
         for name, handler in self._handlers.items():
             vars(self)[name] = handler.value
@@ -116,6 +117,7 @@ class TorchState(ObjectState):
 
     def save(self) -> None:
         """See `State.save`."""
+        # Whatever can fail with a lost member first; nothing is saved until then.
         for handler in self._handlers.values():
             handler.prepare()
         self._keep()
