@@ -77,11 +77,11 @@ class InteractiveReplicas:
     """
 
     def __init__(self, devices: Sequence[str], join: Callable[[], CurrentJob]) -> None:
-        record_construction()
+        record_construction()  # of layers that are made from here on; see `model_copies`
         self.devices = list(devices)
         self._join = join
         self._tensors = make_tensors()
-        self._session: _Session | None = None
+        self._session: _Session | None = None  # None from a failure to the next call
         self._is_replaced = False
         session = self._start()
         self.job = session.job
@@ -98,19 +98,22 @@ class InteractiveReplicas:
                 f"later one. Make the model again in the scope of that one; set_weights(model.get_weights()) keeps the "
                 f"weights."
             )
+        # Packed first: what cannot travel is an error of this call alone, and the session stays.
         call = replica_calls.pack(model, method, arguments, self.replica.cross_device_ops, self._tensors)
         session = self._session or self._restart()
         try:
             if session.send(model, call, self._tensors):
                 model_dispatch.forget_trainer(model)  # what it knows of the others is not true of a new copy
         except BaseException:
-            self.stop()
+            self.stop()  # some replicas may have begun the call
             raise
+        # All replicas have the call, and take part in its collectives.
         self.replica.communicator = session.communicator
         try:
             yield
             session.finish()
         except BaseException as error:
+            # After an interrupt, the others wait in a collective for this process. They end with the session.
             lasts = isinstance(error, Exception) and session.settle(error)
             cause = session.cause_of(error)
             if not lasts:
@@ -150,11 +153,12 @@ class _Session:
     """One set of processes, from their start to their end; and its job, of which this process is rank 0."""
 
     def __init__(self, devices: Sequence[str], join: Callable[[], CurrentJob]) -> None:
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of models, in this session
         self._next_number = itertools.count()
         self._digests: KeptModels[bytes] = KeptModels()  # of the models that the replicas have
-        self._errors: dict[Rank, function_call.CallRaised] = {}
+        self._errors: dict[Rank, function_call.CallRaised] = {}  # what replicas have raised in the present call
         self._processes: LocalReplicas | None = None
+        # The processes inherit the variables, and `join` reads them; the session's own program must not.
         with temporary_variables():
             try:
                 variables = {"KERAS_BACKEND": keras.backend.backend(), "KERAS_FLOATX": keras.config.floatx(), **QUIET}
@@ -184,10 +188,12 @@ class _Session:
         self._errors = {}
         for rank in links:
             self._send(rank, header, buffers)
+        # This process begins once all have unpacked the call: one that cannot would be missing in the first collective.
         for rank in links:
             self._receive(rank, Ready)
         if (problem := self._first_error()) is not None:
             raise problem
+        # As the replicas have done, so that both forget the same models.
         self._digests.note(number, call.digest)
         return is_new
 
@@ -206,8 +212,11 @@ class _Session:
         kinds = {type(raised.error) for raised in self._errors.values()}
         if len(self._errors) < len(self._links.links) or kinds != {type(error)}:
             return False
-        for rank in self._links.links:
-            self._send(rank, _encode(Settled()))
+        try:
+            for rank in self._links.links:
+                self._send(rank, _encode(Settled()))
+        except PeerLostError:  # it failed long before the others, and has not waited for this: `error` stays the cause
+            return False
         return True
 
     def cause_of(self, error: BaseException) -> BaseException | None:

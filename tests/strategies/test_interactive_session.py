@@ -8,13 +8,20 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 
+from phalanx.cluster.membership import Member
+from phalanx.errors import LinkClosedError
 from phalanx.launcher.worker_program import Program, runs_tests
+from phalanx.runtime.function_call import encode_error
+from phalanx.strategies.interactive_replicas import _Session
+from phalanx.strategies.replica_calls import Failed
 from tests.support.backends import BACKENDS
 from tests.support.commands import die_with_parent
 from tests.support.programs import environment
@@ -50,6 +57,25 @@ def run(folder: Path, backend: str, *, short: bool) -> dict[str, Any]:
     assert process.returncode == 0, errors
     assert left_behind(folder) == []
     return json.loads(output.rpartition("FOUND ")[2])  # type: ignore[no-any-return]
+
+
+class _LinkToOneThatDidNotWait:
+    """It has told that the method raised, and has ended since."""
+
+    def receive(self, deadline: float) -> tuple[bytes, list[bytes]]:
+        return msgspec.msgpack.encode(Failed()), [encode_error(ValueError("a shape does not fit"))]
+
+    def send(self, header: bytes, buffers: list[bytes], deadline: float) -> None:
+        raise LinkClosedError("closed")
+
+
+def test_what_all_replicas_raise_is_raised_also_if_one_of_them_was_faster_and_has_ended() -> None:
+    session = object.__new__(_Session)
+    session._errors, session._timeout_s, session._processes = {}, 1.0, None
+    session._links = SimpleNamespace(links={1: _LinkToOneThatDidNotWait()})  # type: ignore[assignment]
+    member = Member(1, "worker/1", "here", "127.0.0.1:1", 1)
+    session.job = SimpleNamespace(membership=SimpleNamespace(members=[member, member]))  # type: ignore[assignment]
+    assert not session.settle(ValueError("a shape does not fit")), "and no PeerLostError"
 
 
 def left_behind(folder: Path) -> list[int]:
