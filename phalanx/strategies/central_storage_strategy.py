@@ -109,8 +109,9 @@ def _worker_of(job: CurrentJob) -> CentralStorageWorker:
 
 
 def _join(job: CurrentJob) -> CentralStorageWorker:
-    config = replace(JobConfig.from_environment(), listen_fd=None)
+    config = replace(JobConfig.from_environment(), listen_fd=None)  # which the job's own port has taken
     rank, world_size = job.replica.rank, job.replica.world_size
+    # It listens before the others learn of the port, so their first attempt to connect succeeds.
     listening = socket.create_server((LOOPBACK, 0)) if rank == 0 else None
     port = job.replica.broadcast_from_chief(listening.getsockname()[1] if listening else None)
     replicas = {kind: tasks for kind, tasks in job.resolver.cluster_spec().as_dict().items() if kind in RANKED_TYPES}
@@ -118,7 +119,7 @@ def _join(job: CurrentJob) -> CentralStorageWorker:
     if listening is not None:
         storage = _Storage(TaskIdentity(spec, Task(PS, 0), JobFacts(), config), listening)
         storage.start()
-        job.before_leaving(storage.close)
+        job.before_leaving(storage.close)  # called after `_leave`, which is registered later
     worker = CentralStorageWorker(
         client=ParameterServerClient(TaskIdentity(spec, spec.ranked_tasks[rank], JobFacts(), config)),
         number=rank,

@@ -56,11 +56,11 @@ class CurrentJob:
         self.resolver = resolver
         self.options = options
         self.replica = Replica(communicator, micro_batches=options.micro_batches if options.deterministic else None)
-        self._timeout_s = config.rendezvous_timeout_s
+        self._timeout_s = config.rendezvous_timeout_s  # for `connect_devices`
         if isinstance(node, SimulatedNode):
             self.replica.recording = node.recording
-        self._before_leaving: list[Callable[[], None]] = []
-        self._spans_devices = False
+        self._before_leaving: list[Callable[[], None]] = []  # called once, the last one first
+        self._spans_devices = False  # whether the processes are those of one JAX program
 
     @property
     def membership(self) -> Membership:
@@ -177,6 +177,7 @@ def leave_job() -> None:
 
 def _join(resolver: ClusterResolver, options: CommunicationOptions, devices: Sequence[str] | None) -> CurrentJob:
     process_exit.install()
+    # Before the backend asks for devices.
     task_replicas.use_first(devices or ())
     prepare(deterministic=options.deterministic)
     config = JobConfig.from_environment()
@@ -203,12 +204,15 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions, devices: Seq
             if config.timeline is not None and node.task.type != EVALUATOR:
                 timeline_relay.start_recording(node, config.timeline.path)
             communicator = connect(node.membership, with_timeout, config=config.collectives)
+            # The tasks have met. If any has several devices, all replicas meet now, in a job with other ranks. That of
+            # the tasks stays until the end, for evaluators that ask on its ports.
             if devices is not None and task_replicas.start_task_replicas(node, communicator, devices):
                 timeline_relay.stop_recording()
                 job = _join(resolver, options, None)
                 job.before_leaving(partial(_leave_tasks, node, communicator))
                 return job
         job = CurrentJob(node, communicator, resolver, options, config)
+        # Unseeded programs split and shuffle alike on all ranks.
         set_random_state(job.replica.run_recorded(lambda: communicator.broadcast_bytes(random_state())))
     except BaseException:
         timeline_relay.stop_recording()

@@ -61,7 +61,7 @@ class State:
 
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any):
         self._model, self._optimizer = model, optimizer
-        self._names = tuple(values)
+        self._names = tuple(values)  # of the plain values, each an attribute
         self._callbacks: list[Callable[[], None]] = []
         self._group: ElasticGroup | None = None  # while a loop runs
         for name, value in values.items():
@@ -193,7 +193,7 @@ class _CustomLoop:
 
     def __init__(self, replica: Replica, group: ElasticGroup, state: State):
         self._replica, self._group, self._state = replica, group, state
-        self._generation = group.generation
+        self._generation = group.generation  # in which the function was called last
         # A process that joins does after it what the others do after the change of the members.
         self._has_joined = group.needs_state and group.is_late
 
@@ -211,6 +211,8 @@ class _CustomLoop:
         state._group = group
 
     def recover(self, error: Exception) -> bool:
+        # The collective that met the loss has led this process to the next generation already. Without a new one, this
+        # is an error that the program has kept from an earlier change.
         if not is_caused_by(error, MembershipChangedError) or self._group.generation == self._generation:
             return False
         self._state.restore()

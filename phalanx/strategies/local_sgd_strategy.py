@@ -49,6 +49,7 @@ class LocalSGDStrategy(MultiWorkerMirroredStrategy):
         _check_steps(sync_every, type(self).__name__)
         _check_options(communication_options, type(self).__name__)
         super().__init__(cluster_resolver, communication_options, compression=compression)
+        # Nothing reads the policy before a model is made in the scope.
         self._policy = TrainingPolicy(
             self._policy.compression, SyncPeriod(sync_every, AverageOuterOptimizer(), overlap)
         )

@@ -40,6 +40,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         divisor = keras.ops.cast(keras.ops.shape(losses)[0] * _replicas(), losses.dtype)
     else:
         divisor = keras.ops.cast(global_batch_size, losses.dtype)
+        # In `fit` the gradients are multiplied by this replica's share of the batch; that factor is taken out here.
         if (share := share_of_step()) is not None:
             divisor *= keras.ops.cast(share, losses.dtype)
     return keras.ops.divide_no_nan(keras.ops.sum(losses), divisor)

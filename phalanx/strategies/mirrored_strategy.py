@@ -78,7 +78,7 @@ class MirroredStrategy(Strategy):
         policy = TrainingPolicy(resolve_compression(compression), synchronized_batch_norm=synchronized_batch_norm)
         ops = cross_device_ops_of(cross_device_ops)
         self._devices = local_devices(devices, "MirroredStrategy")
-        is_started = JOB_ID in process_environment()
+        is_started = JOB_ID in process_environment()  # by a launcher, or by the user's own process
         if not is_started and len(self._devices) > 1 and not is_program():
             self.job = _interactive(self._devices).job
             if ops is not None:

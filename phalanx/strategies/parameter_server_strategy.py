@@ -111,8 +111,9 @@ class ParameterServerStrategy(Strategy):
         cast = _cast(compression)
         if embedding_rows not in ("auto", True, False):
             raise ConfigurationError(f"embedding_rows is {embedding_rows!r}; write True, False or 'auto'.")
+        # Workers meet at the servers alone: there is no communicator between them.
         super().__init__(alone(), resolver)
-        self._served_by: ParameterServerWorker | None = None
+        self._served_by: ParameterServerWorker | None = None  # None on an evaluator, which trains alone
         if me.task.type != EVALUATOR:
             return_s = RETURN_S if snapshot_dir is not None or replication > 1 else 0.0
             self._served_by = join_as_worker(
@@ -206,7 +207,7 @@ class ParameterServerStrategy(Strategy):
         worker = self._served_by
         if worker is None:
             return super().distribute_datasets_from_function(dataset_fn, options)
-        if self._in_function:
+        if self._in_function:  # the chief, which is number 0, runs no functions
             context = InputContext(worker.workers - 1, worker.number - 1, 1)
         else:
             context = InputContext(worker.workers, worker.number, 1)
@@ -276,6 +277,7 @@ def _settings_of(worker: ParameterServerWorker) -> WorkerSettings:
 RANDOM_STATE = "random state"
 
 _member: tuple[ClusterSpec, ParameterServerWorker] | None = None
+"""This process as a worker: a task has one port, so it joins one cluster, once."""
 
 
 def join_as_worker(

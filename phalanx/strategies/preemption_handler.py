@@ -98,7 +98,8 @@ class PreemptionCheckpointHandler:
             )
         self._config = termination_config or TerminationConfig()
         self._saved = _saved_state(checkpoint_or_checkpoint_manager, checkpoint_dir, self._replica)
-        self._runs = self._saved.restore()
+        self._runs = self._saved.restore()  # completed runs, those before a restart included
+        # Replicas with their own directories would train on from different steps, each as if it were alone.
         restored = self._replica.gather(self._runs)
         if len(set(restored)) > 1:
             raise DisagreementError(
@@ -133,6 +134,7 @@ class PreemptionCheckpointHandler:
             args: for `save_fn`.
             kwargs: for `save_fn`.
         """
+        # A collective before each step: a notice reaches one rank, and at a time of its own.
         if not self._replica.any(self._notice.is_due()):
             return
         self._watches.close()
@@ -167,8 +169,8 @@ class _Notice:
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
-        self._longest_s = 0.0
-        self._since: float | None = None
+        self._longest_s = 0.0  # of the steps so far
+        self._since: float | None = None  # by the monotonic clock; one assignment, so no lock is needed
 
     def signal(self) -> None:
         """This rank got notice. May be called by a signal handler."""
@@ -288,5 +290,6 @@ class _TensorFlowState:
             Path(self._manager.directory).mkdir(parents=True, exist_ok=True)
             (save_fn or self._manager.save)(*args, **kwargs)
         elif any(isinstance(each, MergedOnRead) for each in self._saved_objects()):
+            # Saving such a variable merges it, a collective, which the chief would wait in.
             with TemporaryDirectory() as discarded:
                 self._manager.checkpoint.write(str(Path(discarded, _RUNS)))

@@ -20,7 +20,7 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.strategies: list[Strategy] = []
         self.replicas: list[ReplicaContext] = []
-        self.reads_own = 0
+        self.reads_own = 0  # depth of `reading_own`
 
 
 _stack = _Stack()
@@ -100,7 +100,7 @@ def running(strategy: Strategy) -> Iterator[ReplicaContext]:
     """Inside `strategy.run`."""
     context = ReplicaContext(strategy)
     _stack.replicas.append(context)
-    _stack.strategies.append(strategy)
+    _stack.strategies.append(strategy)  # `run` needs no scope around it, and what is made inside is the strategy's
     try:
         with nullcontext() if strategy.computes_alone else InStep(_Collectives(context)):
             yield context
@@ -111,6 +111,7 @@ def running(strategy: Strategy) -> Iterator[ReplicaContext]:
 
 @contextmanager
 def _outside() -> Iterator[None]:
+    # Scopes stay: a merge call is in the cross-replica context of the strategy.
     replicas, _stack.replicas = _stack.replicas, []
     try:
         with InStep(None):

@@ -42,6 +42,7 @@ class StrategyParts:
         if self.is_in_run():
             merge_variable(variable, self)
         else:
+            # Not at once: in a program that only calls `fit`, variables keep Keras's own classes.
             self._noted[id(variable)] = self._created[id(variable)]
 
     def prepare(self) -> None:
@@ -55,6 +56,7 @@ class StrategyParts:
     def add(self, variable: Any) -> None:
         key = id(variable)
 
+        # An id is used again once its variable is gone, and a list of dead references grows with every model.
         def forget(_: Any) -> None:
             self._created.pop(key, None)
             self._noted.pop(key, None)
@@ -78,6 +80,7 @@ class StrategyParts:
 
     def merges_reads(self) -> bool:
         # `fit` and the like merge metrics themselves.
+        # Otherwise a read that one replica alone makes, in a callback of the chief, would wait for the others.
         return replica_context.reads_jobs_values() and self._strategy._replica.calling_thread is None
 
     def merges_writes(self) -> bool:
@@ -112,6 +115,7 @@ class StrategyParts:
         return self.merge(self._strategy._merged(value, meet, same_shape, None), aggregation)
 
     def own_part(self, value: Any, aggregation: str) -> Any:
+        # Of a value assigned from outside, the sum over replicas is to be that value.
         if aggregation != "sum" or self._strategy.rank == 0:
             return value
         return keras.ops.zeros_like(value)
@@ -132,6 +136,7 @@ class StrategyParts:
         Raises: ConfigurationError on all replicas if they are not.
         """
         progress.enter("all_gather")
+        # 8 bytes, which travel as one int64: an accident, not an attacker, is to be found.
         digest = hashlib.blake2b(b"".join(array.tobytes() for array in arrays), digest_size=8).digest()
         digests = self._strategy._replica.communicator.all_gather(np.frombuffer(digest, np.int64))
         if len({int(each[0]) for each in digests}) > 1:

@@ -67,6 +67,7 @@ class ReplicaServer:
         """
         while True:
             try:
+                # Between two cells of a notebook there may be days. The end of the session closes the link.
                 header, buffers = self._link.receive(deadline=math.inf)
             except LinkClosedError:
                 return
@@ -96,14 +97,16 @@ class ReplicaServer:
         return isinstance(_MESSAGES.decode(header), Settled)
 
     def _prepare(self, call: Call, buffers: list[memoryview]) -> tuple[Any, dict[str, Any]]:
+        # The link is authenticated by the job's secret, which only the session and its processes have.
         state: SessionState = pickle.loads(buffers.pop(0))
-        sys.path[:] = state.path
+        sys.path[:] = state.path  # before anything else is unpickled, which may import modules of the session
         if call.has_model:
             described: ModelOfStrategy = pickle.loads(buffers.pop(0))
             with Strategy(self._replica, policy=described.policy).scope():
                 self._models.note(call.model, (described.copy.make(), described.cross_device_ops))
         model, self._replica.cross_device_ops = self._models.use(call.model)
         arguments = replica_calls.unpack_arguments(dict(zip(call.arguments, buffers, strict=True)), model)
+        # Last: making the model and unpacking may draw random numbers.
         set_random_state(state.random)
         return model, arguments
 

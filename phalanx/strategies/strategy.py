@@ -64,10 +64,11 @@ class Strategy:
     ):
         self._replica = replica
         self._policy = policy
-        self._merge = GradientMerge(replica, policy.compression)
+        self._merge = GradientMerge(replica, policy.compression)  # of custom loops; `fit` has others
         self._cluster_resolver = cluster_resolver
         self._parts = StrategyParts(self)
         self._tensors = make_tensors()
+        # A `tf.function` decides while it is traced whether optimizers merge: inside `run` it needs a trace of its own.
         self._tensors.trace_apart(replica_context.trace_key)
         self._tensors.count_replicas(replica_context)
         process_exit.add_cause_finder(self._tensors.failure_behind)
@@ -226,6 +227,7 @@ class Strategy:
         if self.placement is not None:
             return value if axis is None else keras.tree.map_structure(lambda leaf: _reduced(leaf, op, axis), value)
         if op is ReduceOp.MEAN:
+            # A variable that is merged on read would be merged before it is merged here.
             with replica_context.reading_own():
                 value = keras.tree.map_structure(_as_float, value)
         if axis is None:
@@ -234,6 +236,7 @@ class Strategy:
                 progress.enter("all_reduce")
                 return self._replica.communicator.all_reduce(arrays, op)
 
+            # The adjoint of a sum over replicas is that sum; of a mean, the mean.
             def gradient(flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
                 del shapes
                 return merge(flowing)
@@ -341,6 +344,7 @@ class Strategy:
         return data.shard_input(request).description.explain()
 
     def _input_arguments(self) -> dict[str, Any]:
+        # Drawn on all replicas, so that the program's random numbers stay the same, and the chief's is used.
         own = int(np.random.randint(2**31 - 1))
         chiefs = self._replica.run_recorded(lambda: self._replica.communicator.broadcast_bytes(own.to_bytes(8)))
         return {
@@ -387,17 +391,20 @@ def _reduce_along(replica: Replica, op: ReduceOp, arrays: list[Array], axis: int
     # Merged here in the dtype in which the ranks' are: NumPy adds halves one after the other, which stops at 256.
     wide = [array.astype(wire_dtype(array.dtype), copy=False) for array in arrays]
     if op is ReduceOp.MEAN:
+        # Sums and counts, not means: replicas may have different numbers of elements. Counts are exact in int64.
         sums = [array.sum(axis=axis, dtype=array.dtype) for array in wide]
         counts = [np.array([array.shape[axis]], np.int64) for array in wide]
         merged = communicator.all_reduce([*sums, *counts])
         pairs = zip(merged[: len(sums)], merged[len(sums) :], arrays, strict=True)
         return [np.asarray(total / count[0]).astype(array.dtype) for total, count, array in pairs]
     along: Callable[..., Any] = getattr(np, {ReduceOp.PRODUCT: "prod"}.get(op, op.value))
+    # NumPy has no maximum of nothing, and a replica with an empty part must still take part. Sums and products have.
     empty = {ReduceOp.MAX: -np.inf, ReduceOp.MIN: np.inf}.get(op)
     local = [
         _full(array, axis, empty) if empty and not array.shape[axis] else np.asarray(along(array, axis=axis))
         for array in wide
     ]
+    # NumPy sums small integers in int64, and booleans as numbers: the ranks' merge has the dtype of the values.
     local = [value.astype(array.dtype, copy=False) for value, array in zip(local, wide, strict=True)]
     merged = communicator.all_reduce(local, op)
     return [total.astype(array.dtype, copy=False) for total, array in zip(merged, arrays, strict=True)]
@@ -447,6 +454,7 @@ def _own_parts(replica: Replica, flowing: list[Array], shapes: list[tuple[int, .
     """The gradient of `_gather_along`: of what flows back on all replicas, the part of this one's values."""
     totals = replica.communicator.all_reduce(flowing)
     lengths = replica.communicator.all_gather(np.array([shape[axis] for shape in shapes], np.int64))
+    # One start for each array; the sum of no ranks, on rank 0, is a single 0, which `broadcast_to` repeats.
     starts = np.sum(lengths[: replica.rank], axis=0, dtype=np.int64)
     parts = []
     for total, shape, start in zip(totals, shapes, np.broadcast_to(starts, len(shapes)), strict=True):

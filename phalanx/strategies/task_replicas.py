@@ -75,6 +75,7 @@ def start_task_replicas(node: Node, communicator: Communicator, devices: Sequenc
     Args:
         devices: of this task.
     """
+    # Two exchanges: ports are opened only if any task has several devices, and then on all tasks.
     of_tasks = [decode_message(own, int) for own in _gather(communicator, len(devices))]
     if max(of_tasks) == 1:
         return False
@@ -85,7 +86,7 @@ def start_task_replicas(node: Node, communicator: Communicator, devices: Sequenc
     addresses = [decode_message(each, list[str]) for each in _gather(communicator, own)]
     cluster = cluster_of_replicas(spec, list(chain.from_iterable(addresses)))
     names = [str(task) for task in ClusterSpec(cluster).ranked_tasks]
-    first = sum(of_tasks[: communicator.rank])
+    first = sum(of_tasks[: communicator.rank])  # rank of this task's first replica
     environment = process_environment()
     settings = [
         {
