@@ -180,6 +180,7 @@ def _reducescatter(communicator: Communicator, array: Array, request: Request) -
 
     `Communicator.reduce_scatter` does the same, but requires equal shares.
     """
+    # Of one array for all ranks: they have agreed on its shape.
     counts = share_of_rows(array.shape[0], communicator.world_size)
     given, array = array.dtype, _scaled(array, request.prescale)
     if request.op == HorovodOp.AVERAGE:
@@ -219,6 +220,7 @@ def _broadcast(communicator: Communicator, requests: Sequence[Request], parts: S
     arrays: list[Array] = []
     outs: list[Array] = []
     for part in parts:
+        # See `negotiation.refusal_reason`.
         assert part is not None, "broadcasts are refused once a rank has joined"
         part.result = _outputs(part)
         arrays += part.arrays

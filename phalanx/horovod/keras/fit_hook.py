@@ -188,7 +188,7 @@ class _GradientMerge(Merge):
         checks_finite: whether ranks first find out if their gradients are finite; if some are not, all get NaN.
 
     Attributes:
-        has_overflowed: whether some gradients of the last step were not finite.
+        has_overflowed: whether some gradients of the last step were not finite, as they were or reduced.
     """
 
     separate = False
@@ -244,6 +244,10 @@ class _GradientMerge(Merge):
             if shared:
                 gradients, results = [own[index] for index in shared], [outs[index] for index in shared]
                 step_reports.report_reduction(lambda: self._reduce(gradients, results), applied=True)
+                if self._checks_finite:
+                    # Each rank's were finite, but their sum may not be, or what a compression made of them. All ranks
+                    # have the same, and their loss scaling leaves the batch out.
+                    self.has_overflowed = not _are_finite(results)
         return flats
 
     def _reduce(self, gradients: Sequence[Array], outs: Sequence[Array]) -> None:
@@ -267,7 +271,7 @@ class _GradientMerge(Merge):
                 np.copyto(out, np.asarray(result))
 
     def _all_finite(self, gradients: Sequence[Array]) -> bool:
-        finite = np.array([all(np.isfinite(each).all() for each in gradients)], np.uint8)
+        finite = np.array([_are_finite(gradients)], np.uint8)
         reduction = self._reduction
         if reduction.is_included:
             (finite,) = operations.run(
@@ -279,3 +283,7 @@ class _GradientMerge(Merge):
             )
         self.has_overflowed = not finite[0]
         return not self.has_overflowed
+
+
+def _are_finite(arrays: Sequence[Array]) -> bool:
+    return all(np.isfinite(each).all() for each in arrays)

@@ -86,6 +86,7 @@ class OptimizerReduction:
         }
         reduced = [None if index in local else each for index, each in enumerate(gradients)]
         if self.is_included:
+            # Imported by name: the modules of other backends need packages that may not be installed.
             module = importlib.import_module(f"phalanx.horovod.{_MODULES[keras.backend.backend()]}")
             reduced = module.reduce_gradients(reduced, self.reduction, self.name)
         if self.factor != 1.0:
@@ -208,12 +209,12 @@ def distribute_optimizer(optimizer: Any, reduction: GradientReduction, aggregati
             )
         accumulating.gradient_accumulation_steps = aggregation.passes
         if not aggregation.averages:
-            factor = float(aggregation.passes)
+            factor = float(aggregation.passes)  # Keras averages what it accumulates; this makes it the sum again
     number = InstanceNumber("keras.optimizer", reduction.process_set)
     _insert_class(
         optimizer, _ReducingOptimizer, OptimizerReduction(reduction, number, factor, aggregation.scales_local)
     )
-    reduction_of(optimizer)
+    reduction_of(optimizer)  # moves the reduction to an inner optimizer, if that accumulates
     fit_hook.install()
     return optimizer
 

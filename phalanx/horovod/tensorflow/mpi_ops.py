@@ -176,6 +176,7 @@ def broadcast_(
     variables = list(variables)
     arguments = Arguments(name or name_in_graph("broadcast_variables"), process_set, root_rank=root_rank)
     values = run_collective(OperationKind.BROADCAST, variables, arguments)
+    # In a `tf.function`, assignments run because they are there; in a session, only if they are fetched.
     assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
     return assigned if is_for_session() else variables
 
@@ -189,6 +190,7 @@ def _sparse_allreduce(slices: Any, arguments: Arguments) -> Any:
             f"tf.convert_to_tensor."
         )
     gather = Arguments(arguments.name, arguments.process_set)
+    # One group, so that values and indices stay together.
     values, indices = run_collective(OperationKind.ALLGATHER, [slices.values, slices.indices], gather)
     gathered = tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
     return divided_by_size(gathered, arguments.process_set) if arguments.op is Average else gathered
