@@ -24,6 +24,7 @@ def message(
         control: whether this dashboard may.
     """
     found: dict[str, Any] = {"head": head(view, live=live, control=control)}
+    # A history that was thinned, or begun again by a restart, has other points at the same places: it is sent whole.
     if before is not None and before.thinned == view.thinned and before.began_at == view.began_at:
         if len(view.history) > len(before.history):
             found |= {"points": _points(view, len(before.history)), "more": True}

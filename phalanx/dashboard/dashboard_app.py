@@ -58,10 +58,11 @@ class Dashboard:
 
     def __init__(self, hub: JobHub, *, token: str, port: int, control: bool = False):
         self.hub = hub
+        # All of it belongs to the event loop; only `hub.update` and `ask` run in threads.
         self._is_closing = False
         self._token, self._port, self._control = token, port, control
-        self._watchers = 0
-        self._woken = asyncio.Event()
+        self._watchers = 0  # open streams
+        self._woken = asyncio.Event()  # a stream has opened: look at once, and then more often
         self._news = asyncio.Event()  # another one after each look at the jobs
 
     def app(self) -> ASGIApp:
@@ -89,6 +90,7 @@ class Dashboard:
         self._tell_streams()
 
     def _tell_streams(self) -> None:
+        # Exchanged, not cleared: a stream that is sending holds the old one, and finds it set when it waits for it.
         news, self._news = self._news, asyncio.Event()
         news.set()
 
@@ -115,7 +117,7 @@ class Dashboard:
         try:
             while True:
                 # Not polled: each time a process wakes up, workers that use all cores lose more than it computes.
-                news = self._news
+                news = self._news  # before the look: what comes between it and the wait is news, too
                 job = self.hub.find(name)
                 name = name if job is None else job.entry.job
                 listing = {"jobs": self.hub.listing(), "job": name if job is not None else None}
@@ -189,7 +191,7 @@ class Dashboard:
         try:
             yield
         finally:
-            task.cancel()
+            task.cancel()  # a look that a thread is at ends by itself, within `ANSWER_S` for each job
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
@@ -222,6 +224,7 @@ class _Guard:
             return
 
         async def send_with_headers(message: Message) -> None:
+            # Here and not by the handlers: refusals, errors and streams have them, too.
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], *_HEADERS.items()]
             await send(message)

@@ -60,6 +60,7 @@ async def _serve(
     while not server.should_exit:
         await asyncio.sleep(LOOK_S)
         if waiting is not None and waiting.done():
+            # The launcher has ended its job, or is gone. If it still answers, this look gets the last events.
             await dashboard.refresh()
             await asyncio.sleep(LAST_LOOK_S)
             server.should_exit = True

@@ -1,7 +1,12 @@
-"""The running jobs of this user, followed for those who look at the dashboard. Has no thread of its own."""
+"""The running jobs of this user, followed for those who look at the dashboard. Has no thread of its own.
+
+`update` asks launchers, which takes a while, so it is called in threads: for the page as time passes, and for each
+request of Prometheus. The event loop reads `jobs` meanwhile.
+"""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 from phalanx.errors import LinkClosedError
@@ -33,23 +38,27 @@ class JobHub:
         only: the id of the one job to follow; None for all.
 
     Attributes:
-        jobs: by id, the newest last.
+        jobs: by id, the newest last. Replaced by `update`, and never changed: other threads may go through it.
     """
 
     def __init__(self, only: str | None = None):
         self._only = only
+        self._updating = threading.Lock()  # a follower that two threads ask at once gets the same events twice
         self.jobs: dict[str, FollowedJob] = {}
 
     def update(self) -> None:
-        """Look for jobs, and at what has changed in those that are known."""
-        for entry in running():
-            if entry.is_here and entry.job not in self.jobs and self._only in (None, entry.job):
-                self.jobs[entry.job] = FollowedJob(entry, JobFollower(entry.socket_path))
-        for job in self.jobs.values():
-            job.follower.update()
-        ended = [name for name, job in self.jobs.items() if job.follower.is_gone]
-        for name in ended[: max(0, len(ended) - MAX_ENDED)]:
-            del self.jobs[name]
+        """Look for jobs, and at what has changed in those that are known. May be called from any thread."""
+        with self._updating:
+            jobs = dict(self.jobs)
+            for entry in running():
+                if entry.is_here and entry.job not in jobs and self._only in (None, entry.job):
+                    jobs[entry.job] = FollowedJob(entry, JobFollower(entry.socket_path))
+            for job in jobs.values():
+                job.follower.update()
+            ended = [name for name, job in jobs.items() if job.follower.is_gone]
+            for name in ended[: max(0, len(ended) - MAX_ENDED)]:
+                del jobs[name]
+            self.jobs = jobs
 
     def find(self, name: str) -> FollowedJob | None:
         """The job of this id; for an empty one, the newest that runs, or the newest."""
