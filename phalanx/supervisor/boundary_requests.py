@@ -13,9 +13,9 @@ class BoundaryRequests:
     """A queue of functions, each run by the training thread between two steps."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # protects both attributes below
+        self._lock = threading.Lock()  # protects both attributes below; not held while a function runs
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._closed = False
+        self._closed = False  # from then on `_waiting` stays empty
 
     def call(self, function: Callable[[], Any], timeout_s: float) -> Any:
         """Let the training thread call `function`; wait for its result.
@@ -41,10 +41,11 @@ class BoundaryRequests:
 
     def serve(self) -> None:
         """In the training thread, between two steps: call what waits."""
+        # Looked at without the lock at every step. Only this thread takes requests away, here and in `close`.
         while self._waiting:
             with self._lock:
                 future, function = self._waiting.popleft()
-            if not future.set_running_or_notify_cancel():
+            if not future.set_running_or_notify_cancel():  # its caller's time was up
                 continue
             try:
                 future.set_result(function())
@@ -56,5 +57,5 @@ class BoundaryRequests:
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, deque()
-        for future, _ in waiting:
+        for future, _ in waiting:  # none of them runs: this is the thread that would run them
             future.cancel()

@@ -111,15 +111,15 @@ class ManagedSession:
         self.is_chief = is_chief
         self.restored: StoredCheckpoint | None = None
         self._services = services if is_chief else SessionServices()
-        self._directory = services.checkpoints
+        self._directory = services.checkpoints  # also on others than the chief, which restore from it
         self._loops = loops
-        self._read_step = read_step
-        self._thread = threading.get_ident()
+        self._read_step = read_step  # from variables, in the training thread alone; see `_reads_at_once`
+        self._thread = threading.get_ident()  # the training thread
         self.requests = BoundaryRequests()
         self.progress = FitProgress()
-        self._step = 0
+        self._step = 0  # as last read or counted; what other threads get
         self._saved_at = self._summarised_at = time.monotonic()
-        self._summarised_step = 0
+        self._summarised_step = 0  # `_step` at the last summary
 
     # The program's interface.
 
@@ -128,7 +128,7 @@ class ManagedSession:
         """Number of steps that the model has trained, including those before it was restored."""
         if self._reads_at_once:
             self._step = self._read_step()
-        elif self._is_ours:
+        elif self.is_training_thread:
             sync_jax_state(self.model)
             self._step = self._read_step()
         return self._step
@@ -136,7 +136,7 @@ class ManagedSession:
     def should_stop(self) -> bool:
         """Whether a stop was requested. In a custom training loop, call it once for each step: a checkpoint that is due
         is saved then."""
-        if self._is_ours and not self.progress.is_running:
+        if self.is_training_thread and not self.progress.is_running:
             self.boundary()
         return self._loops.should_stop()
 
@@ -146,7 +146,7 @@ class ManagedSession:
         """See `Saver.save`."""
         if not self.is_chief:
             return None
-        if not self._is_ours:
+        if not self.is_training_thread:
             timeout_s = JobConfig.from_environment().timeout_s
             path: StoragePath | None = self.requests.call(lambda: self.save(save_path, global_step), timeout_s)
             return path
@@ -193,7 +193,7 @@ class ManagedSession:
         self.requests.serve()
         services, now = self._services, time.monotonic()
         if services.save_every_s and now - self._saved_at >= services.save_every_s:
-            self._saved_at = now
+            self._saved_at = now  # also for an attempt that fails, or the next step would try again
             try:
                 self.save()
             except OSError as error:  # the disk may have room later; the last save does raise
@@ -236,6 +236,8 @@ class ManagedSession:
             arguments = {**dict(zip(names, args, strict=False)), **kwargs}
             callbacks = arguments.get("callbacks") or []
             callbacks = getattr(callbacks, "callbacks", callbacks)  # a CallbackList
+            # The program's callbacks come after the epoch is known, with which they may save, and before the boundary:
+            # a checkpoint has what they have changed.
             arguments["callbacks"] = [
                 _Epochs(self),
                 *(callbacks if isinstance(callbacks, Sequence) else [callbacks]),
@@ -267,6 +269,7 @@ class ManagedSession:
 
     def trained(self, steps: int) -> None:
         """Count steps that have ended."""
+        # Counted, not read: a read would make JAX wait for the step. `global_step` corrects it.
         self._step = self._read_step() if self._reads_at_once else self._step + steps
 
     def end_epoch(self, logs: Mapping[str, Any]) -> None:
@@ -287,7 +290,8 @@ class ManagedSession:
         return model_dispatch.is_server_worker(self.model)
 
     @property
-    def _is_ours(self) -> bool:
+    def is_training_thread(self) -> bool:
+        """Whether this is called by the thread in which the session acts."""
         return threading.get_ident() == self._thread
 
     def _directory_of(self, save_path: str | os.PathLike[str] | None) -> CheckpointDirectory:

@@ -108,9 +108,9 @@ class Supervisor:
         self._init_fn = init_fn
         self._stop_grace_secs = stop_grace_secs
         self._loops = LooperThreads()
-        self._session: ManagedSession | None = None
-        self._writer: EventWriter | None = None
-        self._writes = False
+        self._session: ManagedSession | None = None  # while one is open
+        self._writer: EventWriter | None = None  # of the present session
+        self._writes = False  # whether this process saves by itself in the present session
         if save_summaries_secs and self._logdir is not None and self._is_chief:
             EventWriter(self._logdir)  # says now what is missing
 
@@ -167,13 +167,14 @@ class Supervisor:
         try:
             with overridden_methods(model, **session.methods):
                 yield session
+                # Threads end before the last checkpoint: what they change or save belongs to it.
                 self._loops.request_stop()
                 grace_s = 0.0  # below: it was waited for
                 self._loops.join(self._stop_grace_secs, session.requests.serve)
                 session.finish()
         except BaseException as error:
             self._loops.request_stop(error)
-            session.requests.close()
+            session.requests.close()  # no boundary comes any more: threads that wait for one get an error, and end
             try:
                 self._loops.join(grace_s)
             except RuntimeError as late:
@@ -226,6 +227,7 @@ class Supervisor:
             loops=self._loops,
             read_step=counter.read,
         )
+        # The chief comes out of this with the values that all are to have; then the others get them.
         restored = self._initialise(session, checkpoints, counter) if self._is_chief else None
         self._wait_for_chief(session, checkpoints, member, counter)
         if session.restored is None:
@@ -240,7 +242,7 @@ class Supervisor:
         restored = None
         if checkpoints is not None and self._saver is not None:
             if self._writes:
-                checkpoints.sweep()
+                checkpoints.sweep()  # what a writer left behind that was killed
             restored = checkpoints.restore(session.model)
         if restored is not None:
             counter.continue_from(restored.step)
@@ -249,7 +251,7 @@ class Supervisor:
             self._init_fn(session)
         if checkpoints is not None and self._writes and self._save_model_secs:
             if restored is None:
-                session.save()
+                session.save()  # workers without a strategy wait for it, too
             announce_beginning(checkpoints.directory)
         return restored
 
@@ -356,7 +358,8 @@ class Supervisor:
         """
         self._loops.request_stop()
         session = self._session
-        self._loops.join(self._stop_grace_secs, (lambda: None) if session is None else session.requests.serve)
+        serves = session is not None and session.is_training_thread  # else that thread serves them at its next step
+        self._loops.join(self._stop_grace_secs, session.requests.serve if session and serves else lambda: None)
         if self._loops.error is not None:
             raise self._loops.error
 

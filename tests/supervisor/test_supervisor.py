@@ -168,6 +168,34 @@ def test_an_error_of_a_loop_ends_fit_and_is_raised_at_the_end(tmp_path: Path) ->
     assert steps_in(tmp_path) == [0, 1], "what was reached is saved all the same"
 
 
+def test_a_stop_from_another_thread_leaves_requests_to_the_training_thread() -> None:
+    model, asks, served_by, late = make_model(), threading.Event(), [], []
+    supervisor = phalanx.Supervisor(stop_grace_secs=0.2)
+
+    def stop() -> None:
+        try:
+            supervisor.stop()
+        except RuntimeError as error:
+            late.append(error)
+
+    with supervisor.managed_session(model) as session:
+
+        def ask() -> None:
+            asks.set()
+            served_by.append(session.requests.call(threading.get_ident, BOUND_S))
+
+        loop = supervisor.loop(None, ask)
+        assert asks.wait(BOUND_S)
+        stopping = threading.Thread(target=stop)
+        stopping.start()
+        stopping.join()
+        while loop.is_alive():
+            session.should_stop()
+            loop.join(0.01)
+    assert served_by == [threading.get_ident()], "which nothing else may take them from"
+    assert len(late) == 1
+
+
 def test_a_loop_of_ones_own_is_saved_where_it_asks_whether_to_stop(tmp_path: Path) -> None:
     model = make_model()
     x, y = make_data()
