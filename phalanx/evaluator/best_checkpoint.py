@@ -80,6 +80,8 @@ class BestCheckpoint:
         suffix = KERAS_SUFFIX if found.name.endswith(KERAS_SUFFIX) else checkpoint_directory.SUFFIX
         place = self._directory / f"{NAME}{suffix}"
         with self._claim.writing():
+            # The checkpoint first: a process that is killed in between leaves a better one than the figures say. The
+            # other way around, a worse one would pass for the best.
             copy_file(found.copy, place)
             self._note({"monitor": self._monitor, "checkpoint": found.name, "step": found.step, "metrics": dict(logs)})
         self.value, self.path = value, place

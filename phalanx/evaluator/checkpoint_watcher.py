@@ -71,7 +71,7 @@ class _State(enum.Enum):
 @dataclass
 class _File:
     identity: Identity
-    since: float
+    since: float  # when this content was first seen, by the watcher's clock: a file system's may differ
     state: _State = _State.PENDING
 
 
@@ -91,9 +91,9 @@ class CheckpointWatcher:
         self._scratch = scratch
         self._ignored = ignored
         self._clock = clock
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, _File] = {}  # those that are there, by name
         self._contents: dict[str, str] = {}  # of those that were taken
-        self._began = self._is_there = False
+        self._began = self._is_there = False  # whether a first one was taken; whether the directory exists
 
     @property
     def pending(self) -> bool:
@@ -119,6 +119,7 @@ class CheckpointWatcher:
         names = self._look()
         if self._began:
             return next((found for name in names if (found := self._take(name)) is not None), None)
+        # Until there is a first one, the newest that is whole. A newer one that is not whole yet stays pending.
         for index in reversed(range(len(names))):
             found = self._take(names[index])
             if found is not None:
@@ -165,6 +166,7 @@ class CheckpointWatcher:
         """The file as a checkpoint; None if it is not ready, or never will be."""
         file, path, ours = self._files[name], self._directory / name, False
         try:
+            # Read in place without HDF5, which would lock it: the seal is behind Keras's part.
             ours = checkpoint_directory.is_sealed(path)  # and then it is never written again in place
             alone_s = self._clock() - file.since
             if not ours and alone_s < DELIVERY_TIMEOUT_S:

@@ -67,10 +67,11 @@ class JobEndDetector:
 
     def __init__(self, patience: EndOfJobPatience, now: float, *, launched: bool = False):
         self._patience = patience
+        # All times by the clock of `now`.
         self._began = now
-        self._seen = launched
-        self._last_sign = now
-        self._gone_since: float | None = None
+        self._seen = launched  # whether the job is known to have existed
+        self._last_sign = now  # of the job's life: an answer, or a checkpoint
+        self._gone_since: float | None = None  # None while anything may listen
         self._last_checkpoint: float | None = None
 
     @property
@@ -100,10 +101,12 @@ class JobEndDetector:
             return now - self._last_sign >= patience.silent_s
         if self._gone_since is None:
             self._gone_since = now
+        # A job that was seen is over once its ports stay closed; one that was not may have none.
         if self._seen:
             return now - self._gone_since >= patience.gone_s
         if self._last_checkpoint is None:
             return now - self._began >= patience.start_s
+        # There were checkpoints, perhaps of an earlier job: this one still has the time to start.
         return now - self._last_checkpoint >= max(patience.idle_s, patience.start_s)
 
 
@@ -142,7 +145,7 @@ class JobSignPoller:
         try:
             link, _ = me.dial(task, PROBE, deadline=time.monotonic() + PROBE_S)
             link.close()
-        except RefusedError:
+        except RefusedError:  # by a task that has recognized this one, so it is there
             return JobSign.ALIVE
         except (LinkTimeoutError, UnreachableError):
             return JobSign.SILENT

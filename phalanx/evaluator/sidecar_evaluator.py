@@ -154,6 +154,7 @@ class SidecarEvaluator:
                         end.checkpoint(time.monotonic())
                         self._evaluate(found, watch)
                         continue
+                    # The last files of a job that is over may not be whole yet, or not left alone for long enough.
                     if over and not watch.pending:
                         break
                     progress.report("waits for a checkpoint")

@@ -59,6 +59,7 @@ class LooperThreads:
 
     def request_stop(self, error: BaseException | None = None) -> None:
         """Let all threads end after their present call."""
+        # The error is there before a thread that waits for the stop can look at it.
         with self._lock:
             first = self._error is None
             if error is not None and first:
@@ -88,6 +89,7 @@ class LooperThreads:
             process.
         """
         until = time.monotonic() + grace_s
+        # In short waits: a thread may itself wait for the caller, to save at a step boundary, which `meanwhile` serves.
         for thread in self._threads:
             while thread.is_alive() and thread is not threading.current_thread() and time.monotonic() < until:
                 meanwhile()
