@@ -96,7 +96,7 @@ class CollectiveCosts:
     def _all_reduce(self, call: RecordedCall, machines: Machines) -> float:
         within = self._through_memory(2 * call.nbytes, machines.workers)  # merged, then broadcast
         if machines.count == 1:
-            return within / 2
+            return within / 2  # nothing comes from other machines, to be broadcast
         if call.nbytes <= DIRECT_BYTES:
             return within + self._exchange(call.nbytes, machines.count - 1)
         return within + sum(self._merge_dtype(arrays, nbytes, machines.count) for arrays, nbytes in call.packs)
@@ -129,6 +129,7 @@ class CollectiveCosts:
         """A packet to each of the others, and one from each."""
         if peers == 0:
             return 0.0
+        # The first packet takes a hop; those of the other peers queue behind it, at the link or at the core.
         each = max(nbytes / self.link.bytes_per_s, nbytes * self.software.link_byte_s + self.software.message_s)
         return self._hop(nbytes) + (peers - 1) * each
 
@@ -137,6 +138,7 @@ class CollectiveCosts:
         meeting = self._exchange(0, ranks - 1)
         if nbytes <= DIRECT_BYTES:
             return meeting + self._exchange(nbytes, ranks - 1)
+        # A pipeline: all bytes pass the last link, behind the first chunk's way through the ranks before it.
         return meeting + nbytes * self._byte_s(CHUNK_BYTES) + max(0, ranks - 2) * self._hop(CHUNK_BYTES)
 
     # Within a machine.

@@ -40,6 +40,7 @@ def measure_costs(*, encrypted: bool) -> SoftwareCosts:
     Raises: PhalanxError if the two processes do not finish.
     """
     keys = [secrets.token_bytes(KEY_BYTES) for _ in range(2)] if encrypted else []
+    # Forked children inherit the sockets, and import nothing again.
     context = multiprocessing.get_context("fork")
     pairs = [_tcp_pair() for _ in range(2)]
     reader, writer = context.Pipe(duplex=False)
@@ -49,7 +50,7 @@ def measure_costs(*, encrypted: bool) -> SoftwareCosts:
     ]
     for process in others:
         process.start()
-    writer.close()
+    writer.close()  # so that `recv` raises when both children have ended without a result
     for end in itertools.chain.from_iterable(pairs):
         end.close()
     try:
@@ -66,13 +67,15 @@ def measure_costs(*, encrypted: bool) -> SoftwareCosts:
 
 def _costs(seconds: dict[str, float]) -> SoftwareCosts:
     """From the durations of a few all-reduces, what their parts cost."""
+    # Two ranks: in a ring of two, each sends and receives every byte once.
     link_byte_s = seconds["one array"] / LARGE_BYTES
-    packets = LARGE_BYTES / SMALL_CHUNK_BYTES - LARGE_BYTES / CHUNK_BYTES
+    packets = LARGE_BYTES / SMALL_CHUNK_BYTES - LARGE_BYTES / CHUNK_BYTES  # more of them, for as many bytes
     message_s = max(0.0, seconds["small chunks"] - seconds["one array"]) / packets
     return SoftwareCosts(
         link_byte_s=link_byte_s,
         pack_byte_s=max(0.0, seconds["many arrays"] - seconds["one array"]) / LARGE_BYTES,
         message_s=message_s,
+        # Twice DIRECT_BYTES in a ring of two are two hops of one chunk each.
         hop_s=max(message_s, seconds["one chunk"] / 2 - DIRECT_BYTES * link_byte_s),
         local_byte_s=seconds["shared memory"] / LARGE_BYTES,
     )

@@ -107,11 +107,13 @@ def _wait(process: subprocess.Popen[bytes], result: Path, timeout_s: float) -> N
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the program and all that it has started."""
     if process.poll() is None:
+        # It leads a process group (`start_new_session`), with whatever it has started.
         os.killpg(process.pid, 9)
         process.wait()
 
 
 def _environment(request: PlanRequest, environment: Mapping[str, str]) -> dict[str, str]:
+    # With an id the program is a worker of a launcher, and starts no replicas itself.
     settings = {JOB_ID: "plan", PLAN: request.as_text()}
     if request.topology:  # one program on all devices, in a process that has no cluster
         settings |= _topology_variables(parse_topology(request.topology))

@@ -85,6 +85,8 @@ def find_collectives(text: str, devices: int) -> list[HloCollective]:
         key = channel[1] if channel else f"line {number}"
         collective = _collective(match, line, group, runs.get(line.computation, 1))
         known = channels.get(key)
+        # Of the parts of one collective, a reduce-scatter counts before an all-reduce that belongs to it (as the names
+        # are ordered), and then the largest.
         if known is None or (known.kind, known.nbytes) < (collective.kind, collective.nbytes):
             channels[key] = collective
     return list(channels.values())
@@ -130,7 +132,7 @@ def _run_counts(text: str) -> dict[str, int]:
         for line in _lines(text)
         for called in _CALLED.findall(line.text)
     ]
-    runs: dict[str, int] = {}
+    runs: dict[str, int] = {}  # of one that is called from several places: where it runs most
     # A computation stands in the text before what calls it.
     for caller, called, trips in reversed(calls):
         runs[called] = max(runs.get(called, 1), runs.get(caller, 1) * trips)
@@ -142,7 +144,7 @@ def _shape_bytes(shape: re.Match[str]) -> int:
     if not bits and kind != "pred":
         return 0  # a token
     count = math.prod(int(size) for size in sizes.split(",") if size)
-    return -(-count * int(bits or 8) // 8)
+    return -(-count * int(bits or 8) // 8)  # rounded up: int4 shares bytes; `pred` takes one
 
 
 def _group_size(line: str, devices: int) -> int:

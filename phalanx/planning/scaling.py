@@ -60,8 +60,10 @@ class ScalingModel:
     def predict(self, machines: Machines) -> StepPrediction:
         """One step on these machines."""
         global_batch = interpolate(self._batches, machines.replicas)
+        # The replica with the most samples decides; 1e-9 forgives what interpolation has rounded.
         local_batch = max(1, math.ceil(global_batch / machines.replicas - 1e-9))
         computed_s = max(interpolate(self._times, local_batch), 1e-9)
+        # Calls cannot be interpolated; what they take is computed for these machines.
         nearest = min(self._measurements, key=lambda each: abs(math.log(each.replicas / machines.replicas)))
         merged_s = sum(self._costs.seconds(call, machines) for call in nearest.collectives) / nearest.cycle
         if nearest.overlaps:  # the exchange takes place during the steps of a period

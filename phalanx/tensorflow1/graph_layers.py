@@ -185,6 +185,7 @@ def batch_normalization(
         others = [each for each in range(inputs.shape.rank) if each != axis]
         of_batch = tf.nn.moments(inputs, others)
         used = _where(training, lambda: list(of_batch), lambda: [tf.identity(mean), tf.identity(variance)])
+        # Outside of training the updates change nothing: what is in the collection cannot depend on a tensor.
         rate = tf.cast(tf.where(training, 1.0 - momentum, 0.0), inputs.dtype)
         for moving, batch in zip((mean, variance), of_batch, strict=True):
             v1.add_to_collection(v1.GraphKeys.UPDATE_OPS, moving.assign_sub((moving - batch) * rate))

@@ -73,7 +73,7 @@ class Server(tf.compat.v1.train.Server):  # type: ignore[misc]
             server_or_cluster_def = tf.train.ClusterSpec(server_or_cluster_def)
         _free_inherited_port(JobConfig.from_environment().listen_fd)
         super().__init__(server_or_cluster_def, job_name, task_index, protocol, config, start)
-        _servers[self.target] = self
+        _servers[self.target] = self  # the target has the port, which TensorFlow may have chosen
         if start and self.task in _training({self.task: None}):
             process_exit.at_exit(functools.partial(_report_end, self.target, self.task, self.other_tasks))
         own = Address.parse(self.target.removeprefix("grpc://"), where="the server's target")
@@ -115,6 +115,7 @@ class Server(tf.compat.v1.train.Server):  # type: ignore[misc]
         config = JobConfig.from_environment()
         end = JobEnd(training, config.rendezvous_timeout_s, config.timeout_s, time.monotonic())
         finished: set[str] = set()
+        # A task that says that it has finished is not probed any more. One that is only gone may be started again.
         with FinishedTasks(self) as reports:
             while True:
                 finished |= reports.read()
@@ -148,6 +149,7 @@ class FinishedTasks:
 
     def read(self) -> set[str]:
         """The tasks that have finished since the last call."""
+        # As many as there are, since `dequeue` waits for more. Only this server takes names from its queue.
         return {self._session.run(self._next).decode() for _ in range(self._session.run(self._size))}
 
 
@@ -155,6 +157,7 @@ def _report_end(target: str, task: str, others: Mapping[str, Address]) -> None:
     """Tell all parameter servers that this task has finished, unless it has failed: then it may be started again."""
     if process_exit.failure():
         return
+    # A server that is gone would hold the session up: it is probed first.
     servers = [other for other, address in others.items() if other.startswith(PS) and probe(address) is Answer.SERVES]
     for server in servers:
         with tf.Graph().as_default() as graph, contextlib.suppress(tf.errors.OpError):  # it may be gone already

@@ -51,7 +51,7 @@ def await_tasks(master: Any, config: Any) -> None:
     else:
         bound_s = job.rendezvous_timeout_s
         wait_for_tasks(needed, bound_s, lambda missing: _late(missing, bound_s))
-        _started.add(server.target)
+        _started.add(server.target)  # only now: until all have answered once, a missing one is late
 
 
 def with_filters(master: Any, config: Any, graph: Any) -> Any:
@@ -72,6 +72,7 @@ def with_filters(master: Any, config: Any, graph: Any) -> Any:
     if config is not None:
         copy.CopyFrom(config)
     if not copy.device_filters:
+        # This task itself is needed in any case: its server is the session's master.
         job, _, index = server.task.partition("/")
         filters = {f"/job:{job}/task:{index}"}
         for device in {operation.device for operation in graph.get_operations()}:

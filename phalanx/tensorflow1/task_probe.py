@@ -45,7 +45,7 @@ def probe(address: Address, within_s: float = ANSWER_S) -> Answer:
             header = b""
             while len(header) < FRAME_HEADER_BYTES:
                 received = connection.recv(FRAME_HEADER_BYTES - len(header))
-                if not received:
+                if not received:  # it has closed the connection: a server would have sent SETTINGS
                     return Answer.REFUSED
                 header += received
             return Answer.SERVES if header[3] == SETTINGS else Answer.SILENT
@@ -122,6 +122,7 @@ class JobEnd:
         for task, answer in answers.items():
             if answer is Answer.SERVES:
                 self._served[task] = now
+            # What never served has been silent since the beginning.
             hangs = now - self._served.get(task, self._began) > self._silent_s
             if answer is Answer.SERVES or (answer is Answer.SILENT and not hangs):
                 self._present[task] = now
