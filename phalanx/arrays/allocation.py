@@ -44,6 +44,7 @@ def empty_aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any,
         dtype: a dtype of plain numbers.
     """
     size = math.prod(shape) * dtype.itemsize
+    # The view below keeps `block` alive.
     block = np.empty(size + ALIGNMENT_BYTES, np.uint8)
     start = -block.ctypes.data % ALIGNMENT_BYTES
     return block[start : start + size].view(dtype).reshape(shape)

@@ -13,7 +13,7 @@ def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
 
     Dicts, lists, tuples and named tuples are traversed, None stays None, and everything else is a leaf.
     """
-    if isinstance(structure, np.ndarray):
+    if isinstance(structure, np.ndarray):  # first: nearly all leaves are
         return function(structure)
     if structure is None:
         return None

@@ -26,11 +26,14 @@ class TreeSum:
 
     def __init__(self, operations: Sequence[np.ufunc] = ()) -> None:
         self._operations = operations
+        # (level, index, arrays), in the order of their summands. Two children of one node are never both here: `add`
+        # makes their parent of them.
         self._nodes: list[tuple[int, int, list[Array]]] = []
 
     def add(self, index: int, arrays: Sequence[Array], level: int = 0) -> None:
         """Add a node: a summand, or the sum of several that another `TreeSum` has made."""
         total = list(arrays)
+        # An odd node is a right child. If its sibling is here, their sum may be a right child in turn.
         while self._nodes and index % 2 and self._nodes[-1][:2] == (level, index - 1):
             _, _, left = self._nodes.pop()
             total = self._sum(left, total)
@@ -62,8 +65,8 @@ def nodes_between(start: int, stop: int) -> list[tuple[int, int]]:
     """
     found = []
     while start < stop:
-        level = (stop - start).bit_length() - 1
-        if start:
+        level = (stop - start).bit_length() - 1  # the largest that fits
+        if start:  # and begins at a multiple of its size
             level = min(level, (start & -start).bit_length() - 1)
         found.append((level, start >> level))
         start += 1 << level

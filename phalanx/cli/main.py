@@ -28,7 +28,7 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         # Until a job handles them: processes that were started on the way to it (ssh) must be ended.
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:
+            if signal.getsignal(number) == signal.SIG_DFL:  # what nohup ignores stays ignored
                 signal.signal(number, _exit)
         try:
             return super().invoke(ctx)

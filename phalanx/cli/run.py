@@ -303,6 +303,7 @@ def run(**options: Any) -> None:
     chosen = RunOptions(**{name: options.pop(name) for name in RunOptions.__dataclass_fields__})
     launch_options["start_timeout_s"] = check_start_timeout(launch_options["start_timeout_s"])
     job = make_request(chosen, LaunchConfig.from_environment(**launch_options))
+    # After all checks: a call that is refused leaves the environment as it was.
     set_variables(ssh_options | horovodrun_options.variables(**options))  # workers inherit them, on other hosts too
     try:
         code = run_job(job)
@@ -355,6 +356,7 @@ def make_request(options: RunOptions, config: LaunchConfig) -> JobRequest:
     if not options.module:
         check_script(options.program[0])
     arguments = ("-m", *options.program) if options.module else options.program
+    # A program that spans all workers cannot lose one: the whole job is restarted instead of the worker.
     spans_workers = config.devices_per_worker is not None
     if spans_workers and elastic is not None:
         config = replace(config, max_restarts=config.max_restarts or config.restarts)

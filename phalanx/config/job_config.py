@@ -85,6 +85,7 @@ class CollectiveConfig:
             simulated_mbits=parse_optional_number(
                 values, names.SIMULATED_MBITS, unit="megabits per second", positive=True, example=100
             ),
+            # A time of 0 disables the warning as well.
             stall_warning_s=(not parse_switch(values, names.STALL_CHECK_DISABLE) and warning_s) or math.inf,
             stall_shutdown_s=parse_number(values, names.STALL_SHUTDOWN_TIME, 0, unit="seconds") or None,
             autotune=parse_switch(values, names.AUTOTUNE),
@@ -201,6 +202,7 @@ def _scheduler_job_id(values: Mapping[str, str]) -> str:
 
 
 def _secret(values: Mapping[str, str]) -> bytes | None:
+    # `is None`, unlike for all others: an empty secret is refused below; see the top of this file.
     text = values.get(names.SECRET)
     if text is None:
         return None

@@ -18,6 +18,7 @@ def copy_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if not far:
         return [tensor.cpu() for tensor in tensors]
     copies = _pinned(far)
+    # Enqueued together behind the kernels that compute the tensors, and waited for once.
     torch._foreach_copy_(copies, far, non_blocking=True)
     for device in {tensor.device for tensor in far}:
         torch.cuda.current_stream(device).synchronize()
@@ -31,6 +32,7 @@ def copy_to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> lis
         return [tensor.to(device) for tensor in tensors]
     copies = _pinned(tensors)
     torch._foreach_copy_(copies, list(tensors))
+    # Not waited for: kernels that read the results follow in the same stream.
     return [copy.to(device, non_blocking=True) for copy in copies]
 
 

@@ -34,6 +34,7 @@ def compute_in_one_thread(backend: str, environ: MutableMapping[str, str]) -> No
         importlib.import_module("torch").set_num_threads(1)
         return
     if backend == "jax":
+        # A second strategy of the program finds what the first one has set.
         came_too_late = has_begun(backend) and environ.get(JAX_THREADS) != "1"
         environ[JAX_THREADS] = "1"
     else:

@@ -104,6 +104,7 @@ def copy_unchanged(path: StoragePath, identity: Identity, copy: Path) -> bool:
     with open(path, "rb") as source, open(copy, "wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
         of_copied = os.fstat(source.fileno())
+    # Of what was copied, and of what has the name now: the file may have been replaced while it was open.
     return all(_identity(status) == identity for status in (of_copied, os.stat(path)))
 
 

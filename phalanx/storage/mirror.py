@@ -23,7 +23,7 @@ class MirroredFolder:
 
     def __init__(self, target: StoragePath) -> None:
         self._target = target
-        self._uploaded: dict[Path, Identity] = {}
+        self._uploaded: dict[Path, Identity] = {}  # what of each file is in the store
         self.path = Path(tempfile.mkdtemp(prefix="phalanx-")) if isinstance(target, RemotePath) else target
 
     def upload(self) -> None:
@@ -41,6 +41,7 @@ class MirroredFolder:
 
     def _upload(self, folder: RemotePath) -> None:
         for path in sorted(each for each in self.path.rglob("*") if each.is_file()):
+            # Before the copy: what is appended meanwhile is another identity next time.
             status = path.stat()
             identity = (status.st_ino, status.st_size, status.st_mtime_ns)
             if self._uploaded.get(path) != identity:

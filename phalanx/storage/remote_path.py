@@ -138,6 +138,7 @@ class RemotePath:
             if _scheme(self.url) in _WITH_FOLDERS:
                 store.mv(path, to)
             else:
+                # A process that is killed in between leaves both names, each whole.
                 store.cp_file(path, to)
                 store.rm_file(path)
 
