@@ -21,7 +21,18 @@ from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.variable_store import VariableStore
 from phalanx.parameter_server.server.worker_membership import WorkerMembership
 from phalanx.parameter_server.server.worker_table import WorkerTable
-from phalanx.parameter_server.server_messages import EpochOver, EpochReport, FitOver, Rejoin, Ticket, UpdateRules
+from phalanx.parameter_server.server_messages import (
+    AppliedUpdate,
+    DeclareModel,
+    EpochOver,
+    EpochReport,
+    FitOver,
+    GroupState,
+    ModelDescription,
+    Rejoin,
+    Ticket,
+    UpdateRules,
+)
 
 BOUND_S = 20.0
 NAMES = ("worker/0", "worker/1", "worker/2")
@@ -138,6 +149,35 @@ def test_a_step_that_one_has_finished_is_not_counted_again_when_another_repeats_
     assert take(schedule, 1).serial == 5, "which worker 0 has"
     schedule.complete_step(ticket(0, 5))
     assert schedule.global_step == 6
+
+
+def test_a_new_head_issues_no_serial_of_a_step_that_is_applied() -> None:
+    """A repeated push is known by its serial: the update of another step with this serial would be dropped."""
+    schedule = schedule_of(NAMES[:2])
+    store = VariableStore(0, schedule, is_head=True)
+    completed = tuple((serial, 0, (1,), 0) for serial in (4, 5, 6))
+    state = GroupState(declared_model(), 1, 1, (), completed, (), 0, False, 6)
+    store.restore(state, [])
+    store.follow(AppliedUpdate(7, 0, (1,), 0, (), 7), [])
+    rebuild = ScheduleRebuild(schedule)
+    for worker in (0, 1):
+        schedule.members.attach(worker, f"incarnation {worker}")
+    rebuild.start()
+    # Worker 1, which made steps 4 to 7, is another process by now; the chief is still at step 3.
+    held = Ticket(0, 0, 2, (0,), 0, 3, schedule.fit.era)
+    rebuild.rejoin(0, Rejoin(0, schedule.fit.era, 0, 1, (held,), 3, 2, 2, 10, steps_made=2), None)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(rebuild.wait, 1, BOUND_S)
+        rebuild.wait(0, BOUND_S)
+        waiting.result(BOUND_S)
+    ticket = take(schedule, 1)
+    assert store.history.result_for((ticket.serial, 0), 1) is None
+    assert ticket.serial == 8
+
+
+def declared_model() -> DeclareModel:
+    """Of a model of which this server has nothing."""
+    return DeclareModel(0, 0, ModelDescription((), (), "", (), ()), rules(), (), 0, 1)
 
 
 def test_updates_outside_of_epochs_count() -> None:

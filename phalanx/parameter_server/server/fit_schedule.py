@@ -64,7 +64,8 @@ class FitSchedule:
         era: era of the `fit`, as the chief declared it.
         rules: how updates are made.
         workers: the connected workers.
-        last_serial: serial of the newest step of the job.
+        last_serial: serial of the newest ticket of the job. No later ticket has the same: a push is recognized as a
+            repetition by its ticket's serial.
 
     Attributes:
         newest: serial of the newest applied step; -1 before the first.
@@ -102,7 +103,7 @@ class FitSchedule:
         return self.epoch is not None and (self.number, self.epoch.number) == (fit, epoch)
 
     def open_epoch(self, number: int, steps: int | None) -> None:
-        self._record_steps()
+        self._record_steps()  # before the epoch is replaced: workers that are late still ask how long it was
         self.reports = EpochReports()
         self.epoch = EpochBatches(number, steps)
         self.phase = FitPhase.RUNNING
@@ -139,6 +140,7 @@ class FitSchedule:
         assert epoch is not None, "an epoch is open"
         if self.rules.synchronous:
             return self._issue_jointly(worker, epoch, connected)
+        # Whether or not it gets a ticket: it leaves the epoch with a report. Joint steps merge metrics as they go.
         self.reports.participants.add(worker)
         if self.is_on_hold:
             return None
@@ -155,6 +157,7 @@ class FitSchedule:
     def _issue_jointly(
         self, worker: Worker, epoch: EpochBatches, connected: Collection[Worker]
     ) -> Ticket | EpochOver | None:
+        # One joint step at a time: a member that has finished it waits until the merge has settled its ticket.
         if self.tickets.joint is None:
             if self.is_on_hold:
                 return None
@@ -170,6 +173,10 @@ class FitSchedule:
             return None
         self.last_serial += 1
         return Ticket(self.number, epoch.number, batch, members, worker, self.last_serial, self.era)
+
+    def skip_serial(self, serial: int) -> None:
+        """Issue none up to this serial: another process has. A second step of it would look like a repeated push."""
+        self.last_serial = max(self.last_serial, serial)
 
     def blocked_by(self, worker: Worker) -> Worker | None:
         """The slowest worker, if bounded staleness keeps this one from making a step."""
@@ -204,5 +211,6 @@ class FitSchedule:
         """A worker that had only lost its connection still makes the step that was taken from it."""
         if self.tickets.restore_joint(ticket) or self.epoch is None or not self.is_open(ticket.fit, ticket.epoch):
             return
+        # If another worker has the batch already, it is trained on twice: the push of an untracked ticket counts too.
         if self.epoch.reclaim(ticket.batch):
             self.tickets.add([ticket])

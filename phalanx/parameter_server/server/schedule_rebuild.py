@@ -35,8 +35,8 @@ class ScheduleRebuild:
     def __init__(self, schedule: StepSchedule):
         self._schedule = schedule
         self._members = schedule.members
-        self._since = 0.0
-        self._positions: dict[Worker, WorkerPosition] = {}
+        self._since = 0.0  # by the schedule's clock
+        self._positions: dict[Worker, WorkerPosition] = {}  # of workers that are still connected
         self._new_processes: set[Worker] = set()  # workers that have no position to report
         self._members.add_observer(self)
 
@@ -81,7 +81,7 @@ class ScheduleRebuild:
         The chief is waited for at most `timeout_s`, and the others less; new processes have no position to report.
         """
         schedule, members = self._schedule, self._members
-        if schedule.fit.phase is not FitPhase.REBUILDING:
+        if schedule.fit.phase is not FitPhase.REBUILDING:  # without the lock: nearly every request comes by here
             return
         with schedule.changed:
             if schedule.fit.phase is FitPhase.REBUILDING and worker not in self._positions:
@@ -108,15 +108,19 @@ class ScheduleRebuild:
 def rebuild_fit(fit: FitSchedule, positions: Mapping[Worker, WorkerPosition]) -> bool:
     """Continue where the workers are; whether an epoch is open then."""
     chief, order = positions[CHIEF]
+    # A worker of another era learns from `FitSchedule.superseded` that it must go back; its tickets are void.
     here = [message for message, _ in positions.values() if message.era == fit.era]
     same = [m for m in here if (m.fit, m.epoch) == (chief.fit, chief.epoch)]
     tickets = [ticket for message in same for ticket in message.tickets]
-    fit.last_serial = max([t.serial for t in tickets] + [m.finished for m in here], default=0)
+    # Not from the workers alone: the one that made the newest steps may be lost with the former head.
+    for serial in [*(t.serial for t in tickets), *(m.finished for m in here)]:
+        fit.skip_serial(serial)
     fit.phase = FitPhase.DECLARED
     if not chief.opened or chief not in same:  # the chief's next request opens the epoch
         return False
     fit.phase = FitPhase.RUNNING
     fit.epoch = epoch = EpochBatches(chief.epoch, None if chief.steps < 0 else chief.steps)
+    # Batches beyond it, which only lost workers knew of, are handed out a second time.
     epoch.next = max(message.batches for message in same)
     fit.order = SampleOrder(chief.order_epoch, np.zeros(0, np.int64) if order is None else order)
     # Workers that are ahead have reported, and do so once more.

@@ -51,7 +51,7 @@ class StepSchedule:
         self.fit = FitSchedule(-1, 0, _UNDECLARED, ())
         self.global_step = 0
         self.proved = -1
-        self._declared_by = ""  # the incarnation of the chief that has declared the `fit`
+        self._declared_by = ""  # the incarnation of the chief that has declared the `fit`; "" after a change of leader
         self.last_progress = 0.0
         members.add_observer(self)
 
@@ -83,6 +83,8 @@ class StepSchedule:
         with self.changed:
             self.begin_fit(state.declared.rules, state.declared.fit, era=state.era)
             self.global_step = state.step
+            for serial, *_ in state.completed:
+                self.fit.skip_serial(serial)
             self.members.table.seen.update(range(len(self.members.names)))  # all were there at its start
             if state.ended:
                 self.end_fit(state.declared.fit)
@@ -172,6 +174,8 @@ class StepSchedule:
             CollectiveTimeoutError: the chief does not open the epoch.
         """
         with self.changed:
+            # `requested_at` moves while steps are being made, so that the chief is not late; `since` stays, for those
+            # that hold the last tickets of the epoch.
             requested_at = since = self.clock()
             blocked_since: float | None = None
             while True:

@@ -118,9 +118,9 @@ class VariableStore:
             self._shards = DeclaredShards(self._index, message, message.slots, buffers)
             self._barrier.abandon()
             self.history = MergeHistory()
-            self.version += 1
+            self.version += 1  # workers pull by version, and these values are new
             self._schedule.begin_fit(message.rules, message.fit, message.step, message.era)
-            self.replica.send_state(self.state())
+            self.replica.send_state(self.state())  # after `begin_fit`: the state names the era
             self.changed.notify_all()
 
     def assign(self, message: messages.AssignVariables, buffers: Sequence[memoryview]) -> None:
@@ -194,6 +194,7 @@ class VariableStore:
             count = sum(shard.server == self._index for shard in state.declared.model.shards) + len(state.slots)
             self._shards = DeclaredShards(self._index, state.declared, state.slots, buffers[:count])
             self._barrier.abandon()
+            # With the values, the answers to pushes that are in them: a worker that repeats one must not count twice.
             self.history = MergeHistory.restored(state.completed, arrays_of(buffers[count:], state.dtypes[count:]))
             self.version, self._refused = state.version, state.refused
             self._schedule.resume_fit(state)
@@ -203,13 +204,17 @@ class VariableStore:
         """On the replica: apply what the leader has applied."""
         with self.changed:
             assert self._shards is not None, "the leader sends its state first"
+            # Gradients, not results: the same optimizer makes the same update here, and with Adam's moments the results
+            # would be three times as many bytes.
             arrays = arrays_of(buffers, record.dtypes)
             if record.gradients:
                 gradients = self._shards.shape_gradients(iter(arrays[: record.gradients]))
                 self.version += self._shards.apply(gradients)
             result = MergeResult(record.members, arrays[record.gradients :])
             self.history.record((record.serial, record.phase), result)
-            self._schedule.global_step = record.step
+            with self._schedule.changed:
+                self._schedule.global_step = record.step
+                self._schedule.fit.skip_serial(record.serial)
 
     def skip_versions(self, version: int, updates: int) -> None:
         """A worker has seen this version, which is lost: later ones must not be taken for it.
@@ -298,6 +303,7 @@ class VariableStore:
             shards = self._shards
             assert shards is not None, "a ticket is issued after the declaration"
             rules, ticket = shards.declared.rules, message.ticket
+            # The era, not the number: a restarted chief declares the same `fit` again, with other values.
             if ticket.era != self._schedule.fit.era:
                 extras = arrays_of(buffers, message.dtypes)[len(buffers) - len(message.extras) :]
                 self._confirm(message)
@@ -353,7 +359,7 @@ class VariableStore:
             self.replica.send(messages.AppliedUpdate(*key, merged.members, len(sent), dtypes_of(arrays), step), arrays)
         self.version += shards.apply(gradients)
         self.history.record(key, MergeResult(merged.members, merged.extras))
-        self.replica.wait()
+        self.replica.wait()  # with the lock held: no worker is answered before both servers have the update
         if self._is_head and message.gradients:
             self._schedule.complete_step(message.ticket, is_applied=is_applied)
         return note
