@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from phalanx.cluster.spec import Task
 from phalanx.errors import LinkClosedError
 from phalanx.parameter_server.server import leader_lease
+from phalanx.parameter_server.server.group_leadership import GroupLeadership, GroupRole
 from phalanx.parameter_server.server.leader_lease import LeaderLease
 from phalanx.parameter_server.server.replication import ReplicaStream
 from phalanx.parameter_server.server.service_threads import ServiceThreads
@@ -128,6 +132,81 @@ def test_a_copy_counts_when_it_has_received_the_values() -> None:
     assert replica.attach(SimpleNamespace(), state)  # type: ignore[arg-type]  # there is nothing to send
     assert covered == [(True, False)]
     assert lease.covers_updates
+
+
+class Interrupted(ReplicaStream):
+    """Between two reads of its attributes, something else happens."""
+
+    meanwhile: Callable[[], object] | None = None
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name in ("_link", "_has_state") and (run := self.meanwhile) is not None:
+            self.meanwhile = None
+            run()
+        return value
+
+
+def test_a_copy_that_connects_while_another_thread_looks_does_not_count_yet() -> None:
+    replica = Interrupted(0, threading.Condition())
+    assert replica.attach(SimpleNamespace(), lambda: None)  # type: ignore[arg-type]
+    replica._link = None  # it is lost
+
+    def connect() -> None:
+        def state() -> None:
+            raise LinkClosedError("no value is sent yet")
+
+        with contextlib.suppress(LinkClosedError):
+            replica.attach(SimpleNamespace(), state)  # type: ignore[arg-type]
+
+    replica.meanwhile = connect
+    assert not replica.is_current
+    assert replica.has_link
+    assert not replica.is_current
+
+
+def test_a_leader_that_steps_back_while_it_attaches_a_copy_stays_a_follower() -> None:
+    threads = ServiceThreads()
+
+    def attach(link: object, state: object) -> bool:
+        leadership._follow_other()  # the chief promoted the other server, and that one reports it here
+        threads.closing.set()
+        return True
+
+    me = SimpleNamespace(task="ps/0", description=None, dial=lambda *_, **__: (SimpleNamespace(), None))
+    store = SimpleNamespace(fit=-1, state=None, replica=SimpleNamespace(is_attached=False, attach=attach))
+    parts: Any = (store, SimpleNamespace(), SimpleNamespace())
+    leadership = GroupLeadership(
+        me,  # type: ignore[arg-type]
+        0,
+        parts,
+        threading.Condition(),
+        threads,
+        is_own=True,
+        other=Task("ps", 1),
+        on_follow=lambda: (),
+    )
+    leadership.role = GroupRole.LEADING
+    leadership._maintain_replica()
+    assert leadership.role is GroupRole.FOLLOWING
+
+
+def test_a_new_leader_admits_workers_only_when_it_has_taken_over() -> None:
+    was_leading: list[bool] = []
+    recovery = SimpleNamespace(take_the_lead=lambda: was_leading.append(leadership.is_leading))
+    leadership = GroupLeadership(
+        SimpleNamespace(task="ps/1"),  # type: ignore[arg-type]
+        0,
+        (SimpleNamespace(), SimpleNamespace(), recovery),  # type: ignore[arg-type]
+        threading.Condition(),
+        ServiceThreads(),
+        is_own=False,
+        other=Task("ps", 0),
+        on_follow=lambda: (),
+    )
+    leadership.lead()
+    assert was_leading == [False]
+    assert leadership.is_leading
 
 
 def test_an_update_without_a_copy_is_answered_when_the_chief_knows(clock: Clock) -> None:

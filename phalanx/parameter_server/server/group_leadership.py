@@ -131,12 +131,12 @@ class GroupLeadership:
             if self.is_leading:
                 return
             logger.warning("%s leads the shards of group %d from now on.", self._me.task, self._number)
-            self.role = GroupRole.LEADING
             self.followed_until = time.monotonic()
             self._term += 1
             self._recovery.take_the_lead()
+            self.role = GroupRole.LEADING  # the last of these: from then on workers are admitted, without this lock
             if self.following is not None:
-                self.following.close()
+                self.following.close()  # wakes `_follow`, which applies nothing more
             self._changed.notify_all()
 
     def _follow_other(self) -> None:
@@ -188,8 +188,10 @@ class GroupLeadership:
                 if self._store.fit >= 0:
                     logger.warning("%s holds a copy of the shards of group %d.", self._other, self._number)
                 with self._changed:
-                    self.role = GroupRole.LEADING
-                    self._changed.notify_all()
+                    # Only from UNSETTLED: the other server may have taken the lead since the replica was attached.
+                    if self.role is GroupRole.UNSETTLED:
+                        self.role = GroupRole.LEADING
+                        self._changed.notify_all()
 
     # The follower's side; `admit` and `adopt` are the listener's service for the leader.
 
@@ -201,13 +203,14 @@ class GroupLeadership:
             return Welcome(refusal=DISAGREEMENT, reason=f"{hello.task} runs another version ({error}).")
         if disagreement := describe_disagreement(self._me.description, offer.description):
             return Welcome(refusal=DISAGREEMENT, reason=disagreement)
+        # Without the chief's word: the other one has lost its values, and has not led since it started.
         if offer.is_fresh and self._store.fit >= 0:
             self.lead()
         with self._changed:
             was_leading = self.is_leading
             if was_leading and self._term >= offer.term:
                 return Welcome(refusal=LEADING, reason=f"{self._me.task} leads group {self._number} now.")
-            self._term = offer.term
+            self._term = offer.term  # the terms of both are equal from here on, until one of them leads
         if was_leading:  # it was stopped or cut off while the chief promoted the other one
             self._follow_other()
         return Welcome()
@@ -227,7 +230,7 @@ class GroupLeadership:
                     if self.is_leading or self.following is not link:
                         return  # the record is of a former leader
                     self._apply(record, buffers)
-                replication.acknowledge(link)
+                replication.acknowledge(link)  # only now may the leader answer its workers
         except replication.LOST as error:
             if not (self._threads.closing.is_set() or self.is_job_over or self.is_leading):
                 logger.warning("%s: %s", self._me.task, error)

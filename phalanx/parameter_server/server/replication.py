@@ -56,8 +56,8 @@ class ReplicaStream:
         self._group = group
         self._lock = lock
         self._link: Link | None = None
-        self._has_state = False
-        self._unacknowledged = 0
+        self._has_state = False  # the replica has received the state; valid while there is a link
+        self._unacknowledged = 0  # records that were sent over this link
         self.losses = 0
 
     @property
@@ -76,12 +76,13 @@ class ReplicaStream:
     @property
     def is_current(self) -> bool:
         """Whether the replica has all updates that were answered. One that has just connected lacks them at first."""
-        return self._has_state and self._link is not None
+        # Read without the lock, and in this order: `attach` clears the state before it sets the link.
+        return self._link is not None and self._has_state
 
     def attach(self, link: Link, state: Callable[[], State | None]) -> bool:
         """Keep a replica at the other end, which first receives the present state; False if that failed."""
         with self._lock:
-            self._has_state = False  # before it has a link: others read both without the lock
+            self._has_state = False  # before it has a link: `is_current` reads both without the lock
             self._link, self._unacknowledged = link, 0
             self.send_state(state())
             self._has_state = self._link is not None
