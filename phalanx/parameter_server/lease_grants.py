@@ -19,7 +19,9 @@ from phalanx.transport.link import Link
 ENDED_S = LEASE_S * 1.1 + 0.1
 """Seconds from a grant until the lease has certainly ended: two clocks may run at different rates."""
 ATTEMPT_S = 1.0
+"""Seconds for one attempt to connect to a leader."""
 AGAIN_S = 0.1
+"""Seconds between two attempts: a leader without a lease answers no worker."""
 
 _REQUESTS = Decoder(LeaseRequest)
 _GRANT = msgspec.msgpack.encode(Acknowledged())
@@ -33,6 +35,8 @@ class _Grant:
         granted_at: by the monotonic clock. A chief before this one may have granted until this one was there.
         is_replica_lost: what the leader said last.
         is_over: whether no more is granted.
+        lock: held while a grant is decided, so that none follows `LeaseGrants.end`.
+        link: to the leader, which `LeaseGrants.end` closes.
     """
 
     granted_at: float = field(default_factory=time.monotonic)

@@ -198,6 +198,7 @@ class ServerReconnection:
         while away:
             try:
                 remaining = {each: self._rejoin(self.connections[each], until) for each in sorted(away)}
+                # All of them know this worker's position. What follows may wait for other workers.
                 for each, requests in remaining.items():
                     connection = self.connections[each]
                     self._request_all(connection, requests, check)

@@ -58,7 +58,7 @@ class SharedMemoryChannel:
     def __init__(self, segment: SharedSegment):
         self._segment = segment
         self.place_bytes = segment.memory.nbytes // PLACES
-        self._turn = 0
+        self._turn = 0  # of the two places for values, the one that was written last
         # Each place as it was last used: from one step to the next its contents have the same kinds.
         self._cut: dict[int, tuple[tuple[int, ...], list[memoryview]]] = {}
         self._layouts: dict[tuple[int, tuple[Kind, ...]], _PlacedArrays] = {}
@@ -126,6 +126,7 @@ class SharedMemoryChannel:
         laid = self._lay(place, tuple(map(kind_of, arrays)))
         if laid is not None:
             for target, array in zip(laid.arrays, arrays, strict=True):
+                # `copies` may have put the array at this address under another layout. NumPy then copies nothing.
                 if target is not array:
                     np.copyto(target, array)
         return laid

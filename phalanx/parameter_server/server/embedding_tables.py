@@ -46,6 +46,7 @@ class EmbeddingTableUpdater:
         self._pieces = tuple(pieces)
         self._tables = {number: _own(pieces[number].value) for number in sorted(tables)}
         self._dense = [number for number in range(len(pieces)) if number not in self._tables]
+        # Rows of each table that the optimizer's variable holds. It only grows, in powers of two: a size compiles once.
         self._room = {number: min(MIN_ROOM, len(table)) for number, table in self._tables.items()}
         self._updater = self._make([pieces[number].value for number in self._dense])
         of_tables = tuple((number,) for number in self._tables)
@@ -53,6 +54,7 @@ class EmbeddingTableUpdater:
         self.groups = self._dense_groups + of_tables
         self.lends = self._updater.lends
         self.slots: tuple[OptimizerSlot, ...] = self._updater.slots
+        # By the index of the optimizer's variable: its values for all rows of its table, of the table's shape.
         self._state = {
             place: np.broadcast_to(value[:1], self._tables[slot.variable].shape)  # until it is loaded
             for place, (slot, value) in enumerate(zip(self.slots, self._updater.optimizer_values(), strict=True))
@@ -66,6 +68,7 @@ class EmbeddingTableUpdater:
         numbers = {number: part.numbers for number, part in rows.items() if isinstance(part, TableRows)}
         self._make_room({number: len(touched) for number, touched in numbers.items()})
         table_of = {place: self.slots[place].variable for place in self._state}
+        # Rows up to `_room` are padding, of zeros with gradients of zero. What becomes of them is dropped below.
         self._updater.load(
             {n: padded(table[numbers[n]], self._room[n]) for n, table in self._tables.items()},
             {place: padded(self._state[place][numbers[n]], self._room[n]) for place, n in table_of.items()},

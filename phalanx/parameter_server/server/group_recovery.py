@@ -59,8 +59,9 @@ class GroupRecovery:
         self._is_head = is_head
         self._replicated_by = replicated_by
         self._snapshots = snapshots
-        self._found = None if snapshots is None else snapshots.newest()
-        # Protects what follows, and the order of snapshots. Acquired before the store's lock.
+        self._found = None if snapshots is None else snapshots.newest()  # of a former process; until it is restored
+        # Protects what `declare` and `rejoin` decide, and the order of snapshots. Acquired before the store's lock.
+        # `take_the_lead` does without: no worker is answered before this process leads.
         self._lock = threading.Lock()
         self.took_over = False
         self._superseded: SupersededError | None = None
@@ -107,7 +108,7 @@ class GroupRecovery:
     def write_snapshot(self) -> bool:
         """Write the present state; whether that succeeded."""
         with self._lock:  # one at a time, each of newer values than the one before
-            state = self._store.state()
+            state = self._store.state()  # copies: updates continue while they are written
             if self._snapshots is None or state is None:
                 return False
             try:

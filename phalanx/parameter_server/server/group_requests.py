@@ -201,6 +201,7 @@ class GroupRequests:
         return _yes_or_no(fit.stop_requested)
 
     def _end_fit(self, sender: Sender, request: messages.EndFit) -> None:
+        # Before the answer: a successor that does not know of the end would wait for positions that no worker sends.
         self._schedule.end_fit(request.fit)
         self._store.replica.replicate(request)
         self._recovery.write_snapshot()

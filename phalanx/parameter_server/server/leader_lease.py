@@ -91,6 +91,8 @@ class LeaderLease:
                 link.send(_encode(LeaseRequest(is_lost)), deadline=requested_at + LEASE_S)
                 link.receive(deadline=requested_at + LEASE_S)
                 with self._changed:
+                    # Not later than the chief counts: from the request, which precedes the grant. `max`, because two
+                    # links may be served at once when the chief has reconnected.
                     self._until = max(self._until, requested_at + LEASE_S)
                     self._known_losses = losses if is_lost else self._known_losses
                     self._changed.notify_all()

@@ -87,6 +87,9 @@ class MergeBarrier:
     ) -> tuple[list[Array], str]:
         """Wait, with the lock held, for the other members' parts; the last one to arrive calls `apply`.
 
+        The arrays of `part` may lie in memory that the worker shares with this process. They stay valid for the wait:
+        the worker writes there again only when this push is answered.
+
         Returns: the merged extras, and a note for the worker's log.
         """
         ticket, key = message.ticket, (message.ticket.serial, message.phase)
@@ -98,7 +101,7 @@ class MergeBarrier:
         pending = self._pending.setdefault(key, _PendingMerge())
         pending.disagreement = pending.disagreement or self._difference(pending, ticket.member, part.extras)
         pending.contributions[ticket.member] = part
-        pending.is_finite &= message.finite or not message.share
+        pending.is_finite &= message.finite or not message.share  # what has no samples has no weight in the merge
         until = self._members.clock() + rules.timeout_s
         while pending.extras is None:
             self._members.check()
@@ -116,7 +119,7 @@ class MergeBarrier:
             elif self._members.clock() > until:
                 for member in ticket.members:
                     if member not in pending.contributions:
-                        self._members.evict(member)
+                        self._members.evict(member)  # and the next round finds the merge complete
             else:
                 self._changed.wait(POLL_S)
         return pending.extras, ""
@@ -146,6 +149,7 @@ class MergeBarrier:
 
 def _merge(pending: _PendingMerge, message: PushGradients) -> MergedStep:
     """The mean of the gradients, and the merged extras."""
+    # In the members' order, not in that of arrival: floating-point sums are the same in every run.
     parts = [pending.contributions[m] for m in message.ticket.members if m in pending.contributions]
     # The samples of a lost or late worker are missing: the mean is over the others'.
     total = sum(share for share, _, _ in parts) or 1.0

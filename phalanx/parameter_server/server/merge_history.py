@@ -47,7 +47,7 @@ class MergeHistory:
         self._completed[key] = None
         self._results[key] = result
         self._newest_by_member |= dict.fromkeys(result.members, key)
-        if len(self._results) > 2 * MIN_RESULTS:
+        if len(self._results) > 2 * MIN_RESULTS:  # seldom, and then many at once
             kept = self._newest_by_member.values()
             outdated = (key for key in self._results if key not in kept)
             for old in list(islice(outdated, len(self._results) - MIN_RESULTS)):
@@ -55,6 +55,7 @@ class MergeHistory:
         if len(self._completed) > MAX_KEYS:
             oldest = next(iter(self._completed))
             del self._completed[oldest]
+            # Asynchronous steps complete out of order, but only synchronous ones ask `is_completed`.
             self._oldest = max(self._oldest, oldest)
 
     def result_for(self, key: MergeKey, member: Worker) -> MergeResult | None:

@@ -22,7 +22,7 @@ class OutstandingTickets:
     def __init__(self) -> None:
         self.by_serial: dict[int, Ticket] = {}
         self.joint: Ticket | None = None
-        self._joint_holders: set[Worker] = set()
+        self._joint_holders: set[Worker] = set()  # members that have received their copy
 
     def add(self, tickets: Iterable[Ticket]) -> None:
         """These tickets of single workers are outstanding."""
@@ -59,6 +59,7 @@ class OutstandingTickets:
         released = [ticket for ticket in self.by_serial.values() if ticket.member == worker]
         for ticket in released:
             del self.by_serial[ticket.serial]
+        # While one member is left, the merge completes without the lost one, and its batch counts as trained.
         if self.joint is not None and not any(member in connected for member in self.joint.members):
             released.append(self.joint)
             self.joint = None

@@ -125,6 +125,7 @@ class RequestHandler:
                     buffers = channel.read(TO_SERVER, request.lengths)
                 copy = copy_arrays if channel is None else channel.copies
                 answer, arrays = self._answer(Sender(worker, link_name, buffers, copy), request)
+                # Only the answer may still refer to `buffers`: the worker fills that memory once it is answered.
                 if channel is not None and isinstance(answer, Values) and isinstance(request, _VIA_MEMORY):
                     place, lengths = channel.write_values(arrays)
                     if lengths:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 MAX_TICK_S = 1.0
-"""How long the clock runs without a tick."""
+"""How long the clock runs without a tick. `ParameterServer.run` ticks twice as often (`POLL_S`)."""
 
 
 class RunningClock:

@@ -173,6 +173,7 @@ class ShardGroup:
             are_more_expected = (
                 len(connected) < len(self._members.names) and now < first_contact_until and not self._recovery.took_over
             )
+            # An evicted process keeps its link, so that it can be refused (`adopt`), and the job ends without it.
             only_evicted = all(self._members.table.is_evicted(name) for name, _ in self._members.table.links.values())
             is_over = self._members.has_chief_left and not are_more_expected and only_evicted
             self.leadership.is_job_over = is_over
@@ -210,6 +211,7 @@ class ShardGroup:
 
     def admit(self, hello: Hello) -> Welcome:
         """Whether a worker may connect: this server must lead the group."""
+        # Refused, a worker looks for the server that leads by now; a worker that was admitted would wait here.
         may_answer = not self.lease.has_lapsed or hello.task == self._members.names[CHIEF]
         if not (self.leadership.is_leading and may_answer):
             return Welcome(
@@ -227,6 +229,7 @@ class ShardGroup:
         worker = self._me.rank_of(hello.task)
         assert worker is not None, "checked when it was admitted"
         name = link_name(hello.incarnation, next(self._link_count))
+        # Attached before the former link is closed: the end of that one then counts as no loss of the worker.
         former_name, former = self._members.attach(worker, name, link) or ("", None)
         self.wake()
         # An evicted process is refused when it sends something; its link stays open for that.
@@ -285,6 +288,7 @@ class ShardGroup:
         config, started_at = self._me.config, time.monotonic()
         limit_s = max(self._return_s, config.timeout_s)
         with self._changed:
+            # A chief that has left promotes no other server any more, so this one may answer without a lease.
             while leadership.is_leading and not (lease.is_valid and condition()) and not self._members.has_chief_left:
                 is_away = CHIEF not in self._members.table.links
                 if time.monotonic() - started_at > (self._return_s if is_away else limit_s):

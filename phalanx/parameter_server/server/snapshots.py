@@ -55,6 +55,7 @@ class Snapshots:
             SupersededError: another process writes these snapshots now.
         """
         number = self._number + 1
+        # Bytes: the .npy format has no bfloat16 and would read it back as void. The header says the dtypes.
         raw = {str(index): np.ascontiguousarray(a).reshape(-1).view(np.uint8) for index, a in enumerate(arrays)}
         with self._writing(), open(self._paths[number % 2], "wb") as file:
             np.savez(file, **{_NUMBER: np.int64(number), _HEADER: np.frombuffer(header, np.uint8)}, **raw)  # type: ignore[arg-type]
@@ -74,7 +75,7 @@ class Snapshots:
         """Delete the files: the job is over."""
         with self._writing():
             for path in self._paths:
-                if path.is_file() and path.stat().st_nlink:
+                if path.is_file() and path.stat().st_nlink:  # no links: a file without a name, which the launcher holds
                     path.unlink()
 
     def _writing(self) -> contextlib.AbstractContextManager[None]:

@@ -2,7 +2,8 @@
 
 The condition `changed` of a server's membership is the one lock of its schedule: it protects the table of workers, the
 `FitSchedule`, the rebuild and the chief's announcements. It is reentrant. Lock order: `ShardGroup`'s lock, then
-`VariableStore`'s, then this one; a thread that holds this lock acquires neither of the others.
+`VariableStore`'s, then this one; a thread that holds this lock acquires neither of the others. Before all of them come
+`GroupLeadership._applying` and `GroupRecovery._lock`, which no thread holds together.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class WorkerMembership:
         self.changed = threading.Condition()
         self.all_required = False
         self.chief_heard_at = 0.0
-        self._failure: Callable[[], PhalanxError] | None = None  # what has ended the training for all
+        # What has ended the training for all: makes an error for each thread that raises it.
+        self._failure: Callable[[], PhalanxError] | None = None
         self._observers: list[MembershipObserver] = []
 
     def add_observer(self, observer: MembershipObserver) -> None:
@@ -63,6 +65,8 @@ class WorkerMembership:
     def attach(self, worker: Worker, name: str, link: Link | None = None) -> tuple[str, Link | None] | None:
         """A worker is connected by the link of this name (`link_name`); returns the one that it replaces."""
         with self.changed:
+            # Its tickets return to the schedule: a process that is new has none. One that only reconnects has its own
+            # restored by `Rejoin`.
             self._leave(worker)
             former = self.table.connect(worker, name, link)
             for observer in self._observers:

@@ -41,7 +41,7 @@ class WorkerTable:
         self._lost_since: dict[Worker, float] = {}  # without a goodbye
         self._expected_until: dict[Worker, float] = {}  # workers without a link that may reconnect
         self._endings: dict[Worker, str] = {}  # how the connections of lost workers ended, as sentences
-        self._evicted: set[str] = set()  # processes
+        self._evicted: set[str] = set()  # incarnations: a process stays evicted over all its later links
 
     def connect(self, worker: Worker, name: str, link: Link | None) -> tuple[str, Link | None] | None:
         """A worker has a new link; returns the name and link that it replaces."""
@@ -63,7 +63,7 @@ class WorkerTable:
     def remove(self, worker: Worker, name: str) -> bool:
         """A link has ended; returns whether it was the worker's present one."""
         if self.links.get(worker, ("", None))[0] != name:
-            return False
+            return False  # replaced before its end was noticed: the worker is not lost
         del self.links[worker]
         if worker not in self.left:
             self._lost_since[worker] = self._clock()
