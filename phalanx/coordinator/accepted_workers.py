@@ -1,6 +1,8 @@
 """The coordinator's end of its links: accepts workers, sends what they are to do, and notices lost ones.
 
 Each worker has a thread that sends to it and one that receives from it. Sockets are read and written without the lock.
+What a worker is sent passes through its outbox, in the order of decisions made with the lock held: a message may refer
+to what an earlier one has brought (`KeepObject`, `MakeObject`, `Define`).
 """
 
 from __future__ import annotations
@@ -131,6 +133,7 @@ class AcceptedWorkers:
             ]
             for worker in self._workers.values():
                 worker.kept.discard(number)
+                # Behind the calls that use it, which are in the outbox by now.
                 worker.outbox.append((ForgetObject(number), ()))
             self._changed.notify_all()
 
@@ -155,13 +158,15 @@ class AcceptedWorkers:
         with self._changed:
             self._of_servers.pop(role, None)
 
-    def lose(self, worker: WorkerConnection, why: str) -> None:
-        """Close the link to a worker, which does no more."""
+    def lose(self, worker: WorkerConnection, why: str, *, is_silent: bool = False) -> None:
+        """Close the link to a worker, which does no more; `is_silent`: it has not answered."""
         worker.link.close()
         with self._changed:
             if self._workers.get(worker.number) is not worker:
                 return  # it has reconnected since
             del self._workers[worker.number]
+            if is_silent:
+                self._silent.add(worker.name)
             if not self._closing:
                 logger.warning("Lost %s: %s Its function runs on another worker.", worker.name, why)
             self._events.left(worker)
@@ -204,7 +209,7 @@ class AcceptedWorkers:
             former = self._workers.get(number)
             if self._closing:
                 worker.outbox.append((StopWorker(), ()))
-            self._workers[number] = worker
+            self._workers[number] = worker  # the threads of a former connection see that it is no longer theirs
             self._silent.discard(hello.task)
             self._events.entered(worker)
             self._changed.notify_all()
@@ -231,13 +236,13 @@ class AcceptedWorkers:
                     order, buffers = message.packed() if isinstance(message, DeferredMessage) else message
                 except Exception as error:  # of whatever cannot travel
                     self._events.fail(error)
-                    continue
+                    continue  # the worker stays: it can still run what needs no such object
                 worker.link.send(
                     _encode(order), buffers, deadline=time.monotonic() + self._me.config.timeout_s + PING_S
                 )
                 worker.last_sent_at = time.monotonic()
                 if isinstance(order, StopWorker):
-                    worker.link.finish()
+                    worker.link.finish()  # half: the other thread reads until the worker hangs up
                     return
         except (LinkClosedError, LinkTimeoutError, FrameError) as error:
             self.lose(worker, str(error))
@@ -262,6 +267,4 @@ class AcceptedWorkers:
                 header, buffers = worker.link.receive(deadline=time.monotonic() + limit_s)
                 self._events.answered(worker, _ANSWERS.decode(header), buffers)
         except (LinkClosedError, LinkTimeoutError, FrameError) as error:
-            if isinstance(error, LinkTimeoutError):
-                self._silent.add(worker.name)
-            self.lose(worker, str(error))
+            self.lose(worker, str(error), is_silent=isinstance(error, LinkTimeoutError))

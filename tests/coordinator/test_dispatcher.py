@@ -6,7 +6,9 @@ import contextlib
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -21,7 +23,8 @@ from phalanx.coordinator.coordinator_messages import CallFunction, FunctionRaise
 from phalanx.coordinator.dispatcher import Dispatcher
 from phalanx.coordinator.remote_values import RemoteValue
 from phalanx.coordinator.scheduled_calls import ScheduledCall
-from phalanx.errors import LinkClosedError, PeerLostError, RendezvousError
+from phalanx.coordinator.worker_connection import WorkerConnection
+from phalanx.errors import LinkClosedError, LinkTimeoutError, PeerLostError, RendezvousError
 from phalanx.parameter_server.server_dialing import connect
 from phalanx.runtime import function_call as calls
 from phalanx.transport.link import Link
@@ -88,6 +91,26 @@ def test_what_cannot_be_sent_any_more_is_an_error_of_its_function(
     with pytest.raises(ValueError, match="it was given away"):
         dispatcher.join()
     link.close()
+
+
+def test_a_worker_that_has_reconnected_is_not_silent_for_what_its_former_link_did(dispatcher: Dispatcher) -> None:
+    workers = dispatcher.workers
+    returned = WorkerConnection(1, "worker/0", "b", SimpleNamespace(close=lambda: None), True, deque())  # type: ignore[arg-type]
+
+    class Silent:
+        def receive(self, *, deadline: float) -> None:
+            workers._workers[1] = returned  # it is adopted while the deadline of its former link passes
+            raise LinkTimeoutError("worker/0 sent nothing", "worker/0")
+
+        def close(self) -> None:
+            pass
+
+    former = WorkerConnection(1, "worker/0", "a", Silent(), True, deque())  # type: ignore[arg-type]
+    workers._workers[1] = former
+    workers._receive_from(former)
+    assert not workers._silent
+    workers.lose(returned, "it does not answer.", is_silent=True)
+    assert workers._silent == {"worker/0"}
 
 
 @pytest.mark.parametrize("answers", [True, False])
