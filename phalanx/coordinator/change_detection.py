@@ -36,7 +36,7 @@ def trace(function: Any, is_constant: Callable[[Any], bool], pickled: Callable[[
         is_constant: whether a thing travels as a reference, or is taken to be constant.
         pickled: the pickle of a thing that is neither.
     """
-    found: Trace = []
+    found: Trace = []  # keeps what it compares by identity alive, so that no other object gets its id
     seen: set[int] = set()
     left = [function]
     while left:
@@ -44,7 +44,7 @@ def trace(function: Any, is_constant: Callable[[Any], bool], pickled: Callable[[
         if isinstance(thing, _BY_VALUE):
             found.append((False, (type(thing), thing)))
             continue
-        if id(thing) in seen:
+        if id(thing) in seen:  # functions may refer to each other
             found.append((True, thing))
             continue
         seen.add(id(thing))
@@ -100,6 +100,7 @@ def _parts(function: FunctionType) -> Iterator[Any]:
 
 
 def _travels_along(thing: Any) -> bool:
+    """Whether cloudpickle sends the code of a function or class, instead of the name by which it is imported."""
     return thing.__module__ == "__main__" or "<locals>" in thing.__qualname__
 
 

@@ -93,7 +93,7 @@ class ChiefSession:
                         raise
                     raise peer_lost(str(chief), "scheduled functions; it did not return within the time set") from error
                 self._serve(link)
-                deadline = time.monotonic() + config.timeout_s
+                deadline = time.monotonic() + config.timeout_s  # for the chief to return
         except KeyboardInterrupt:
             if not self._stopped:  # otherwise it is our own, to end a function whose result is not awaited
                 raise
@@ -127,7 +127,8 @@ class ChiefSession:
         """In the reading thread: there is no more to do."""
         self._stopped = True
         if self._handler.is_calling:
-            # Its result is not awaited any more. A real signal also ends sleeps and waits.
+            # Its result is not awaited any more. A real signal also ends sleeps and waits. The main thread is still in
+            # `run` when it comes: it does not get past `_ReceivedOrders.next` before this returns.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
@@ -154,7 +155,7 @@ class _ReceivedOrders:
         self._link = link
         self._stop = stop
         self._patience_s = patience_s
-        self._sending = threading.Lock()
+        self._sending = threading.Lock()  # the reading thread sends `Pong`s, the main thread all other answers
         self._inbox: queue.SimpleQueue[tuple[Order, list[memoryview]] | Exception | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="phalanx-coordinator", daemon=True).start()
 

@@ -58,7 +58,8 @@ class ChiefVariables:
         self._served: RemoteVariables | None = None
         self._optimizer: ScopedName | None = None
         self._fit = -1
-        # Of what was put into the variables; None once functions may have made them stale.
+        # Checksums of what was put into the variables, to notice what the program changes between two functions. None
+        # once functions may have made them stale.
         self._pulled: list[int] | None = None
 
     def begin(self, used: Collection[ScopedName]) -> Begin | None:
@@ -162,7 +163,8 @@ class WorkerVariables:
         self._tensors = tensors
         self._merge = ParameterServerMerge(worker)
         self._served: RemoteVariables | None = None
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}  # of the trained variables, by id: their places among the servers'
+        # The received values that are in the variables; compared by identity, since each new set is another list.
         self._assigned: Sequence[Array | None] | None = None
         self.failure: PhalanxError | None = None
         for _, optimizer in worker.made.optimizers():

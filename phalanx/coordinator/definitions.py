@@ -83,9 +83,9 @@ class OutgoingDefinitions:
         self._made = made
         self._tensors = tensors
         self._lock = threading.RLock()  # protects what follows
-        self._required: dict[ScopedName, None] = {}
-        self._roots: dict[ScopedName, ScopedName] = {}
-        self._shared: dict[ScopedName, UnsupportedError] = {}
+        self._required: dict[ScopedName, None] = {}  # roots that workers must have, in the order of their first use
+        self._roots: dict[ScopedName, ScopedName] = {}  # of each object that was surveyed, the root that it is in
+        self._shared: dict[ScopedName, UnsupportedError] = {}  # roots that cannot travel, as another has their part
         self._announced: tuple[Define, list[bool]] | None = None  # and what was built then
 
     def require(self, names: Iterable[ScopedName]) -> bool:
@@ -170,6 +170,7 @@ class OutgoingDefinitions:
         begun.add(root)
 
         def refer(thing: Any) -> Any:
+            # A root that is being packed travels by value inside itself, or two that refer to each other never end.
             name = self._made.name_of(thing) if isinstance(thing, KINDS) else None
             other = self._roots.get(name) if name is not None else None
             if name is None or other not in self._made.present() or (other in begun and other not in packed):
@@ -184,6 +185,8 @@ class OutgoingDefinitions:
         ):
             made_from = copy_of(made) if isinstance(made, keras.layers.Layer) else made
             unbuilt = made_from.unbuilt() if isinstance(made_from, LayerCopy) else made_from
+            # Of what makes it, without weights and building: a worker keeps its copy, and only builds it, when the
+            # chief's was built or trained since.
             digest = hashlib.blake2b(self._pickled(unbuilt, refer), digest_size=16).digest()
             state = state_of(made)
             paths = [variable.path for variable in (*trained_by_servers(made), *state)]

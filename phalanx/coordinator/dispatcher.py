@@ -52,9 +52,9 @@ class Dispatcher:
         self._changed = threading.Condition()  # protects all attributes below
         self.workers = AcceptedWorkers(me, self._changed, self, silent)
         self._calls = ScheduledCalls()
-        self._alone_since = time.monotonic()
+        self._alone_since = time.monotonic()  # since when no worker is here; stale while one is
         self._has_had_workers = False
-        self._paused = False
+        self._paused = False  # hand out nothing
 
     def start(self) -> None:
         """Listen."""
@@ -163,6 +163,7 @@ class Dispatcher:
         try:
             worker.enqueue(number, self._calls[number])
         except Exception as error:  # a large array may have been donated since the call was scheduled
+            # Finished before it fails: the worker never hears of it, so no answer would take it from the queue.
             call = self._calls.finish(worker.number, worker.incarnation, number)
             assert call is not None, "it was handed out just now"
             self._calls.fail(call, error)
@@ -175,6 +176,8 @@ class Dispatcher:
         if isinstance(answer, WorkerFailed):
             self.fail(_error_of(worker.name, buffers[0]))
             return
+        # The fault is the worker's or its network's: the call is not failed, but runs on another worker. If the server
+        # does not answer here either, it is lost, and the call fails with the worker's error.
         if isinstance(answer, FunctionRaised) and answer.missed and _is_reachable(self._me, answer.missed):
             self.workers.lose(worker, f"it does not reach {answer.missed}, which answers here.")
             return
@@ -183,6 +186,7 @@ class Dispatcher:
             call = self._calls.finish(worker.number, worker.incarnation, answer.call)
             if call is None:
                 return
+            # Only answers that count get here, so metrics count a function once, however often it was run.
             if isinstance(answer, FunctionReturned):
                 try:
                     self.on_answer(buffers[1], answer.global_step)

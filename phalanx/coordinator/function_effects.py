@@ -98,9 +98,9 @@ class EffectRecorder:
 
     def __init__(self, made: ScopeRegistry) -> None:
         self._made = made
-        self._initial: dict[Place, Array] = {}
-        self._touched: dict[int, Any] = {}
-        self._state: dict[Place, Array] = {}
+        self._initial: dict[Place, Array] = {}  # what each metric's variables are after `reset_state`
+        self._touched: dict[int, Any] = {}  # metrics that the last function changed, by id: only these are reset
+        self._state: dict[Place, Array] = {}  # of layers, when the function began
         self._collected = True
 
     def start(self) -> None:
@@ -144,7 +144,7 @@ class EffectAccumulator:
     def __init__(self, made: ScopeRegistry) -> None:
         self._made = made
         self._sum = FunctionEffects({}, {})
-        self._unknown: set[ScopedName] = set()
+        self._unknown: set[ScopedName] = set()  # metrics that a warning has named
 
     def add(self, changes: FunctionEffects) -> None:
         for place, counted in changes.counted.items():

@@ -56,7 +56,7 @@ class FunctionQueue:
 
     def __init__(self) -> None:
         self._unfinished: dict[FunctionId, _Function] = {}
-        self._waiting: list[FunctionId] = []  # in the order in which they are to run
+        self._waiting: list[FunctionId] = []  # those that no worker has, in the order in which they are to run
         self._workers: dict[Worker, _Presence] = {}
         self.failing = False  # a function has failed, and the others are being cancelled or waited for
 
@@ -106,10 +106,11 @@ class FunctionQueue:
             return []
         del self._workers[worker]
         if presence.sent:
+            # Workers run what they have in order, so only the first can have cost this one.
             self._unfinished[presence.sent[0]].losses += 1
         given_up = [f for f in presence.sent if self.failing or self._unfinished[f].losses >= MAX_LOSSES]
         self._waiting[:0] = [function for function in presence.sent if function not in given_up]
-        self._waiting.sort()
+        self._waiting.sort()  # by number: the order in which the program scheduled them
         for function in given_up:
             del self._unfinished[function]
         return given_up
@@ -121,6 +122,7 @@ class FunctionQueue:
             return None
         # What it could only keep in store is left to those that are idle.
         idle = sum(not other.sent for other in self._workers.values()) if presence.sent else 0
+        # A function waits for its arguments here, not at a worker, where it would hold up those behind it.
         can_run = (f for f in self._waiting if self._unfinished.keys().isdisjoint(self._unfinished[f].needs))
         ready = list(islice(can_run, idle + 1))
         if len(ready) <= idle:
@@ -140,7 +142,7 @@ class FunctionQueue:
 
     def fail(self) -> list[FunctionId]:
         """A function has failed: returns those that wait, which are now cancelled."""
-        self.failing = True
+        self.failing = True  # so `leave` gives up what a lost worker had, instead of running it again
         cancelled, self._waiting = self._waiting, []
         for function in cancelled:
             del self._unfinished[function]

@@ -97,8 +97,8 @@ class FunctionServer:
         self.references = WorkerReferences({"strategy": strategy, "coordinator": coordinator}, worker.made, tensors)
         self.variables = WorkerVariables(worker, tensors, None if has_program else self.references)
         self._tally = function_effects.EffectRecorder(worker.made)
-        self._functions: OrderedDict[bytes, Callable[..., Any]] = OrderedDict()
-        self.is_calling = False
+        self._functions: OrderedDict[bytes, Callable[..., Any]] = OrderedDict()  # by digest, last used at the end
+        self.is_calling = False  # also read by the thread of `ChiefSession`
 
     def run(self) -> None:
         """Serve until the coordinator has no more to do. Raises: see `ChiefSession.run`."""
@@ -173,6 +173,7 @@ class FunctionServer:
 
     def _run(self, order: CallFunction, buffers: list[memoryview]) -> Any:
         references = self.references
+        # Keep and drop as `WorkerConnection.enqueue` does, whatever fails below: it sends no function twice.
         if order.is_new:
             # Before it is unpickled, as the coordinator counts it whether that succeeds or not.
             self._functions[order.function] = _Unreadable()

@@ -71,6 +71,7 @@ class MethodCalls:
         name = made.name_of(model)
         assert name is not None, "it was noted just now"
         fit, state = self._worker.last_fit + 1, MethodState(random_state(), name_counters())
+        # In this order: the call refers to the model by the name under which workers have made it.
         self.definitions.require([name])
         self.definitions.announce(self.dispatcher)
         self.dispatcher.workers.tell_servers(METHOD, lambda: self._pack(name, method, arguments, fit, state))

@@ -55,9 +55,9 @@ class OutgoingReferences(References):
     ) -> None:
         super().__init__(fixed, made, tensors)
         self._takes_later_objects = takes_later_objects
-        self._by_value = References(fixed, made, tensors)
-        self._noted = NotedReference()
-        self._keeps = False
+        self._by_value = References(fixed, made, tensors)  # notes nothing, so any thread may pack with it
+        self._noted = NotedReference()  # of what is packed now, inside `noting`
+        self._keeps = False  # whether large arrays are references now
         self._kept: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by id
         self._functions: dict[int, tuple[Trace, bytes, NotedReference]] = {}  # by id; the traces keep the functions
         self.numbers = itertools.count()
@@ -128,7 +128,7 @@ class OutgoingReferences(References):
 
     def _keep(self, thing: Any) -> int:
         known = self._kept.get(id(thing))
-        if known is not None and known[1]() is thing:
+        if known is not None and known[1]() is thing:  # an id alone may be that of a later object
             return known[0]
         self._kept = {key: entry for key, entry in self._kept.items() if entry[1]() is not None}
         number = self.number(thing)

@@ -42,8 +42,8 @@ class ScheduledCalls:
 
     def __init__(self) -> None:
         self.queue = FunctionQueue()
-        self._calls: dict[int, ScheduledCall] = {}
-        self._failure: BaseException | None = None
+        self._calls: dict[int, ScheduledCall] = {}  # those that the queue has not finished
+        self._failure: BaseException | None = None  # as long as it is set, the queue takes no call
 
     def __getitem__(self, number: int) -> ScheduledCall:
         return self._calls[number]
@@ -72,6 +72,7 @@ class ScheduledCalls:
 
     def fail_all(self, error: BaseException) -> None:
         """No call can run: each result raises the error, and so does the next `raise_failure`."""
+        # Those that a worker runs keep their results; the failure is raised once they are answered.
         for number in self.queue.fail():
             self._calls.pop(number).result.fail(error)
         self._failure = error

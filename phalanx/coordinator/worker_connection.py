@@ -66,6 +66,8 @@ class WorkerConnection:
             if kept not in self.kept:
                 self.outbox.append((KeepObject(kept), [pickle()]))
                 self.kept.add(kept)
+        # The worker drops the function used least recently in the same way, when it handles the message. Nothing may
+        # raise from here on: the worker would lack what is noted as sent.
         is_new = call.digest not in self.functions
         self.functions[call.digest] = None
         self.functions.move_to_end(call.digest)
@@ -75,6 +77,6 @@ class WorkerConnection:
         buffers: list[bytes | memoryview] = [
             *([call.function] if is_new else []),
             call.arguments,
-            *[need.finished() for need in call.needs],
+            *[need.finished() for need in call.needs],  # they succeeded: the failure of one would have cancelled this
         ]
         self.outbox.append((CallFunction(number, call.digest, is_new, results), buffers))
