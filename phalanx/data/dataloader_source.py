@@ -127,9 +127,10 @@ class MapStyleSource:
             numbers = np.concatenate([numbers, numbers_of([to_numpy(tensor[rows]) for tensor in dataset.tensors])])
         return numbers
 
-    def rows(self, key: int, batch: int) -> Any:
+    def rows(self, key: int, batch: int) -> list[Any]:
         """See `IndexedSource.rows`."""
-        return self.order.of_pass(key)[batch]
+        keys: list[Any] = self.order.of_pass(key)[batch]
+        return keys
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
         """See `Source.read`."""

@@ -40,8 +40,8 @@ class SampleLedger:
     def __init__(self, samples: int):
         self.samples = samples
         self.epochs: dict[int, Array] = {}
-        self._running = np.zeros(samples, np.uint8)
-        self._held: dict[str, list[Array]] = {}  # by task
+        self._running = np.zeros(samples, np.uint8)  # of the running epoch
+        self._held: dict[str, list[Array]] = {}  # by task: samples of steps that no merge contains yet
 
     @classmethod
     def of(cls, source: ShardedInput) -> SampleLedger | None:
@@ -55,21 +55,44 @@ class SampleLedger:
         """The ledger of the last `fit` of this process."""
         return cls._newest
 
-    def note(self, source: ShardedInput, step: int, sizes: tuple[int, ...]) -> None:
-        """A step of the running epoch was applied, of which the ranks had parts of these sizes."""
-        self._running[source.rows(step)[: sum(sizes)]] += 1
+    def note(self, source: ShardedInput, step: int, sizes: tuple[int, ...]) -> bool:
+        """A step of the running epoch was applied, of which the ranks had parts of these sizes.
 
-    def hold(self, source: ShardedInput, step: int, sizes: tuple[int, ...], tasks: Sequence[str]) -> None:
-        """The ranks, which are these tasks, have each taken a step of their own, which is not merged yet."""
-        parts = np.split(source.rows(step)[: sum(sizes)], np.cumsum(sizes)[:-1])
-        for task, rows in zip(tasks, parts, strict=True):
-            self._held.setdefault(task, []).append(rows)
+        Returns: whether the samples have numbers; otherwise there is no ledger from here on.
+        """
+        rows = self._rows(source, step, sizes)
+        if rows is not None:
+            self._count(rows)
+        return rows is not None
+
+    def hold(self, source: ShardedInput, step: int, sizes: tuple[int, ...], tasks: Sequence[str]) -> bool:
+        """The ranks, which are these tasks, have each taken a step of their own, which is not merged yet.
+
+        Returns: as `note`.
+        """
+        rows = self._rows(source, step, sizes)
+        if rows is not None:
+            for task, part in zip(tasks, np.split(rows, np.cumsum(sizes)[:-1]), strict=True):
+                self._held.setdefault(task, []).append(part)
+        return rows is not None
+
+    def _rows(self, source: ShardedInput, step: int, sizes: tuple[int, ...]) -> Array | None:
+        """The numbers of the samples of a step; None if they have none."""
+        keys = source.rows(step)[: sum(sizes)]
+        # Keys in a list come from a DataLoader's sampler: any that its dataset understands.
+        if isinstance(keys, np.ndarray) or all(isinstance(k, int | np.integer) and 0 <= k < self.samples for k in keys):
+            return np.asarray(keys, np.int64)
+        SampleLedger._newest = None
+        return None
+
+    def _count(self, rows: Array) -> None:
+        np.add.at(self._running, rows, np.uint8(1))  # `+= 1` counts a sample once that was drawn twice for a batch
 
     def release(self, tasks: Sequence[str]) -> None:
         """What these tasks have done was merged. What others did is lost with them."""
         for task in tasks:
             for rows in self._held.get(task, []):
-                self._running[rows] += 1
+                self._count(rows)
         self._held.clear()
 
     def end_epoch(self, epoch: int) -> None:

@@ -101,10 +101,10 @@ class ShardedInput:
         found: int | None = getattr(self.source, "samples", None)
         return found
 
-    def rows(self, step: int) -> Array:
-        """The numbers of the samples of a global batch of the running epoch, for data whose samples have numbers."""
+    def rows(self, step: int) -> Array | list[Any]:
+        """The numbers of the samples of a global batch of the running epoch, for an `IndexedSource`."""
         source: Any = self.source
-        rows: Array = source.rows(self.position.pass_key, self.position.start + step)
+        rows: Array | list[Any] = source.rows(self.position.pass_key, self.position.start + step)
         return rows
 
     @property

@@ -112,8 +112,11 @@ class IndexedSource(Source, Protocol):
         """Numbers from all over the data, shape (n,), float64, by which ranks compare what they were given."""
         ...
 
-    def rows(self, key: int, batch: int) -> Array:
-        """The numbers of the samples of a global batch, in the order of its rows; `key` as for `read`."""
+    def rows(self, key: int, batch: int) -> Array | list[Any]:
+        """The numbers of the samples of a global batch, in the order of its rows; `key` as for `read`.
+
+        A list contains what a sampler gives: keys of any kind, if the dataset takes other keys than numbers.
+        """
         ...
 
 

@@ -80,11 +80,13 @@ class FitRecorder:
             return
         source, stepper = self._state.source, self._state.stepper
         if stepper.merges_every_step:
-            self.ledger.note(source, batch.step, batch.sizes)
+            is_counted = self.ledger.note(source, batch.step, batch.sizes)
         else:
             # Not counted as used before the merge: what a rank did is lost with it until then.
             tasks = [member.task for member in self._model.replica.communicator.membership.members]
-            self.ledger.hold(source, batch.step, batch.sizes, tasks)
+            is_counted = self.ledger.hold(source, batch.step, batch.sizes, tasks)
+        if not is_counted:
+            self.ledger = None
 
     def record_merge(self, tasks: Sequence[str]) -> None:
         """The steps that these tasks have taken for themselves have been merged."""
