@@ -58,8 +58,8 @@ class HostDiscovery:
     ):
         self._script, self._on_change, self._log = script, on_change, log
         self.problem = ""
-        self._hosts: list[HostShare] | None = None
-        self._last_answer: list[HostShare] = []
+        self._hosts: list[HostShare] | None = None  # as `on_change` was told last
+        self._last_answer: list[HostShare] = []  # as the script printed it
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._guard = OrphanGuard()
@@ -117,7 +117,8 @@ class HostDiscovery:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
-                self.handle(decode_json(line, DiscoveryAnswer))
+                if line.endswith(b"\n"):  # else the process was killed while it wrote
+                    self.handle(decode_json(line, DiscoveryAnswer))
         if not self._closed:
             self._log("the process that runs the host discovery script was killed; the known hosts are kept")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -97,6 +99,16 @@ def test_what_is_wrong_is_told_once_and_the_last_answer_holds() -> None:
     assert told.said[1].endswith("recovered")
     assert told.said[2].endswith("it has not ended within 1 s; the known hosts are kept")
     assert "'one two' is not a host" in told.said[3]
+
+
+def test_an_answer_that_is_cut_off_is_none() -> None:
+    """The process that runs the script was killed while it wrote."""
+    told = Told()
+    stdout = io.BytesIO(b'{"text":"a","problem":""}\n{"text":"a')
+    told.discovery._process = SimpleNamespace(stdout=stdout)  # type: ignore[assignment]
+    told.discovery._receive()
+    assert [[share.name for share in shares] for shares in told.found] == [["a"]]
+    assert told.said == ["the process that runs the host discovery script was killed; the known hosts are kept"]
 
 
 PROGRAM = """
