@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,6 +160,36 @@ def test_events_wait_for_the_file_of_their_job(tmp_path: Path) -> None:
     assert [event["name"] for event in json.loads(path.read_text())] == ["phalanx", "event"]
     timeline.create(path, "mine", overwrite=True)
     assert len(json.loads(path.read_text())) == 1
+
+
+class Interrupted(timeline.TimelineFileRecorder):
+    """Is flushed while another thread adds an event."""
+
+    is_flushed_next = False
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name == "_waiting" and self.is_flushed_next:
+            self.is_flushed_next = False
+            self._flush()
+        return value
+
+
+def test_an_event_that_is_added_during_a_flush_is_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    timeline.create(path, "job")
+    recorder = Interrupted(timeline.TimelineFileSink(path, "job"), 0, "worker/0")
+
+    class Counted(list[Any]):
+        def __len__(self) -> int:
+            recorder.is_flushed_next = True  # at the next look at the list, which is for the append
+            return super().__len__()
+
+    recorder._waiting = Counted(recorder._waiting)
+    recorder.instant(timeline.TRAINING, "joined")
+    recorder._flush()
+    recorder._flush()
+    assert len(named(read(path), "joined")) == 1
 
 
 def test_a_file_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path) -> None:

@@ -168,8 +168,8 @@ class TimelineFileRecorder(TimelineRecorder):
         self._flushing = threading.Lock()  # protects `_unwritten`, and the order of writes to the sink
         self._tracks: dict[str, int] = {}
         self._new_tracks = threading.Lock()  # protects additions to `_tracks`
-        self._phase: tuple[str, int, Args] | None = None
-        self._lost = 0
+        self._phase: tuple[str, int, Args] | None = None  # that runs: name, beginning, args; of the training thread
+        self._lost = 0  # events dropped since the last flush
         self._stopped = threading.Event()
         self._describe("process_name", 0, name=name)
         self._describe("process_sort_index", 0, sort_index=rank)
@@ -237,7 +237,7 @@ class TimelineFileRecorder(TimelineRecorder):
             self._lost += 1
 
     def _tid(self, track: str) -> int:
-        number = self._tracks.get(track)
+        number = self._tracks.get(track)  # without the lock: tracks are only added
         if number is None:
             with self._new_tracks:
                 number = self._tracks.setdefault(track, len(self._tracks) + 1)
@@ -260,7 +260,9 @@ class TimelineFileRecorder(TimelineRecorder):
 
     def _flush(self) -> None:
         with self._flushing:
-            waiting, self._waiting = self._waiting, []
+            # The list stays: another thread may be between reading the attribute and its append.
+            waiting = self._waiting[:]
+            del self._waiting[: len(waiting)]
             if self._lost:
                 _log.warning("the timeline of rank %d lacks %d events: they came too fast", self._rank, self._lost)
                 self._lost = 0
@@ -409,6 +411,7 @@ def _end_of_events(file: int) -> int:
     size = os.fstat(file).st_size
     if os.pread(file, len(_END), size - len(_END)) == _END:
         return size - len(_END)
+    # No line break and no brace ends a line elsewhere than at the end of an event: JSON escapes line breaks.
     start = max(0, size - _TAIL_BYTES)
     tail = os.pread(file, size - start, start)
     whole = tail.rfind(b"}\n")
