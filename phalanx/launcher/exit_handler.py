@@ -48,7 +48,7 @@ class ExitHandler:
         if end.failed and self.slots is not None:
             self.slots.task_failed(end.task)
         may_restart = not self.plan.is_shutting_down and self.tasks.may_restart(record, outlived=end.outlived)
-        slots = self.slots if record.trains else None
+        slots = self.slots if record.trains else None  # an evaluator keeps its place
         released = record.is_released and not self.plan.is_shutting_down
         if slots is not None and (released or (code is None and may_restart)):
             slots.worker_exited(record.rank, failed=not released)
@@ -60,7 +60,7 @@ class ExitHandler:
         if delay_s is None:
             self._finish(record, end)
             return
-        record.previous = end
+        record.previous = end  # `exits_to_judge` may need it, if the restarted process only echoes the end of the job
         if slots is not None and not slots.worker_exited(record.rank, failed=True):
             record.state = TaskState.VACANT
             return

@@ -22,10 +22,10 @@ that was repaired is found within the hour."""
 
 @dataclass
 class _Record:
-    failures: list[float] = field(default_factory=list)  # when
+    failures: list[float] = field(default_factory=list)  # when, within WITHIN_S
     times: int = 0  # blacklisted in a row
-    until: float | None = None
-    returned: float | None = None
+    until: float | None = None  # None: it may be used
+    returned: float | None = None  # the end of the last time; its probation begins there
     reason: str = ""
 
 

@@ -32,7 +32,7 @@ class HostConnection:
         share: the host and its number of workers.
         host: starts the workers.
         name: the name by which other hosts reach it.
-        requested: the number of ports that it was asked for.
+        requested: the number of ports that it was asked for. Never smaller: a slot that is offered again has its port.
         ports: a port for each slot; None until the host has answered.
         waiter: the thread that waits for the answer.
     """
@@ -67,7 +67,7 @@ class HostConnection:
         if self.waiter is not None and isinstance(self.host, SSHHost):
             if self.ports is None:
                 self.host.abandon()
-            self.waiter.join(CLOSE_S)
+            self.waiter.join(CLOSE_S)  # before the close: the thread uses the host
         self.host.close()
 
 

@@ -94,6 +94,7 @@ class _Waker:
         return self._theirs.fileno()
 
     def wake(self) -> None:
+        # No lock: a signal handler may interrupt the thread that holds it.
         with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake; closed: nothing sleeps
             self._theirs.send(b"\0")
 

@@ -144,7 +144,7 @@ class HostPool:
         relay: Callable[[str], None],
     ):
         self._tasks, self._members, self._log, self._on_hosts = tasks, members, observer.noticed, observer.hosts_changed
-        self._drained: set[str] = set()
+        self._drained: set[str] = set()  # hosts that stay withdrawn whatever the discovery script prints
         self._start_timeout_s = start_timeout_s
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._connections = HostConnections(
@@ -159,7 +159,7 @@ class HostPool:
         trained = [rank for rank, task in enumerate(tasks) if trains(task)]
         self._slots = SlotAssignment(trained, len(trained))
         self._placements = ElasticPlacements(tasks, self._slots, self._connections)
-        self._shares: dict[str, HostShare] = {}
+        self._shares: dict[str, HostShare] = {}  # replaced and never changed: `drain` reads it in another thread
         self._job: JobSupervisor | None = None
         self._membership: MembershipControl | None = None
         self._shown: list[HostStatus] = []
@@ -235,7 +235,7 @@ class HostPool:
         """The job has been started."""
         self._job, self._membership = job, membership
         self._connections.attach(job.loop)
-        job.loop.wake()
+        job.loop.wake()  # for events that were posted before `_post` knew of the loop
 
     def drain(self, host: str) -> None:
         """Withdraw a host: its workers leave before a next step, and no other starts there. May be called from any
@@ -352,7 +352,7 @@ class HostPool:
             return
         for rank, slot in self._slots.assign(self._connections.usable_slots):
             self._log(f"{self._tasks[rank]} starts on {slot.host}")
-            membership.readmit(self._tasks[rank])
+            membership.readmit(self._tasks[rank])  # before it starts, or it would leave again with its withdrawn host
             self._job.start_worker(self._placements.worker(rank, slot))
 
     def _show(self, now: float) -> None:

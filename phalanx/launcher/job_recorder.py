@@ -48,12 +48,14 @@ class JobRecorder(JobObserver):
     def __init__(self, file: BinaryIO | None = None, *, clock: Callable[[], float] = time.time):
         self._file = file
         self._clock = clock
-        self._lock = threading.Lock()  # protects the view, the number, and what is recent
-        self._recent: deque[bytes] = deque(maxlen=MAX_RECENT)
-        self._reports: dict[str, TaskReport] = {}
+        # Held to replace the view, the number and what is recent together, for readers in other threads. One thread
+        # writes, so it reads them without.
+        self._lock = threading.Lock()
+        self._recent: deque[bytes] = deque(maxlen=MAX_RECENT)  # encoded events, the newest of number `number`
+        self._reports: dict[str, TaskReport] = {}  # since the last `Measured`, by task
         self._measured_at = self._in_file_at = 0.0
-        self._output: dict[int, bytearray] = {}
-        self._epochs: dict[str, FinishedEpoch] = {}
+        self._output: dict[int, bytearray] = {}  # by rank
+        self._epochs: dict[str, FinishedEpoch] = {}  # what each task finished last: reports repeat it
         self._checkpoints: dict[str, SavedCheckpoint] = {}
         self.view = JobView()
         self.number = 0

@@ -76,9 +76,9 @@ class JobSupervisor:
         self._tails = OutputTails(merged=merged)
         self._observer = observer
         self._slots = slots
-        self._slots_due = math.inf
+        self._slots_due = math.inf  # when `_slots` wants its next `update`
         self._clock = clock
-        self._exits_before_abort: int | None = None
+        self._exits_before_abort: int | None = None  # not None: the elastic job cannot continue
         self._failure: RootCause | None = None  # of an elastic job, as its coordinator says
         self._exits = ExitHandler(
             self._tasks,
@@ -235,6 +235,7 @@ class JobSupervisor:
         }
         for record in self._tasks.open:
             if step is ShutdownStep.DUMP_STACKS:
+                # After a failure this step ends the grace period; after a signal it comes at once, and says nothing.
                 record.is_hung = record.is_hung or self._plan.interrupted_by is None
                 record.placement.host.dump_stacks(record.rank)
             elif step is ShutdownStep.GIVE_UP:
@@ -258,7 +259,7 @@ class JobSupervisor:
             case Started(rank, pid):
                 record = self._tasks[rank]
                 record.pid, record.started_at = pid, self._clock()
-                self._tails.clear(rank)
+                self._tails.clear(rank)  # its output is not that of the process before
                 self._observer.started(record.placement, pid)
             case WorkerReport(rank, report):
                 self._observer.reported(self._tasks[rank].name, rank, report)

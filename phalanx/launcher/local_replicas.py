@@ -307,7 +307,7 @@ class _ReplicaSupervisor(JobObserver):
         self._ended = threading.Event()  # set once all replicas have exited
 
     def start(self) -> None:
-        self._job.start()  # here, since replicas die with the thread that started them
+        self._job.start()  # here: only the main thread can undo an ignored SIGCHLD, and an error is the caller's
         self._thread.start()
         if self._ends_program:
             atexit.register(self._at_exit)

@@ -22,6 +22,7 @@ _is_adopting = False
 _others: set[int] = set()
 """Children that this process had before it adopted any, as in `tensorboard & exec phalanx run ...`: not ours to end."""
 _awaited: dict[int, subprocess.Popen[bytes]] = {}
+"""By process id. If they were reaped here, their `Popen` would report exit code 0."""
 
 
 def adopt_orphans() -> None:

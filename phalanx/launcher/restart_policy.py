@@ -46,7 +46,7 @@ class RestartPolicy:
     def __init__(self, allowed: int, *, elastic: bool = False):
         self._allowed = allowed
         self._elastic = elastic
-        self._restarts: dict[int, int] = defaultdict(int)
+        self._restarts: dict[int, int] = defaultdict(int)  # by rank
         self._short_lives: dict[int, int] = defaultdict(int)  # in a row
 
     def delay_s(self, rank: int, returncode: int | None, lived_s: float, *, outlived: bool = False) -> float | None:

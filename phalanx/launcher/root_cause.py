@@ -73,6 +73,7 @@ class WorkerExit:
         by_code = _CONSEQUENCE.get(self.code, 0)
         if self.returncode == -signal.SIGABRT and _JAX_ABORT in self.diagnostics.output:
             return 1
+        # Even numbers are errors, odd ones exit codes alone, which a program may have chosen itself: closer to a cause.
         if self.diagnostics.error is None:
             return max(0, 2 * by_code - 1)
         return 2 * max(by_code, _CONSEQUENCE.get(self.diagnostics.error.code, 0))
@@ -147,6 +148,7 @@ def find_root_cause(ends: Sequence[WorkerExit], *, interrupted_by: int | None = 
         how = "and did not end" if lost.stalled else "with exit code 0"
         reason = f"{lost.task} left the job {how} while the others still depended on it"
         return RootCause(FALSE_SUCCESS_CODE, lost, reason)
+    # The order of the exits decides last: the echo of a failure is often seen before it.
     cause = min(own, key=lambda end: (end.distance, end.by_launcher, end.order))
     if cause.by_launcher and cause.diagnostics.error is not None:
         return RootCause(cause.diagnostics.error.code, cause, _reason(cause, ends))

@@ -148,11 +148,11 @@ class ShutdownPlan:
         self.interrupted_by: int | None = None
         self._grace_s = grace_s
         self._preemption_grace_s = preemption_grace_s
-        self._schedule: Schedule = ()
-        self._finish_by: float | None = None
+        self._schedule: Schedule = ()  # the steps that are left, the next one first
+        self._finish_by: float | None = None  # when optional tasks are ended; counts in FINISHING only
         # Filled by signal handlers, emptied by the loop; append and popleft are atomic, so there is no lock.
         self._requests: deque[int] = deque()
-        self._signals = 0
+        self._signals = 0  # how many were handled
 
     @property
     def is_shutting_down(self) -> bool:
@@ -220,7 +220,7 @@ class ShutdownPlan:
             return None
         (_, step), *rest = self._schedule
         self._schedule = tuple(rest)
-        if step is not ShutdownStep.DUMP_STACKS:
+        if step is not ShutdownStep.DUMP_STACKS:  # which ends no worker
             self._apply(JobEvent.SIGNALLED, self._schedule)
         return step
 

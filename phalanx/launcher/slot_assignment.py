@@ -32,10 +32,10 @@ class SlotAssignment:
 
     def __init__(self, ranks: Sequence[int], target: int):
         self.target = target
-        self._ranks = list(ranks)
-        self._assigned: dict[int, HostSlot] = {}
-        self._leaving: set[int] = set()
-        self._offered: dict[str, int] = {}
+        self._ranks = list(ranks)  # that are not retired
+        self._assigned: dict[int, HostSlot] = {}  # slots that are no longer offered stay until their workers end
+        self._leaving: set[int] = set()  # workers that `withdraw` has returned, and that have not ended
+        self._offered: dict[str, int] = {}  # slots by host
 
     def offer(self, hosts: Mapping[str, int]) -> None:
         """Replace the hosts and their numbers of slots. Known hosts stay first, in their order: older hosts get lower
@@ -94,6 +94,7 @@ class SlotAssignment:
             if (slot := HostSlot(host, number)) not in taken
         ]
         waiting = [rank for rank in self._ranks if rank not in self._assigned]
+        # A worker that leaves is replaced at once, elsewhere: the job does not wait for its end.
         missing = max(0, self.target - len(self._assigned.keys() - self._leaving))
         assigned = list(zip(waiting[:missing], free, strict=False))
         self._assigned.update(assigned)

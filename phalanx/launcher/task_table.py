@@ -145,7 +145,7 @@ class TaskTable:
     def place(self, placement: WorkerPlacement) -> TaskRecord:
         """A worker of an elastic job is about to start, in a slot that may be another one than before."""
         rank = placement.spec.rank
-        previous = self._tasks.get(rank)
+        previous = self._tasks.get(rank)  # the record is new, but not the task's history
         self._tasks[rank] = TaskRecord(placement, previous=None if previous is None else previous.previous)
         return self._tasks[rank]
 

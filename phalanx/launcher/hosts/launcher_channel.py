@@ -62,7 +62,7 @@ class LauncherChannel:
         while data:
             try:
                 data = data[os.write(1, data) :]
-            except BlockingIOError:
+            except BlockingIOError:  # the launcher does not read: it may be gone, or its terminal paused
                 self._receive()
                 self._check()
                 _wait_for(1, select.POLLOUT, CHECK_S)
@@ -70,6 +70,7 @@ class LauncherChannel:
                 raise LauncherLostError from error
 
     def _receive(self) -> None:
+        # All that has come, before the lease is judged: stdin blocks, so it is read only while it has something.
         while not self._is_lost and _wait_for(0, select.POLLIN, 0.0):
             data = os.read(0, READ_BYTES)
             self._is_lost = not data

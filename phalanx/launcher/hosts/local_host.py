@@ -55,12 +55,12 @@ class LocalHost:
         self._selector = selector
         self._streams = streams or OutputStreams()
         self._shares = shares
-        self._listeners: list[socket.socket] = []
+        self._listeners: list[socket.socket] = []  # by slot
         self._launches: dict[int, WorkerLaunch] = {}  # of workers that may be restarted
         self._workers: dict[int, WorkerProcess] = {}
         self._saving: list[Event] = []  # workers that answered SIGTERM by saving a checkpoint
-        self._slots_without_replica: set[int] = set()
-        self._next_report = 0.0
+        self._slots_without_replica: set[int] = set()  # of servers and evaluators
+        self._next_report = 0.0  # by the monotonic clock
         self._restores_sigchld = False
 
     def prepare(self, workers: int, *, address: str | None = "127.0.0.1") -> list[int]:

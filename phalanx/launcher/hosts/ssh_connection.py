@@ -153,7 +153,7 @@ class SSHConnection:
             except BlockingIOError:
                 return found
             if not data:
-                return found or None
+                return found or None  # the end comes again with the next call, once what was found is handled
             found += [answer for line in self._lines.feed(data) if (answer := self._decode(line)) is not None]
 
     def _decode(self, line: bytes) -> Answer | None:
@@ -200,6 +200,8 @@ class SSHConnection:
         if self._selector is None:
             self.kill()  # nothing runs there yet, and ssh may be stuck on the way
         self.unregister()
+        # `_send_signs_of_life` looks at it with the lock held: it never writes to a descriptor that is closed below,
+        # whose number may be another file's by then.
         self._closed.set()
         with self._sending:
             for pipe in (self._stdin, self._stdout, self._stderr):

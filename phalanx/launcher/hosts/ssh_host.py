@@ -68,8 +68,8 @@ class SSHHost:
         self._environ = process_environment() if environ is None else environ
         self._say = say
         self._connection: SSHConnection | None = None
-        self._running: set[int] = set()
-        self._directory = ""
+        self._running: set[int] = set()  # ranks whose exit has not come; all exit if the connection ends
+        self._directory = ""  # of this process when it connected: the workers run in the same one there
 
     def connect(self) -> None:
         """Start ssh; `ports` waits for it.

@@ -88,7 +88,7 @@ class WorkerFiles:
 
     def new_report(self, rank: int) -> WorkerReport | None:
         """What the worker does, if it has said anything since the last call."""
-        content = _content(self.progress)
+        content = _content(self.progress)  # one read for all, so that phase and figures are of one moment
         last, encoded = progress.parse(content), progress.parse_figures(content)
         number, when = self._reported
         figures = None

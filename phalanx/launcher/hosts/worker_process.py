@@ -63,12 +63,12 @@ class WorkerProcess:
         opened = streams.open(self.rank)
         self._process = self._start(launch, opened)
         await_end(self._process)
-        for fd in {opened.stdout, opened.stderr}:
+        for fd in {opened.stdout, opened.stderr}:  # or the readers would never see the end; a set: they may be one
             os.close(fd)
         self._guard.started()
         self._readers = opened.readers
-        self._pidfd = _open_pidfd(self.pid)
-        self._state = ""
+        self._pidfd = _open_pidfd(self.pid)  # readable once the process is dead; -1 where there are none
+        self._state = ""  # of the kernel's, when stacks were requested
         for fd in (*self._readers, *([self._pidfd] if self._pidfd >= 0 else [])):
             selector.register(fd, selectors.EVENT_READ)
 
@@ -168,6 +168,7 @@ class WorkerProcess:
     def _exit(self) -> Iterator[Event]:
         # The dead leader is not reaped yet, so its group's id cannot belong to another process: end what it left.
         _signal_group(self.pid, signal.SIGKILL)
+        # Only now the last output, and all of it before `Exited`: what held the pipes is dead too.
         yield from self._read(reads=LAST_READS)
         if (report := self.files.new_report(self.rank)) is not None:
             yield report
