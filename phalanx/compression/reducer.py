@@ -40,8 +40,8 @@ class CompressedReducer:
 
     def __init__(self, compression: Compression) -> None:
         self.compression = compression
-        self._memory: dict[str, _Memory] = {}
-        self._pending: dict[str, _Memory] = {}
+        self._memory: dict[str, _Memory] = {}  # by `name_of` the shapes that were summed together
+        self._pending: dict[str, _Memory] = {}  # what `commit` makes of it
 
     def all_reduce(
         self,
@@ -66,13 +66,17 @@ class CompressedReducer:
         memory = self._memory.get(key, _NOTHING)
         self._pending.pop(key, None)  # Left by a step that failed.
         brought = [_brought(array, scale) for array, scale in zip(arrays, scales, strict=True)]
+        # Kept without a unit, and added in that of the arrays: the scale of the loss may have changed since.
         for array, rest in zip(brought, memory.own, strict=bool(memory.own)):
             array += rest if unit == 1.0 else rest * np.float32(unit)
         merged = self.compression.all_reduce(communicator, brought, memory.shared)
-        for target, value in zip(out, merged.values, strict=True):
-            np.copyto(target, value, casting="unsafe")
         # If a value is not finite, the step will be skipped, or the training has diverged: there is nothing to keep.
-        if all(np.isfinite(np.sum(value)) for value in merged.values):
+        # A sum shows it in one pass: infinities and NaN survive in it, and infinities of both signs make NaN.
+        with np.errstate(all="ignore"):
+            for target, value in zip(out, merged.values, strict=True):
+                np.copyto(target, value, casting="unsafe")
+            is_finite = all(np.isfinite(np.sum(value)) for value in merged.values)
+        if is_finite:
             left: tuple[Array, ...] = ()
             if self.compression.feedback:
                 left = tuple(_rest(b, o, unit) for b, o in zip(brought, merged.own, strict=True))
