@@ -65,6 +65,7 @@ class Telemetry:
         self.is_save_requested = False
         self.read_server: Callable[[], ServerFigures] | None = None
         self.read_gpu: Callable[[], GpuFigures | None] | None = None
+        # Replaced as a whole and never changed, so that a reader needs no lock.
         self._logs: dict[str, float | None] = {}
         self._finished_epoch: FinishedEpoch | None = None
         self._read_traffic: Callable[[], Traffic] | None = None
@@ -89,7 +90,8 @@ class Telemetry:
 
     def measure(self) -> WorkerFigures:
         """The figures now. Called regularly, by one thread at a time."""
-        now, traffic = time.monotonic(), self._read_traffic() if self._read_traffic is not None else None
+        read = self._read_traffic  # once: the main thread may leave the job meanwhile
+        now, traffic = time.monotonic(), None if read is None else read()
         passed_s, self._last_at = now - self._last_at, now
         before_s = 0.0 if self._last_traffic is None else self._last_traffic.waited_s
         self._last_traffic = traffic
@@ -154,7 +156,7 @@ def _psutil_resident_bytes() -> int:
 
 
 def _beat() -> None:
-    requests = progress.save_requests()
+    requests = progress.save_requests()  # those made before this process could answer do not count
     while True:
         time.sleep(BEAT_S)
         _write()
@@ -163,6 +165,9 @@ def _beat() -> None:
 
 
 def _write() -> None:
+    if _announcing_pid != os.getpid():
+        # A fork that exits: the page is its parent's, and the lock may have been held when it was copied.
+        return
     with _writing:
         progress.write_figures(msgspec.msgpack.encode(current.measure()))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -51,6 +53,34 @@ def test_time_is_computing_or_waiting_and_the_job_may_be_joined_again(now: list[
     own.watch_traffic(None)
     now[0] += 1.0
     assert own.measure().computed_s == 1.75
+
+
+class LeavingTelemetry(Telemetry):
+    """Of a process that leaves its job between two looks of the thread that measures."""
+
+    looks = 0
+
+    @property
+    def _read_traffic(self) -> Any:
+        self.looks += 1
+        return None if self.looks > 1 else lambda: WorkerTraffic(7, 7, 0.0)
+
+    @_read_traffic.setter
+    def _read_traffic(self, value: object) -> None:
+        pass
+
+
+def test_a_process_that_leaves_its_job_while_it_is_measured_is_measured() -> None:
+    assert LeavingTelemetry().measure().bytes_sent == 7
+
+
+def test_a_fork_that_exits_writes_nothing(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page is its parent's, and so is the lock, which may have been held when it was copied."""
+    monkeypatch.setattr(telemetry, "_announcing_pid", os.getppid())
+    telemetry._write()
+    record = progress._get_reporter()._record
+    assert record is not None
+    assert progress.parse_figures(record[:]) is None
 
 
 def test_logs_are_asked_for_with_each_beat_and_are_plain_numbers(now: list[float]) -> None:
