@@ -36,6 +36,7 @@ class _Cast:
         """See `Compression.all_reduce`."""
         world_size = communicator.world_size
         size = sum(array.size for array in arrays)
+        # Row r goes to rank r; zeros fill up the last ones.
         whole = np.zeros((world_size, -(-size // world_size)), np.float32)
         with np.errstate(over="ignore"):  # Too large values become infinite, as on GPUs.
             fill(whole.reshape(-1), arrays)

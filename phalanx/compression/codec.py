@@ -65,7 +65,7 @@ class Codec(ABC):
             if rank == own_rank:
                 own = decoded
             if not values:
-                values = [array.copy() for array in decoded]
+                values = [array.copy() for array in decoded]  # not `decoded`, which is `own` on rank 0
             else:
                 for total, array in zip(values, decoded, strict=True):
                     total += array

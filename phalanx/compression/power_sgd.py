@@ -134,6 +134,7 @@ def _products(thin: Array, matrices: Sequence[Array]) -> Array:
 
 def _mean_squares(a: Array, b: Array) -> Array:
     """Of the rows of `a' b`, for a of shape (k, rank, n): of shape (k, 1, n)."""
+    # Row i has the squared length a_i' (b b') a_i, which needs no product of n times m. Rounding may make it negative.
     squares: Array = np.sum((b @ b.swapaxes(1, 2) @ a) * a, axis=1, keepdims=True) / b.shape[2]
     return np.maximum(squares, 0.0)
 
@@ -141,6 +142,7 @@ def _mean_squares(a: Array, b: Array) -> Array:
 def _beside_the_mean(squares: Array) -> Array:
     """The divisors of rows or columns with these mean squares."""
     mean = squares.mean(axis=2, keepdims=True)
+    # Before the first step all of them are FLOOR, and a common factor has no effect.
     return np.maximum(np.sqrt(squares / np.where(mean > 0, mean, 1)), FLOOR)
 
 
@@ -185,7 +187,7 @@ class PowerSGD:
         with np.errstate(all="ignore"):
             lefts = [_orthogonal(p) for p in self._summed(communicator, [stack.left() for stack in stacks]).values]
             rights = [stack.right(left) for stack, left in zip(stacks, lefts, strict=True)]
-            found = self._summed(communicator, [*rights, *(arrays[i] for i in whole)])
+            found = self._summed(communicator, [*rights, *(arrays[i] for i in whole)])  # right factors first
             values = dict(zip(whole, found.values[len(stacks) :], strict=True))
             own = dict(zip(whole, found.own[len(stacks) :], strict=True))
             after: dict[str, Array] = {}
@@ -241,8 +243,10 @@ def _orthogonal(rows: Array) -> Array:
     Computed from the Cholesky factor of the rows' products, several times as fast as a QR decomposition. That needs
     rows that are far from dependent, as those of a warm start are.
     """
+    # From sums that are equal on all ranks. On unequal processors or BLAS libraries, the last bits may still differ.
     if not np.isfinite(rows).all():
         return np.full_like(rows, np.nan)
+    # Of unit length, so that the diagonal of the factor is the part of each row that is orthogonal to those before it.
     units = rows / np.linalg.norm(rows, axis=2, keepdims=True)
     try:
         lower = np.linalg.cholesky(units @ units.swapaxes(1, 2))

@@ -58,7 +58,7 @@ class _Quantized(Codec):
         share = -(-size // (ranks * self.chunk)) * self.chunk
         brought = np.zeros(ranks * share, np.float32)
         fill(brought, arrays)
-        codes = self._rows(brought, ranks)
+        codes = self._rows(brought, ranks)  # one for each rank, which sums these parts of all ranks
         own = np.concatenate([self._values(code) for code in codes])
         with np.errstate(all="ignore"):
             total = np.zeros(share, np.float32)
@@ -67,6 +67,7 @@ class _Quantized(Codec):
             (code,) = self._rows(total, 1)
             merged = np.concatenate([self._values(part) for part in communicator.all_gather(code)])
             mine = slice(rank * share, (rank + 1) * share)
+            # What the second encoding has lost of this part, no other rank knows: it goes into this one's feedback.
             own[mine] += merged[mine] - total
         return Merged(cut(merged, arrays), cut(own, arrays), {})
 
@@ -77,6 +78,7 @@ class _Quantized(Codec):
         largest = 2 ** (self.bits - 1) - 1
         # NaN and infinities make the scale NaN or infinite, and so everything that the chunk decodes to.
         scales = np.maximum(rows.max(axis=1), -rows.min(axis=1)) / np.float32(largest)
+        # A chunk of zeros has scale 0, and decodes to 0 whatever its codes are.
         usable = np.isfinite(scales) & (scales > 0)
         with np.errstate(all="ignore"):
             rows /= np.where(usable, scales, 1)[:, None]
@@ -104,7 +106,7 @@ class _Quantized(Codec):
         """The values that one of `_rows` stands for."""
         of_chunk = self.chunk * self.bits // 8
         chunks = code.size // (of_chunk + SCALE_BYTES)
-        scales = code[chunks * of_chunk :].copy().view(np.float32)
+        scales = code[chunks * of_chunk :].copy().view(np.float32)  # copied, because they may begin at any byte
         return self.decode([code[: chunks * of_chunk], scales], chunks * self.chunk)
 
 

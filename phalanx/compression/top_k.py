@@ -58,7 +58,7 @@ class TopK(Codec):
     def decode(self, parts: Sequence[Array], size: int) -> Array:
         """See `Codec.decode`."""
         positions, *values = parts
-        if positions.dtype == np.uint8:
+        if positions.dtype == np.uint8:  # a bit for each value, otherwise uint32: `encode` chooses by size alone
             positions = np.flatnonzero(np.unpackbits(positions, count=size))
         decoded = np.zeros(size, np.float32)
         decoded[positions] = values[0] if self.values is None else self.values.decode(values, positions.size)

@@ -63,6 +63,7 @@ def end_with_launcher(fd: int) -> None:
     """
     if sys.platform == "linux":
         os.set_inheritable(fd, False)
+        # Owner and signal before O_ASYNC: from then on the kernel sends, and without these SIGIO and to no process.
         fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(fd, fcntl.F_SETSIG, int(signal.SIGKILL))
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)

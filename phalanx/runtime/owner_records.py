@@ -125,7 +125,7 @@ class OwnerFile:
         temporary = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")
         file = open(temporary, "wb")  # noqa: SIM115  # open, and so locked, for as long as the claim lasts
         try:
-            _lock(file)
+            _lock(file)  # before it has its name: there is no moment at which the owner's file is not locked
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

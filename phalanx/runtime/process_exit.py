@@ -120,6 +120,7 @@ class _ExitCodeHook:
         self._previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        # Of the class, because several hooks may have been installed, one around the other.
         if _ExitCodeHook._running_in == threading.get_ident():
             # A hook of the program around this one calls it: the outer one ends the process.
             self._print(kind, error, traceback)
@@ -143,6 +144,7 @@ class _ExitCodeHook:
                 if _ends_at_once:
                     end_process(code)
                 _end(code)
+            # With code 1 Python ends the process itself, and waits for threads before it calls exit handlers.
             for callback in reversed(_exit_callbacks):
                 callback()
 

@@ -80,6 +80,7 @@ class _Reporter:
         if name is None:
             name = self._phases[phase] = phase.encode(errors="replace")[:PHASE_BYTES]
         self._number = number = self._number + 1
+        # One call, which keeps the interpreter's lock: reports of several threads do not mix.
         _RECORD.pack_into(
             record,
             _OFFSET,
@@ -97,6 +98,8 @@ class _Reporter:
             return
         self._figures_number = number = self._figures_number + 1
         start = _FIGURES_OFFSET + _FIGURES.size
+        # In this order: until the last number is there, the content lies between two that differ. Only one thread at a
+        # time writes figures (`telemetry._writing`).
         _FIGURES.pack_into(record, _FIGURES_OFFSET, number, len(content))
         record[start : start + len(content)] = content
         _NUMBER.pack_into(record, start + len(content), number)

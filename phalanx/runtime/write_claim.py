@@ -127,6 +127,8 @@ class WriteClaim:
 
         Raises: as `acquire`, which it does first if need be.
         """
+        # The mutex before the file's lock, here and in `acquire`. That lock belongs to an open file: without the mutex,
+        # another thread of this process would poll for it like a stranger.
         with self._mutex:
             self.acquire()
             with self._record.locked():
@@ -158,6 +160,7 @@ class WriteClaim:
 
     def _me(self) -> Owner:
         run, attempt = run_of_job()
+        # At each call, because the generation grows while the claim lasts.
         return Owner(run, attempt, self._generation(), _process(), socket.gethostname(), os.getpid())
 
     def _try(self, me: Owner) -> Owner | None:
