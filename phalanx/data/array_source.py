@@ -115,7 +115,7 @@ class ArraySource:
         self._rank = request.rank
         self._world_size = request.world_size
         self.order = PassOrder()
-        self._keras_orders: Iterator[Array] | None = None
+        self._keras_orders: Iterator[Array] | None = None  # of pass after pass; drawn from the program's generators
         self.num_batches: int | None = -(-self.samples // self._batch_size)
         self.traits = SourceTraits(
             "arrays",
@@ -153,7 +153,7 @@ class ArraySource:
             global_size = min(batch_size, samples - first)
             low, high = local_range(global_size, rank, world_size)
             size = high - low
-            # An empty share is stood in for by the batch's first row.
+            # An empty share is stood in for by the batch's first row, which exists: `global_size` is at least 1.
             rows = slice(first + low, first + high) if size else slice(first, first + 1)
             if order is None:
                 part = map_leaves(lambda array, rows=rows: array[rows], data)  # type: ignore[misc]

@@ -39,7 +39,7 @@ class DataLoaderOrder:
         self._is_pass_an_epoch = request.steps_per_epoch is None
         self._kept = PassOrder()
         self._states_before: list[Any] = []  # of the program's generators, when the running pass began
-        self._worker_seed = request.seed
+        self._worker_seed = request.seed  # of the running pass
         self._is_first = True  # the next pass
         self._is_open = False  # Keras opens the next pass when one ends
 
@@ -122,6 +122,7 @@ class DataLoaderOrder:
         return [list(batch) for batch in batches] if self.is_by_sample else batches
 
     def _draw_as_the_chief(self, shuffling: Shuffling) -> list[Any]:
+        # The state instead of the order: 5 KB, however many samples there are. It is a whole number of int64.
         state = shuffling.from_chief(torch.get_rng_state().numpy().view(np.int64))
         if shuffling.is_chief:
             return self._all_batches()

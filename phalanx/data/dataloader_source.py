@@ -82,7 +82,7 @@ class MapStyleSource:
         self.order = DataLoaderOrder(request)
         self._loads_own_samples = self.order.is_by_sample and loader.collate_fn is default_collate
         self._draws_each_pass = request.shuffling is not None
-        self._ends_pass = False  # the running epoch
+        self._ends_pass = False  # whether the running epoch reads to the end of the pass
         self._rank = request.rank
         self._world_size = request.world_size
         self.num_batches: int | None = len(self.order.batches)
@@ -175,6 +175,7 @@ class MapStyleSource:
             indices[low:high] if low < high else indices[:1] for indices, (low, high) in zip(chosen, parts, strict=True)
         ]
         elements = _elements(self._loader_of(local, num_workers))
+        # The fingerprint is of the indices, since no rank has the whole batch.
         for element, indices, (low, high) in zip(elements, chosen, parts, strict=True):
             yield LocalShare(element, high - low, len(indices), _checksum(indices))
 

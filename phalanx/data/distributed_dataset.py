@@ -121,6 +121,7 @@ class DistributedDataset:
         assert self._any_rank is not None
         last: LocalShare | None = None
         while True:
+            # Every rank asks before each element, those without data too: the question is a collective.
             share = next(shares, None)
             if not self._any_rank(share is not None):
                 return

@@ -63,7 +63,7 @@ class InputPosition:
         if not self.is_reset:
             self.reset()
         if self.next_start == 0:
-            if self._is_open:
+            if self._is_open:  # `leave` has drawn what opening it draws
                 self.pass_key = index
             else:
                 self.open_pass(index)
@@ -84,6 +84,8 @@ class InputPosition:
             is_complete: whether the epoch ended by itself. An interrupted epoch continues at the same place, as Keras's
                 iterators do.
         """
+        # Keras counts whole groups. It does not see that the data ended within the last one, and then begins the next
+        # epoch at the end of the data instead of a new pass.
         is_short = is_complete and -(-batches // self._group) * self._group != self.steps_per_epoch
         self.next_start = self._start_after(self.start + batches, is_short=is_short)
 
@@ -160,7 +162,7 @@ class InputPosition:
         self._resume(self.next_start, randomness)
 
     def _resume(self, batches: int, randomness: bytes) -> None:
-        self.is_reset = True
+        self.is_reset = True  # a reset would begin a new pass
         self.continue_with(randomness)
         if self._source.cursor is not None and batches:
             self._source.cursor.skip(self.pass_key, batches)

@@ -40,6 +40,7 @@ def numbers_of(size: int, count: int, rank: int, world_size: int) -> tuple[int, 
     >>> [numbers_of(100, 24, rank, 5) for rank in range(5)]
     [(0, 4), (4, 9), (9, 14), (14, 19), (19, 24)]
     """
+    # Whole micro-batches, so that none depends on the number of ranks; a rank may have one more than another.
     existing = min(count, size)
     return rank * existing // world_size, (rank + 1) * existing // world_size
 

@@ -109,7 +109,7 @@ class PyDatasetSource:
         self._rank = request.rank
         self._world_size = request.world_size
         self.order = PassOrder()
-        self._is_first = True  # the next pass
+        self._is_first = True  # the next pass is the first one of this `fit`
         self._knows_shapes = not data_adapters.loaders_are_read_by_tf_data()
         self._is_pooled = dataset.workers > 1 or (dataset.workers > 0 and dataset.use_multiprocessing)
         length = self.num_batches

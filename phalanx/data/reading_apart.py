@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_running: list[str] = []  # the kinds of data that this process reads apart right now, the innermost last
+# The kinds of data that this process reads apart right now, the innermost last. Without a lock: data is read in the
+# thread that trains (`ShardedInput._read`), which also asks.
+_running: list[str] = []
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class ShardedInput:
         self.structure = ElementStructure.PARTS
         self.may_be_empty = False
         self._rank, self._world_size = request.rank, request.world_size
-        self._last: LocalShare | None = None
+        self._last: LocalShare | None = None  # read last; None before the first, which tells data without any batch
 
     # What the data is.
 
@@ -182,7 +182,7 @@ class ShardedInput:
                 self._last = share
                 yield share
             is_complete = True
-        finally:
+        finally:  # also if the reader closes this generator: the next epoch then continues where it stopped
             position.advance(seen, is_complete=is_complete)
         position.leave(seen)
         self._check_end(index, seen)
@@ -196,6 +196,7 @@ class ShardedInput:
             yield from shares
             return
         while True:
+            # Not around the whole loop: the caller takes its step between two elements, with collectives of all ranks.
             with reading_apart(self.source.traits.kind):
                 share = next(shares, None)
             if share is None:

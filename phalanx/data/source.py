@@ -200,21 +200,23 @@ class StreamCursor:
         self._open_pass = open_pass
         self._is_once = is_once
         self._repeated = repeated
-        self._first: list[Any] | None = None
-        self._running: Iterator[Any] | None = None
+        self._first: list[Any] | None = None  # the elements that begin each pass; None until the first one is opened
+        self._running: Iterator[Any] | None = None  # over the rest of the running pass
         self._is_unread = False  # `_running` still has everything that the next `read` is to yield
-        self._last: list[Any] = []
-        self._recorded: list[Any] | None = None
+        self._last: list[Any] = []  # the element that was read last, or none
+        self._recorded: list[Any] | None = None  # since `record`; None if nothing is recorded
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[Any]:
         """Elements `start` to `stop` of pass `key`, see `Source.read`."""
         running = self._running
+        # What was put back or skipped to belongs to the pass that begins: opening another one would lose it.
         if running is None or (start == 0 and not self._is_unread):
             running = self._running = self._open(key)
         self._is_unread = False
         for element in running if stop is None else itertools.islice(running, stop - start):
             self._last = [element]
             if self._recorded is not None:
+                # Copies: a generator may fill the same arrays again. `_last` needs none, as nothing is read after it.
                 self._recorded.append(map_leaves(np.copy, element))
             yield element
 
@@ -224,7 +226,7 @@ class StreamCursor:
             self._running = self._open(0)
             self._is_unread = True
         first = next(self._running)
-        if restart:
+        if restart:  # this iterator is dropped: seeded shuffles count those that were created
             self._running = None
             self._is_unread = False
         else:
@@ -257,6 +259,7 @@ class StreamCursor:
         elements = self._open_pass(key)
         if not self._is_once:
             return elements
+        # Read at once, as Keras reads them: a generator that fills its arrays again is then no different from there.
         if self._first is None:
             self._first = list(itertools.islice(self._counted(elements), self._repeated))
         return itertools.chain(self._first, self._counted(elements))

@@ -311,7 +311,7 @@ def _seed_shuffles(graph: Any, seed: int) -> None:
             for position in (2, 3):
                 suffix = ":output:0" if ":" in node.input[position] else ""
                 fresh = node_def_pb2.NodeDef(name=f"{node.name}/phalanx_seed{position}", op="Const")
-                value = tf.make_tensor_proto(next(seeds, position) | 1, tf.int64)
+                value = tf.make_tensor_proto(next(seeds, position) | 1, tf.int64)  # odd: two zeros mean no seed
                 fresh.attr["value"].tensor.CopyFrom(value)
                 fresh.attr["dtype"].type = tf.int64.as_datatype_enum
                 nodes.append(fresh)
@@ -355,7 +355,7 @@ def _run(graph: Any) -> Any:
     large: dict[str, Any] = {}
     result = ""
     for node in graph.node:
-        if node.op == "_Retval":
+        if node.op == "_Retval":  # its input is the dataset
             result = node.input[0]
         elif node.op == "Const" and node.ByteSize() > _LARGE_CONSTANT_BYTES:
             large[node.name] = _constant(node.attr["value"].tensor)
