@@ -85,6 +85,8 @@ class LineAssembler:
 
     def feed(self, text: str) -> list[str]:
         *lines, self._rest = (self._rest + text).split("\n")
+        # A line without end is shown in pieces. Of a bar without end only what it shows now is kept: its history grows
+        # with each redraw.
         if len(self._rest) > MAX_LINE_CHARACTERS and "\r" not in self._rest:
             lines.append(self._rest)
             self._rest = ""
@@ -243,6 +245,7 @@ class Console:
         self._logs = [PlainLog(file) for file in logs]
         self._live = LiveLine(self._prefixes[0], is_notebook=columns == NOTEBOOK, colour=colour)
         self._ended: list[TextSink] = []  # outputs that accept nothing any more, such as a file on a full disk
+        # By rank and whether it is stderr. A piece of output may end within a character, a line or an escape sequence.
         self._decoders: dict[tuple[int, bool], codecs.IncrementalDecoder] = {}
         self._lines: dict[tuple[int, bool], LineAssembler] = {}
         self._filters: dict[tuple[int, bool], StartupNoiseFilter] | None = {} if quiet else None
@@ -265,6 +268,7 @@ class Console:
         self._show(rank, is_error, text)
 
     def _show(self, rank: int, is_error: bool, text: str) -> None:
+        # The chief's stderr comes in lines: drawn live, it would have to share the last line with its stdout.
         if rank == 0 and self.columns is not None and not is_error:
             self._write(False, self._live.feed(text))
         else:

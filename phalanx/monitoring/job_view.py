@@ -309,7 +309,7 @@ def _task_started(state: JobView, event: events.TaskStarted) -> JobView:
         host=event.host,
         pid=event.pid,
         is_running=True,
-        is_member=state.generation == 0 or not former.trains,
+        is_member=state.generation == 0 or not former.trains,  # a worker that comes later waits for a generation
         starts=former.starts + 1,
         computed_s=former.computed_s,
         waited_s=former.waited_s,
@@ -326,7 +326,7 @@ def _task_exited(state: JobView, event: events.TaskExited) -> JobView:
         return state
     level = INFO if event.code == 0 or event.by_launcher else BAD
     spans = list(state.spans)
-    for index in range(len(spans) - 1, -1, -1):
+    for index in range(len(spans) - 1, -1, -1):  # the present process's is the last one; it may have been dropped
         if spans[index].task == event.task and spans[index].end is None:
             spans[index] = replace(spans[index], end=event.at, level=level, how=event.how)
             break
@@ -390,6 +390,8 @@ def _job_ended(state: JobView, event: events.JobEnded) -> JobView:
 
 
 def _measured(state: JobView, event: events.Measured) -> JobView:
+    # Members take the same steps, and servers make the same updates: the job's are the most of one. Samples and bytes
+    # are each member's own, and are added up.
     members, steps, updates, samples, sent = dict(state.members), 0, 0, 0, 0
     for task, report in event.reports.items():
         if (former := members.get(task)) is None or not former.is_running:
@@ -433,7 +435,7 @@ def _reported(member: MemberView, report: TaskReport, at: float) -> MemberView:
         return member
     last = member.recent[-1].figures if member.recent else WorkerFigures()
     recent = (*(sample for sample in member.recent if sample.at > at - WINDOW_S), Sample(at, figures))
-    if len(recent) == 1 and member.recent:
+    if len(recent) == 1 and member.recent:  # a rate needs two, however old the other one is
         recent = (member.recent[-1], *recent)
     passed_s, first = at - recent[0].at, recent[0].figures
     gained = figures.since(first)
@@ -451,6 +453,7 @@ def _reported(member: MemberView, report: TaskReport, at: float) -> MemberView:
         compute_s=gained.computed_s / gained.steps if gained.steps else None,
         wait_s=gained.waited_s / gained.steps if gained.steps else None,
         wait_fraction=gained.waited_s / known_s if known_s > 0 else 0.0,
+        # Figures begin at 0 with each process of the task; these totals go on.
         computed_s=member.computed_s + figures.computed_s - last.computed_s,
         waited_s=member.waited_s + figures.waited_s - last.waited_s,
         memory=figures.memory,
@@ -467,12 +470,13 @@ def _gained(former: MemberView, member: MemberView) -> WorkerFigures:
     server = None
     if new.server is not None:
         version = new.server.version - (old.server.version if old.server is not None else 0)
-        server = replace(new.server, version=max(0, version))
+        server = replace(new.server, version=max(0, version))  # it may lead another group now, of a lower version
     return replace(new.since(old), server=server)
 
 
 def _with_point(state: JobView, at: float) -> JobView:
     """Add a point to the curves; if they have too many, every second one goes."""
+    # 0.9, because reports come at about the interval: one that is a little early must not cost a point.
     if not state.steps or (state.history and at - state.history[-1].at < state.interval_s * 0.9):
         return state
     point = Point(at, state.steps, state.samples_per_s, state.steps_per_s, state.bytes_per_s, state.logs)

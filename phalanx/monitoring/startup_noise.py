@@ -23,8 +23,8 @@ class StartupNoiseFilter:
     """Filters one stream."""
 
     def __init__(self) -> None:
-        self._held = ""
-        self._begins_line = True
+        self._held = ""  # the beginning of a line that may still become noise
+        self._begins_line = True  # what follows begins a line
 
     def feed(self, text: str) -> str:
         """The text without lines of noise, less what is held back."""

@@ -61,7 +61,7 @@ class _Member:
         if self.window and (self.window[-1][1].steps >= COMPILED_STEPS or now - self._first_at >= UNCOUNTED_S):
             self.position = report
         else:
-            self.window.clear()
+            self.window.clear()  # it may still compile: nothing before this report counts
         self.window.append((now, figures))
 
     def restart(self) -> None:
@@ -72,6 +72,7 @@ class _Member:
 
     def gained(self, now: float) -> WorkerFigures:
         """What it has done in the last seconds; of a silent one, what it did last."""
+        # The second one decides: the first may be older, so that the window covers WINDOW_S at least.
         while len(self.window) > 2 and self.window[1][0] < now - WINDOW_S:
             self.window.popleft()
         return self.window[-1][1].since(self.window[0][1]) if self.window else WorkerFigures()
@@ -90,9 +91,9 @@ class StragglerDetector:
 
     def __init__(self, *, timeout_s: float = math.inf):
         self._timeout_s = timeout_s
-        self._known: dict[str, _Member] = {}
+        self._known: dict[str, _Member] = {}  # by task; those that have reported figures
         self._training: Collection[str] | None = None  # all, while it is None
-        self._noted_at = -math.inf
+        self._noted_at = -math.inf  # when a slow member was shown last
 
     def use_members(self, tasks: Collection[str]) -> None:
         """From now on these tasks train together; the others, which have started, do not take part yet."""
@@ -136,6 +137,7 @@ class StragglerDetector:
         lines = []
         for index, member in enumerate(members):
             others = gained[:index] + gained[index + 1 :]
+            # Enough must be known of all others; of a member that has fallen silent, less is.
             if others and min(_known_s(other) for other in others) >= MIN_KNOWN_S:
                 lines += self._compare(member, gained[index], others, now)
         return lines + [line for member in members for line in self._find_stuck(member)]
@@ -149,7 +151,7 @@ class StragglerDetector:
             if silent_s < SILENT_S and is_known and not _exceeds(own, RECOVERED * computing, RECOVERED * computed_s):
                 member.is_slow = False
                 return [f"{member.name} recovered"] if member.is_noted else []
-        elif 1 - computing >= MIN_WAITING:
+        elif 1 - computing >= MIN_WAITING:  # if the others do not wait, no member holds them up
             if silent_s >= SILENT_S:
                 return self._note(member, f"has been silent for {silent_s:.0f} s, and the others wait for it", now)
             if is_known and _exceeds(own, SLOW * computing, SLOW * computed_s):
