@@ -58,7 +58,9 @@ class ElasticGroup:
         self.inner: HostCommunicator = self._connect()
         self._former = CommunicatorStatistics()  # in former generations
         self._completed = 0
-        self._last: Any = None  # the result of the last collective, for members that have not finished it
+        # The result of the last collective, for members that have not finished it. Not a copy, which would cost a pass
+        # over all gradients in each step: callers keep their `out` unchanged until the next collective is over.
+        self._last: Any = None
         # Of the collective that a loss has interrupted: whether others may join before it, and its result in a list of
         # one, if another member has handed it over.
         self._boundary = True
@@ -199,8 +201,13 @@ class ElasticGroup:
         known = [count for count in counts if count >= 0]
         if not known or min(known) == max(known):
             return
+        if self._completed == max(known):
+            # A copy: if this fails, the result may have to be handed over again, when the caller's arrays have changed
+            # because it repeats its step.
+            kept = encode(self._last)
+            self._last = decode(kept)
         root = counts.index(max(known))
-        payload = self.inner.broadcast_bytes(encode(self._last) if self.inner.rank == root else b"", root)
+        payload = self.inner.broadcast_bytes(kept if self.inner.rank == root else b"", root)
         self.inner.barrier()
         # After the barrier: a member that fails in it still lacks the result, and gets it in the next generation.
         if self._completed < max(known):

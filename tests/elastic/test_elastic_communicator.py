@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -274,6 +275,25 @@ def test_all_survivors_raise_at_the_same_collective(members):
         assert first == second, job.notes
         assert first.count("changed") == 1
         job.close()  # its threads must not be there when the next one is forked
+
+
+def test_a_result_is_handed_over_again_as_it_was():
+    """After a loss in the middle of it, when a member that had passed it repeats its step with the same arrays."""
+    sent = []
+
+    def broadcast_bytes(payload: bytes, root: int) -> bytes:
+        sent.append(decode(payload))
+        return payload
+
+    group: Any = object.__new__(ElasticGroup)
+    group.inner = SimpleNamespace(rank=0, broadcast_bytes=broadcast_bytes, barrier=lambda: None)
+    group.node = SimpleNamespace(addresses=[SimpleNamespace(completed=5), SimpleNamespace(completed=4)])
+    gradients = np.ones(3, np.float32)
+    group._completed, group._last = 5, [gradients]
+    group._hand_over()
+    gradients[:] = 7
+    group._hand_over()
+    assert [each[0].tolist() for each in sent] == [[1.0] * 3] * 2
 
 
 def test_down_to_one(members):
