@@ -107,7 +107,7 @@ class CoordinatorServer:
             if reason := self.coordinator.table.disagreement(description):
                 return Welcome(refusal=DISAGREEMENT, reason=reason)
             # Nothing can be sent to it before `adopt`, and it has asked for nothing yet. If the job ends in between,
-            # the launcher ends the process.
+            # the coordinator answers its first message.
             response = self.coordinator.admit(description, time.monotonic())
             self._senders.pop(hello.incarnation, None)  # from now on, only the end of the new link is a loss
         return Welcome(details=msgspec.msgpack.encode(response))

@@ -147,6 +147,10 @@ class ElasticCoordinator:
         if process is None:  # dismissed before
             if incarnation in self._presumed_dead:
                 self._send(incarnation, messages.Dismissed("the launcher considered it lost", "evicted"))
+            elif self.failure:  # it may have been dismissed before its link was adopted, and wait for an answer
+                self._send(incarnation, messages.Dismissed(self.failure, "failed"))
+            elif self.state is CoordinatorState.FINISHED:
+                self._send(incarnation, messages.Dismissed(FINISHED, "over"))
             return
         process.last_message_at = now
         match message:

@@ -418,6 +418,28 @@ def test_the_job_is_over_when_all_have_left():
     assert dismissed.cause == "over"
 
 
+def test_one_that_arrives_as_the_job_finishes_is_answered():
+    """Nothing can be sent to it before its link is adopted."""
+    job = Job().running()
+    for name in ("a1", "b1", "c1"):
+        job.send(name, LeaveNotice())
+    job.arrive("d1", ready=None)
+    job.coordinator.tick(job.now)
+    job.sent.clear()  # not adopted yet
+    job.send("d1", EntryQuery(0))
+    assert [dismissed.cause for dismissed in job.sent_to("d1", Dismissed)] == ["over"]
+
+
+def test_one_that_arrives_as_the_job_fails_is_answered():
+    job = Job().running()
+    job.arrive("d1", ready=None)
+    for name in ("a1", "b1", "c1"):
+        job.lose(name)
+    job.sent.clear()  # not adopted yet
+    job.send("d1", EntryQuery(0))
+    assert [dismissed.cause for dismissed in job.sent_to("d1", Dismissed)] == ["failed"]
+
+
 def test_members_that_may_not_hear_of_a_loss_are_told_that_the_generation_is_over():
     job = Job().running()
     job.report("a1")
