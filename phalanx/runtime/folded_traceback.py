@@ -34,6 +34,8 @@ def library_of(filename: str) -> str | None:
     if filename.startswith("<"):
         return None if filename.startswith(_PROGRAM) else PYTHON
     parts = Path(filename).parts
+    if not parts:  # exec(compile(text, "", "exec"))
+        return None
     if parts[-1].startswith(_AUTOGRAPH):
         return "tensorflow"
     for folder in _INSTALLED:

@@ -53,6 +53,12 @@ def raised(code: str, filename: str = "/me/train.py") -> BaseException:
     raise AssertionError("it raised nothing")
 
 
+def test_code_that_a_program_compiles_without_a_file_name_is_its_own() -> None:
+    error = raised("raise ValueError('bad')", filename="")
+    assert folded(error).splitlines()[1:] == ['  File "", line 1, in <module>', "ValueError: bad"]
+    assert origin(error) == ":1, in <module>: "
+
+
 def test_the_whole_chain_is_folded_and_the_origin_is_the_innermost_line_of_the_program() -> None:
     error = raised(
         "import json\ntry:\n    json.loads('{')\nexcept ValueError as cause:\n    raise KeyError('a') from cause"
