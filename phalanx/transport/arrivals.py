@@ -239,7 +239,7 @@ class RefusalLog:
 
     def count(self, host: str, reason: str) -> None:
         """Count a refusal without logging it."""
-        if len(self._counts) < MAX_REASONS:
+        if (host, reason) in self._counts or len(self._counts) < MAX_REASONS:
             self._counts[host, reason] += 1
 
     def may_log(self, now: float | None = None) -> bool:

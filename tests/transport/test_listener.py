@@ -517,6 +517,14 @@ def test_refusals_are_counted_and_their_lines_limited() -> None:
     assert counter.summary() == "10.0.0.1 (3 times: wrong secret); 10.0.0.2 (HTTP)"
 
 
+def test_a_flood_of_reasons_takes_no_memory_and_hides_no_refusal_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "MAX_REASONS", 2)
+    counter = RefusalLog("worker/0", 2222)
+    for reason in ("wrong secret", "it sent 1", "it sent 2", "wrong secret"):
+        counter.count("10.0.0.1", reason)
+    assert counter.summary() == "10.0.0.1 (2 times: wrong secret); 10.0.0.1 (it sent 1)"
+
+
 def test_a_first_address_that_drops_packets_leaves_time_for_the_second(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
