@@ -208,6 +208,7 @@ def permanent_error(error: HandshakeError, failing_s: float) -> PhalanxError | N
     """
     if not isinstance(error, RefusedError):
         return error if failing_s >= HANDSHAKE_FAILURES_S else None
+    # Any other refusal may pass: the port still belongs to an earlier job, or the chief does not serve yet.
     kinds = {DISAGREEMENT: DisagreementError, RUNNING: RendezvousError, DUPLICATE: ConfigurationError}
     kind = kinds.get(error.welcome.refusal)
     return None if kind is None else kind(error.welcome.reason)

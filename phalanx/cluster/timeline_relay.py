@@ -84,6 +84,7 @@ class TimelineRelay:
     def _serve(self, task: str, link: Link) -> None:
         try:
             while True:
+                # Apart from `receive`: no message is no failure, half a message is one.
                 if not link.wait_readable(deadline=time.monotonic() + MESSAGE_TIMEOUT_S):
                     continue
                 header, buffers = link.receive(deadline=time.monotonic() + MESSAGE_TIMEOUT_S)

@@ -102,6 +102,7 @@ def connect(
     ranks = range(membership.world_size)
     if len(ranks) == 1:
         return HostCommunicator(mesh, SingleProcessAlgorithm(membership.rank), "single", options.timeout_s)
+    # The links of the membership need no agreement. Over them the ranks agree on everything else.
     links = RingAlgorithm(mesh, ranks, options.bytes_per_pack)
     communicator = HostCommunicator(mesh, links, "ring", options.timeout_s)
     mesh.stalls.warn_after(config.stall_warning_s, options.timeout_s)
@@ -139,6 +140,7 @@ def _agree(
     own = _Facts(options.implementation.value, options.bytes_per_pack, simulated_mbits or 0.0, autotune, cores)
     encoded = communicator.all_gather_bytes(msgspec.msgpack.encode(own))
     facts = [decode_message(item, _Facts) for item in encoded]
+    # All ranks compare the same facts, so that all of them raise.
     for rank, other in enumerate(facts):
         for name in ("implementation", "bytes_per_pack", "simulated_mbits", "autotune"):
             mine, theirs = getattr(facts[0], name), getattr(other, name)

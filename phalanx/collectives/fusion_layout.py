@@ -88,6 +88,7 @@ def cut(sizes: Sequence[int], start: int, stop: int) -> list[LayoutPiece]:
     """
     ends = list(accumulate(sizes))
     pieces: list[LayoutPiece] = []
+    # The first array that ends behind `start`: those that end there, empty ones among them, have no part in it.
     index = bisect_right(ends, start)
     position = start
     while position < stop:

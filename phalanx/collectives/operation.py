@@ -59,6 +59,7 @@ class Operation:
     def signature(self) -> int:
         """A 64-bit digest of the description, never 0. Two that differ collide once in 10^19."""
         encoded = msgspec.msgpack.encode(self.description)
+        # 0 is in packets of no operation (`Mesh.send_all`).
         return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little") or 1
 
 

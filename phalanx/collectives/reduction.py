@@ -74,7 +74,7 @@ def load(source: Array, scale: float, target: Array) -> None:
         _assign(target, source)
     elif scale == 0.0:
         target.fill(0)
-    elif source.dtype == target.dtype:
+    elif source.dtype == target.dtype:  # floats: integers have the factor 0 or 1, see `argument_checks.scale_factors`
         np.multiply(source, scale, out=target)
     else:
         _assign(target, source)
@@ -88,7 +88,7 @@ def merge_rows(rows: Sequence[Array], out: Array, op: ReduceOp, divisor: int = 1
     """
     ufunc = UFUNCS[op]
     first = rows[0]
-    target = out if out.dtype == first.dtype else np.empty_like(first)
+    target = out if out.dtype == first.dtype else np.empty_like(first)  # not rounded before the last row is in
     if len(rows) == 1:
         target[...] = first  # of its dtype
     else:

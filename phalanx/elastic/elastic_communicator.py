@@ -16,6 +16,8 @@ class ElasticCommunicator:
     """See `communicator.Communicator` for the contract and `elastic_group` for what is added: if the members change,
     all of them raise `MembershipChangedError` at the same collective, which they can then call again.
 
+    A result, `out` included, must stay unchanged until the next collective is over: another member may lack it still.
+
     Attributes:
         group: this process's part in the generations of the job.
     """

@@ -90,7 +90,7 @@ def _follow(node: ElasticNode, participant: Participant, error: Exception) -> No
         participant.abandon(error)  # first: the others then leave at once, and not when they notice
         position = participant.position()
         report = LossReport(
-            node.generation,
+            node.generation,  # the last one that was ordered, formed or not: the coordinator waits for its reports
             position.completed,
             position.boundary,
             position.needs_state,

@@ -46,7 +46,7 @@ def prepare_reduction(
     reduction = Reduction(
         operation.layouts,
         [array.ravel() for array in arrays],  # Copies those that are not contiguous.
-        [array.ravel() for array in results],
+        [array.ravel() for array in results],  # Views, because these are contiguous: what is written here arrives.
         scale_factors(arrays, op, scale),
         op,
         world_size if op is ReduceOp.MEAN else 1,

@@ -59,7 +59,7 @@ class HierarchicalAlgorithm:
             self._leaders.set_sizes(chunk_bytes, pack_bytes)
 
     def all_reduce(self, call: CollectiveCall, reduction: Reduction) -> None:
-        partial = list(reduction.outputs)
+        partial = list(reduction.outputs)  # sums of one host, in the wire dtype until all hosts have theirs in
         for layout in reduction.layouts:
             for index in layout.indices:
                 if partial[index].dtype != layout.wire:

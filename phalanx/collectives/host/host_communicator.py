@@ -145,7 +145,7 @@ class HostCommunicator:
         )
         result = np.empty(source.shape[1:], source.dtype)
         wire = wire_dtype(source.dtype)
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):  # as the runner sets it, which has ended
             wide = [cast(row.reshape(-1), wire) for row in rows]
             merge_rows(wide, result.reshape(-1), op, ranks if op is ReduceOp.MEAN else 1)
         return result
@@ -157,7 +157,7 @@ class HostCommunicator:
         nbytes = sum(array.nbytes for array in arrays)
         operation = prepare("broadcast", f"root={root}", kinds_of(arrays), nbytes)
         results = output_arrays("broadcast", arrays, out)
-        if root == self.rank:
+        if root == self.rank:  # which sends its results, so that it has them too
             for source, target in zip(arrays, results, strict=True):
                 np.copyto(target, source)
         buffers = [byte_view(array) for array in results]
@@ -181,6 +181,7 @@ class HostCommunicator:
         """See `Communicator.all_gather`."""
         (array,) = native_without_objects("all_gather", [array])
 
+        # Sizes and values in one collective: within a call, what a peer sends arrives in the order of `expect`.
         def body(call: CollectiveCall) -> list[Array]:
             # 0-d arrays have no first dimension; reshaped, they count as one row.
             counts = exchange_sizes(self.runner.algorithm, call, self.rank, [array.shape[0] if array.ndim else 1])

@@ -120,6 +120,7 @@ class RingAlgorithm:
         source, target = reduction.inputs[index], reduction.outputs[index]
         scale = reduction.scales[index]
         work = target if target.dtype == layout.wire else np.empty(source.size, layout.wire)
+        # Otherwise the caller's own memory is the source, which is only read.
         if scale != 1.0 or source.dtype != layout.wire:
             load(source, scale, work)
             source = work
@@ -183,7 +184,7 @@ class RingAlgorithm:
             for low, high in chunks_at(step):
                 then = pass_on(low, high) if step < 2 * size - 3 else None
                 mesh.expect(self._previous, [byte_view(result[low:high])], then)
-        for low, high in chunks_at(-1):
+        for low, high in chunks_at(-1):  # this rank's own share sets out
             mesh.send(self._next, [byte_view(source[low:high])])
         mesh.run()
 
