@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from phalanx.cluster.spec import Task
-from phalanx.errors import LinkClosedError
-from phalanx.parameter_server.server import leader_lease
+from phalanx.errors import LinkClosedError, LinkTimeoutError
+from phalanx.parameter_server.server import leader_lease, replication
 from phalanx.parameter_server.server.group_leadership import GroupLeadership, GroupRole
 from phalanx.parameter_server.server.leader_lease import LeaderLease
-from phalanx.parameter_server.server.replication import ReplicaStream
+from phalanx.parameter_server.server.replication import REPLICA_S, ReplicaStream
 from phalanx.parameter_server.server.service_threads import ServiceThreads
-from phalanx.parameter_server.server_messages import LeaseRequest, QueryJobOver, Response
+from phalanx.parameter_server.server_messages import GroupState, JobOver, LeaseRequest, QueryJobOver, Response
 from phalanx.parameter_server.server_protocol import LEASE_S
+from phalanx.transport.frames import encode_frame
 from tests.launcher.conftest import wait_until
 from tests.parameter_server.test_client import BOUND_S, started
+from tests.parameter_server.test_schedule import declared_model
 
 
 def test_a_leader_that_the_chief_does_not_reach_is_silent_before_the_copy_leads(monkeypatch: Any) -> None:
@@ -132,6 +135,60 @@ def test_a_copy_counts_when_it_has_received_the_values() -> None:
     assert replica.attach(SimpleNamespace(), state)  # type: ignore[arg-type]  # there is nothing to send
     assert covered == [(True, False)]
     assert lease.covers_updates
+
+
+class SlowLink:
+    """Takes 30 MB each second.
+
+    Attributes:
+        sent: the bytes of each call.
+    """
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self.sent: list[bytes] = []
+        self.is_stopped = False
+
+    def send(self, header: bytes, buffers: Sequence[Any], *, deadline: float) -> None:
+        self.send_bytes([memoryview(header), *map(memoryview, buffers)], deadline=deadline)
+
+    def send_bytes(self, pieces: Sequence[memoryview], *, deadline: float) -> None:
+        size = sum(piece.nbytes for piece in pieces)
+        self._clock.now = deadline + 1 if self.is_stopped else self._clock.now + size / 30e6
+        if self._clock.now > deadline:
+            raise LinkTimeoutError("ps/1 did not read", "ps/1")
+        if size < 1 << 20:
+            self.sent.append(b"".join(pieces))
+
+    def receive(self, *, deadline: float) -> tuple[bytes, list[memoryview]]:
+        return b"", []
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_copy_may_receive_its_values_for_longer_than_an_update_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(replication, "time", clock)
+    state = GroupState(declared_model(), 1, 1, (), (), ("uint8",), 0, False, 0), [np.zeros(1 << 30, np.uint8)]
+    replica, link, began_at = ReplicaStream(0, threading.Condition()), SlowLink(clock), clock.now
+    assert replica.attach(link, lambda: state)  # type: ignore[arg-type]
+    assert clock.now - began_at > REPLICA_S
+    link.is_stopped, stopped_at = True, clock.now
+    replica.send_state(state)
+    assert not replica.has_link
+    assert clock.now - stopped_at < REPLICA_S + 2
+
+
+@pytest.mark.parametrize("part", [1, 7, 64, 1000])
+def test_a_record_in_parts_is_the_same_frame(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    monkeypatch.setattr(replication, "PART_BYTES", part)
+    link, values = SlowLink(Clock()), [np.arange(50, dtype=np.uint8), np.zeros(0, np.uint8), np.ones(64, np.uint8)]
+    replica = ReplicaStream(0, threading.Condition())
+    assert replica.attach(link, lambda: None)  # type: ignore[arg-type]
+    replica.send(JobOver(), values)
+    assert b"".join(link.sent) == b"".join(encode_frame(msgspec.msgpack.encode(JobOver()), values))
+    assert max(map(len, link.sent)) <= part
 
 
 class Interrupted(ReplicaStream):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from phalanx.errors import LinkClosedError, LinkTimeoutError
 from phalanx.parameter_server import server_messages as messages
 from phalanx.parameter_server.server_messages import GroupState
 from phalanx.transport.decoding import Decoder
+from phalanx.transport.frames import encode_frame
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,9 @@ State = tuple[GroupState, list[Array]]
 
 REPLICA_S = 20.0
 """How long a replica may take for an update. A stopped one is then dropped, and replaced when it runs again."""
+PART_BYTES = 64 * 1024**2
+"""How much of a record the replica must receive in that time: all values with the optimizer's state take minutes on a
+slow network, and a replica that is stopped meanwhile is dropped as soon as any other."""
 LOST = (LinkClosedError, LinkTimeoutError)
 
 _RECORDS = Decoder(Record)
@@ -99,7 +103,8 @@ class ReplicaStream:
         if self._link is not None:
             try:
                 contents = [np.ascontiguousarray(array) for array in arrays]
-                self._link.send(_encode(record), contents, deadline=time.monotonic() + REPLICA_S)
+                for part in _parts(encode_frame(_encode(record), contents)):
+                    self._link.send_bytes(part, deadline=time.monotonic() + REPLICA_S)
                 self._unacknowledged += 1
             except LOST:
                 self._detach()
@@ -133,6 +138,18 @@ class ReplicaStream:
         self._link.close()
         self.losses += 1  # before it counts as lost
         self._link = None
+
+
+def _parts(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """The same bytes in parts of `PART_BYTES`; the last one may be smaller."""
+    part, room = list[memoryview](), PART_BYTES
+    for piece in pieces:
+        while piece.nbytes >= room:
+            yield [*part, piece[:room]]
+            part, piece, room = [], piece[room:], PART_BYTES
+        part.append(piece)
+        room -= piece.nbytes
+    yield part
 
 
 def receive(link: Link, idle_s: float) -> tuple[Record, list[memoryview]]:
