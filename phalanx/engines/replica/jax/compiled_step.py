@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
-from keras import tree
 
 from phalanx.engines.engine import Batch, Merge
 from phalanx.engines.merge_collectives import MergeCollectives
@@ -60,7 +60,7 @@ class CompiledStep:
         except CompiledHostCallError:
             self._is_split = True
             return None
-        key = _sizes(arguments[-1])
+        key = _kind(arguments[-1])
 
         def compile_it() -> None:
             self._prepared[key] = lowered.compile()
@@ -70,7 +70,7 @@ class CompiledStep:
     def __call__(self, share: float, *arguments: Any) -> Any:
         self._collectives.share = share
         share_of_step = np.float32(share)
-        if self._prepared and (prepared := self._prepared.get(_sizes(arguments[-1]))):
+        if self._prepared and (prepared := self._prepared.get(_kind(arguments[-1]))):
             return prepared(share_of_step, *arguments)
         if not self._is_split:
             try:
@@ -78,7 +78,7 @@ class CompiledStep:
             except CompiledHostCallError:
                 self._is_split = True
         own = samples(arguments[-1])
-        key = _sizes(arguments[-1])
+        key = _kind(arguments[-1])
         if self._collectives.has_gathered:
             everyone = self._collectives.global_samples(own)
             self._collectives.samples = everyone, own
@@ -93,5 +93,7 @@ class CompiledStep:
             return self._function(*arguments)
 
 
-def _sizes(data: Batch) -> tuple[Any, ...]:
-    return tuple(None if leaf is None else leaf.shape for leaf in tree.flatten(data))
+def _kind(data: Batch) -> tuple[Any, ...]:
+    """What a trace of the step is for, as JAX itself has it."""
+    leaves, structure = jax.tree.flatten(data)
+    return structure, *[(leaf.shape, leaf.dtype) for leaf in leaves]

@@ -23,7 +23,7 @@ from phalanx.engines.accelerations import registry
 from phalanx.engines.accelerations.torch_onednn_matmul import OneDNNMatmul
 from phalanx.engines.engine import Batch, Merge
 from phalanx.engines.merge_collectives import MergeCollectives
-from phalanx.engines.replica.model_variables import ModelVariables, variables_of_optimizers, weights_of_present
+from phalanx.engines.replica.model_variables import ModelVariables, variables_of_optimizers
 from phalanx.engines.replica.replica_engine import ReplicaEngine
 from phalanx.engines.replica.torch.accelerated_updates import AcceleratedUpdates
 from phalanx.engines.replica.torch.host_copies import all_to_host, cut_merged, from_host, to_host
@@ -57,6 +57,8 @@ class TorchEngine(ReplicaEngine):
         self._silent: frozenset[str] | None = None
         self._is_overridden = model_state.overrides(model, "train_step")
         self._backward = torch.compile(self._run_backward) if model.jit_compile else self._run_backward
+        # By the weights that have a gradient (their ids: the model holds them) and the names of the logs. A program may
+        # freeze and unfreeze layers between two steps, so their places among the trainable ones do not tell.
         self._layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], StepLayout] = {}
         self._device = torch.device(get_device())
         self._collectives = MergeCollectives(merge, TorchTensors().call)
@@ -106,8 +108,9 @@ class TorchEngine(ReplicaEngine):
         weights, gradients, logs = self._backward(data)
         if self._merge.updates:
             gradients = complete(gradients, weights)
-        present = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
-        merged = self._merge_all(present, [gradients[i] for i in present], logs, metrics_before)
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        own = [weights[i] for i in present]
+        merged = self._merge_all(own, [gradients[i] for i in present], logs, metrics_before)
         for i, gradient in zip(present, merged, strict=True):
             gradients[i] = gradient
         if self._merge.updates:
@@ -146,7 +149,7 @@ class TorchEngine(ReplicaEngine):
         merging = merging_applies(self._model, self._merge_gradients, self._updates, assign)
         with merging, self.origins.watched() as find:
             logs = find(self._model.train_step(self._batches.pack(data)))
-        self._merge_all((), [], logs, metrics_before)
+        self._merge_all([], [], logs, metrics_before)
 
     def _merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
         """The gradients of some weights, merged, or what replaces them; see `merging_applies`."""
@@ -166,12 +169,12 @@ class TorchEngine(ReplicaEngine):
         return cut_merged(layout, self._merge(layout, arrays, self._share), self._device)
 
     def _merge_all(
-        self, present: tuple[int, ...], gradients: list[Any], logs: dict[str, Any], metrics_before: list[Any]
+        self, weights: Sequence[Any], gradients: list[Any], logs: dict[str, Any], metrics_before: list[Any]
     ) -> list[Any]:
         """Merge gradients, state, metrics and logs at once; returns the gradients, and assigns the others.
 
         Args:
-            present: indices of the weights that have a gradient in this step.
+            weights: those that have a gradient in this step.
             gradients: of those.
             logs: what the step logged itself.
             metrics_before: what the metrics held before the step.
@@ -179,12 +182,12 @@ class TorchEngine(ReplicaEngine):
         values = [*gradients, *(variable.value for variable in (*self._state, *self._metrics))]
         own = [np.asarray(keras.ops.convert_to_numpy(value), np.float32) for value in logs.values()]
         arrays = [*all_to_host(values), *own]
-        key = (present, tuple(logs))
+        key = (tuple(map(id, weights)), tuple(logs))
         layout = self._layouts.get(key)
         if layout is None:
-            counted = [*weights_of_present(self._model, present), *[MergeWeight.SHARE] * len(self._state)]
-            weights = [*counted, *self.metric_rules.weights, *[MergeWeight.SHARE] * len(logs)]
-            layout = self._layouts[key] = StepLayout.of(arrays, weights)
+            counted = [*gradient_weights(weights), *[MergeWeight.SHARE] * len(self._state)]
+            of_all = [*counted, *self.metric_rules.weights, *[MergeWeight.SHARE] * len(logs)]
+            layout = self._layouts[key] = StepLayout.of(arrays, of_all)
         arrays, tensors = self._merged(layout, arrays)
         of_state, of_metrics, of_logs = accumulate((len(gradients), len(self._state), len(self._metrics)))
         self._silent = step_logs.still_silent(self._silent, self._model, arrays[of_metrics:of_logs])
