@@ -64,4 +64,4 @@ def choose_logs(
         return dict(results())
     merged = flat_logs(results())
     chosen = {name: merged[name] if name in merged and name not in silent else v for name, v in averages.items()}
-    return origins.nested({**chosen, **(derived or origins.results)()})
+    return origins.nested({**chosen, **(origins.results(averages) if derived is None else derived())})

@@ -10,7 +10,7 @@ Overrides `result` and `update_state` of metrics and `compute_metrics` of the mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -38,11 +38,11 @@ class LogOrigins:
         self._model = model
         # Of the step that runs or is traced: each result that a metric gave, in the order in which they were computed.
         self._seen: list[tuple[Any, _Origin]] = []
-        # Of the last step that was watched: logs that are results under other names. A compiled step is watched once,
-        # when it is traced.
-        self._found: dict[str, _Origin] = {}
+        # Of each set of logs that a step has returned, by their names: which are results under other names, and how
+        # they were nested. A compiled step is watched when it is traced; one trace may log what another does not.
+        self._found: dict[frozenset[str], dict[str, _Origin]] = {}
+        self._forms: dict[frozenset[str], Mapping[str, Any]] = {}
         self._looks_at_batch = False  # as `compute_metrics` does
-        self._form: Mapping[str, Any] = {}
 
     @contextmanager
     def watched(self, *, of_interest: bool = True) -> Iterator[FindOrigins]:
@@ -70,14 +70,16 @@ class LogOrigins:
             stack.enter_context(overridden_methods(model, compute_metrics=computed))
             yield self._find
 
-    def results(self) -> dict[str, Any]:
-        """The logs that are results of metrics under other names, for the metrics' present state."""
-        if not self._found:
+    def results(self, names: Iterable[str]) -> dict[str, Any]:
+        """Of the logs of a step, by their names, those that are results of metrics under other names, for the metrics'
+        present state."""
+        found = self._found.get(frozenset(names), {})
+        if not found:
             return {}
         known: dict[int, Any] = {}
-        computed = self._compute() if any(origin.metric is None for origin in self._found.values()) else {}
+        computed = self._compute() if any(origin.metric is None for origin in found.values()) else {}
         logs = {}
-        for name, (metric, key) in self._found.items():
+        for name, (metric, key) in found.items():
             if metric is None:
                 if key is not None and key in computed:
                     logs[name] = computed[key]
@@ -89,7 +91,8 @@ class LogOrigins:
 
     def nested(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         """Flat logs of a step, nested as it returned them: Keras sorts them level by level."""
-        return _nested(self._form, logs) if self._form else dict(logs)
+        form = self._forms.get(frozenset(logs))
+        return _nested(form, logs) if form else dict(logs)
 
     def _note(self, metric: Any, result: Any) -> Any:
         parts = result.items() if isinstance(result, Mapping) else [(None, result)]
@@ -98,11 +101,13 @@ class LogOrigins:
         return result
 
     def _find(self, nested: Mapping[str, Any]) -> dict[str, Any]:
-        self._form, logs = _names_in(nested), flat_logs(nested)
+        logs = flat_logs(nested)
+        names = frozenset(logs)
+        self._forms[names] = _names_in(nested)
         # What was noted first is nearest to the metric: `compute_metrics` returns results of metrics.
         origins = {id(value): origin for value, origin in reversed(self._seen)}
         found = {name: origins[id(value)] for name, value in logs.items() if id(value) in origins}
-        self._found = {name: origin for name, origin in found.items() if not _is_named_so(origin, name)}
+        self._found[names] = {name: origin for name, origin in found.items() if not _is_named_so(origin, name)}
         return logs
 
     def _compute(self) -> Mapping[str, Any]:

@@ -60,7 +60,7 @@ class CompiledStep:
         except CompiledHostCallError:
             self._is_split = True
             return None
-        key = _kind(arguments[-1])
+        key = kind_of_trace(arguments[-1])
 
         def compile_it() -> None:
             self._prepared[key] = lowered.compile()
@@ -70,7 +70,7 @@ class CompiledStep:
     def __call__(self, share: float, *arguments: Any) -> Any:
         self._collectives.share = share
         share_of_step = np.float32(share)
-        if self._prepared and (prepared := self._prepared.get(_kind(arguments[-1]))):
+        if self._prepared and (prepared := self._prepared.get(kind_of_trace(arguments[-1]))):
             return prepared(share_of_step, *arguments)
         if not self._is_split:
             try:
@@ -78,7 +78,7 @@ class CompiledStep:
             except CompiledHostCallError:
                 self._is_split = True
         own = samples(arguments[-1])
-        key = _kind(arguments[-1])
+        key = kind_of_trace(arguments[-1])
         if self._collectives.has_gathered:
             everyone = self._collectives.global_samples(own)
             self._collectives.samples = everyone, own
@@ -93,7 +93,7 @@ class CompiledStep:
             return self._function(*arguments)
 
 
-def _kind(data: Batch) -> tuple[Any, ...]:
-    """What a trace of the step is for, as JAX itself has it."""
+def kind_of_trace(data: Batch) -> tuple[Any, ...]:
+    """What of a batch a trace of the step is for, as JAX itself has it; the same inside of the trace."""
     leaves, structure = jax.tree.flatten(data)
-    return structure, *[(leaf.shape, leaf.dtype) for leaf in leaves]
+    return structure, *[(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)) for leaf in leaves]

@@ -31,6 +31,7 @@ from phalanx.engines.replica.jax.compiled_step import CompiledStep
 from phalanx.engines.replica.jax.local_step import LocalStep
 from phalanx.engines.replica.jax.model_arguments import ModelArguments
 from phalanx.engines.replica.jax.model_compiler import ModelCompiler
+from phalanx.engines.replica.jax.output_packing import OutputPacking
 from phalanx.engines.replica.jax.step_functions import AppliedResults, CompiledUpdate, StepFunctions, batch_kind
 from phalanx.engines.replica.replica_engine import ReplicaEngine
 from phalanx.keras_compat import model_state
@@ -46,6 +47,7 @@ class JaxEngine(ReplicaEngine):
         self._arguments = ModelArguments(model)
         super().__init__(model, merge, self._arguments)
         self._logs: dict[str, Any] = {}  # of the newest training step
+        self._packing: OutputPacking | None = None  # likewise
         self._compiler = ModelCompiler(model)
         self._predict = self._compiler.jit(model.predict_step)
         self._functions = StepFunctions(
@@ -55,7 +57,7 @@ class JaxEngine(ReplicaEngine):
 
     def retrace(self) -> None:
         functions, compiler = self._functions, self._compiler
-        functions.packing = None
+        functions.forget_packings()
         jit, merge = compiler.jit, self._merge
         self._local_step = LocalStep(self._model, merge, functions, compiler)
         self._test = CompiledStep(functions.test, jit, merge, donate=(2,))
@@ -70,8 +72,7 @@ class JaxEngine(ReplicaEngine):
         local = self._local_step(share, trainable, non_trainable, optimizer, metrics, data)
         if isinstance(local, AppliedResults):
             trainable, optimizer = local.trainable, local.optimizer
-        packing = self._functions.packing
-        assert packing is not None, "tracing the gradients has set it"
+        packing = self._packing = self._functions.packing_of(data)
         flats = self._merge(packing.travelling, [np.asarray(array) for array in local.merged], share)
         # To a device large arrays are sent one by one, in parallel.
         merged = flats if self._compiler.pinned is None else packing.travelling.cut(flats)
@@ -103,7 +104,7 @@ class JaxEngine(ReplicaEngine):
         return self._logs
 
     def _own_logs(self) -> Mapping[str, Any]:
-        flat, packing = model_state.flat_logs(self._logs), self._functions.packing
+        flat, packing = model_state.flat_logs(self._logs), self._packing
         return {name: flat[name] for name in (() if packing is None else packing.logs)}
 
     def _reading_metrics(self) -> AbstractContextManager[Any]:

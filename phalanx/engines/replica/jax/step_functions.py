@@ -19,6 +19,7 @@ from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch, Merge
 from phalanx.engines.merge_collectives import MergeCollectives
 from phalanx.engines.metric_rules import MetricRules
+from phalanx.engines.replica.jax.compiled_step import kind_of_trace
 from phalanx.engines.replica.jax.hyperparameters import Hyperparameters
 from phalanx.engines.replica.jax.model_compiler import ModelCompiler
 from phalanx.engines.replica.jax.output_packing import OutputPacking
@@ -73,11 +74,7 @@ class TraceResults(NamedTuple):
 
 
 class StepFunctions:
-    """Functions for JAX to compile; each is traced when it is first called with arguments of new shapes.
-
-    Attributes:
-        packing: how the last traced `gradients` packs its results; None before.
-    """
+    """Functions for JAX to compile; each is traced when it is first called with arguments of new shapes."""
 
     def __init__(
         self,
@@ -93,15 +90,26 @@ class StepFunctions:
         self._merge = merge
         self._compiler = compiler
         self._batches = batches
-        self.packing: OutputPacking | None = None
+        # By what a trace is for: a step of the program's own may log or change more for one kind of batch than for
+        # another. Equal ones are the same object, by which the engine finds its update.
+        self._packings: dict[Hashable, OutputPacking] = {}
+        self._only: OutputPacking | None = None  # all of them are this one, as a rule
         self._origins, self._test_origins = origins  # of the logs of training and of test steps
+
+    def forget_packings(self) -> None:
+        """The functions will be traced again."""
+        self._packings, self._only = {}, None
+
+    def packing_of(self, data: Batch) -> OutputPacking:
+        """How the first half of a step packs its results for such a batch, for which it was traced."""
+        return self._only or self._packings[kind_of_trace(data)]
 
     def gradients(
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
     ) -> LocalResults:
         """The first half of a step: everything up to the merge."""
         own = self._train_step(trainable, non_trainable, optimizer, self._start(metrics), data)
-        return self._pack(own)
+        return self._pack(own, data)
 
     def applied(
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
@@ -117,7 +125,8 @@ class StepFunctions:
         check_updates([*trainable, *optimizer], [*new_state[0], *new_state[2]], applied)
         # Another optimizer's variables may be among the model's; they are the same on all ranks.
         alike = {id(value) for value in applied}
-        packed = self._pack(TraceResults([], _changed(non_trainable, new_state[1]), list(new_state[3]), logs), alike)
+        results = TraceResults([], _changed(non_trainable, new_state[1]), list(new_state[3]), logs)
+        packed = self._pack(results, data, alike)
         return AppliedResults(*packed, list(new_state[0]), list(new_state[2]))
 
     def _start(self, metrics: Values) -> Values:
@@ -127,11 +136,12 @@ class StepFunctions:
             jnp.zeros_like(value) if rule.is_additive else value for value, rule in zip(metrics, rules, strict=True)
         ]
 
-    def _pack(self, own: TraceResults, alike: Collection[int] = ()) -> LocalResults:
+    def _pack(self, own: TraceResults, data: Batch, alike: Collection[int] = ()) -> LocalResults:
         """Pack what is merged.
 
         Args:
             own: the results of a step.
+            data: its batch.
             alike: the ids of those that are the same on all ranks.
         """
         gradients, changed, new_metrics, logs = own
@@ -147,8 +157,10 @@ class StepFunctions:
         packing = OutputPacking(
             layout, tuple(map(tuple, groups)), len(gradients), tuple(floating), self._rules.rules, tuple(own_logs)
         )
-        if packing != self.packing:  # the engine compiles another update for another object
-            self.packing = packing
+        known = self._packings
+        packing = next((each for each in known.values() if each == packing), packing)
+        known[kind_of_trace(data)] = packing
+        self._only = packing if all(each is packing for each in known.values()) else None
         return LocalResults(packing.join(values), private)
 
     def compile_update(
@@ -226,33 +238,32 @@ class CompiledUpdate:
     def __init__(self, functions: StepFunctions, model: Any) -> None:
         self._functions = functions
         self._model = model
-        self._packing: OutputPacking | None = None
         self._silent: frozenset[str] | None = None
         self._known: dict[Hashable, Hyperparameters] = {}
-        self._compiled: dict[Hashable, Callable[..., Any]] = {}  # by hyperparameters
+        # By packing (its id: `StepFunctions` holds it), and by hyperparameters or kind of batch.
+        self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._chosen: dict[Hashable, Callable[..., Any]] = {}
 
     def choose(self, packing: OutputPacking, flats: Sequence[Any], kind: Hashable) -> Callable[..., Any]:
         """The function for a step whose merged buffers are `flats`, of a global batch of this kind."""
-        is_new = packing is not self._packing
-        if is_new or (self._silent and packing.logs):
+        if self._silent is None or (self._silent and packing.logs):
             before, merged = self._silent, packing.read(flats)[2]
             self._silent = step_logs.still_silent(before, self._model, merged)
-            if is_new or self._silent != before:
-                self._packing = packing
+            if self._silent != before:
                 self._compiled.clear()
                 self._chosen.clear()
-        return self._chosen.get(kind) or self._compile(packing, kind)
+        return self._chosen.get((id(packing), kind)) or self._compile(packing, kind)
 
     def _compile(self, packing: OutputPacking, kind: Hashable) -> Callable[..., Any]:
         assert self._silent is not None, "choose has set it"
         known = self._known.get(kind)
         if known is None:
             known = self._known[kind] = Hyperparameters(self._model.optimizer)
-        function = self._compiled.get(known.key)
+        key = id(packing), known.key
+        function = self._compiled.get(key)
         if function is None:
-            function = self._compiled[known.key] = self._functions.compile_update(packing, self._silent, known)
-        self._chosen[kind] = function
+            function = self._compiled[key] = self._functions.compile_update(packing, self._silent, known)
+        self._chosen[id(packing), kind] = function
         return function
 
 

@@ -189,7 +189,7 @@ class TensorFlowEngine(ReplicaEngine):
             others = [slices.values for slices in sparse.values()]
             with tf.control_dependencies([*merged, *others]):
                 self._apply_unless_kept(gradients, weights)
-        return averages, dict(model.get_metrics_result()), self.origins.results()
+        return averages, dict(model.get_metrics_result()), self.origins.results(averages)
 
     def _apply_unless_kept(self, gradients: list[Any], weights: list[Any]) -> None:
         def apply() -> Any:
@@ -225,7 +225,7 @@ class TensorFlowEngine(ReplicaEngine):
         with merging, self.origins.watched() as find:
             logs = find(self._model.train_step(self._batches.pack(data)))
         _, averages = self._merge_all([], [], logs, before)
-        return averages, dict(self._model.get_metrics_result()), self.origins.results()
+        return averages, dict(self._model.get_metrics_result()), self.origins.results(averages)
 
     def _test_step(self, data: Batch) -> dict[str, Any]:
         """What it logs itself."""
