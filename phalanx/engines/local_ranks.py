@@ -41,10 +41,13 @@ class LocalRanks(Merge):
     """
 
     def __init__(self) -> None:
+        # Whose step is computed; None: that of one process, which asks no other.
         self._rank: int | None = None
         self._calls = 0
         self.merged: list[tuple[StepLayout, list[Array]]] = []
+        # By number of the collective in a step: what was merged, and for rows where each rank's begin.
         self._answered: list[tuple[list[Array], list[int]]] = []
+        # By rank, what each was interrupted at. An attempt leaves one at most: nothing runs after the interruption.
         self._open: dict[int, _Part] = {}
 
     def be_whole(self) -> None:
@@ -87,6 +90,7 @@ class LocalRanks(Merge):
 
     def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:
         flats = layout.allocate()
+        # As `StepMerge` scales before its sum; what counts once, and extremes, stay as they are.
         counts = {MergeWeight.GRADIENT: share, MergeWeight.SHARE: share, MergeWeight.FIRST: float(not self._rank)}
         own = [
             np.asarray(a) * np.asarray(counts.get(w, 1.0), a.dtype) for w, a in zip(layout.weights, arrays, strict=True)
@@ -103,6 +107,7 @@ class LocalRanks(Merge):
         number, self._calls = self._calls, self._calls + 1
         if number < len(self._answered):
             return self._answered[number]
+        # Copies: backends reuse the memory of what they pass to a merge.
         self._open[self._rank] = _Part(part.kind, [np.array(array) for array in part.arrays])
         raise Unanswered
 

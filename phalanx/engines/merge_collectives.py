@@ -75,6 +75,7 @@ class MergeCollectives:
 
     def _totals(self, arrays: Sequence[Array]) -> list[Array]:
         totals: list[Array] = [np.zeros(0)] * len(arrays)
+        # One message for each dtype: a collective of a step costs more than the bytes of a few scalars.
         for dtype in dict.fromkeys(array.dtype for array in arrays):
             chosen = [i for i, array in enumerate(arrays) if array.dtype == dtype]
             flat = np.concatenate([arrays[i].reshape(-1) for i in chosen])
@@ -84,9 +85,11 @@ class MergeCollectives:
         return totals
 
     def _flowing_back(self, gradients: Sequence[Array]) -> list[Array]:
+        # The loss was multiplied by the share before it flowed back (`GlobalGradients`), so shares are in it already.
         if not self.weights_gradients:
             return self._totals(gradients)
         totals = self._totals([gradient * gradient.dtype.type(self.share) for gradient in gradients])
+        # This rank has no samples: nothing may flow into its placeholder.
         if not self.share:
             return [np.zeros_like(total) for total in totals]
         return [total / total.dtype.type(self.share) for total in totals]
@@ -98,6 +101,8 @@ class MergeCollectives:
         """The gradient of `_gather`."""
         found = []
         for total, shape in zip(self._flowing_back(flowing), shapes, strict=True):
+            # The way forward told where the rows begin, but in another call, perhaps of another trace: asked again, of
+            # one byte a row.
             start = self._merge.all_gather(np.zeros(shape[0], np.uint8), self.share)[1]
             found.append(total[start : start + shape[0]] if self.share else np.zeros(shape, total.dtype))
         return found
@@ -106,4 +111,5 @@ class MergeCollectives:
         if self.samples is None or shape[0] is None:
             return [None, *shape[1:]]
         everyone, own = self.samples
+        # An array may have several rows for each sample, as many on all ranks.
         return [shape[0] * everyone // own, *shape[1:]]

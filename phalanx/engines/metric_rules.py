@@ -70,6 +70,8 @@ class MetricRules:
 
     def note(self, variables: Sequence[Any]) -> None:
         """Call when the model is built, perhaps again: what was decided on the same variables stays."""
+        # By identity: what was found out holds as long as the model has these very variables, also if it is built
+        # again.
         if [id(variable) for variable in variables] != [id(variable) for variable in self.variables]:
             self.variables = list(variables)
             self.rules = tuple(declared_rule(variable) for variable in variables)
@@ -106,6 +108,8 @@ class MetricRules:
     @property
     def merge_every_batch(self) -> bool:
         """Whether what several batches did to them cannot be merged at once, as each batch has shares of its own."""
+        # Counters may wait, whatever the shares; so may maxima and minima that are not added to what was before. The
+        # rest depends on each batch's shares.
         return any(rule != COUNTER and (rule.is_additive or rule.weight not in EXTREMES) for rule in self.rules)
 
     def added(self, values: Sequence[Array], start: Sequence[Array]) -> list[Array]:

@@ -3,9 +3,8 @@
 A step merges arrays of several kinds in one all-reduce. They differ in how a rank's value counts in the sum:
 
 * gradients, floating state (batch-norm statistics) and logged scalars count with the rank's *share* of the global
-batch,
-  so that the sum is their mean over the samples, whatever the shares are (gradients still have a weight of their own,
-  because parameter servers handle them differently);
+  batch, so that the sum is their mean over the samples, whatever the shares are (gradients still have a weight of their
+  own, because parameter servers handle them differently);
 * metric counters count once (*one*): they are sums over samples already;
 * what only the first replica knows counts there alone (*first*);
 * extremes (*max*, *min*) are merged apart: those that metrics keep, and what gradients overwrite (scales of float8).

@@ -13,6 +13,7 @@ from phalanx.keras_compat.model_state import flat_logs
 
 def silent_metrics(model: Any, merged: Sequence[Any]) -> frozenset[str]:
     """The names of the metrics that a step did not update: a log of the same name is not their result."""
+    # A metric that has counted has at least one variable that is not zero, its count if nothing else.
     touched = {id(v) for v, value in zip(model.metrics_variables, merged, strict=True) if np.any(value)}
     return frozenset(m.name for m in model.metrics if not any(id(v) in touched for v in m.variables))
 
@@ -27,6 +28,7 @@ def still_silent(before: frozenset[str] | None, model: Any, merged: Sequence[Any
     """
     if before is not None and not before:
         return before
+    # Only ever fewer: a metric may have nothing to count in one batch, and its log is still its result.
     now = silent_metrics(model, merged)
     return now if before is None else before & now
 
@@ -41,6 +43,7 @@ def weigh_last(values: Sequence[Any], last: float, share: float) -> list[Any]:
     """
     if not last:
         return [np.zeros((), np.float32) for _ in values]
+    # The merge multiplies by `share` what counts by `last`.
     return [np.asarray(value, np.float32) * np.float32(last / share) for value in values]
 
 

@@ -88,6 +88,7 @@ class Updater(ABC):
 
     def count(self, updates: int) -> None:
         """Count updates that were not made here."""
+        # Keras's name of `optimizer._iterations`.
         place = self.slots.index(OptimizerSlot(-1, "iteration"))
         (made,) = self.fetch((), (place,))[1]
         self.load({}, {place: np.asarray(made + updates)})
@@ -193,6 +194,7 @@ def why_not_by_rows(optimizer: Any, slots: Sequence[OptimizerSlot], variable: in
 def clipped(optimizer: Any, gradients: Sequence[Array]) -> list[Array]:
     """Gradients clipped by norm as the optimizer would, if it saw all of them; clipping by value is left to it."""
     if optimizer.global_clipnorm is not None:
+        # The squares of each gradient are added in its own dtype, and those of all in float64.
         norm = float(np.sqrt(sum(float(np.vdot(g, g)) for g in gradients)))
         if norm > optimizer.global_clipnorm:
             return [gradient * gradient.dtype.type(optimizer.global_clipnorm / norm) for gradient in gradients]

@@ -64,6 +64,7 @@ def apply_in_one_pass(optimizer: Any, gradients: Sequence[Any], variables: Seque
 
     What Keras does around the update takes as long as the kernel for a small model.
     """
+    # In this order: everything cheap first, and the update, which changes the weights, last.
     has_updated = (
         optimizer.built
         and isinstance(optimizer._learning_rate, keras.Variable)
@@ -92,6 +93,7 @@ def _update_in_one_pass(optimizer: Any, gradients: Sequence[Any], variables: Seq
     momentums = [optimizer._momentums[place].value for place in places]
     velocities = [optimizer._velocities[place].value for place in places]
     dtype, device = weights[0].dtype, weights[0].device
+    # A variable that comes twice needs two updates, one after the other.
     if dtype not in DTYPES or device.type not in _DEVICES or len(set(places)) != len(places):
         return False
     # The kernel reads the memory as it lies, so it must lie alike for all four. Gradients come from anywhere.

@@ -51,6 +51,7 @@ class OneDNNMatmul(PatchedFunction):
 
     def __init__(self) -> None:
         super().__init__(keras_numpy, "matmul", self._matmul)
+        # One for each context that was entered and not left, as steps may be inside of each other.
         self._in_use: list[bool] = []
 
     def __enter__(self) -> None:

@@ -66,6 +66,7 @@ def _groups(described: dict[str, Any], pieces: Sequence[UpdaterPiece], apart: Co
     groups: dict[object, list[int]] = {}
     for number, piece in enumerate(pieces):
         fits = elementwise and number not in apart and piece.constraint is None
+        # A number is a key of its own: that piece forms a group alone.
         groups.setdefault((piece.value.dtype, piece.decays) if fits else number, []).append(number)
     return list(groups.values())
 
@@ -81,6 +82,7 @@ class _Vector:
         self.numbers = tuple(pieces)
         first, *others = pieces.values()
         values = [piece.value for piece in pieces.values()]
+        # None of a single piece: it keeps its shape, and nothing is copied.
         self._vector = FlatBuffer([value.shape for value in values]) if others else None
         self.piece = first._replace(value=self.filled(values))
 
@@ -146,8 +148,11 @@ class VectorizedUpdater(Updater):
         self._updater = updater
         self.lends = updater.lends
         self._vectors = vectors
+        # By number of the piece: its vector, and its index in that.
         of_piece = {n: (place, part) for place, vector in enumerate(vectors) for part, n in enumerate(vector.numbers)}
         self._values = _Places(vectors, [of_piece[number] for number in sorted(of_piece)])
+        # The inner optimizer has one variable for each vector and slot (momentum, ...), cut like the vector; what
+        # belongs to no variable (the step count) stays whole.
         like = [vectors[slot.variable] if slot.variable >= 0 else None for slot in updater.slots]
         numbers = [(-1,) if vector is None else vector.numbers for vector in like]
         self._state = _Places(like, [(place, part) for place, own in enumerate(numbers) for part in range(len(own))])
@@ -166,6 +171,7 @@ class VectorizedUpdater(Updater):
         return self._updater.values()
 
     def load(self, values: Mapping[int, Any], state: Mapping[int, Any]) -> None:
+        # Whole vectors are loaded, so the parts that keep their values are read first.
         of_values, of_state = self._fetch(values, state)
         self._updater.load(self._values.filled(values, of_values), self._state.filled(state, of_state))
 

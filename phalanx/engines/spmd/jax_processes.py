@@ -70,6 +70,7 @@ class JaxProcesses:
         if "jax_enable_preemption_service" in config.values:  # it would take SIGTERM, which tells `fit` to save
             config.update("jax_enable_preemption_service", False)
         if config.jax_cpu_collectives_implementation is None:
+            # Without one, JAX on CPUs has no collectives between processes.
             config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
             coordinator,
@@ -104,6 +105,7 @@ class JaxProcesses:
         return self._watch.wait_for_loss(NOTICE_S) if is_jax else None
 
 
+# JAX can join a program once in a process's life.
 _processes: JaxProcesses | None = None
 
 

@@ -38,6 +38,7 @@ class PlacedModel:
     def __init__(self, model: Any, placement: Placement) -> None:
         self._model = model
         self._placement = placement
+        # The variables that were placed last; others mean that the model was built or compiled again.
         self._placed: list[list[Any]] = []
         self._shardings: ModelShardings | None = None
 
@@ -63,6 +64,7 @@ class PlacedModel:
                 lay_out(slot, self._layout_of_slot(slot), placement.mesh)
         for variable in model.metrics_variables:
             lay_out(variable, (None,) * len(variable.shape), placement.mesh)
+        # Compiled functions depend on shardings, not on the objects: a model that is compiled again keeps them.
         former, self._placed, self._shardings = self._shardings, found, self.shardings()
         return former != self._shardings
 

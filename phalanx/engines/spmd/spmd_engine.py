@@ -39,6 +39,7 @@ class SpmdEngine(Engine):
         self._placement = placement
         self._placed = PlacedModel(model, placement)
         self._programs = StepPrograms(model, self._placed, placement, self._batches)
+        # Whether the warning about batches that do not divide was considered; it is about the first one alone.
         self._has_trained = False
         self._functions: dict[str, Callable[..., Any]] = {}
         self._logs: dict[str, Any] = {}  # of the newest training step

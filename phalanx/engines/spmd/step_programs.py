@@ -97,6 +97,7 @@ class StepPrograms:
     def _train(self, state: tuple[Values, ...], data: Batch) -> Any:
         trainable, non_trainable, optimizer, metrics = state
         with making_placed(self._placement), self._laying_out_gradients():
+            # Weights in shards become whole inside of the program, so that XLA decides when it gathers each.
             gathered = self._gathered(trainable, non_trainable)
             logs, new = self._model.train_step((*gathered, optimizer, metrics), self._batches.pack(data))
         return logs, tuple(map(list, new))

@@ -43,9 +43,15 @@ class CompiledStep:
         self._jit = jit
         self._leave = leave
         self._collectives = MergeCollectives(merge, JaxTensors().call)
+        # Plus 1: the share comes before the arguments.
         self._run = jit(self._trace, tuple(1 + number for number in donate), leave)
+        # Whether a trace has asked for the other ranks. It stays so: a step that did once is never tried as one
+        # function again.
         self._is_split = False
+        # By kind of trace; with gathered rows, by the global number of samples too, which shapes depend on.
         self._pieces: dict[tuple[Any, ...], SplitStep] = {}
+        # Written by the thread that compiles ahead, read by the one that trains: one assignment to a dictionary, so no
+        # lock.
         self._prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def prepare(self, share: float, *arguments: Any) -> Callable[[], None] | None:
@@ -75,6 +81,7 @@ class CompiledStep:
         if not self._is_split:
             try:
                 return self._run(share_of_step, *arguments)
+            # Raised while it was compiled: nothing has run, and donated arguments are whole.
             except CompiledHostCallError:
                 self._is_split = True
         own = samples(arguments[-1])

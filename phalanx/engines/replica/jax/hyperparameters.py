@@ -24,11 +24,13 @@ class Hyperparameters:
 
     def __init__(self, optimizer: Any) -> None:
         self._values = list(_plain_attributes(optimizer))
+        # By identity of the owners: another schedule object is another trace, even with equal numbers.
         self.key = tuple((id(owner), name, value) for owner, name, value in self._values)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the objects have these values."""
+        # Usually none: the optimizer still has what it had when batches of this kind first came.
         others = [
             (vars(owner), name, value, vars(owner)[name])
             for owner, name, value in self._values

@@ -69,10 +69,12 @@ class JaxEngine(ReplicaEngine):
 
     def train(self, data: Batch, share: float) -> None:
         trainable, non_trainable, optimizer, metrics = self._arguments.get(with_optimizer=True)
+        # Not kept before the update: if the merge raises, the arguments are those from before the step.
         local = self._local_step(share, trainable, non_trainable, optimizer, metrics, data)
         if isinstance(local, AppliedResults):
             trainable, optimizer = local.trainable, local.optimizer
         packing = self._packing = self._functions.packing_of(data)
+        # `np.asarray` waits for the gradients, and on CPUs gives a view of JAX's memory, which the merge only reads.
         flats = self._merge(packing.travelling, [np.asarray(array) for array in local.merged], share)
         # To a device large arrays are sent one by one, in parallel.
         merged = flats if self._compiler.pinned is None else packing.travelling.cut(flats)
@@ -82,6 +84,7 @@ class JaxEngine(ReplicaEngine):
         moved = [] if self._merge.updates else optimizer
         trainable, updated, metrics, state, self._logs = update(trainable, moved, metrics, merged)
         optimizer = optimizer if self._merge.updates else updated
+        # What was merged (floating layer state), and what each rank keeps to itself (seeds).
         for index, value in [*zip(packing.state, state, strict=True), *local.private.items()]:
             non_trainable[index] = value
         self._arguments.keep(trainable, non_trainable, optimizer, metrics)

@@ -40,6 +40,8 @@ class ModelArguments:
         self._model = model
         self._fetch = fetch
         self._put_like = put_like
+        # By id of the variable, see `_place`; found again in each epoch, because a program may change what is
+        # trainable.
         self._places: dict[int, tuple[int, int]] = {}
 
     @property
@@ -61,6 +63,8 @@ class ModelArguments:
         """The values of trainable, non-trainable, optimizer (None without) and metric variables."""
         model = self._model
         kept = getattr(model, "_jax_state", None)
+        # The first step, or one after Keras has put the state into the variables for a callback: they have the newest
+        # values.
         if model._jax_state_synced or not kept:
             values = model._get_jax_state(
                 trainable_variables=True,
@@ -87,6 +91,7 @@ class ModelArguments:
             "non_trainable_variables": non_trainable,
             "metrics_variables": metrics,
         }
+        # A step without the optimizer (a test inside of `fit`) must not lose what the training has of it.
         if optimizer is None and not self._model._jax_state_synced:
             optimizer = (getattr(self._model, "_jax_state", None) or {}).get("optimizer_variables")
         if optimizer is not None:

@@ -75,6 +75,7 @@ class OutputPacking:
         return self._sorted(pieces)
 
     def _sorted(self, pieces: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
+        # Back from the order in which they travelled.
         by_index = dict(zip(self._order, pieces, strict=True))
         values = [by_index[index] for index in range(len(by_index))]
         ends = np.cumsum([self.gradients, len(self.state), len(self.metrics)])

@@ -136,6 +136,8 @@ class SplitStep:
         def again(*arguments: Any) -> Any:  # JAX keeps traces by function, and this one may have been traced before
             return function(*arguments)
 
+        # `_equations` and `_values` (the next free number) are only for the construction: each value of the flat trace
+        # has a number, arguments first.
         closed, shape = jax.make_jaxpr(again, return_shape=True)(*arguments)
         self._equations: list[_Equation] = []
         self._values = len(closed.jaxpr.invars)
@@ -182,6 +184,7 @@ class SplitStep:
                     f"({equation.primitive.name}): a loop or a branch that is compiled as one. Compute what it needs "
                     f"of them (a mask's sum, the batch's statistics) outside of it, before or after."
                 )
+            # Inlined or not, the outer trace goes on with the numbers of its results.
             known.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -190,6 +193,7 @@ class SplitStep:
         calls: list[list[_Equation]] = []
         maker: dict[int, _Equation] = {}
         for equation in self._equations:
+            # Calls of equal depth do not depend on each other, and are made between the same two pieces.
             depth = max([depths.get(each, 0) for each in equation.inputs if isinstance(each, int)], default=0)
             if equation.equation.primitive is _host_call:
                 if depth == len(calls):
@@ -198,6 +202,7 @@ class SplitStep:
                 depth += 1
             depths.update(dict.fromkeys(equation.outputs, depth))
             maker.update(dict.fromkeys(equation.outputs, equation))
+        # Prints and checks of the program: no result asks for them, so they run with the last piece.
         effects = [equation for equation in self._equations if equation.equation.effects]
         done = {number for each in calls for call in each for number in call.outputs}
         bodies = []
@@ -228,6 +233,7 @@ class SplitStep:
     def _compile(
         self, bodies: list[list[_Equation]], calls: list[list[_Equation]], results: list[Any], tree: Any, jit: Jit
     ) -> list[_Piece]:
+        # Backwards, because a piece returns exactly what later ones and the calls behind it need.
         used_later: set[int] = set()
         pieces: list[_Piece] = []
         for number in reversed(range(len(bodies))):
@@ -238,6 +244,7 @@ class SplitStep:
             inputs = sorted((_numbers(*[equation.inputs for equation in body]) | (wanted if is_last else set())) - made)
             outputs = sorted(made & wanted)
             run = _evaluator(body, inputs, results, tree) if is_last else _evaluator(body, inputs, outputs, None)
+            # Nothing is donated: a value may be an input of several pieces.
             compiled = jit(run, (), self._last_leave if is_last else None)
             pieces.append(_Piece(compiled, inputs, outputs, after))
             used_later |= set(inputs) | _numbers(*[call.inputs for call in after])
@@ -263,6 +270,7 @@ def _alone(one: _Equation) -> Callable[..., Any]:
     """The function that computes one equation."""
     equation = one.equation
     names = [atom for atom in equation.invars if not isinstance(atom, jex.Literal)]
+    # As a trace of its own, which JAX evaluates whatever the primitive is.
     trace = one.trace.replace(
         constvars=(), invars=names, outvars=equation.outvars, eqns=[equation], effects=equation.effects
     )

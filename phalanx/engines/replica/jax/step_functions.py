@@ -122,6 +122,7 @@ class StepFunctions:
             state = (trainable, non_trainable, optimizer, self._start(metrics))
             logs, new_state = self._model.train_step(state, self._batches.pack(data))
             logs = find(logs)
+        # If the step is compiled, while it is traced: before anything is computed.
         check_updates([*trainable, *optimizer], [*new_state[0], *new_state[2]], applied)
         # Another optimizer's variables may be among the model's; they are the same on all ranks.
         alike = {id(value) for value in applied}
@@ -178,11 +179,13 @@ class StepFunctions:
 
         def update(trainable: Values, optimizer: Values, metrics: Values, arrays: Values) -> Any:
             gradients, state, merged, averages = read(arrays)
+            # Servers have updated: what came back in place of gradients are the new weights.
             if self._merge.updates:
                 trainable = gradients
             elif packing.gradients:
                 with held():
                     trainable, optimizer = self._model.optimizer.stateless_apply(optimizer, gradients, trainable)
+            # The start counts once, on every rank; what was merged is what all batches have added.
             metrics = [
                 old + new if rule.is_additive else new
                 for old, new, rule in zip(metrics, merged, packing.metrics, strict=True)
@@ -256,6 +259,7 @@ class CompiledUpdate:
 
     def _compile(self, packing: OutputPacking, kind: Hashable) -> Callable[..., Any]:
         assert self._silent is not None, "choose has set it"
+        # Hyperparameters of then, not of now: plain Keras keeps those that it compiled for a batch of this size.
         known = self._known.get(kind)
         if known is None:
             known = self._known[kind] = Hyperparameters(self._model.optimizer)

@@ -27,6 +27,7 @@ class BatchFunction:
     def __init__(
         self, function: Callable[..., Any], *, eager: bool, jit_compile: bool = False, for_each_size: bool = False
     ) -> None:
+        # The kind of the last batch, and its trace. One is enough: batches of a pass are alike but for the last one.
         self._last: tuple[Any, ConcreteCall] | None = None
         self.traced = function
         if eager:

@@ -40,6 +40,7 @@ def _order(function: Any, arguments: tuple[Any, ...]) -> list[int] | None:
     if not (hasattr(kind, "bind") and hasattr(kind, "unpack_inputs") and hasattr(run, "call_preflattened")):
         return None
     tensors = leaves(arguments)
+    # The function's own binding tells where each tensor goes; it is done once, for tensors that can be told apart.
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
     taken = [numbers.get(id(tensor)) for tensor in kind.unpack_inputs(kind.bind(*arguments))]
     order = [number for number in taken if number is not None]

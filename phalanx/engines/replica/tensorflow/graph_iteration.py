@@ -22,6 +22,7 @@ from phalanx.engines.replica.tensorflow.host_calls import call_in_graph
 from phalanx.errors import UnsupportedError
 
 _numbers = itertools.count()
+# An iteration lives as long as the iterator of the program, or the place in a graph, that holds it.
 _iterations: weakref.WeakValueDictionary[int, _Iteration] = weakref.WeakValueDictionary()
 
 

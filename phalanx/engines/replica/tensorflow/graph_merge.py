@@ -116,6 +116,7 @@ class GraphMerge:
         layout: StepLayout | None = None
 
         def merge(arrays: Sequence[Array]) -> list[Array]:
+            # The first run knows the shapes; all later runs of this trace have the same.
             nonlocal layout
             if layout is None:
                 layout = StepLayout.of(arrays, weights)
@@ -153,6 +154,7 @@ def complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
 def _cut(like: Sequence[Any], flats: Sequence[Any]) -> list[Any]:
     """The tensors inside the flat buffers, in the shapes and dtypes of `like`; as `Layout.cut` does."""
     by_dtype = dict(zip(dict.fromkeys(tensor.dtype for tensor in like), flats, strict=True))
+    # Static shapes come from `like`: a result of a host call has none.
     pieces: dict[Any, list[Any]] = {}
     for dtype, flat in by_dtype.items():
         sizes = [tensor.shape.num_elements() for tensor in like if tensor.dtype == dtype]

@@ -37,6 +37,7 @@ def call_in_graph(
             "Values cannot be merged in a tf.Graph that a session runs (TensorFlow 1). Merge them in eager code, or "
             "in a tf.function that eager code calls."
         )
+    # Read and written before and after, so that TensorFlow's automatic control dependencies put calls in program order.
     turn = _turn()
     with tf.control_dependencies([turn.assign_add(1)]):
         results = tf.numpy_function(function, tensors, dtypes)
@@ -59,6 +60,7 @@ def call_on_host(
         _failures.clear()
         try:
             return function(list(arrays))
+        # BaseException, because the interruption of a trial (`local_ranks.Unanswered`) is no Exception.
         except BaseException as error:
             _failures.append(error)
             raise

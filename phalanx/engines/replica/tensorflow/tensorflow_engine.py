@@ -130,6 +130,7 @@ class TensorFlowEngine(ReplicaEngine):
             raise
 
     def test(self, data: Batch, share: float) -> None:
+        # A placeholder batch is computed so that all ranks come to the same collectives; what it adds is taken back.
         before = None if share else self._variables.copies(self._metrics)
         self._test_logs = self._run("_test", data, share)
         if before is not None:
@@ -179,6 +180,8 @@ class TensorFlowEngine(ReplicaEngine):
             gradients = complete(gradients, weights)
         sparse = graph.gather_slices(gradients)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None and i not in sparse]
+        # Everything the step changed, in one all-reduce; sparse gradients were gathered before, so that a failure of
+        # either leaves all variables as they were.
         merged, averages = self._merge_all(present, [gradients[i] for i in present], logs, before)
         for i, gradient in [*zip(present, merged, strict=True), *sparse.items()]:
             gradients[i] = gradient

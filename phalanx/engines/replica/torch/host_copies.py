@@ -19,6 +19,7 @@ def to_host(tensor: Any) -> Array:
     """The tensor's values on the host; a view if it is there already. bfloat16 comes in the dtype of ml_dtypes."""
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
+        # NumPy has no bfloat16: the bits go through an integer of the same width.
         bits: Array = tensor.contiguous().view(torch.int16).numpy()
         return bits.view(ml_dtypes.bfloat16)
     values: Array = tensor.numpy()

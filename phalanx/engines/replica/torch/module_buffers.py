@@ -42,5 +42,6 @@ def buffers(model: Any) -> list[ModuleBuffer]:
         for inside, module in layer.named_modules():
             for name, tensor in module.named_buffers(recurse=False):
                 path = "/".join(part for part in (layer.name, *inside.split("."), name) if part)
+                # By the tensor of now: a module that is in two layers counts once.
                 found.setdefault(id(tensor), ModuleBuffer(module, name, path))
     return list(found.values())

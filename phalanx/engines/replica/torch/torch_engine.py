@@ -81,6 +81,8 @@ class TorchEngine(ReplicaEngine):
         self._layouts.clear()
 
     def train(self, data: Batch, share: float) -> None:
+        # Layers write into these in the forward pass, before the merge that may fail. Weights and optimizer follow the
+        # merge, unless a `train_step` of the program's own applies first and merges the rest at its end.
         changed = list(self._state)
         if self._merge.repeats and self._is_overridden:
             changed += variables_of_optimizers(self._model)
@@ -126,6 +128,7 @@ class TorchEngine(ReplicaEngine):
         y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
         weights = list(model.trainable_weights)
         for weight in weights:
+            # As `zero_grad`: what another step has left would be added to.
             weight.value.grad = None
         own = GlobalGradients(model.optimizer)
         loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
@@ -188,6 +191,8 @@ class TorchEngine(ReplicaEngine):
             counted = [*gradient_weights(weights), *[MergeWeight.SHARE] * len(self._state)]
             of_all = [*counted, *self.metric_rules.weights, *[MergeWeight.SHARE] * len(logs)]
             layout = self._layouts[key] = StepLayout.of(arrays, of_all)
+        # Both are views of the merge's buffers, which the call after the next overwrites: values are copied into
+        # variables.
         arrays, tensors = self._merged(layout, arrays)
         of_state, of_metrics, of_logs = accumulate((len(gradients), len(self._state), len(self._metrics)))
         self._silent = step_logs.still_silent(self._silent, self._model, arrays[of_metrics:of_logs])
