@@ -55,7 +55,8 @@ class JobRecorder(JobObserver):
         self._reports: dict[str, TaskReport] = {}  # since the last `Measured`, by task
         self._measured_at = self._in_file_at = 0.0
         self._output: dict[int, bytearray] = {}  # by rank
-        self._epochs: dict[str, FinishedEpoch] = {}  # what each task finished last: reports repeat it
+        self._epochs: dict[str, tuple[int, FinishedEpoch]] = {}  # see `_is_new`
+        self._newest_epoch = (0, -1)  # round and number of the one that was recorded last
         self._checkpoints: dict[str, SavedCheckpoint] = {}
         self.view = JobView()
         self.number = 0
@@ -68,6 +69,8 @@ class JobRecorder(JobObserver):
         except UnicodeEncodeError:  # of a path whose bytes are no text
             event = msgspec.convert(_as_text(msgspec.to_builtins(event)), JobEvent)
             line = msgspec.json.encode(event)
+        if isinstance(event, events.JobStarted):
+            self._newest_epoch = (self._newest_epoch[0] + 1, -1)
         view = advance(self.view, event)
         with self._lock:
             self.view, self.number = view, self.number + 1
@@ -161,16 +164,28 @@ class JobRecorder(JobObserver):
             self.record(events.Measured(self._measured_at, reports))
 
     def _record_landmarks(self, task: str, epoch: FinishedEpoch | None, checkpoint: SavedCheckpoint | None) -> None:
-        """All ranks finish the same epochs: the first one to say so is recorded."""
         now = self._clock()
-        if epoch is not None and epoch != self._epochs.get(task):
-            self._epochs[task] = epoch
-            known = self.view.epochs[-1].epoch if self.view.epochs else -1
-            if epoch.epoch != known:
-                self.record(events.EpochFinished(now, epoch.epoch, epoch.logs))
+        if epoch is not None and self._is_new(task, epoch):
+            self.record(events.EpochFinished(now, epoch.epoch, epoch.logs))
         if checkpoint is not None and checkpoint != self._checkpoints.get(task):
             self._checkpoints[task] = checkpoint
             self.record(events.CheckpointWritten(now, checkpoint.step, checkpoint.path))
+
+    def _is_new(self, task: str, epoch: FinishedEpoch) -> bool:
+        """Whether this task is the first one to report an epoch: all ranks finish the same.
+
+        Others may be some short epochs behind. So epochs are compared by their *rounds* first: a round ends where a
+        task's epochs begin at a lower number again, in another `fit` or after a restart.
+        """
+        former = self._epochs.get(task)
+        if former is not None and former[1] == epoch:
+            return False  # reports repeat the last one
+        number = self._newest_epoch[0] if former is None else former[0] + (epoch.epoch <= former[1].epoch)
+        self._epochs[task] = number, epoch
+        is_new = (number, epoch.epoch) > self._newest_epoch
+        if is_new:
+            self._newest_epoch = number, epoch.epoch
+        return is_new
 
     def _belongs_in_file(self, event: JobEvent) -> bool:
         """Everything but figures, of which there are enough after a while."""

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -183,6 +184,28 @@ def test_epochs_and_checkpoints_are_events_of_their_own() -> None:
     assert [point.epoch for point in recorder.view.epochs] == [0]
     assert [saved.path for saved in recorder.view.checkpoints] == ["/there"]
     assert recorder.view.epochs[0].logs == {"val_loss": 1.0}
+
+
+def test_an_epoch_is_recorded_once_however_late_others_report_it() -> None:
+    recorder = JobRecorder()
+
+    def finish(*reports: tuple[int, int]) -> list[int]:
+        before = len(recorder.view.epochs)
+        for rank, epoch in reports:
+            for _ in range(2):
+                finished = FinishedEpoch(epoch, {"loss": float(rank)})
+                recorder.reported(TASKS[rank], rank, report(1, finished_epoch=finished))
+        return [point.epoch for point in recorder.view.epochs[before:]]
+
+    begin(recorder)
+    assert finish((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (0, 2)) == [0, 1, 2]
+    assert finish((0, 0), (0, 1), (1, 0), (1, 2), (0, 2)) == [0, 1, 2], "another fit"
+    recorder.started(SimpleNamespace(task=TASKS[1], spec=SimpleNamespace(rank=1), host=SimpleNamespace(name="a")), 9)  # type: ignore[arg-type]
+    assert finish((1, 2), (1, 3), (0, 3)) == [3], "a worker was replaced"
+    begin(recorder)
+    for rank, task in enumerate(TASKS):
+        recorder.started(SimpleNamespace(task=task, spec=SimpleNamespace(rank=rank), host=SimpleNamespace(name="a")), 9)  # type: ignore[arg-type]
+    assert finish((1, 2), (0, 2), (0, 3), (1, 3)) == [2, 3], "the whole job went back to a checkpoint"
 
 
 def test_a_clock_that_is_set_back_delays_no_figures(tmp_path: Path) -> None:
