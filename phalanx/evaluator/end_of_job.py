@@ -6,7 +6,7 @@ listens until all workers have left, even if some restart meanwhile. So the job 
 starts too late to see any task. A task that was started by hand may be restarted, and gets some time for it.
 
 A job without ports (one worker, by hand; no cluster) writes a file into its checkpoint directory, or saves nothing for
-a long time.
+a long time. The file of a former job stays until the chief of the next one begins its session.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class JobEndDetector:
         self._last_sign = now  # of the job's life: an answer, or a checkpoint
         self._gone_since: float | None = None  # None while anything may listen
         self._last_checkpoint: float | None = None
+        self._was_unannounced = False  # so that a file which says that the job is over is of this job
 
     @property
     def saw_nothing(self) -> bool:
@@ -90,12 +91,14 @@ class JobEndDetector:
             announced: whether a file says so.
         """
         patience = self._patience
+        self._was_unannounced |= not announced
         if sign is not JobSign.GONE:
             self._seen, self._gone_since = True, None
         if sign is JobSign.ALIVE:
             self._last_sign = now
             return False
-        if announced:
+        # What has been there from the start may be of a former job, while the chief of this one does not answer yet.
+        if announced and (self._was_unannounced or sign is JobSign.GONE):
             return True
         if sign is JobSign.SILENT:
             return now - self._last_sign >= patience.silent_s

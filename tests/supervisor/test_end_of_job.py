@@ -76,8 +76,18 @@ def test_a_job_without_ports_is_over_when_it_saves_no_more() -> None:
 
 
 def test_what_a_file_says_counts_only_where_nobody_answers() -> None:
-    signs = [(JobSign.ALIVE, 1), (JobSign.SILENT, 2), (JobSign.GONE, 3)]
-    assert over(JobEndDetector(PATIENCE, 0), *signs, announced=True) == [False, True, True]
+    for sign, ends in ((JobSign.ALIVE, False), (JobSign.SILENT, True), (JobSign.GONE, True)):
+        end = JobEndDetector(PATIENCE, 0)
+        assert over(end, (JobSign.ALIVE, 1)) == [False]
+        assert over(end, (sign, 2), announced=True) == [ends]
+
+
+def test_a_file_of_a_former_job_does_not_end_one_that_is_starting() -> None:
+    """The launcher has opened its ports, and its chief does not answer before it has joined the job."""
+    end = JobEndDetector(PATIENCE, 0, launched=True)
+    assert over(end, (JobSign.SILENT, 1), (JobSign.SILENT, 2), announced=True) == [False, False]
+    assert over(end, (JobSign.SILENT, 3)) == [False], "the chief has withdrawn it"
+    assert over(end, (JobSign.SILENT, 4), announced=True) == [True]
 
 
 def test_jobs_of_the_launcher_end_sooner() -> None:
