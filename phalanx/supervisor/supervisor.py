@@ -249,10 +249,10 @@ class Supervisor:
             logger.info("Restored step %d from %s.", restored.step, restored.path)
         elif self._init_fn is not None:
             self._init_fn(session)
-        if checkpoints is not None and self._writes and self._save_model_secs:
-            if restored is None:
+        if checkpoints is not None and self._writes:
+            if restored is None and self._save_model_secs:
                 session.save()  # workers without a strategy wait for it, too
-            announce_beginning(checkpoints.directory)
+            announce_beginning(checkpoints.directory)  # whatever is saved: the end of this session is announced, too
         return restored
 
     def _wait_for_chief(

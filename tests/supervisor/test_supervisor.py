@@ -168,6 +168,14 @@ def test_an_error_of_a_loop_ends_fit_and_is_raised_at_the_end(tmp_path: Path) ->
     assert steps_in(tmp_path) == [0, 1], "what was reached is saved all the same"
 
 
+def test_a_session_that_saves_only_on_request_withdraws_the_end_of_a_former_one(tmp_path: Path) -> None:
+    completion_marker.announce_end(tmp_path)
+    supervisor = phalanx.Supervisor(tmp_path, save_model_secs=0)
+    with supervisor.managed_session(make_model()):
+        assert not completion_marker.is_announced(tmp_path), "or an evaluator would end while this trains"
+    assert completion_marker.is_announced(tmp_path)
+
+
 def test_a_stop_from_another_thread_leaves_requests_to_the_training_thread() -> None:
     model, asks, served_by, late = make_model(), threading.Event(), [], []
     supervisor = phalanx.Supervisor(stop_grace_secs=0.2)
