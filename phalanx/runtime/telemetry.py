@@ -7,6 +7,7 @@ second a thread writes it all into the page of memory that the launcher reads (`
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import os
 import threading
@@ -174,9 +175,10 @@ def _write() -> None:
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, float | None]:
     """The logs that are single numbers, of any backend; None for one that is not finite, which JSON has no word for."""
-    single = [(name, float(value)) for name, value in logs.items() if _is_number(value)]
-    return {name: value if math.isfinite(value) else None for name, value in single[:MAX_LOGS]}
-
-
-def _is_number(value: Any) -> bool:
-    return getattr(value, "shape", None) == () or isinstance(value, int | float)
+    single: dict[str, float | None] = {}
+    for name, value in logs.items():
+        if len(single) < MAX_LOGS and (getattr(value, "shape", None) == () or isinstance(value, int | float)):
+            with contextlib.suppress(TypeError, ValueError, OverflowError):  # Keras lets logs be anything
+                number = float(value)
+                single[name] = number if math.isfinite(number) else None
+    return single

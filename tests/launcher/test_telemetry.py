@@ -88,7 +88,8 @@ def test_logs_are_asked_for_with_each_beat_and_are_plain_numbers(now: list[float
     assert not own.are_logs_due
     own.measure()
     assert own.are_logs_due
-    own.record_logs({"loss": np.float32(0.5), "auc": np.nan, "per_class": np.zeros(3), "nested": {"a": 1.0}})
+    logs = {"loss": np.float32(0.5), "auc": np.nan, "per_class": np.zeros(3), "nested": {"a": 1.0}}
+    own.record_logs({**logs, "phase": np.array("warm-up"), "since": np.datetime64("2026-01-01")})
     assert not own.are_logs_due
     assert own.measure().logs == {"loss": 0.5, "auc": None}
     own.record_epoch(3, {"val_loss": 2.0})
