@@ -129,6 +129,17 @@ def test_slurm_tasks_per_node_can_be_given() -> None:
     assert SlurmClusterResolver(tasks_per_node={"a": 1, "b": 1}, environ=environ).cluster_spec() == expected
 
 
+def test_slurm_tasks_per_node_by_host_are_in_slurms_order() -> None:
+    environ = {"SLURM_PROCID": "2", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "a,b"}
+    resolver = SlurmClusterResolver(tasks_per_node={"b": 1, "a": 2}, environ=environ)
+    assert resolver.cluster_spec() == {"worker": ["a:8888", "a:8889", "b:8888"]}
+    assert resolver.get_task_info() == ("worker", 2)
+    other_network = {"b-ib": 1, "a-ib": 2}
+    resolver = SlurmClusterResolver(tasks_per_node=other_network, environ={**environ, "SLURM_NODEID": "0"})
+    with pytest.raises(ConfigurationError, match="process 2 on b-ib, where a-ib was expected"):
+        resolver.cluster_spec()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -93,7 +93,9 @@ class SlurmClusterResolver(ClusterResolver):
         if isinstance(self._tasks_per_node, int):
             return [(name, self._tasks_per_node) for name in names]
         if self._tasks_per_node is not None:
-            return list(self._tasks_per_node.items())
+            given = self._tasks_per_node
+            # Slurm numbers processes in the order of its hosts. Names that are not Slurm's keep the order given.
+            return [(name, given[name]) for name in names] if given.keys() == set(names) else list(given.items())
         counts = expand_counts(self._variable("TASKS_PER_NODE"))
         if len(counts) != len(names):
             raise ConfigurationError(
