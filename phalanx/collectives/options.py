@@ -64,10 +64,11 @@ class CommunicationOptions:
         for name, number in (("bytes_per_pack", self.bytes_per_pack), ("timeout_seconds", self.timeout_seconds)):
             if number is not None and not isinstance(number, numbers.Real):
                 raise ConfigurationError(f"{name} is {number!r}; it must be a number.")
-        if self.bytes_per_pack < 0:
+        if self.bytes_per_pack < 0 or not float(self.bytes_per_pack).is_integer():
             raise ConfigurationError(
                 f"bytes_per_pack is {self.bytes_per_pack}; it must be 0 (chosen automatically) or a number of bytes."
             )
+        object.__setattr__(self, "bytes_per_pack", int(self.bytes_per_pack))  # 1e6, or a number of NumPy
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             raise ConfigurationError(
                 f"timeout_seconds is {self.timeout_seconds}; it must be greater than 0, or None for PHALANX_TIMEOUT."

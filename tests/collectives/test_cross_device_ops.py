@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 import phalanx.collectives as collectives
+from phalanx.cluster.membership import Membership
 from phalanx.collectives import (
     CollectiveCommunication,
     CollectiveHints,
@@ -17,12 +20,14 @@ from phalanx.collectives import (
     NcclAllReduce,
     ReduceOp,
     ReductionToOneDevice,
+    connect,
 )
 from phalanx.collectives.cross_device_ops import cross_device_ops_of
 from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.collectives.options import DEFAULT_TIMEOUT_S
 from phalanx.errors import CollectiveMismatchError, ConfigurationError
 from tests.collectives.kinds import KINDS, Kind
+from tests.support.processes import run_threads
 
 kinds = pytest.mark.parametrize(
     "kind",
@@ -151,6 +156,8 @@ def test_options_are_those_of_tf_distribute() -> None:
     ("wrong", "says"),
     [
         ({"bytes_per_pack": -1}, "number of bytes"),
+        ({"bytes_per_pack": 0.5}, "number of bytes"),
+        ({"bytes_per_pack": float("inf")}, "number of bytes"),
         ({"timeout_seconds": 0}, "greater than 0"),
         ({"timeout_seconds": float("nan")}, "greater than 0"),
         ({"implementation": "tree"}, "CommunicationImplementation.RING"),
@@ -159,6 +166,15 @@ def test_options_are_those_of_tf_distribute() -> None:
 def test_wrong_options_say_what_to_write(wrong: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         CommunicationOptions(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [1e6, np.int64(10**6)])
+def test_a_number_of_bytes_may_be_of_any_numeric_type(given: Any) -> None:
+    def body(membership: Membership) -> float:
+        with connect(membership, CommunicationOptions(bytes_per_pack=given)) as communicator:
+            return float(communicator.all_reduce([np.ones(100_000, np.float32)])[0][0])
+
+    assert run_threads(body, hosts=["a", "b"]) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("what", ["shape", "dtype", "op"])
