@@ -95,6 +95,7 @@ class DistributedDataset:
     ):
         self.source = source
         self._rank = rank
+        # Ranks that read the same batches end together, and need not ask each other.
         alike = world_size == 1 or source.traits.policy is AutoShardPolicy.DATA
         self._any_rank = None if alike else any_rank
         self.element_spec = element_spec

@@ -63,7 +63,7 @@ class ParameterServerClient:
         self.is_starting = True
         self.unreachable_tasks: set[str] = set()
         self.waited_s = 0.0
-        self._was_evicted = False
+        self._was_evicted = False  # a server has refused this process for good
         self.reconnection = ServerReconnection(
             me, return_s, is_replicated=is_replicated, send=self._send, receive=self._receive
         )
@@ -169,6 +169,7 @@ class ParameterServerClient:
         Raises: as `request`, once all responses are here: one that is left unread would be taken for that to the next
             request.
         """
+        # One after the other; while one is awaited, `repair_others` watches the links to the others.
         requested = range(self.num_servers) if servers is None else servers
         responses = []
         for server in requested:
@@ -185,7 +186,7 @@ class ParameterServerClient:
                 break
             except (LinkClosedError, LinkTimeoutError) as error:
                 reconnection.reconnect(server, reconnection.as_closed(error))
-        connection.pending = None
+        connection.pending = None  # not earlier: `reconnect` repeats what is pending
         self.waited_s += time.perf_counter() - began
         return response
 

@@ -55,7 +55,7 @@ class LeaseGrants:
 
     def __init__(self, me: TaskIdentity):
         self._me = me
-        self._grants: dict[int, _Grant] = {}
+        self._grants: dict[int, _Grant] = {}  # the last one of each group; used by the thread of the client
 
     def begin(self, group: int, leader: Task) -> None:
         """This server leads a group from now on."""

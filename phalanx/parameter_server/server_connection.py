@@ -56,8 +56,8 @@ class ServerConnection:
         self.pending: RequestArrays | None = None
         self.is_unreplicated = False
         self.bytes_sent = self.bytes_received = 0
-        self.channel: SharedMemoryChannel | None = None
-        self._buffers: dict[tuple[Kind, ...], list[Array]] = {}
+        self.channel: SharedMemoryChannel | None = None  # from `share_memory` until the link breaks
+        self._buffers: dict[tuple[Kind, ...], list[Array]] = {}  # what `send_buffers` returned, by kinds
 
     def send_buffers(self, kinds: tuple[Kind, ...]) -> list[Array]:
         """See `ParameterServerClient.send_buffers`."""
@@ -73,6 +73,8 @@ class ServerConnection:
     def send(self, request: Request, buffers: Sequence[Array], patience_s: float) -> None:
         """Send a request; gradients that are in shared memory stay there."""
         channel = self.channel
+        # Known by identity: only what `send_buffers` returned last lies in the memory. A push that is repeated after
+        # the channel was closed is sent from the same arrays, over the link.
         if channel is not None and isinstance(request, PushGradients) and (lengths := channel.lengths_of(buffers)):
             request, buffers = msgspec.structs.replace(request, lengths=lengths), ()
             self.bytes_sent += sum(lengths)
@@ -91,14 +93,14 @@ class ServerConnection:
             try:
                 header, buffers = self.link.receive(deadline=until)
                 break
-            except LinkTimeoutError:
+            except LinkTimeoutError:  # the link keeps a part that has come
                 if check is None or until == deadline:
                     raise
                 check(time.monotonic() - requested_at)
         self.bytes_received += len(header) + sum(buffer.nbytes for buffer in buffers)
         response = _RESPONSES.decode(header)
         if isinstance(response, Values):
-            if self.pending is not None and isinstance(self.pending[0], PushGradients):
+            if self.pending is not None and isinstance(self.pending[0], PushGradients):  # other responses do not say
                 self.is_unreplicated = response.is_unreplicated
             if response.lengths:
                 assert self.channel is not None, "the server writes to memory that it has mapped"

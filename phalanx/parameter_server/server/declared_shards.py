@@ -52,9 +52,9 @@ class DeclaredShards:
         self.shards = tuple(shard for shard in model.shards if shard.server == index)
         self.tables: list[Array] = []
         self.groups: tuple[tuple[int, ...], ...] = ()
-        self._updater: Updater | EmbeddingTableUpdater | None = None
-        self._packing = ShardPacking((), ())
-        self._kinds: list[_GradientKind] = []
+        self._updater: Updater | EmbeddingTableUpdater | None = None  # None: this server has no shard of the model
+        self._packing = ShardPacking((), ())  # of the dense groups
+        self._kinds: list[_GradientKind] = []  # of the gradients of all groups, in the order in which they are sent
         if self.shards:  # otherwise this server has nothing of this model
             self._build(slots, buffers)
 
@@ -80,6 +80,7 @@ class DeclaredShards:
         updater.load_optimizer(
             [_like(state[slot], value) for slot, value in zip(updater.slots, updater.optimizer_values(), strict=True)]
         )
+        # The order of what is sent: dense groups first, then tables (`ShardPacking`, `EmbeddingTableUpdater.groups`).
         kinds = [kind_of(piece.value) for piece in pieces]
         self.groups = updater.groups
         self._packing = ShardPacking(kinds, updater.groups, tables)

@@ -42,6 +42,8 @@ class ParameterServer:
         servers = [task for task in me.spec.tasks if task.type == me.task.type]
         own = servers.index(me.task)
         following, before = (own + 1) % len(servers), (own - 1) % len(servers)
+        # A ring: the own group has its replica on the next server, and this one keeps that of the server before. It
+        # leads both if that server is lost.
         other = servers[following] if is_replicated else None
         self._clock = clock = RunningClock()
         self._groups = [ShardGroup(me, own, other=other, snapshots=snapshots, snapshot_s=snapshot_s, clock=clock)]
@@ -76,7 +78,7 @@ class ParameterServer:
                     group.start()
                 while not self._stopped and not self._is_over():
                     self._clock.tick()
-                    self._groups[0].wait(POLL_S)
+                    self._groups[0].wait(POLL_S)  # a change in the other group is seen within this time
             finally:
                 for group in self._groups:
                     group.close()

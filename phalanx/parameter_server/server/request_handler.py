@@ -104,7 +104,7 @@ class RequestHandler:
 
         Returns: how the link ended, a sentence; empty after a goodbye.
         """
-        channel: SharedMemoryChannel | None = None
+        channel: SharedMemoryChannel | None = None  # of this link: a worker that reconnects offers memory again
         try:
             while True:
                 # No deadline while the worker lives: its program may do other things for hours.
@@ -152,6 +152,7 @@ class RequestHandler:
                     f"{name} made no progress for too long and was evicted; training continued without it. Start it "
                     f"again to take part."
                 )
+            # First the lease: without it this server may no longer lead, and then waits for no positions.
             kind = type(request)
             if kind not in WITHOUT_LEASE:
                 self._wait_for_lease()

@@ -177,6 +177,7 @@ class ShardGroup:
             only_evicted = all(self._members.table.is_evicted(name) for name, _ in self._members.table.links.values())
             is_over = self._members.has_chief_left and not are_more_expected and only_evicted
             self.leadership.is_job_over = is_over
+        # Outside of the locks: it takes the store's, and may wait for the other server.
         if is_over and self._other is not None:
             self._store.replica.end()  # at once: each of two servers may wait for the other one
         if is_over and self._members.table.chief_failure:

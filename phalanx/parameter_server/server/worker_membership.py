@@ -86,6 +86,7 @@ class WorkerMembership:
         A worker that has not said goodbye is lost; `why` is then a sentence, or empty.
         """
         with self.changed:
+            # Evicted workers are present and do not count: their end is no loss. Asked before the link is removed.
             counted = self.table.has_link(worker, name)
             is_present = self.table.remove(worker, name)
             if counted:
