@@ -88,11 +88,13 @@ class ClusterCoordinator:
         self._worker = worker
         worker.made.settle()
         me = worker.client.identity
-        self._lock = threading.RLock()  # one thread at a time packs, and speaks to the servers
+        # One thread at a time packs, and speaks to the servers. Acquired before the dispatcher's lock.
+        self._lock = threading.RLock()
         tensors, fixed = make_tensors(), {"strategy": strategy, "coordinator": self}
         self._references = OutgoingReferences(fixed, worker.made, tensors, lambda: self._dispatcher.wait_for_worker())
         self._variables = ChiefVariables(worker, self._references.owner)
         self._account = function_effects.EffectAccumulator(worker.made)
+        # Protects `_account`, to which threads of the dispatcher add with its lock held. Acquired last.
         self._account_lock = threading.Lock()
         calls = worker.calls if isinstance(worker.calls, MethodCalls) else None
         self._definitions = None if calls is None else calls.definitions

@@ -45,7 +45,7 @@ class References:
         self._made = made
         self._tensors = tensors
         self.reduce = by_value(tensors)
-        self._owners: dict[int, tuple[ScopedName, int]] = {}
+        self._owners: dict[int, tuple[ScopedName, int]] = {}  # by id of the variable; renewed when one is not in it
 
     def refer(self, thing: Any) -> tuple[Any, ...] | None:
         """The reference that travels in a thing's place; None if it travels by value."""

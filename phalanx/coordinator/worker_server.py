@@ -71,8 +71,8 @@ class WorkerServer:
         self._strategy: Any = None
         self._worker: ParameterServerWorker | None = None
         self._functions: FunctionServer | None = None
-        self._digests: dict[ScopedName, bytes] = {}
-        self._failure: Exception | None = None
+        self._digests: dict[ScopedName, bytes] = {}  # of what each root was made of, by its own name
+        self._failure: Exception | None = None  # ends this process, once the chief has been sent it
 
     def run(self) -> None:
         """Serve until the chief's program is over. Raises: see `ChiefSession.run`; what a method has raised here."""
@@ -113,6 +113,7 @@ class WorkerServer:
         functions, worker = self._functions, self._worker
         assert functions is not None, "the chief begins with `Serve`"
         assert worker is not None, "the two are made together"
+        # In functions, optimizers send gradients to the servers (`WorkerVariables`); in a `fit` its stepper does.
         worker.in_function = not isinstance(order, CallMethod)
         if isinstance(order, Define):
             self._define(order, buffers)
@@ -149,6 +150,7 @@ class WorkerServer:
             definition: Definition = unpack(content, functions.references.load)
             copy = definition.made_from
             is_known = self._digests.get(names[0]) == digest
+            # What is known is kept, with its weights and state: functions may have changed them since.
             made = worker.made.find(names[0]) if is_known else copy.make() if isinstance(copy, LayerCopy) else copy
             if is_known and isinstance(copy, LayerCopy):
                 copy.build(made)
