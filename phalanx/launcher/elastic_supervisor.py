@@ -37,14 +37,14 @@ class ElasticSupervisor:
         host = LOOPBACK if stays_here else own_name([share for share in shares if not share.is_here])
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self.identity = new_identity()
-        self._server: CoordinatorServer | None = None
+        self._server: CoordinatorServer | None = None  # from `begin` on; who connects earlier waits in the backlog
 
     def __enter__(self) -> ElasticSupervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._server is not None:
-            self._server.close()
+            self._server.close()  # with the listener, which it has taken over
         else:
             self._listener.close()
 

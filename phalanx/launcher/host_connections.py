@@ -103,8 +103,8 @@ class HostConnections:
         self._log, self._relay, self._post = log, relay, post
         self.blacklist = blacklist
         self.error: Exception | None = None
-        self._connections: dict[str, HostConnection] = {}
-        self._loop: HostLoop | None = None
+        self._connections: dict[str, HostConnection] = {}  # by name of the host; those that have not answered included
+        self._loop: HostLoop | None = None  # of the job, once it has been started
 
     def attach(self, loop: HostLoop) -> None:
         """Add the hosts that have answered, now and later, to the loop of the job, which has been started."""

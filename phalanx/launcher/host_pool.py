@@ -282,6 +282,8 @@ class HostPool:
             blacklisted = self._connections.blacklist.worker_failed(slot.host, now)
             if blacklisted is not None:
                 self._log(f"{slot.host} is blacklisted for {blacklisted.seconds:g} s: {blacklisted.reason}")
+        # True: it is restarted in its slot, at the same port. On a host that is lost, blacklisted or withdrawn it is
+        # not; `update` then starts it where a slot is free.
         if failed and self._slots.keeps_slot(rank) and self._connections.usable_slots(slot.host):
             return True
         self._slots.free(rank)
@@ -358,7 +360,7 @@ class HostPool:
     def _show(self, now: float) -> None:
         """Report the hosts, if they have changed."""
         blacklisted = self._connections.blacklist.hosts(now)
-        states = []
+        states = []  # of drained hosts too
         for name, share in self._shares.items():
             host = blacklisted.get(name)
             # Rounded, because the clock passes between two calls: an unchanged state is not sent again.

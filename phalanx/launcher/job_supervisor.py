@@ -161,7 +161,7 @@ class JobSupervisor:
         """These workers have finished an elastic job: others that were about to join them are not needed."""
         self._tasks.is_complete = True
         for record in self._tasks:
-            if not record.trains or record.name in tasks:
+            if not record.trains or record.name in tasks:  # members exit by themselves
                 continue
             if record.state is TaskState.RUNNING:
                 record.is_unneeded = True

@@ -234,7 +234,7 @@ class TaskTable:
         """Whether the other tasks continue without one that has just exited."""
         if not record.trains:
             return False
-        # Once all others have finished, none of them does what this one was about to do.
+        # Only those that run: once all others have finished, none of them does what this one was about to do.
         others = [other for other in self if other.trains and other is not record]
         if self._elastic and returncode != 0 and any(other.state is TaskState.RUNNING for other in others):
             return True
@@ -277,6 +277,7 @@ def exits_to_judge(table: TaskTable, exits_before: int) -> list[WorkerExit]:
     for exit_ in table.exits:
         previous = table[exit_.rank].previous
         causes.append(previous if previous is not None and _is_echo(exit_, exits_before) else exit_)
+    # Workers without a slot have no final exit, but may have been the cause by their last one.
     vacant = [record.previous for record in table if record.state is TaskState.VACANT]
     causes += [previous for previous in vacant if previous is not None]
     return [replace(cause, outlived=False) for cause in causes]

@@ -49,7 +49,6 @@ class WatchedJob:
         self.job = secrets.token_hex(4)
         self._request = request
         self._stack = contextlib.ExitStack()
-        self._file: BinaryIO | None = None
         self.recorder = JobRecorder()
         self._control: JobControl | None = None
 
@@ -60,6 +59,7 @@ class WatchedJob:
             with contextlib.suppress(RuntimeError):  # a user without a home
                 stack.enter_context(registered(self.job, self._request.arguments))
                 self._control = stack.enter_context(JobControl(socket_path(self.job), self.recorder))
+            # Last: the dashboard asks the socket above for the job.
             if self._request.dashboard is not None:
                 dashboard = DashboardProcess(self.job, control=self._request.dashboard.control)
                 stack.enter_context(dashboard)

@@ -123,7 +123,7 @@ class SSHHost:
         if self.lost:
             return [Exited(spec.rank, None, WorkerDiagnostics()) for spec in specs]
         assert self._connection is not None
-        if not self._connection.is_registered:
+        if not self._connection.is_registered:  # the first call: from now on workers depend on the launcher's signs
             self._connection.keep_alive()
         self._connection.register(self._selector)
         self._running |= {spec.rank for spec in specs}
