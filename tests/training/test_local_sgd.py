@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,3 +47,31 @@ def test_moving_averages_are_merged_also_if_a_member_is_lost_meanwhile() -> None
     stepper._averaged = 8
     replica.retry(stepper._merge_moving_averages)
     np.testing.assert_array_equal(written[id(average)], [2.0, 2.0])
+
+
+def test_a_checkpoint_of_a_job_that_merged_every_step_is_continued_within_its_epoch() -> None:
+    """What the metrics had counted by then is in the checkpoint, on all ranks, and counts once."""
+    weight = SimpleNamespace(value=np.ones(2, np.float32))
+    counted, starts = [np.array(5.0)], []
+
+    def merged_metrics(share: float, start: Any, **options: Any) -> Any:
+        starts.append(start)
+        return {"loss": 1.0}
+
+    engine: Any = SimpleNamespace(
+        read=lambda variables: [variable.value for variable in variables],
+        layer_state=list,
+        metric_rules=SimpleNamespace(values=lambda: list(counted)),
+        train=lambda data, share: None,
+        merged_metrics=merged_metrics,
+    )
+    optimizer = SimpleNamespace(_learning_rate=None)
+    model = SimpleNamespace(optimizer=optimizer, trainable_variables=[weight])
+    merge: Any = SimpleNamespace(in_mode=lambda mode: nullcontext())
+    communicator: Any = SimpleNamespace(all_gather=lambda own: [own])
+    stepper = LocalSGDStepper(model, engine, merge, Replica(communicator), SyncPeriod(9, AverageOuterOptimizer()), None)
+    stepper.load_pooled({})
+    stepper.begin(watched=False, entering=True)
+    stepper._trained = 4  # as if steps had been taken and exchanged
+    assert stepper.finish(lambda action: action()) == ()
+    assert starts == [[5.0]]

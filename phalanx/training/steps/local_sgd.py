@@ -100,6 +100,8 @@ class LocalSGDStepper(ReplicaStepper):
         # A process that resumes or joins has these from `load_pooled` or `admit`, of the middle of the epoch.
         if not entering:
             self._trained = 0
+        # Also from a checkpoint of a job that merged every step: all ranks have what it had counted.
+        if not entering or not self._metrics_start:
             self._metrics_start = self._engine.metric_rules.values()
         self._logs = None
         self.exchange.begin(self._engine.read(self._variables), len(weights))
