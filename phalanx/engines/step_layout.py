@@ -95,6 +95,7 @@ class StepLayout:
         for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
             start = ends[dtype]
             ends[dtype] = start + math.prod(shape)
+            # One buffer for each dtype: a collective sums one dtype.
             places.append((self.flat_dtypes.index(dtype), start, ends[dtype]))
         return tuple(places)
 
@@ -137,6 +138,7 @@ def bundles(layout: StepLayout, small: int = SMALL) -> list[list[int]]:
     """
     groups: dict[object, list[int]] = {}
     for index, (shape, dtype, weight) in enumerate(zip(layout.shapes, layout.dtypes, layout.weights, strict=True)):
+        # The index is a key of its own.
         key = (dtype, weight) if math.prod(shape) < small else index
         groups.setdefault(key, []).append(index)
     return list(groups.values())

@@ -61,6 +61,8 @@ def probe(optimizer: Any, *, is_custom: bool = False) -> Iterator[list[Optimizer
     own = GlobalGradients(optimizer)
 
     def note(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> tuple[Any, Any]:
+        # A placeholder for each value: by them `only_call` sees that the step has passed all of them on, in their
+        # places.
         later = [_Later() for _ in trainable_variables], [_Later() for _ in optimizer_variables]
         gradients = own.to_merge(grads, optimizer._trainable_variables)
         calls.append(OptimizerCall(optimizer_variables, gradients, trainable_variables, *later))

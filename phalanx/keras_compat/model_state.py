@@ -124,6 +124,7 @@ def has_own_code(model: Any) -> bool:
         return True
     if any(type(layer).call is not keras.Model.call for layer in own_layers(model)):
         return True
+    # In a Functional model, `keras.ops` between layers are operations of the graph: the program's own, too.
     graphs = [layer for layer in model._flatten_layers() if hasattr(layer, "operations")]
     return any(not isinstance(each, keras.layers.Layer) for graph in graphs for each in graph.operations)
 
@@ -134,6 +135,7 @@ def names_in(function: Any) -> set[str]:
     if not isinstance(function, FunctionType):
         return set()
     names: set[str] = set()
+    # Functions inside are constants of the code around them.
     codes: list[CodeType] = [function.__code__]
     while codes:
         code = codes.pop()

@@ -94,6 +94,7 @@ def _merging_apply(optimizer: Any, merge: GradientMerge, apply: Callable[..., An
 
     def merged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         if trainable_variables is None:
+            # As Keras does for `apply(gradients)`: those that the optimizer was built for.
             trainable_variables = optimizer._trainable_variables
         weights = list(trainable_variables)
         gradients = merged(list(grads), weights)

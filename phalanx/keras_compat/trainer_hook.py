@@ -70,6 +70,7 @@ class KerasMethod:
         except TypeError as error:
             raise TypeError(f"{type(model).__name__}.{self.name}(): {error}") from None
         del arguments[next(iter(self.signature.parameters))]
+        # `signature.bind` keeps what only `**kwargs` takes under that name.
         arguments.update(arguments.pop("kwargs", {}))
         return arguments
 
@@ -116,6 +117,7 @@ def install(dispatcher: KerasDispatcher) -> None:
     if _keras_methods:
         return
     trainer = keras_trainer()
+    # Runs after the trainer's own part of the constructor, before the program's class has made its layers.
     _patches.replace(trainer, "__init__", _registering_model)
     # Where it is defined: Keras takes a `compile` that differs from the base trainer's for one of the model's own, and
     # then `load_model` does not compile the model.
@@ -217,6 +219,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Any, force: bool = False) -> Any:
+        # As in Keras: the function stays until the model is compiled again, and may be asked for at every `fit`.
         if self.train_function is not None and not force:
             return self.train_function
         chosen = _choose_train_function(self, lambda: original(self, True))

@@ -129,6 +129,7 @@ def check_same_configuration(model: Any, call: FitArguments, replica: Replica) -
 def _facts(model: Any, call: FitArguments) -> dict[str, str]:
     facts: dict[str, Any] = {
         "epochs of fit()": call.epochs,
+        # Whether there are any, not which: values are compared as those of the training data.
         "validation data of fit()": "given" if call.validation_data is not None else "not given",
         "validation_freq of fit()": call.validation_freq,
     }
@@ -139,6 +140,7 @@ def _facts(model: Any, call: FitArguments) -> dict[str, str]:
         facts |= {"metrics": metrics._user_metrics, "weighted_metrics": metrics._user_weighted_metrics}
     facts["optimizer"] = [type(optimizer).__name__ for optimizer in optimizers(model)]
     for number, optimizer in enumerate(optimizers(model)):
+        # Messages name the first as users do; several of one class must have different keys.
         kind = type(optimizer).__name__ if number == 0 else f"{type(optimizer).__name__} ({number + 1})"
         facts |= {f"{name} of {kind}": value for name, value in _settings(optimizer).items()}
     return {name: _described(value) for name, value in facts.items()}

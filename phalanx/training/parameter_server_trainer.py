@@ -74,6 +74,7 @@ class ParameterServerTrainer:
             )
         model._assert_compile_called("fit")
         state = FitState(arguments=FitArguments(**arguments))
+        # All workers count alike: by this number their messages of one `fit` meet at the servers.
         fit = worker.next_fit()
         batches = TicketBatches(fit, worker, remote_model.merge)
         source = self._open_input(fit, state.arguments, batches)
@@ -88,6 +89,8 @@ class ParameterServerTrainer:
         coordination = ParameterServerCoordination(
             fit, remote_model, worker, state, batches, make_agreement(fit), evaluate
         )
+        # From here on `request_stop` of any callback knows which `fit` to stop, and a head that comes back is told
+        # again.
         self._rejoin = coordination.rejoin
         with state.undo:
             saver_claims.claim_paths(state.callbacks, state.undo)

@@ -108,6 +108,7 @@ class ProgramProbes:
         """The ranks meet whether or not the chief knows already: one of them may have joined since."""
         model, agreement = self._model, self._agreement
         is_open = agreement.divides_batches and loss_probe.has_open_questions(model)
+        # WHOLE elements are no (x, y): only a `train_step` of the program's own can take them apart.
         if form is ElementStructure.WHOLE or not is_open:
             return
         findings: Any = None

@@ -56,6 +56,7 @@ class ReplicaTrainer:
         self._model._assert_compile_called("fit")
         with resumable(arguments.get("callbacks"), self._model, self._replica) as resumption:
             try:
+                # Inside of `resumable`: the seed of a new entry may be that of a checkpoint.
                 with self._replica.entry(seed=None if resumption is None else resumption.seed) as entry:
                     # A process that joins gets the seed with the entry, and must not look for checkpoints.
                     if resumption is not None and self._replica.elastic is not None:

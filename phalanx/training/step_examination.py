@@ -167,6 +167,7 @@ class StepTimer(ReplicaStepper):
         """Seconds of a step, the median over cycles, and the calls of the most frequent kind of cycle: at the turn of
         an epoch the ranks agree on more."""
         starts = range(0, len(self.seconds) - self.cycle + 1, self.cycle)
+        # Of whole cycles, because steps of one differ: some merge, some accumulate.
         seconds = statistics.median(sum(self.seconds[start : start + self.cycle]) for start in starts) / self.cycle
         cycles = [tuple(call for calls in self.calls[start : start + self.cycle] for call in calls) for start in starts]
         return seconds, Counter(cycles).most_common(1)[0][0]

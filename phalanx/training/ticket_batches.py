@@ -78,6 +78,7 @@ class TicketBatches:
 
         Raises: OrderUnavailableError if there is none.
         """
+        # `_open_epoch` sends it, when the epoch is opened.
         if self._worker.is_chief:
             self.drawn_order = own
             return own

@@ -43,6 +43,7 @@ def fused_adam(optimizer: Any) -> Iterator[None]:
         if variable.dtype not in _DTYPES or isinstance(gradient, tf.IndexedSlices) or gradient.shape != variable.shape:
             update_step(gradient, variable, learning_rate)
             return
+        # While the step is traced: Adam's own code looks the slots up in the same way.
         place = optimizer._get_variable_index(variable)
         dtype = keras.backend.standardize_dtype(variable.dtype)
         step = tf.cast(optimizer.iterations + 1, dtype)
@@ -56,6 +57,7 @@ def fused_adam(optimizer: Any) -> Iterator[None]:
             v=_handle(optimizer._velocities[place]),
             beta1_power=power_1,
             beta2_power=power_2,
+            # The kernel forms lr sqrt(1 - b2^t) / (1 - b1^t) itself, from the powers.
             lr=tf.cast(learning_rate, dtype) * root,
             beta1=beta_1,
             beta2=beta_2,

@@ -30,6 +30,7 @@ LEAST_EPSILON = 1e-12
 """An epsilon to which the root of a denormal number adds less than a rounding error."""
 
 _CLASSES = (SGD, Adam, AdamW, Adamax, Nadam, RMSprop)
+# The smallest positive float64: compares equal to 0 exactly while the processor takes denormal numbers for zero.
 _DENORMAL = 5e-324
 
 

@@ -58,6 +58,7 @@ class PlacedModel:
         for weight in weights:
             if id(weight) not in of_optimizers:
                 lay_out(weight, placement.at_rest(weight), placement.mesh)
+        # Slots of optimizers that a model keeps may be among its weights; each is moved once, as a slot.
         for slot in of_optimizers.values():
             # Those that were made in `making_placed` lie where they belong.
             if axes_of(slot, placement.mesh) is None:
@@ -99,6 +100,8 @@ class PlacedModel:
     def _layout_of_slot(self, slot: Any) -> Axes:
         """The layout of an optimizer's variable that was made elsewhere: its name begins with the weight's path."""
         for weight in self._model.trainable_variables:
+            # So Keras names it (`add_variable_from_reference`). The layout of another weight of this shape would change
+            # no number.
             if slot.name.startswith(weight.path.replace("/", "_")) and tuple(slot.shape) == tuple(weight.shape):
                 return self._placement.of_slot(weight)
         return (None,) * len(slot.shape)

@@ -128,6 +128,7 @@ class Placement:
         mesh = keras.distribution.DeviceMesh(self.mesh.shape, self.mesh.axis_names, list(devices))
         if self.layout_map is None or isinstance(self.layout_map, str):
             return replace(self, mesh=mesh)
+        # A TensorLayout belongs to one mesh, so all are made again for the other.
         layout_map = keras.distribution.LayoutMap(mesh)
         for key, layout in self.layout_map.items():
             layout_map[key] = tuple(layout.axes)
@@ -145,6 +146,7 @@ class Placement:
             # Keys of this form are of what a layer returns.
             if key.endswith("/output") or any(path == key or re.fullmatch(key, path) for path in paths):
                 continue
+            # Nearest to what the key says literally, without the signs of an expression.
             plain = re.sub(r"[.*+?\\^$()\[\]|]", "", key)
             near = difflib.get_close_matches(plain, paths, n=3, cutoff=0.3) or paths[:3]
             raise ConfigurationError(
@@ -176,6 +178,7 @@ class Placement:
         """The layout, with its longest free axis that is a multiple of the shard axis divided over that."""
         size, shape = self.axis_size(self.shard_axis), tuple(variable.shape)
         free = [axis for axis, taken in enumerate(axes) if taken is None and shape[axis] % size == 0 and shape[axis]]
+        # An axis of the mesh can divide an array once.
         if self.shard_axis in axes or not free or math.prod(shape) < MIN_SHARDED_SIZE:
             return axes
         chosen = max(free, key=lambda axis: shape[axis])

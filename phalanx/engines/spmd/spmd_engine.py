@@ -41,6 +41,7 @@ class SpmdEngine(Engine):
         self._programs = StepPrograms(model, self._placed, placement, self._batches)
         # Whether the warning about batches that do not divide was considered; it is about the first one alone.
         self._has_trained = False
+        # Compiled with the shardings of the placed variables; forgotten when these or the variables change.
         self._functions: dict[str, Callable[..., Any]] = {}
         self._logs: dict[str, Any] = {}  # of the newest training step
         self._test_logs: dict[str, Any] = {}

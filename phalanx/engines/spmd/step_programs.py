@@ -91,6 +91,8 @@ class StepPrograms:
     def _jit(self, function: Callable[..., Any], state: tuple[Any, ...]) -> Callable[..., Any]:
         if not self._compiles:
             return function
+        # The state goes out as it came in, so the next step is not compiled again, and its memory can be the old one's.
+        # Logs are wanted by every process.
         compiled: Callable[..., Any] = jax.jit(function, donate_argnums=0, out_shardings=(self._whole, state))
         return compiled
 
@@ -107,6 +109,7 @@ class StepPrograms:
         with making_placed(self._placement):
             gathered = self._gathered(trainable, non_trainable)
             logs, new = self._model.test_step((*gathered, metrics), self._batches.pack(data))
+        # The weights as they came, in shards: those that the step has seen are whole.
         return logs, (trainable, list(new[1]), list(new[2]))
 
     def _predict(self, state: tuple[Values, ...], data: Batch, form: Any) -> Any:

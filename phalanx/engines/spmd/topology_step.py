@@ -50,6 +50,7 @@ def _measure(step: AheadOfTime, devices: int) -> dict[str, Any]:
     try:
         compiled = step.function.lower(*step.arguments).compile()
     except jax.errors.JaxRuntimeError as error:
+        # That a step does not fit is a result of a plan, and no error.
         if OUT_OF_MEMORY not in str(error):
             raise
         return {"refusal": _first_sentences(str(error))}

@@ -63,6 +63,7 @@ def find_tables(model: Any, slots: Sequence[OptimizerSlot]) -> list[EmbeddingTab
         model: a built Keras model.
         slots: what each variable of its optimizer belongs to.
     """
+    # By identity: a table that is not trainable now is none of these.
     numbers = {id(variable): number for number, variable in enumerate(model.trainable_variables)}
     graph, problem_of_model = layer_graph(model)
     tables = []
@@ -148,6 +149,7 @@ def _problem_of_layer(layer: Any, variable: Any) -> str:
 def _problem_of_graph(layer: Any, variable: Any, inputs: Sequence[Any], graph: Any, model: Any) -> str:
     if not inputs:
         return "its layer is inside another layer or model"
+    # The layer itself, its graph and the model hold the table in any case.
     for other in model._flatten_layers():
         others = () if any(other is part for part in (layer, graph, model)) else other.variables
         if any(own is variable for own in others):

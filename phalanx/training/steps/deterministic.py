@@ -35,6 +35,7 @@ class DeterministicStepper(ReplicaStepper):
 
     def __init__(self, model: Any, engine: Engine, merge: StepMerge, replica: Replica) -> None:
         super().__init__(model, engine, merge, replica)
+        # From here on the merge of this model sums micro-batches, in training and in evaluation.
         self._sums = merge.micro_batches = MicroBatchMerge(replica)
         self._randomness = MicroBatchRandomness(model, engine)
 
