@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.config.environment import allows_colour, set_variables
 from phalanx.config.job_config import JobConfig
-from phalanx.errors import ConfigurationError, PreemptedError, RendezvousError
+from phalanx.errors import ConfigurationError, PeerLostError, PreemptedError, RendezvousError
 from phalanx.launcher import failure_report
 from phalanx.launcher.elastic_supervisor import ElasticSupervisor
 from phalanx.launcher.host_pool import ElasticOptions, HostPool
@@ -152,8 +152,9 @@ def _run_with_restarts(run_once: Callable[[int], JobOutcome], console: Console, 
         try:
             outcome = run_once(next(attempts))
         except RendezvousError as error:
-            # Hosts that were there when the job began may come back: after a power cut that takes minutes.
-            if not has_run or policy.delay_s(0, None, SHORT_LIFE_S) is None:
+            # Hosts that were there when the job began may come back: after a power cut that takes minutes. It counts as
+            # a restart after a loss: the code of the error itself says that another attempt is of no use.
+            if not has_run or policy.delay_s(0, PeerLostError.exit_code, SHORT_LIFE_S) is None:
                 raise
             console.message(f"phalanx: {error} Trying to start the job again ({policy.describe(0)})")
             time.sleep(GATHER_AGAIN_S)

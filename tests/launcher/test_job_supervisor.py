@@ -584,6 +584,39 @@ def test_one_that_is_not_wanted_and_does_not_end_is_killed(monkeypatch: pytest.M
     assert ("left", 1, False) in seats.heard
 
 
+@pytest.mark.parametrize("absences", [1, 2, 3])
+def test_hosts_that_were_there_are_waited_for_as_long_as_restarts_are_left(
+    absences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_runner, "GATHER_AGAIN_S", 0.0)
+    lost = JobOutcome(RootCause(PeerLostError.exit_code, None, "all members were lost at once"), [], {})
+    done = JobOutcome(RootCause(0, None, "done"), [], {})
+    attempts: list[int] = []
+
+    def run_once(attempt: int) -> JobOutcome:
+        attempts.append(attempt)
+        if 1 <= attempt <= absences:
+            raise RendezvousError("the host does not answer")
+        return done if attempt else lost
+
+    console = SimpleNamespace(message=lambda text: None)
+    if absences == 3:  # one of the three restarts began after the loss
+        with pytest.raises(RendezvousError):
+            job_runner._run_with_restarts(run_once, console, 3)  # type: ignore[arg-type]
+        assert attempts == [0, 1, 2, 3]
+    else:
+        assert job_runner._run_with_restarts(run_once, console, 3) is done  # type: ignore[arg-type]
+        assert attempts == list(range(absences + 2))
+
+
+def test_hosts_that_were_never_there_are_not_waited_for_again() -> None:
+    def run_once(attempt: int) -> JobOutcome:
+        raise RendezvousError("the host does not answer")
+
+    with pytest.raises(RendezvousError):
+        job_runner._run_with_restarts(run_once, SimpleNamespace(message=pytest.fail), 3)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("verdict", "runs"),
     [
