@@ -99,7 +99,7 @@ class Controller:
         # What this rank announces in each round. Only the thread that drives removes single ones, when they are done.
         self._waiting: dict[str, OperationHandle] = {}
         self._queued: dict[str, deque[OperationHandle]] = {}  # under automatic names that are still in use
-        self._join: OperationHandle | None = None  # its caller waits, and so drives: the background thread ignores it
+        self._join: OperationHandle | None = None  # wakes no thread: its caller waits, and so drives
         self._failure: BaseException | None = None  # the first cause; set once, after which no round begins
         self._is_stopped = False
         self._thread: threading.Thread | None = None  # from the first asynchronous operation on

@@ -183,7 +183,8 @@ def broadcast_(
 
 def _sparse_allreduce(slices: Any, arguments: Arguments) -> Any:
     factors = arguments.prescale_factor, arguments.postscale_factor
-    if arguments.op not in (Average, Sum) or math.prod(factors) != 1:
+    # A `gradient_predivide_factor` divides and multiplies, with two roundings.
+    if arguments.op not in (Average, Sum) or not math.isclose(math.prod(factors), 1.0):
         raise UnsupportedError(
             f"tf.IndexedSlices can be merged by Average or Sum, and not scaled; they were to be merged by "
             f"{arguments.op}, with the factors {factors}. Pass sparse_as_dense=True, or make them dense with "

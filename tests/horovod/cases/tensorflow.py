@@ -226,10 +226,10 @@ def check_variables_are_broadcast() -> None:
 
 def check_slices_are_gathered_or_made_dense() -> None:
     table = tf.Variable(tf.zeros([4, 2]))
-    for dense in (False, True):
+    for dense, divisor in ((False, 1.0), (True, 1.0), (False, 49.0)):  # 1 / 49 * 49 is not 1 in floats
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.gather(table, [hvd.rank(), 3]))
-        tape = hvd.DistributedGradientTape(tape, sparse_as_dense=dense)
+        tape = hvd.DistributedGradientTape(tape, sparse_as_dense=dense, gradient_predivide_factor=divisor)
         gradient = tape.gradient(loss, table)
         assert isinstance(gradient, tf.IndexedSlices) is not dense
         expected = np.zeros((4, 2))
