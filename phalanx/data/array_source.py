@@ -125,6 +125,7 @@ class ArraySource:
             is_uniform=True,
             is_compared=False,
             is_random_access=True,
+            fixed_size=None if self.samples % self._batch_size else self._batch_size,
         )
 
     @property

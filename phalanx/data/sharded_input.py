@@ -51,6 +51,7 @@ class ShardedInput:
         position: the running epoch and the next one in the data.
         description: the input in words.
         structure: what the dataset's elements are, as far as they have been read.
+        form: what they are for Keras, if it is not what they are.
         may_be_empty: whether data without a single batch is no error, as Keras's `fit` has it for validation data.
 
     Args:
@@ -68,6 +69,7 @@ class ShardedInput:
         self.position = InputPosition(source, steps, group=request.steps_per_execution, draws=draws)
         self.description = InputDescription(source, steps, request.world_size)
         self.structure = ElementStructure.PARTS
+        self.form: ElementStructure | None = None
         self.may_be_empty = False
         self._rank, self._world_size = request.rank, request.world_size
         self._last: LocalShare | None = None  # read last; None before the first, which tells data without any batch
@@ -153,6 +155,8 @@ class ShardedInput:
     def local_batch(self, share: LocalShare) -> LocalBatch:
         """A share in the form in which training takes it."""
         self.structure, data = unpack(share.data)
+        if self.form is not None:
+            self.structure = self.form
         return LocalBatch(data, share.size, share.global_size)
 
     def epoch(self, index: int, done: int | None = None) -> Generator[LocalBatch, None, None]:

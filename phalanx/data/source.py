@@ -32,6 +32,7 @@ class SourceTraits:
         is_read_alike: whether every rank reads all of the data, and so does alike what is done to read it.
         is_random_access: whether `read` may start anywhere in a pass, and any number of times.
         draws_as_keras: whether it draws all random numbers itself that Keras would draw to open a pass.
+        fixed_size: the size of every global batch, if Keras on TensorFlow knows it before it reads one.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class SourceTraits:
     is_read_alike: bool = True
     is_random_access: bool = False
     draws_as_keras: bool = False
+    fixed_size: int | None = None
 
 
 class Source(Protocol):

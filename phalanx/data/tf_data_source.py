@@ -77,6 +77,7 @@ def make_source(request: InputRequest) -> StreamSource:
         is_endless=int(counted.cardinality()) == tf.data.INFINITE_CARDINALITY,
         is_compared=by_rows,
         is_read_alike=by_rows,
+        fixed_size=_fixed_size(dataset.element_spec),
     )
     # Seeded shuffles count the iterators that were created from them.
     opens_another = (
@@ -123,6 +124,12 @@ def _check_batches(element_spec: Any) -> None:
             f"The elements of the tf.data.Dataset are no batches: they are {element_spec}. Call `.batch(batch_size)` "
             f"on it; batch_size is the global batch size, over all replicas.{beside or ''}"
         )
+
+
+def _fixed_size(element_spec: Any) -> int | None:
+    """The size of every batch, if the dataset says it."""
+    shapes = [shape for spec in leaves(element_spec) if (shape := getattr(spec, "shape", None)) is not None]
+    return shapes[0][0] if shapes and shapes[0].rank else None
 
 
 def _divide(

@@ -62,10 +62,12 @@ class Merge(ABC):
             is made.
         global_size: the number of samples of the step's global batch, set before each step; None if each rank takes
             steps on batches of its own.
+        fixed_size: the size of every global batch of the step's input, if Keras on TensorFlow would know it in advance.
     """
 
     updates = once_per_step = repeats = in_micro_batches = synchronizes_batch_norm = False
     global_size: int | None = None
+    fixed_size: int | None = None
 
     @property
     def separate(self) -> bool:
@@ -154,9 +156,7 @@ class Engine(ABC):
 
     def expect(self, form: ElementStructure) -> None:
         """Set the structure in which custom steps get the next batches to train and test with."""
-        if form is not self._batches.form:
-            self._batches.form = form
-            self.retrace()
+        self._batches.form = form
 
     def begin(self) -> None:
         """Call before the first step of an epoch or an evaluation."""

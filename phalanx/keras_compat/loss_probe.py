@@ -372,7 +372,8 @@ def _calls(compute: Callable[[Any, _Part], Any], model: Any, part: _Part) -> lis
 
 
 def _compute_compiled(model: Any, part: _Part) -> Any:
-    with _program():
+    # Without effect on the means of single losses, which the program may read before it takes a step.
+    with keras.StatelessScope(), _program():
         return model._compile_loss(part.y, part.y_pred, part.sample_weight)
 
 

@@ -33,6 +33,7 @@ class JointBatch:
         step: index of the global batch in its epoch.
         micro_batches: those that this rank computes, where global batches are cut into these; `data` is the whole
             batch then.
+        fixed_size: the size of every global batch of this input, see `SourceTraits`.
         is_whole: whether `data` is the whole batch, because a mesh cannot divide it as it was read.
     """
 
@@ -41,6 +42,7 @@ class JointBatch:
     rank: int
     step: int
     micro_batches: tuple[MicroBatch, ...] = ()
+    fixed_size: int | None = None
     is_whole: bool = False
 
     @property
@@ -158,7 +160,7 @@ class JointBatches:
             world_size = self._replica.world_size
             ranges = [local_range(batch.global_size, rank, world_size) for rank in range(world_size)]
             sizes = self._cuts[batch.global_size] = tuple(stop - start for start, stop in ranges)
-        return JointBatch(batch.data, sizes, self._replica.rank, step)
+        return JointBatch(batch.data, sizes, self._replica.rank, step, fixed_size=self._source.source.traits.fixed_size)
 
     def _next_whole(self, count: int) -> JointBatch | None:
         """Each rank reads the global batch, and computes some of its micro-batches."""
@@ -179,7 +181,8 @@ class JointBatches:
         sizes = self._cuts.get(size)
         if sizes is None:
             sizes = self._cuts[size] = sizes_of_ranks(size, count, world_size)
-        return JointBatch(batch.data, sizes, rank, step, cut_micro_batches(batch.data, size, count, rank, world_size))
+        micro_batches = cut_micro_batches(batch.data, size, count, rank, world_size)
+        return JointBatch(batch.data, sizes, rank, step, micro_batches, source.source.traits.fixed_size)
 
     def _next_of_streams(self) -> JointBatch | None:
         source = self._source
@@ -202,7 +205,8 @@ class JointBatches:
                 f"{source.description.disagreement}"
             )
         data = (batch or source.stand_in()).data
-        return JointBatch(data, tuple(int(size) for size in notes[:, 1]), self._replica.rank, step)
+        sizes = tuple(int(size) for size in notes[:, 1])
+        return JointBatch(data, sizes, self._replica.rank, step, fixed_size=source.source.traits.fixed_size)
 
 
 def fit_to_mesh(batch: JointBatch, replica: Replica, parts: int) -> JointBatch:

@@ -11,7 +11,7 @@ from keras import tree
 
 from phalanx.arrays.tree import map_leaves
 from phalanx.data import ShardedInput, shard_input
-from phalanx.data.dataset_elements import ElementStructure
+from phalanx.data.dataset_elements import ElementStructure, unpack
 from phalanx.data.input_request import InputRequest
 from phalanx.data.shuffling import Shuffling
 from phalanx.engines import make_engine, make_spmd_engine
@@ -129,7 +129,11 @@ class ReplicaModel:
         # The seed has no effect on one batch, but without one the chief would be asked for it.
         size = len(next(leaf for leaf in tree.flatten(x) if leaf is not None))
         source = self.shard(x, y, sample_weight, batch_size=size, steps=None, seed=0)
-        (self.prepare_to_predict if method == "predict_on_batch" else self.prepare)(source, method)
+        if method == "predict_on_batch":
+            self.prepare_to_predict(source, method)
+        else:
+            source.form = unpack((x, y, sample_weight))[0]  # Keras's steps get all three here, absent ones too
+            self.prepare(source, method).expect(source.form)
         if not self._is_synchronised:
             state_sync.synchronise(self.model, self.replica)
             self._is_synchronised = True

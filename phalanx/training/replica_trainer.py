@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import keras
 
 from phalanx.checkpoint.result_encoding import decode_history, decode_outputs, encode_history, encode_outputs
+from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines.engine import Engine
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.keras_internals import class_weight_to_sample_weights, pythonify_logs
@@ -181,7 +182,7 @@ class ReplicaTrainer:
         outputs = LocalOutputs.of(batches, self._replica_model)
         batch = _only(batches)
         with self._running_engine():
-            outputs.add(local_outputs(self._replica_model, batch), batch)
+            outputs.add(local_outputs(self._replica_model, batch, ElementStructure.ALONE), batch)
         return outputs.gather()
 
     # Their parts.

@@ -42,7 +42,7 @@ class SpmdEngine(Engine):
         # Whether the warning about batches that do not divide was considered; it is about the first one alone.
         self._has_trained = False
         # Compiled with the shardings of the placed variables; forgotten when these or the variables change.
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self._functions: dict[tuple[str, ElementStructure], Callable[..., Any]] = {}
         self._logs: dict[str, Any] = {}  # of the newest training step
         self._test_logs: dict[str, Any] = {}
 
@@ -105,9 +105,10 @@ class SpmdEngine(Engine):
             )
 
     def _function(self, kind: str) -> Callable[..., Any]:
-        if kind not in self._functions:
-            self._functions[kind] = getattr(self._programs, f"compile_{kind}")()
-        return self._functions[kind]
+        key = kind, self._batches.form
+        if key not in self._functions:
+            self._functions[key] = getattr(self._programs, f"compile_{kind}")()
+        return self._functions[key]
 
     def _put(self, data: Batch, share: float) -> Batch:
         """The global batch, of which `data` is this process's part."""

@@ -3,7 +3,7 @@ Keras could not create again. The optimizer that updates is the program's own ob
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from keras import layers, optimizers
 
-from tests.training.scenarios.common import BATCH, compiled, features, fitted, labels
+from tests.training.scenarios.common import BATCH, compiled, features, fitted, fitted_on, labels
 from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, add, scenario
 
 
@@ -113,6 +113,27 @@ def hyperparameter_between_fits_of_other_batches(setting: Setting) -> dict[str, 
     found["other size"] = fitted(model, batch_size=11)
     model.optimizer.momentum = 0.0
     return found | {"sizes as before": fitted(model), "other again": fitted(model, batch_size=3)} | _state(model)
+
+
+@scenario(quick=("tensorflow",))
+def schedule_between_fits_of_other_inputs(setting: Setting) -> dict[str, Any]:
+    """On TensorFlow, Keras compiles again where its dataset says more or less about the size of batches than before,
+    and only then sees the schedule."""
+    x, y = features(BATCH), labels(BATCH)
+
+    def batches(size: int) -> Iterator[Any]:
+        for start in range(0, BATCH, size):
+            yield x[start : start + size], y[start : start + size]
+
+    model = compiled(setting, optimizer=optimizers.SGD(0.1))
+    found = {"arrays": fitted(model, x, y, batch_size=8)}
+    model.optimizer.learning_rate = optimizers.schedules.ExponentialDecay(0.3, 2, 0.5)
+    found["same size"] = fitted(model, x, y, batch_size=8)
+    found["size unknown"] = fitted_on(model, batches(4), epochs=1, steps_per_epoch=4)
+    model.optimizer.weight_decay = 0.1
+    found["single batch"] = model.train_on_batch(x[:4], y[:4])
+    found["size unknown again"] = fitted_on(model, batches(6), epochs=1, steps_per_epoch=3)
+    return found | {"arrays again": fitted(model, x, y, batch_size=8)} | _state(model)
 
 
 @scenario(quick=BACKENDS)

@@ -7,10 +7,13 @@ from typing import Any
 import keras
 
 from tests.training.scenarios.common import (
+    BATCH,
+    FEATURES,
     compiled,
     features,
     fitted,
     labels,
+    numbers,
     regressor,
     weights,
 )
@@ -49,6 +52,23 @@ def order_after_a_fit_without_an_epoch(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, metrics=["accuracy"])
     nothing = model.fit(features(), labels(), batch_size=16, initial_epoch=1, epochs=1, verbose=0)
     return {"epochs": nothing.epoch, "fit": fitted(model, shuffle=True)}
+
+
+@scenario(quick=ONE_BACKEND)
+def means_of_losses_after_a_fit_without_an_epoch(setting: Setting) -> dict[str, Any]:
+    """What is found out about losses before the first step leaves no trace in their means, which Keras keeps."""
+
+    def distance(y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.mean(keras.ops.abs(y_true - y_pred), axis=-1)
+
+    def two_outputs() -> Any:
+        x = keras.Input((FEATURES,))
+        return keras.Model(x, [keras.layers.Dense(1, name="a")(x), keras.layers.Dense(1, name="b")(x)])
+
+    model = compiled(setting, two_outputs, loss=[distance, "mse"])
+    model.fit(features(), [numbers(), numbers(seed=1)], batch_size=BATCH, initial_epoch=1, epochs=1, verbose=0)
+    # Keras on TensorFlow has not built those of single losses yet, so names say nothing.
+    return {"means": [mean for mean in model.get_metrics_result().values() if mean != 0]}
 
 
 @scenario()

@@ -8,6 +8,7 @@ import keras
 from keras import layers, ops
 
 from tests.training.scenarios.common import (
+    BATCH,
     CLASSES,
     FEATURES,
     classifier,
@@ -140,6 +141,40 @@ def _tested(model: Any, data: Any) -> dict[str, Any]:
 
 
 STEPS = {"jax": JaxStep, "tensorflow": TensorFlowStep, "torch": TorchStep}
+
+
+@scenario(quick=BACKENDS)
+def what_steps_get_of_single_batches(setting: Setting) -> dict[str, Any]:
+    """All three parts of a batch, while those that are absent are left out of the batches of arrays. Neither makes the
+    other's step compile again."""
+    got: set[tuple[str, int]] = set()
+
+    class Noting(STEPS[setting.backend]):  # type: ignore[misc]
+        def train_step(self, *arguments: Any) -> Any:
+            got.add(("train", len(arguments[-1])))
+            return super().train_step(*arguments)
+
+        def test_step(self, *arguments: Any) -> Any:
+            got.add(("test", len(arguments[-1])))
+            return super().test_step(*arguments)
+
+        def predict_step(self, *arguments: Any) -> Any:
+            got.add(("predict", len(arguments[-1]) if isinstance(arguments[-1], tuple | list) else 0))
+            return super().predict_step(*arguments)
+
+    def seen(*results: Any) -> list[Any]:
+        found = [*sorted(got), *results]
+        got.clear()
+        return found
+
+    x, y = features(BATCH), labels(BATCH)
+    model = compiled(setting, lambda: _body(Noting))
+    found = {"fit": seen(fitted(model, x, y)), "train_on_batch": seen(model.train_on_batch(x, y))}
+    found["evaluate"] = seen(model.evaluate(x, y, batch_size=BATCH, verbose=0))
+    found |= {"test_on_batch": seen(model.test_on_batch(x, y)), "predict": seen(model.predict(x, verbose=0))}
+    found["predict_on_batch"] = seen(model.predict_on_batch(x))
+    found["fit again"] = seen(fitted(model, x, y))
+    return found | {"weighted": seen(model.train_on_batch(x, y, weights(BATCH)))}
 
 
 @scenario(quick=BACKENDS)

@@ -14,9 +14,9 @@ of step k. So no buffer is overwritten while it is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from keras import tree
 from phalanx.arrays.tree import map_leaves
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines.engine import Batch, Merge
+from phalanx.engines.replica.hyperparameters import Hyperparameters
 from phalanx.engines.replica.jax.compiled_step import CompiledStep
 from phalanx.engines.replica.jax.local_step import LocalStep
 from phalanx.engines.replica.jax.model_arguments import ModelArguments
@@ -40,6 +41,15 @@ Array = np.ndarray[Any, Any]
 Values = list[Any]
 
 
+class _CompiledSteps(NamedTuple):
+    """What is compiled for the batches of one structure."""
+
+    functions: StepFunctions
+    local: LocalStep
+    test: CompiledStep
+    update: CompiledUpdate
+
+
 class JaxEngine(ReplicaEngine):
     """Steps of one Keras model on the JAX backend; see `phalanx.engines.engine.Engine`."""
 
@@ -50,18 +60,26 @@ class JaxEngine(ReplicaEngine):
         self._packing: OutputPacking | None = None  # likewise
         self._compiler = ModelCompiler(model)
         self._predict = self._compiler.jit(model.predict_step)
-        self._functions = StepFunctions(
-            model, merge, self._compiler, self._batches, self.metric_rules, (self.origins, self._test_origins)
-        )
-        self.retrace()
+        self._compiled: dict[ElementStructure, _CompiledSteps] = {}  # by what the model's own steps get
+        self._known_hyperparameters: dict[Hashable, Hyperparameters] = {}
 
     def retrace(self) -> None:
-        functions, compiler = self._functions, self._compiler
-        functions.forget_packings()
-        jit, merge = compiler.jit, self._merge
-        self._local_step = LocalStep(self._model, merge, functions, compiler)
-        self._test = CompiledStep(functions.test, jit, merge, donate=(2,))
-        self._update = CompiledUpdate(functions, self._model)
+        self._compiled.clear()
+
+    def _steps(self) -> _CompiledSteps:
+        form = self._batches.form
+        found = self._compiled.get(form)
+        if found is None:
+            model, merge, compiler = self._model, self._merge, self._compiler
+            origins = self.origins, self._test_origins
+            functions = StepFunctions(model, merge, compiler, self._batches, self.metric_rules, origins)
+            found = self._compiled[form] = _CompiledSteps(
+                functions,
+                LocalStep(model, merge, functions, compiler),
+                CompiledStep(functions.test, compiler.jit, merge, donate=(2,)),
+                CompiledUpdate(functions, model, self._known_hyperparameters),
+            )
+        return found
 
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=self._batches.for_keras(map_leaves(_in_jax_dtype, data)))
@@ -69,17 +87,19 @@ class JaxEngine(ReplicaEngine):
 
     def train(self, data: Batch, share: float) -> None:
         trainable, non_trainable, optimizer, metrics = self._arguments.get(with_optimizer=True)
+        steps = self._steps()
         # Not kept before the update: if the merge raises, the arguments are those from before the step.
-        local = self._local_step(share, trainable, non_trainable, optimizer, metrics, data)
+        local = steps.local(share, trainable, non_trainable, optimizer, metrics, data)
         if isinstance(local, AppliedResults):
             trainable, optimizer = local.trainable, local.optimizer
-        packing = self._packing = self._functions.packing_of(data)
+        packing = self._packing = steps.functions.packing_of(data)
         # `np.asarray` waits for the gradients, and on CPUs gives a view of JAX's memory, which the merge only reads.
         flats = self._merge(packing.travelling, [np.asarray(array) for array in local.merged], share)
         # To a device large arrays are sent one by one, in parallel.
         merged = flats if self._compiler.pinned is None else packing.travelling.cut(flats)
-        kind = batch_kind(data, self._merge.global_size, len(trainable) + len(optimizer))
-        update = self._update.choose(packing, flats, kind)
+        variables = len(trainable) + len(optimizer)
+        kind = batch_kind(data, self._batches.form, self._merge.global_size, variables)
+        update = steps.update.choose(packing, flats, kind)
         # Where servers make the update, the optimizer's variables stay as they are here, and need not pass through.
         moved = [] if self._merge.updates else optimizer
         trainable, updated, metrics, state, self._logs = update(trainable, moved, metrics, merged)
@@ -90,12 +110,12 @@ class JaxEngine(ReplicaEngine):
         self._arguments.keep(trainable, non_trainable, optimizer, metrics)
 
     def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
-        return self._local_step.prepare(share, *self._arguments.get(with_optimizer=True), data)
+        return self._steps().local.prepare(share, *self._arguments.get(with_optimizer=True), data)
 
     def test(self, data: Batch, share: float) -> None:
         trainable, non_trainable, _, metrics = self._arguments.get(with_optimizer=False)
         start = metrics if share else [jnp.copy(value) for value in metrics]  # the function consumes its own
-        new_metrics, changed, self._test_logs = self._test(share, trainable, non_trainable, start, data)
+        new_metrics, changed, self._test_logs = self._steps().test(share, trainable, non_trainable, start, data)
         self._share = share
         if share:
             metrics = new_metrics

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import keras
 from keras import tree
 
+from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
 from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch, Merge
 from phalanx.engines.merge_collectives import MergeCollectives
 from phalanx.engines.metric_rules import MetricRules
+from phalanx.engines.replica.hyperparameters import Hyperparameters
 from phalanx.engines.replica.jax.compiled_step import kind_of_trace
-from phalanx.engines.replica.jax.hyperparameters import Hyperparameters
 from phalanx.engines.replica.jax.model_compiler import ModelCompiler
 from phalanx.engines.replica.jax.output_packing import OutputPacking
 from phalanx.engines.step_layout import SMALL, SMALL_ON_THE_BUS, MergeWeight, StepLayout, bundles, gradient_weights
@@ -95,10 +96,6 @@ class StepFunctions:
         self._packings: dict[Hashable, OutputPacking] = {}
         self._only: OutputPacking | None = None  # all of them are this one, as a rule
         self._origins, self._test_origins = origins  # of the logs of training and of test steps
-
-    def forget_packings(self) -> None:
-        """The functions will be traced again."""
-        self._packings, self._only = {}, None
 
     def packing_of(self, data: Batch) -> OutputPacking:
         """How the first half of a step packs its results for such a batch, for which it was traced."""
@@ -236,13 +233,19 @@ class StepFunctions:
 
 class CompiledUpdate:
     """The compiled second half of a step, which depends on how the first half packs its results, on which metrics the
-    steps have updated so far, and on the optimizer's hyperparameters when batches like this one first came."""
+    steps have updated so far, and on the optimizer's hyperparameters when batches like this one first came.
 
-    def __init__(self, functions: StepFunctions, model: Any) -> None:
+    Args:
+        functions: to compile.
+        model: compiled.
+        known: the hyperparameters of each kind of batches so far.
+    """
+
+    def __init__(self, functions: StepFunctions, model: Any, known: dict[Hashable, Hyperparameters]) -> None:
         self._functions = functions
         self._model = model
         self._silent: frozenset[str] | None = None
-        self._known: dict[Hashable, Hyperparameters] = {}
+        self._known = known
         # By packing (its id: `StepFunctions` holds it), and by hyperparameters or kind of batch.
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._chosen: dict[Hashable, Callable[..., Any]] = {}
@@ -262,7 +265,7 @@ class CompiledUpdate:
         # Hyperparameters of then, not of now: plain Keras keeps those that it compiled for a batch of this size.
         known = self._known.get(kind)
         if known is None:
-            known = self._known[kind] = Hyperparameters(self._model.optimizer)
+            known = self._known[kind] = Hyperparameters([self._model.optimizer])
         key = id(packing), known.key
         function = self._compiled.get(key)
         if function is None:
@@ -271,16 +274,17 @@ class CompiledUpdate:
         return function
 
 
-def batch_kind(data: Batch, global_size: int | None, variables: int) -> Hashable:
+def batch_kind(data: Batch, form: ElementStructure, global_size: int | None, variables: int) -> Hashable:
     """What tells that Keras would compile its step again; the same on all ranks, which may pad a batch differently.
 
     Args:
         data: the local batch.
+        form: the structure in which Keras has it.
         global_size: number of samples in the global batch; None: in `data`.
         variables: number of arrays that travel with it.
     """
     dtypes = [leaf if leaf is None else leaf.dtype for leaf in tree.flatten(data)]
-    return global_size or model_state.samples(data), variables, *dtypes
+    return form, global_size or model_state.samples(data), variables, *dtypes
 
 
 def _changed(before: Values, after: Values) -> dict[int, Any]:

@@ -9,6 +9,8 @@ import tensorflow as tf
 from keras import tree
 
 from phalanx.arrays.tree import map_leaves
+from phalanx.data.dataset_elements import ElementStructure
+from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch
 from phalanx.engines.replica.tensorflow.concrete_calls import ConcreteCall
 
@@ -49,12 +51,37 @@ class BatchFunction:
         function, tensors = self.traced, to_tensors(data)
         if tf.config.functions_run_eagerly() or not isinstance(function, tf.types.experimental.PolymorphicFunction):
             return function(tensors)
-        kind = _kind(data)
+        kind = batch_kind(data)
         if self._last is not None and self._last[0] == kind:
             return self._last[1](tensors)
         results = function(tensors)
         self._last = kind, ConcreteCall(function.get_concrete_function(tensors), tensors)
         return results
+
+
+class FunctionOfForms:
+    """A function of batches whose structure for the model's own steps may change: one `BatchFunction` for each.
+
+    Args:
+        batches: knows the structure.
+        make: makes the function for the present one.
+    """
+
+    def __init__(self, batches: BatchPacking, make: Callable[[], BatchFunction]) -> None:
+        self._batches = batches
+        self._make = make
+        self._made: dict[ElementStructure, BatchFunction] = {}
+
+    def __call__(self, data: Batch) -> Any:
+        form = self._batches.form
+        if form not in self._made:
+            self._made[form] = self._make()
+        return self._made[form](data)
+
+
+def runs_eagerly(model: Any) -> bool:
+    """Whether TensorFlow calls the functions of a model without tracing them."""
+    return bool(model.run_eagerly or tf.config.functions_run_eagerly())
 
 
 def to_tensors(data: Batch) -> Batch:
@@ -71,10 +98,10 @@ def _of_any_size(tensor: Any) -> Any:
     return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
 
 
-def _kind(data: Any) -> Any:
+def batch_kind(data: Any) -> Any:
     """What a trace depends on: structure, shapes and dtypes."""
     if isinstance(data, Mapping):
-        return [(name, _kind(value)) for name, value in data.items()]
+        return [(name, batch_kind(value)) for name, value in data.items()]
     if isinstance(data, list | tuple):
-        return [type(data), *map(_kind, data)]
+        return [type(data), *map(batch_kind, data)]
     return None if data is None else (data.shape, data.dtype)

@@ -26,9 +26,10 @@ from phalanx.engines.accelerations.tensorflow_fused_adam import fused_adam
 from phalanx.engines.engine import Batch, Merge, MicroBatchKept
 from phalanx.engines.replica.model_variables import ModelVariables, variables_of_optimizers, weights_of_present
 from phalanx.engines.replica.replica_engine import ReplicaEngine
-from phalanx.engines.replica.tensorflow.batch_functions import BatchFunction, to_tensors
+from phalanx.engines.replica.tensorflow.batch_functions import BatchFunction, FunctionOfForms, runs_eagerly, to_tensors
 from phalanx.engines.replica.tensorflow.graph_merge import GraphMerge, HostCallNeeded, complete
 from phalanx.engines.replica.tensorflow.host_calls import take_failure
+from phalanx.engines.replica.tensorflow.keras_traces import KerasTraces, TrainingFunctions
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.keras_compat import model_state
@@ -59,6 +60,7 @@ class TensorFlowEngine(ReplicaEngine):
         self._state: list[Any] = []  # of the layers; known after `build`
         self._logs: _Logs = {}, {}, {}  # of the newest training step
         self._silent: frozenset[str] | None = None
+        self._keras_traces = KerasTraces(model, self._batches, merge)
         self._graph = graph = GraphMerge(merge)
         self._losses = GloballyScaledLosses()
         self._contexts: tuple[AbstractContextManager[Any], ...] = (
@@ -76,9 +78,10 @@ class TensorFlowEngine(ReplicaEngine):
     def _make_functions(self, *, xla: bool) -> None:
         self._graph.xla = xla
         is_overridden = model_state.overrides(self._model, "train_step")
-        self._train = self._function(self._train_overridden if is_overridden else self._train_own)
+        step = self._train_overridden if is_overridden else self._train_own
+        self._train = TrainingFunctions(self._keras_traces, step, self._function)
         self._compiled_part = self._function(self._gradients, jit_compile=xla).traced
-        self._test = self._function(self._test_step, jit_compile=xla)
+        self._test = FunctionOfForms(self._batches, lambda: self._function(self._test_step, jit_compile=xla))
 
     def _function(self, function: Callable[..., Any], *, jit_compile: bool = False) -> BatchFunction:
         return BatchFunction(
@@ -153,7 +156,7 @@ class TensorFlowEngine(ReplicaEngine):
         self._share = share
         graph.begin_step(share)
         # In a graph the number of samples is unknown: a value of known length is no value for each sample.
-        eagerly = self._model.run_eagerly or tf.config.functions_run_eagerly()
+        eagerly = runs_eagerly(self._model)
         self._losses.batch_size = model_state.samples(data) if eagerly else -1
         losses, means, tapes, in_step = self._contexts
         try:
