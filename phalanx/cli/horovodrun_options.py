@@ -189,6 +189,7 @@ def variables(**values: Any) -> dict[str, str]:
             f"--stall-check-shutdown-time-seconds {end_s:g} is less than --stall-check-warning-time-seconds "
             f"{warn_s:g}: the job would end before it warns."
         )
+    # Only a flag with two sides can be given as False; of the others that means that they were not given.
     given = {row: values.get(row.name) for row in _OPTIONS}
     return {
         row.variable: row.text(value)

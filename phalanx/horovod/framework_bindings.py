@@ -196,6 +196,7 @@ class _Parameters:
         """The values of all parameters by name. Raises TypeError if the arguments do not fit to them."""
         values = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
         count, expected = len(args), len(self._names)
+        # A name that was also given by position is not among those that may follow.
         if count > expected or not kwargs.keys() <= self._after[count] or len(values) < expected:
             self.signature.bind(*args, **kwargs)  # raises
         return values

@@ -56,7 +56,13 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that all ranks have processed a batch of this size."""
+        """Record that all ranks have processed a batch of this size, the one behind the last that was recorded so.
+
+        Args:
+            batch_idx: not needed; as in Horovod.
+            batch_size: samples of each rank. Those that were recorded by `record_indices` are not passed over: use one
+                of the two in an epoch.
+        """
         rows = batch_size * self.num_replicas
         if self.processed_indices:
             self.processed_indices.update(self._dealt(self._recorded, self._recorded + rows))
