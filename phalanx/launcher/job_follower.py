@@ -37,6 +37,11 @@ class JobFollower:
             return []
         try:
             answer = send_request(self._path, ControlRequest(after=self._number))
+            try:
+                events = [_decoder.decode(line) for line in answer.events]
+            except FrameError:
+                # A launcher of another version, with events that this one does not know: what they mean is in its view.
+                answer, events = send_request(self._path, ControlRequest()), []
         except LinkClosedError:
             # A launcher ends with its job, and a job may end between two looks.
             self.is_gone = True
@@ -45,7 +50,6 @@ class JobFollower:
         if answer.view is not None:
             self.view = answer.view
             return []
-        events = [_decoder.decode(line) for line in answer.events]
         for event in events:
             self.view = advance(self.view, event)
         self.is_gone = self.view.status != RUNNING

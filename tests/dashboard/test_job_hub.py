@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from phalanx.dashboard import job_hub
 from phalanx.dashboard.job_hub import JobHub
+from phalanx.launcher import job_follower
+from phalanx.launcher.job_connection import ControlAnswer, ControlRequest
+from phalanx.monitoring.job_view import JobView
 
 MEETING_S = 0.5
 
@@ -63,3 +68,23 @@ def test_who_goes_through_the_jobs_is_not_disturbed_by_a_new_one(monkeypatch: py
 
     assert list(names_meanwhile(hub.jobs)) == ["first", "second"]
     assert list(hub.jobs) == ["first", "second", "after first", "after second"]
+
+
+def test_an_event_of_another_version_is_followed_by_the_whole_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = JobView(wanted=3)
+    answers = {
+        -1: ControlAnswer(number=7, view=JobView()),
+        7: ControlAnswer(number=8, events=[msgspec.Raw(b'{"type":"of_the_future"}')]),
+    }
+    asked = []
+
+    def send(path: Path, request: ControlRequest) -> ControlAnswer:
+        asked.append(request.after)
+        return answers[request.after]
+
+    monkeypatch.setattr(job_follower, "send_request", send)
+    follower = job_follower.JobFollower(Path("launcher.sock"))
+    follower.update()
+    answers[-1] = ControlAnswer(number=8, view=newer)
+    assert follower.update() == []
+    assert (asked, follower.view, follower.is_gone) == ([-1, 7, -1], newer, False)
