@@ -57,6 +57,7 @@ def admit_worker(
     if rank is None or rank not in ranks:
         return Welcome(refusal=DISAGREEMENT, reason=f"{newcomer.task} is not a worker of this cluster.")
     name, present = link_of(rank) or ("", None)
+    # A process that has died leaves an end that is closed; one that lives keeps the task.
     if present is not None and incarnation_of(name) != newcomer.incarnation and not present.peer_closed():
         return refuse_duplicate(newcomer)
     return Welcome(details=msgspec.msgpack.encode(me.description))

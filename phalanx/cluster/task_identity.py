@@ -49,7 +49,7 @@ class TaskIdentity:
         self.credentials = Credentials(config.secret, load_tls(config.tls), config.encryption)
         self.description = TaskDescription(
             task=str(task),
-            incarnation=secrets.token_hex(8),
+            incarnation=secrets.token_hex(8),  # pids repeat: in containers, and when a task is started again
             host=host_identity(config.host_id),
             address=str(spec.address(task)) if task in spec else "",
             pid=os.getpid(),

@@ -163,7 +163,7 @@ class CoordinatorClient:
             try:
                 self.send(messages.SignOfLife())
             except LinkTimeoutError:
-                continue  # the launcher is suspended
+                continue  # the launcher is suspended, for hours: until then, the kernels store what it does not read
             except LinkClosedError:
                 return  # the receiving thread notices
 

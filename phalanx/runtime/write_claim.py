@@ -141,6 +141,7 @@ class WriteClaim:
         owner, me = self._read(), self._me()
         if owner is not None and owner.process == me.process:
             return
+        # Where there are no locks, an earlier process of the run may have had the last word.
         if owner is not None and me.is_of_run(owner) and me.token > owner.token:
             self._record.take(msgspec.json.encode(me))
             return

@@ -64,6 +64,7 @@ class SharedSegment:
             if not hasattr(os, "memfd_create"):
                 raise OSError(errno.ENOSYS, "memfd_create is Linux's")
             descriptor = os.memfd_create("phalanx")
+            # Of use only as long as this process keeps the descriptor, which `settle` gives up.
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
         else:
             directory = tempfile.gettempdir() if method == "tmp" else method
