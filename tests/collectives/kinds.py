@@ -34,7 +34,7 @@ class Kind:
     def world_size(self) -> int:
         return len(self.hosts)
 
-    def connect(self, membership: Membership, timeout_s: float | None = 20.0) -> HostCommunicator:
+    def connect(self, membership: Membership, timeout_s: float | None = 50.0) -> HostCommunicator:
         options = CommunicationOptions(
             bytes_per_pack=self.options.bytes_per_pack,
             timeout_seconds=timeout_s,

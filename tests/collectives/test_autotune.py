@@ -24,7 +24,7 @@ def test_ranks_choose_alike_and_sums_stay_right(hosts: tuple[str, ...], tmp_path
     def body(membership: Membership) -> Any:
         with connect(
             membership,
-            CommunicationOptions(timeout_seconds=20.0),
+            CommunicationOptions(timeout_seconds=50.0),
             config=CollectiveConfig(autotune=True, autotune_log=tmp_path / "log"),
         ) as communicator:
             for call in range(CALLS):
@@ -51,7 +51,7 @@ def test_ranks_choose_alike_and_sums_stay_right(hosts: tuple[str, ...], tmp_path
 def test_small_calls_are_not_tuned() -> None:
     def body(membership: Membership) -> Any:
         with connect(
-            membership, CommunicationOptions(timeout_seconds=20.0), config=CollectiveConfig(autotune=True)
+            membership, CommunicationOptions(timeout_seconds=50.0), config=CollectiveConfig(autotune=True)
         ) as communicator:
             for _ in range(5):
                 communicator.all_reduce([np.ones(LEAST_BYTES // 8 - 1)])
@@ -64,7 +64,7 @@ def test_ranks_of_which_one_tunes_disagree() -> None:
     def body(membership: Membership) -> None:
         connect(
             membership,
-            CommunicationOptions(timeout_seconds=20.0),
+            CommunicationOptions(timeout_seconds=50.0),
             config=CollectiveConfig(autotune=membership.rank == 1),
         )
 

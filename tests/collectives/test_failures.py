@@ -369,7 +369,7 @@ def _state(pid: int) -> str:
 @all_kinds
 def test_after_a_failure_every_call_raises_it_again_until_close(kind: Kind) -> None:
     def function(membership: Membership) -> list[str]:
-        communicator = kind.connect(membership, timeout_s=20.0)
+        communicator = kind.connect(membership, timeout_s=50.0)
         found = []
         for call in (
             lambda: communicator.all_reduce([ones(2 + communicator.rank)]),
@@ -511,7 +511,7 @@ def test_a_job_killed_while_it_connects_leaves_no_shared_memory() -> None:
 
 def test_options_that_differ_are_an_error_on_all_ranks() -> None:
     def function(membership: Membership) -> None:
-        connect(membership, CommunicationOptions(bytes_per_pack=1024 * membership.rank, timeout_seconds=20.0))
+        connect(membership, CommunicationOptions(bytes_per_pack=1024 * membership.rank, timeout_seconds=50.0))
 
     for outcome in run_ranks(function, 3):
         assert isinstance(outcome.error, DisagreementError)

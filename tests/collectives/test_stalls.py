@@ -24,7 +24,7 @@ def test_who_does_not_come_is_named_once_and_then_it_goes_on(hosts: tuple[str, .
         handler = logging.Handler()
         handler.emit = lambda record: (warnings.append(record.getMessage()), warned.set())  # type: ignore
         logging.getLogger("phalanx.collectives.host.stall_watch").addHandler(handler)
-        with connect(membership, CommunicationOptions(timeout_seconds=20.0)) as communicator:
+        with connect(membership, CommunicationOptions(timeout_seconds=50.0)) as communicator:
             communicator.barrier()
             communicator.barrier()  # all have come, and said so
             communicator.runner.stalls.warn_after(1.0, 20.0)

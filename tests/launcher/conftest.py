@@ -101,7 +101,7 @@ PRELUDE = """
 import json, os, sys, time
 from pathlib import Path
 rank = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {}).get("index", 0)
-def wait_for(name, bound_s=30):
+def wait_for(name, bound_s=60):
     deadline = time.monotonic() + bound_s
     while not Path(name).exists():
         if time.monotonic() > deadline:
@@ -115,7 +115,7 @@ def hang():
 """
 
 
-def wait_until(condition: Callable[[], object], message: Callable[[], str] = lambda: "", bound_s: float = 15.0) -> None:
+def wait_until(condition: Callable[[], object], message: Callable[[], str] = lambda: "", bound_s: float = 60.0) -> None:
     deadline = time.monotonic() + bound_s
     while not condition():
         if time.monotonic() > deadline:

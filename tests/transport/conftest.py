@@ -32,7 +32,7 @@ def soon(seconds: float = 10.0) -> float:
     return time.monotonic() + seconds
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = soon(seconds)
     while not condition():
         assert time.monotonic() < deadline, "the awaited condition did not come about"
