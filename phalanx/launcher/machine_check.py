@@ -193,7 +193,11 @@ def _check_port() -> Finding:
 def _check_hosts(shares: Sequence[HostShare], console: Console) -> Iterator[Finding]:
     """Start an agent on each host, as a job would, and connect to a port that it opens."""
     with selectors.DefaultSelector() as selector:
-        hosts = [SSHHost(selector, share, say=console.print) for share in shares if not share.is_here]
+
+        def say(line: str) -> None:  # it begins with the host in brackets, which are no markup
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+        hosts = [SSHHost(selector, share, say=say) for share in shares if not share.is_here]
         started_at = time.monotonic()
         try:
             for host in hosts:

@@ -44,7 +44,9 @@ def show(job: str | None) -> int:
 
 def render(view: JobView, now: float) -> RenderableType:
     """The whole view."""
-    return Group(Panel(_head(view, now), title=_title(view), title_align="left"), _members(view, now), _feed(view))
+    # Text throughout: in plain strings rich takes brackets, as of a program's arguments, for markup.
+    title = Text(_title(view))
+    return Group(Panel(_head(view, now), title=title, title_align="left"), _members(view, now), _feed(view))
 
 
 def _title(view: JobView) -> str:
@@ -80,12 +82,12 @@ def _members(view: JobView, now: float) -> Table:
             continue
         style = "dim" if not member.is_running else "yellow" if member.is_slow else ""
         table.add_row(
-            member.task,
-            f"{member.host} {member.pid}",
+            Text(member.task),
+            Text(f"{member.host} {member.pid}"),
             _bar(member),
             _per_step(member),
             _bytes(member.memory) if member.memory else "",
-            doing(member, now),
+            Text(doing(member, now)),
             style=style,
         )
     return table

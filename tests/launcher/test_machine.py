@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from phalanx.cli.main import cli
+from phalanx.errors import RendezvousError
+from phalanx.launcher import machine_check
 from phalanx.launcher.environment_report import render, shown_variables
+from phalanx.launcher.host_slots import HostShare
 from phalanx.launcher.machine import Machine, describe_machine, gpu_models
 from phalanx.launcher.machine_check import BackendProbe, Verdict, judge, probe_backend
 from tests.launcher.conftest import Launcher
@@ -123,6 +129,28 @@ DOCTOR = """
     machine_check.probe_backends = lambda environment: [machine_check.BackendProbe("jax", "9", (), "")]
     sys.exit(machine_check.run(parse_hosts("127.0.0.2:1,127.0.0.3:2")))
     """
+
+
+def test_what_ssh_says_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unreachable:
+        def __init__(self, selector: object, share: HostShare, *, say: Callable[[str], None]):
+            self.name, self._say = share.name, say
+
+        def connect(self) -> None:
+            self._say("[a] debug1: read [/etc/ssh/ssh_config], [bold]")
+
+        def ports(self, deadline: float) -> list[int]:
+            raise RendezvousError("a did not answer")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(machine_check, "SSHHost", Unreachable)
+    console = Console(file=io.StringIO())
+    with console.capture() as captured:
+        (finding,) = machine_check._check_hosts([HostShare("a", 1)], console)
+    assert captured.get() == "[a] debug1: read [/etc/ssh/ssh_config], [bold]\n"
+    assert finding.verdict is Verdict.PROBLEM
 
 
 def test_other_hosts_are_tried_as_a_job_would_use_them(launcher: Launcher) -> None:
