@@ -131,6 +131,7 @@ class Dispatcher:
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         """Wait with the lock held, but not forever without a worker."""
+        # A worker that is here may compute for as long as it likes: its link says when it is lost.
         while not condition():
             if not self.workers:
                 self._fail_if_alone_too_long()

@@ -30,6 +30,7 @@ class RemoteValue:
         self.number = number
         self._wait = wait
         self._decode = decode
+        # One of them is set once, with the dispatcher's lock held, and then stays.
         self._pickle: memoryview | None = None
         self._error: BaseException | None = None
 

@@ -198,6 +198,7 @@ class HostPool:
         while True:
             self._connect()
             slots = sum(min(share.workers, self._connections.usable_slots(share.name)) for share in self.shares)
+            # Without a script no other host can come. With one, the job waits until it names enough of them.
             if not self._connections.is_waiting and (slots >= enough or self._discovery is None):
                 break
             left_s = deadline - time.monotonic()

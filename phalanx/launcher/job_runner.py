@@ -64,7 +64,7 @@ def run_job(job: JobRequest) -> int:
     leave behind are killed; children that this process has already are left alone.
     """
     signals = stop_signals(job.config)
-    adopt_orphans()
+    adopt_orphans()  # before anything is started: the children that are there now are spared
     if not job.config.verbose:
         set_variables(QUIET, overwrite=False)  # workers inherit them, on other hosts too
     _raise_file_limit(len(job.tasks))
@@ -144,8 +144,8 @@ def _run_with_restarts(run_once: Callable[[int], JobOutcome], console: Console, 
     Args:
         run_once: runs it; its argument is the number of attempts before this one.
     """
-    policy = RestartPolicy(max_restarts, elastic=True)
-    has_run = False
+    policy = RestartPolicy(max_restarts, elastic=True)  # of one task, rank 0: the job. Its error may be a host's
+    has_run = False  # an attempt has found its hosts
     attempts = itertools.count()
     while True:
         started_at = time.monotonic()
@@ -211,6 +211,7 @@ class _JobRun:
         else:
             job, begin = self._elastic_job(elastic)
         on_resize = None if self._console.columns is None else lambda: self._resize(job)
+        # Before the first process: a signal during the start ends those that run already.
         self._stack.enter_context(stopped_by_signals(job, signals, on_resize))
         try:
             job.start()
@@ -218,7 +219,7 @@ class _JobRun:
             with self._watched.controlled(job, pool, membership):
                 return job.run()
         finally:
-            end_orphans()
+            end_orphans()  # before another attempt: they may hold GPUs, ports or files
 
     def _job(self, placements: Sequence[WorkerPlacement], slots: HostPool | None = None) -> JobSupervisor:
         merged = self._console.is_merged

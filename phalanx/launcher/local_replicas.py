@@ -392,6 +392,7 @@ class _ReplicaSupervisor(JobObserver):
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:  # a fork of rank 0 is ending
             return
+        # The interpreter sets `sys.last_value` before exit handlers run, if an exception has ended the program.
         own_error = _failed_by_itself()
         if getattr(sys, "last_value", None) is None:
             self.close(JOIN_S)

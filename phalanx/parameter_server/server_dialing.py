@@ -75,6 +75,7 @@ def connect_first(
             except RefusedError as error:
                 if error.welcome.refusal == DISAGREEMENT:
                     raise DisagreementError(error.welcome.reason) from error
+                # Another server may lead by now, or this one soon: that passes, other refusals do not.
                 failing_since = None if error.welcome.refusal == NOT_LEADING else failing_since or now
                 failure = error
             except HandshakeError as error:

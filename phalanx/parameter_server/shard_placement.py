@@ -66,6 +66,7 @@ def place(
     for piece in sorted(pieces, key=lambda piece: -_bytes(variables[piece[0]], piece[2] - piece[1])):
         server = loads.index(min(loads))
         owner[piece] = server
+        # At least 1: shards without bytes are spread as well.
         loads[server] += max(1, _bytes(variables[piece[0]], piece[2] - piece[1]))
     return tuple(Shard(index, start, stop, owner[index, start, stop]) for index, start, stop in pieces)
 

@@ -53,6 +53,7 @@ def weighted_sum(parts: Sequence[TableRows], weights: Sequence[float]) -> TableR
     numbers = np.unique(np.concatenate([np.zeros(0, NUMBER), *[part.numbers for part, _ in counting]]))
     values = np.zeros((len(numbers), *like.shape[1:]), like.dtype)
     for part, weight in counting:
+        # `+=` with an index array adds once for each row: the numbers of a part are distinct.
         values[np.searchsorted(numbers, part.numbers)] += part.values * like.dtype.type(weight)
     return TableRows(numbers.astype(NUMBER, copy=False), values)
 

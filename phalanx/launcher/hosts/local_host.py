@@ -83,6 +83,7 @@ class LocalHost:
             return []
         self._unignore_sigchld()
         specs = [replace(spec, slot=i) if spec.slot is None else spec for i, spec in enumerate(specs)]
+        # Before the division: tasks without a replica take no share of it.
         self._slots_without_replica |= {spec.slot for spec in specs if spec.slot is not None and not spec.trains}
         shares, devices = self._divide(specs[0].devices)
         events: list[Event] = []

@@ -20,6 +20,7 @@ class BoundedStaleness:
 
     def __init__(self, bound: int, workers: Iterable[Worker]):
         self._bound = bound
+        # Steps that were applied, by worker. They count only against each other: one that returns starts at the least.
         self._steps = dict.fromkeys(workers, 0)
 
     def add_worker(self, worker: Worker) -> None:

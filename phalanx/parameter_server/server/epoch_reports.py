@@ -64,6 +64,7 @@ def _merged(weight: str, parts: Sequence[tuple[float, Array]]) -> Array:
         return first
     if weight in EXTREME_VALUES:
         return merged_extremes(weight, *zip(*parts, strict=True))
+    # Of counters (ONE) every report counts as it is: a worker without samples has added nothing to them.
     shares = [share if weight == MergeWeight.SHARE.value else 1 for share, _ in parts]
     result = np.sum([array * share for share, (_, array) in zip(shares, parts, strict=True)], axis=0)
     return np.asarray(result).astype(first.dtype)
