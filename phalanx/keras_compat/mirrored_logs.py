@@ -9,6 +9,7 @@ Tested with Keras 3.12 and 3.15.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,9 +38,12 @@ def _redirecting(original: Callable[..., Any]) -> Callable[..., Any]:
         if not is_url(url) or not has_store(url):
             original(self, model)
             return
-        _folders[self] = MirroredFolder(RemotePath(url))
+        if (former := _folders.get(self)) is not None:
+            former.close()  # of an evaluation by itself, which has uploaded it, and has no end like that of a training
+        folder = _folders[self] = MirroredFolder(RemotePath(url))
+        weakref.finalize(self, folder.close)  # also when the process exits
         # Only while Keras creates its writers: afterwards the program sees the URL that it gave.
-        self.log_dir = str(_folders[self].path)
+        self.log_dir = str(folder.path)
         try:
             original(self, model)
         finally:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -90,6 +93,22 @@ def test_tensorboard_writes_to_a_store(memory: RemotePath) -> None:
     assert b"epoch_loss" in (memory / "logs" / "train" / name).read_bytes()
     assert list_names(memory / "logs" / "validation")
     assert seen[0] < seen[1], "what the first epoch logged is there before the second"
+
+
+def test_evaluations_with_tensorboard_leave_no_folders_behind(
+    memory: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorflow")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    board = keras.callbacks.TensorBoard(str(memory / "logs"))
+    model = make_model()
+    for _ in range(3):
+        model.evaluate(*make_data(), verbose=0, callbacks=[board])
+    assert len(list_names(memory / "logs" / "validation")) == 3
+    assert len(list(tmp_path.iterdir())) == 1
+    del board, model
+    gc.collect()
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_the_package_of_a_store_a_url_is_left_to_keras() -> None:
