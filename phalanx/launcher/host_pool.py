@@ -253,11 +253,9 @@ class HostPool:
                 f"Without {host} the job has {slots} slots, and needs {self._members.minimum}. Add a host first."
             )
 
-        def withdraw() -> None:
-            self._drained.add(host)
-            self._offer(list(self._shares.values()))
-
-        self._post(withdraw)
+        # At once: the thread that runs the job may not have come here before the next request.
+        self._drained.add(host)
+        self._post(lambda: self._offer(list(self._shares.values())))
 
     def close(self) -> None:
         """Close all connections, and stop the discovery script. Safe to call twice."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import signal
 import subprocess
 import threading
@@ -13,7 +14,11 @@ from typing import Any
 
 import pytest
 
-from phalanx.errors import RendezvousError
+from phalanx.errors import ConfigurationError, RendezvousError
+from phalanx.launcher.host_pool import ElasticOptions, HostPool
+from phalanx.launcher.host_slots import HostShare
+from phalanx.launcher.hosts.output_streams import OutputStreams
+from phalanx.launcher.job_observer import JobObserver
 from tests.launcher.conftest import Launcher, wait_until
 from tests.launcher.test_ssh_host import A, B, install_ssh
 
@@ -92,6 +97,24 @@ def hosts(folder: Path, text: str) -> None:
     """What the discovery script prints from now on."""
     (folder / "new").write_text(text)
     (folder / "new").rename(folder / "hosts")
+
+
+def test_hosts_that_are_drained_at_once_leave_enough_slots() -> None:
+    shares = [HostShare(name, 1) for name in (A, B, C)]
+    with selectors.DefaultSelector() as selector:
+        pool = HostPool(
+            [f"worker/{rank}" for rank in range(3)],
+            selector,
+            OutputStreams(),
+            ElasticOptions(minimum=2, maximum=3),
+            shares=shares,
+            observer=JobObserver(),
+            relay=print,
+        )
+        pool.drain(A)
+        assert [share.name for share in pool.shares] == [B, C]
+        with pytest.raises(ConfigurationError, match="the job has 1 slots, and needs 2"):
+            pool.drain(B)
 
 
 def test_a_host_is_lost_and_its_workers_go_to_where_there_is_room(run: Callable[..., Running]) -> None:
