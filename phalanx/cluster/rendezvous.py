@@ -102,6 +102,7 @@ def gather_members(me: TaskIdentity, timeout_s: float) -> tuple[Membership, List
 
 def _listen(me: TaskIdentity) -> Listener:
     patience_until = time.monotonic() + PORT_TAKEN_PATIENCE_S
+    # An owner that answers is of this job and stays; any other may be a process of an earlier one on its way out.
     while True:
         try:
             return me.open_listener()

@@ -207,6 +207,7 @@ class PowerSGD:
         for index, array in enumerate(arrays):
             if self.rank_of(array.shape):
                 of.setdefault(matrix_shape(array.shape), []).append(index)
+        # The state has all of these shapes or is empty: `CompressedReducer` keeps one for each list of shapes.
         return [
             _Stack(
                 shape,

@@ -190,6 +190,7 @@ class ElasticCoordinator:
                 self._job.log(f"{process.task} is lost; {remaining} of {maximum} workers remain")
         if was_member:
             self._is_chief_lost |= event.incarnation == self._chief
+            # If it was the last one, the job is over where others have finished, and else its state is lost.
             if self.table.members:
                 self._end_generation(now)
             elif not self.table.finished_tasks:
@@ -241,6 +242,7 @@ class ElasticCoordinator:
             case CoordinatorState.GATHERING:
                 self._gather(now)
             case CoordinatorState.RUNNING | CoordinatorState.REGROUP_REQUESTED:
+                # Surplus candidates go at once; surplus members only where all stand before the same step.
                 if self.table.members:
                     for incarnation in self.table.candidates(self.entries.joinable)[self.table.vacancies :]:
                         self._dismiss(incarnation, "surplus", SURPLUS)

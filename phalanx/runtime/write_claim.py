@@ -156,6 +156,7 @@ class WriteClaim:
                 return
             self._record.drop()
             with contextlib.suppress(OSError):  # the directory is gone: nothing is left to write
+                # Another process took it meanwhile, which this one has not noticed: it may not claim it back.
                 if (owner := self._read()) is None or owner.process != _process():
                     _lost.add(self._record.path)
 

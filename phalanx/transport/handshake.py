@@ -174,6 +174,8 @@ class Handshake:
         except ValueError as error:
             raise HandshakeError("its public key is invalid") from error
         is_dialer = self._role is Role.DIALER
+        # Both ends must derive the same: the dialer's opening comes first. The salt is the key of HKDF's extraction, so
+        # that nothing follows from the agreement alone.
         openings = (self._opening, other) if is_dialer else (other, self._opening)
         length = 2 * (PROOF_BYTES + KEY_BYTES)  # four values of 32 bytes each
         derived = HKDF(SHA256(), length, salt=self._secret or None, info=b"".join(openings)).derive(agreed)

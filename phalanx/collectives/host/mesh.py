@@ -295,7 +295,7 @@ class Mesh:
         return True
 
     def _handle(self, rank: Rank, header: PacketHeader, message: memoryview) -> None:
-        """Act on a packet without values."""
+        """Act on a packet without values. WAKE has had its effect: it ended the wait."""
         if header.kind is PacketKind.PRESENT:
             self.stalls.record_presence(rank, header.call)
         elif header.kind is PacketKind.LEAVE:
@@ -337,7 +337,7 @@ class Mesh:
             # Read to the end: TLS may hold decrypted bytes that `poll` does not see.
             while self._receive(event.rank):
                 pass
-            if event.is_closed:
+            if event.is_closed:  # last: what the peer sent before is read by now, as far as it is wanted
                 self.failures.record_hang_up(event.rank)
 
     def send_all(self, kind: PacketKind, payload: bytes, at_most_s: float) -> None:

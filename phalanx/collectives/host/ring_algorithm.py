@@ -133,7 +133,7 @@ class RingAlgorithm:
         _pack(pieces, reduction, work)
         if timeline.current.on:
             timeline.current.complete(self.mesh.track, "fuse", started, {"bytes": work.nbytes, "arrays": len(pieces)})
-        target = reduction.outputs[pieces[0].array]
+        target = reduction.outputs[pieces[0].array]  # for all of them: the arrays of a layout have one dtype
         result = work if target.dtype == layout.wire else np.empty(size, target.dtype)
         self._ring(work, work, result, reduction)
         _unpack(pieces, result, reduction)
