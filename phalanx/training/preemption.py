@@ -38,7 +38,8 @@ class PreemptionNotice:
 
     def __init__(self) -> None:
         self.is_preempted = self.is_save_due = False
-        # Set by a signal handler between any two instructions, and only ever to True: there is nothing to lock.
+        # `_is_signalled` is set by a signal handler between any two instructions, and never taken back: there is
+        # nothing to lock.
         self._is_signalled = self._requests_save = False
         self._merged = np.zeros(1, np.float32)
 

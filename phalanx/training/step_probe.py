@@ -181,8 +181,7 @@ class _Trial:
         weights: dict[str, Array] = {}
         state: dict[str, Array] = {}
         metrics: dict[str, Array] = {}
-        # The optimizer's variables are the trial's own (`TrialConditions` replaces the update), and seeds are changed
-        # on purpose.
+        # The trial replaces the optimizers' update, so their variables say nothing; and seeds are changed on purpose.
         apart = {id(generator.state) for generator in seed_generators(model)}
         apart |= {id(variable) for optimizer in model_state.optimizers(model) for variable in optimizer.variables}
         trained = {id(variable) for variable in model.trainable_variables}
