@@ -193,7 +193,11 @@ def parse(content: bytes) -> Progress | None:
 
 def parse_figures(content: bytes) -> tuple[int, bytes] | None:
     """The number of the last figures in a file's content, and the figures; None if there are none yet, or they were
-    being written at this moment."""
+    being written at this moment.
+
+    A copy that is interrupted between its first number and its last may hold parts of two figures, which need not be a
+    message: both ends go through the page upwards.
+    """
     if len(content) < RECORD_BYTES:
         return None
     number, length = _FIGURES.unpack_from(content, _FIGURES_OFFSET)

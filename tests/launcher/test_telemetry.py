@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from phalanx.devices import gpu_figures
+from phalanx.launcher.hosts.worker_files import WorkerFiles
 from phalanx.monitoring.worker_figures import FinishedEpoch, GpuFigures, WorkerFigures
 from phalanx.runtime import progress, telemetry
 from phalanx.runtime.telemetry import Telemetry, WorkerTraffic
@@ -111,6 +112,21 @@ def test_figures_are_read_as_they_were_written_and_a_checkpoint_can_be_requested
         progress.request_save(file.fileno())
         progress.request_save(file.fileno())
     assert progress._NUMBER.unpack_from(worker._record, progress._SAVE_REQUESTS_OFFSET) == (2,)
+
+
+def test_figures_that_cannot_be_read_are_left_out_until_others_follow() -> None:
+    files = WorkerFiles(b"")
+    worker = progress._Reporter(f"/proc/self/fd/{files.progress.fileno()}")
+    worker.report("all_reduce")
+    worker.write_figures(b"\xc1 parts of two")
+    report = files.new_report(0)
+    assert report is not None
+    assert (report.report.phase, report.report.figures) == ("all_reduce", None)
+    worker.write_figures(msgspec.msgpack.encode(WorkerFigures(steps=3)))
+    report = files.new_report(0)
+    assert report is not None
+    assert report.report.figures == WorkerFigures(steps=3)
+    files.close()
 
 
 class Nvml(ModuleType):

@@ -5,6 +5,7 @@ Unlike pipes they need no reader that keeps up, and can be read after the worker
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -12,6 +13,7 @@ from typing import BinaryIO
 
 from msgspec.structs import replace
 
+from phalanx.errors import FrameError
 from phalanx.launcher.host_messages import WorkerDiagnostics, WorkerReport
 from phalanx.monitoring.worker_figures import TaskReport, WorkerFigures
 from phalanx.runtime import bootstrap, crash_report, progress
@@ -93,7 +95,8 @@ class WorkerFiles:
         number, when = self._reported
         figures = None
         if encoded is not None and encoded[0] != number:
-            number, figures = encoded[0], decode_message(encoded[1], WorkerFigures)
+            with contextlib.suppress(FrameError):  # a mixture of two, see `parse_figures`: the next ones will do
+                number, figures = encoded[0], decode_message(encoded[1], WorkerFigures)
         if last is None or (figures is None and last.time == when):
             return None
         self._reported = number, last.time
