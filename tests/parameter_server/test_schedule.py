@@ -540,6 +540,21 @@ def test_a_process_that_was_left_out_is_so_by_any_link() -> None:
     assert not schedule.members.table.is_evicted(link_name("another", 2))
 
 
+def test_a_process_that_was_left_out_and_links_again_is_not_waited_for() -> None:
+    schedule = begun(4, synchronous=True, staleness=1)
+    table = schedule.members.table
+    schedule.members.attach(1, link_name("incarnation", 0))
+    schedule.members.evict(1)
+    schedule.members.attach(1, link_name("incarnation", 1))
+    assert not table.is_present(1)
+    assert take(schedule, 0).members == (0,)
+    assert schedule.fit.staleness.blocked_by(0, 5) == 0, "no other is behind it"
+    schedule.members.detach(1, link_name("incarnation", 1))
+    assert not table.is_present(1)
+    schedule.members.attach(1, link_name("another", 2))
+    assert table.is_present(1)
+
+
 def test_a_chief_that_only_linked_anew_is_no_other_chief() -> None:
     schedule = schedule_of(("chief", "worker"), start_s=BOUND_S)
     schedule.members.attach(0, link_name("life", 0))

@@ -69,7 +69,7 @@ class WorkerMembership:
             # restored by `Rejoin`.
             self._leave(worker)
             former = self.table.connect(worker, name, link)
-            for observer in self._observers:
+            for observer in self._observers if worker in self.table.connected else ():
                 observer.worker_joined(worker)
             self.changed.notify_all()
             return former

@@ -50,7 +50,8 @@ class WorkerTable:
             ended.pop(worker, None)
         self.left.discard(worker)
         self.links[worker] = name, link
-        self.connected.add(worker)
+        if not self.is_evicted(name):  # a process that has not heard of it yet: its requests are refused
+            self.connected.add(worker)
         self.seen.add(worker)
         return former
 
