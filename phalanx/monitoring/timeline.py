@@ -411,7 +411,7 @@ def _end_of_events(file: int) -> int:
     size = os.fstat(file).st_size
     if os.pread(file, len(_END), size - len(_END)) == _END:
         return size - len(_END)
-    # No line break and no brace ends a line elsewhere than at the end of an event: JSON escapes line breaks.
+    # A line that ends with a brace ends an event, since JSON escapes the line breaks within one.
     start = max(0, size - _TAIL_BYTES)
     tail = os.pread(file, size - start, start)
     whole = tail.rfind(b"}\n")

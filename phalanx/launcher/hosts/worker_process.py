@@ -68,7 +68,7 @@ class WorkerProcess:
         self._guard.started()
         self._readers = opened.readers
         self._pidfd = _open_pidfd(self.pid)  # readable once the process is dead; -1 where there are none
-        self._state = ""  # of the kernel's, when stacks were requested
+        self._state = ""  # see `WorkerDiagnostics.state`
         for fd in (*self._readers, *([self._pidfd] if self._pidfd >= 0 else [])):
             selector.register(fd, selectors.EVENT_READ)
 
