@@ -303,6 +303,20 @@ def losses_are_reduced_in_one_function() -> None:
 
 
 @check()
+def layers_and_variables_keep_whether_they_are_trainable() -> None:
+    from phalanx.keras_compat.trainable_flags import TrainableFlags
+
+    model = small_model(normalizes=True)
+    flags = TrainableFlags(model)
+    model.layers[-1].trainable = False
+    assert len(model.trainable_weights) == 2
+    with flags.in_place():
+        assert len(model.trainable_weights) == 4
+    assert len(model.trainable_weights) == 2
+    assert TrainableFlags(model).key != flags.key
+
+
+@check()
 def layers_know_added_losses_by_id() -> None:
     layer = keras.layers.Dense(2, activity_regularizer="l2")
     model = keras.Sequential([keras.Input((3,)), layer])

@@ -136,6 +136,18 @@ def schedule_between_fits_of_other_inputs(setting: Setting) -> dict[str, Any]:
     return found | {"arrays again": fitted(model, x, y, batch_size=8)} | _state(model)
 
 
+@scenario(backends=("tensorflow", "torch"), quick=("tensorflow",))
+def weights_frozen_without_compiling_again(setting: Setting) -> dict[str, Any]:
+    """On TensorFlow it counts where Keras compiles again, on PyTorch at once. (On JAX, Keras raises an error.)"""
+    x, y = features(BATCH), labels(BATCH)
+    model = compiled(setting, optimizer=optimizers.Adam(0.05))
+    found = {"first": fitted(model, x, y, batch_size=8)}
+    model.layers[0].trainable = False
+    found |= {"frozen": fitted(model, x, y, batch_size=8), "other size": fitted(model, x, y, batch_size=5)}
+    model.layers[0].trainable = True
+    return found | {"trained again": fitted(model, x, y, batch_size=8), "single": model.train_on_batch(x, y)}
+
+
 @scenario(quick=BACKENDS)
 def program_changes_the_model_between_epochs_and_fits(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, optimizer=optimizers.Adam(0.05))

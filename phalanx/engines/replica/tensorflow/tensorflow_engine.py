@@ -80,7 +80,8 @@ class TensorFlowEngine(ReplicaEngine):
         is_overridden = model_state.overrides(self._model, "train_step")
         step = self._train_overridden if is_overridden else self._train_own
         self._train = TrainingFunctions(self._keras_traces, step, self._function)
-        self._compiled_part = self._function(self._gradients, jit_compile=xla).traced
+        # By the weights that are trained: a trace has gradients of those alone.
+        self._compiled_parts: dict[tuple[int, ...], Callable[[Batch], Any]] = {}
         self._test = FunctionOfForms(self._batches, lambda: self._function(self._test_step, jit_compile=xla))
 
     def _function(self, function: Callable[..., Any], *, jit_compile: bool = False) -> BatchFunction:
@@ -177,8 +178,11 @@ class TensorFlowEngine(ReplicaEngine):
     def _train_own(self, data: Batch) -> _Logs:
         model, graph = self._model, self._graph
         before = self._start_metrics()
-        gradients, logs = self._compiled_part(data)
         weights = model.trainable_weights
+        trained = tuple(map(id, weights))
+        if trained not in self._compiled_parts:
+            self._compiled_parts[trained] = self._function(self._gradients, jit_compile=graph.xla).traced
+        gradients, logs = self._compiled_parts[trained](data)
         if self._merge.updates:
             gradients = complete(gradients, weights)
         sparse = graph.gather_slices(gradients)
