@@ -82,6 +82,7 @@ class TimelineRelay:
             self._changed.wait_for(lambda: self._senders == 0, timeout=timeout_s)
 
     def _serve(self, task: str, link: Link) -> None:
+        pending: list[bytes] = []  # while the file is locked by others, and at the end
         try:
             while True:
                 # Apart from `receive`: no message is no failure, half a message is one.
@@ -92,9 +93,12 @@ class TimelineRelay:
                     pong = msgspec.msgpack.encode(_Pong(timeline.now()))
                     link.send(pong, deadline=time.monotonic() + MESSAGE_TIMEOUT_S)
                 else:
-                    self._sink.write([event for buffer in buffers for event in bytes(buffer).split(SEPARATOR)])
+                    pending += [event for buffer in buffers for event in bytes(buffer).split(SEPARATOR)]
+                    if self._sink.write(pending):
+                        pending.clear()
         except _LOST as error:
             logger.debug("the timeline of %s is complete: %s", task, error)  # the sender closes the link
+            self._write_last(task, pending)
         except OSError as error:
             logger.warning("the timeline of %s cannot be written: %s", task, error)
         finally:
@@ -102,6 +106,13 @@ class TimelineRelay:
             with self._changed:
                 self._senders -= 1
                 self._changed.notify_all()
+
+    def _write_last(self, task: str, events: list[bytes]) -> None:
+        try:
+            if events and not self._sink.write(events):
+                logger.warning("the last %d events in the timeline of %s are not written", len(events), task)
+        except OSError as error:
+            logger.warning("the timeline of %s cannot be written: %s", task, error)
 
 
 class RemoteTimelineSink:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,32 @@ def test_another_host_measures_its_clock_and_sends_its_events(tmp_path: Path) ->
     (event,) = named(read(path), "one\nline", 1)
     assert event["ts"] == 5_000_001.0
     assert event["args"] == {"text": "a\nb"}
+
+
+def test_events_that_cannot_be_written_yet_are_written_later(tmp_path: Path) -> None:
+    class Locked:
+        answers = iter((False, False, True))
+
+        def write(self, events: Sequence[bytes]) -> bool:
+            can = next(self.answers)
+            written.extend(events if can else ())
+            return can
+
+        def close(self) -> None:
+            pass
+
+    written: list[bytes] = []
+    relay = TimelineRelay(Locked())
+    with Listener(
+        [socket.create_server(("127.0.0.1", 0))], task="worker/0", credentials=Credentials(SECRET)
+    ) as listener:
+        listener.register(TIMELINE, relay)
+        sink = remote(listener)
+        sink.write([b"1", b"2"])
+        sink.write([b"3"])  # the third attempt is that at the end
+        sink.close()
+        relay.wait_until_idle(BOUND_S)
+    assert written == [b"1", b"2", b"3"]
 
 
 def test_a_writer_that_is_gone_ends_the_recording_and_nothing_else(
