@@ -12,7 +12,7 @@ import pytest
 from keras import layers, optimizers
 
 from tests.training.scenarios.common import BATCH, compiled, features, fitted, fitted_on, labels
-from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, add, scenario
+from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, add, scenario
 
 
 class _Bare(optimizers.schedules.LearningRateSchedule):
@@ -134,6 +134,19 @@ def schedule_between_fits_of_other_inputs(setting: Setting) -> dict[str, Any]:
     found["single batch"] = model.train_on_batch(x[:4], y[:4])
     found["size unknown again"] = fitted_on(model, batches(6), epochs=1, steps_per_epoch=3)
     return found | {"arrays again": fitted(model, x, y, batch_size=8)} | _state(model)
+
+
+@scenario(quick=EACH_KIND)
+def loss_scale_of_a_model_without_trained_weights(setting: Setting) -> dict[str, Any]:
+    """Keras applies the optimizer on JAX, and not on PyTorch. (On TensorFlow, it has not built it.)"""
+    scaled = optimizers.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=16.0, dynamic_growth_steps=3)
+    model = compiled(setting, optimizer=scaled)
+    found = {"first": fitted(model)}
+    model.trainable = False
+    scaled = optimizers.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=16.0, dynamic_growth_steps=3)
+    with setting.scope():
+        model.compile(scaled, "sparse_categorical_crossentropy")
+    return found | {"frozen": fitted(model), "scale": float(getattr(scaled, "dynamic_scale", 16.0))}
 
 
 @scenario(backends=("tensorflow", "torch"), quick=("tensorflow",))

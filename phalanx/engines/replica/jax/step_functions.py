@@ -173,13 +173,16 @@ class StepFunctions:
         """
         read = packing.read if self._compiler.pinned is None else packing.read_travelled
         held = hyperparameters.in_place if self._compiler.compiles else nullcontext
+        # A step of the program's own without gradients has applied its optimizers. Keras's own step on JAX applies the
+        # optimizer also if no weight is trained: loss scaling counts it.
+        applies = packing.gradients or not model_state.overrides(self._model, "train_step")
 
         def update(trainable: Values, optimizer: Values, metrics: Values, arrays: Values) -> Any:
             gradients, state, merged, averages = read(arrays)
             # Servers have updated: what came back in place of gradients are the new weights.
             if self._merge.updates:
                 trainable = gradients
-            elif packing.gradients:
+            elif applies:
                 with held():
                     trainable, optimizer = self._model.optimizer.stateless_apply(optimizer, gradients, trainable)
             # The start counts once, on every rank; what was merged is what all batches have added.

@@ -117,9 +117,9 @@ class TorchEngine(ReplicaEngine):
             gradients[i] = gradient
         if self._merge.updates:
             _assign_known(gradients, weights)
-            return
-        with torch.no_grad(), self._updates(self._model.optimizer):
-            self._model.optimizer.apply(gradients, weights)
+        elif weights:  # as in Keras: loss scaling would count a step without any as one without an overflow
+            with torch.no_grad(), self._updates(self._model.optimizer):
+                self._model.optimizer.apply(gradients, weights)
 
     def _run_backward(self, data: Batch) -> tuple[list[Any], list[Any], dict[str, Any]]:
         # As TorchTrainer.train_step, up to the optimizer; with the metrics before it, to be merged with the gradients.
