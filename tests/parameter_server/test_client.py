@@ -237,6 +237,7 @@ def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one() -> None:
 def test_a_link_whose_end_only_the_worker_has_noticed_is_replaced(cluster: Cluster) -> None:
     servers, (_, other) = cluster
     group = servers[0]._groups[0]
+    other.request(0, QueryJobOver())  # the server knows the link by its answer: it welcomes a worker before that
     _, former = group._members.table.links[1]
     abandoned = other._connections[0].link
     other._connections[0].link, _, _ = other.reconnection._connect(0, time.monotonic() + BOUND_S)

@@ -215,7 +215,7 @@ for step in (1, 2):
     checkpoint.wait()
 with another("job:1"):
     successor = phalanx.ShardedCheckpoint(folder)
-    successor.save(model, 1)
+    successor.save(model, 2)
     successor.wait()
 before = files(folder)
 with pytest.raises(SupersededError, match="job job"):
