@@ -151,7 +151,11 @@ def _start_template(environment: Mapping[str, str]) -> Template:
             [sys.executable, "-m", "tests.support.fork_template", str(there.fileno())],
             # One thread for NumPy: OpenBLAS starts the others when it is imported.
             env={
-                **{name: value for name, value in environment.items() if not name.startswith(("OMP_", "MKL_"))},
+                **{
+                    name: value
+                    for name, value in environment.items()
+                    if not name.startswith(("OMP_", "MKL_", "PHALANX_TEST_"))
+                },
                 "PYTHONPATH": str(ROOT),
                 "OPENBLAS_NUM_THREADS": "1",
             },
