@@ -267,17 +267,23 @@ def test_what_ends_the_thread_that_writes_is_raised_in_the_one_that_trains(tmp_p
         writer.wait()
 
 
-def test_what_is_due_while_one_is_written_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def first_write_waits(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[int]]:
+    """Lets the first checkpoint in the background wait for the event; the steps of all that have begun."""
     go_on, begun = threading.Event(), []
     original = CheckpointWriter._write
 
-    def slow(self: CheckpointWriter, content: Any, step: int, state: Any) -> Any:
+    def write(self: CheckpointWriter, content: Any, step: int, state: Any) -> Any:
         begun.append(step)
         if len(begun) == 1:
             assert go_on.wait(60)
         return original(self, content, step, state)
 
-    monkeypatch.setattr(CheckpointWriter, "_write", slow)
+    monkeypatch.setattr(CheckpointWriter, "_write", write)
+    return go_on, begun
+
+
+def test_what_is_due_while_one_is_written_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, begun = first_write_waits(monkeypatch)
     at_ten = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: go_on.set() if batch == 10 else None)
     fit(tmp_path, at_ten, every_steps=1, arguments={"epochs": 1})
     assert begun[0] == 1
@@ -287,14 +293,7 @@ def test_what_is_due_while_one_is_written_waits(tmp_path: Path, monkeypatch: pyt
 def test_an_epoch_that_ends_while_one_is_written_is_saved_as_soon_as_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, begun = threading.Event(), []
-    original = CheckpointWriter._write
-
-    def slow(self: CheckpointWriter, content: Any, step: int, state: Any) -> Any:
-        begun.append(step)
-        if len(begun) == 1:
-            assert go_on.wait(60)
-        return original(self, content, step, state)
+    go_on, begun = first_write_waits(monkeypatch)
 
     class Room(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -302,7 +301,6 @@ def test_an_epoch_that_ends_while_one_is_written_is_saved_as_soon_as_there_is_ro
                 go_on.set()
                 next(thread for thread in threading.enumerate() if thread.name == "phalanx-checkpoint").join(60)
 
-    monkeypatch.setattr(CheckpointWriter, "_write", slow)
     fit(tmp_path, Room(), every_steps=None, arguments={"epochs": 3})
     assert begun[0] == STEPS
     assert begun[1] == 2 * STEPS + 1

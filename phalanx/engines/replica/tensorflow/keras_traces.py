@@ -96,11 +96,12 @@ class TrainingFunctions:
         self._traces = traces
         self._step = step
         self._make = make
+        self._eager = make(step)
         self._made: dict[Hashable, BatchFunction] = {}
 
     def __call__(self, data: Batch) -> Any:
         if runs_eagerly(self._traces.model):
-            return self._make(self._step)(data)
+            return self._eager(data)
         key, conditions = self._traces.find(data)
         function = self._made.get(key)
         if function is None:
