@@ -96,7 +96,7 @@ class WeightExchange:
         if overlap:
             own.send(replica)
             underway = own
-            # The first exchange has nothing to take effect yet: the replica goes on from where it is.
+            # The first exchange has nothing to take effect yet: the replica continues from where it is.
             local = [_wide(v) for v in values]
             if before is not None:
                 local = [a - p for a, p in zip(anchor, progress, strict=True)]

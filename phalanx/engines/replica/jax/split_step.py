@@ -184,7 +184,7 @@ class SplitStep:
                     f"({equation.primitive.name}): a loop or a branch that is compiled as one. Compute what it needs "
                     f"of them (a mask's sum, the batch's statistics) outside of it, before or after."
                 )
-            # Inlined or not, the outer trace goes on with the numbers of its results.
+            # Inlined or not, the outer trace continues with the numbers of its results.
             known.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
