@@ -294,7 +294,7 @@ def test_a_member_that_does_not_come_is_named_when_the_time_is_up(kind: Kind) ->
     def function(membership: Membership) -> None:
         communicator = kind.connect(membership)
         communicator.barrier()
-        communicator._timeout_s = 1.0
+        communicator.runner._timeout_s = 1.0
         if membership.rank == absent:
             for _ in range(absent):
                 os.read(read, 1)  # Then it learns what happened.
@@ -322,7 +322,7 @@ def test_a_stopped_member_is_named_when_the_time_is_up(kind: Kind) -> None:
         communicator = kind.connect(membership)
         for _ in range(20):
             communicator.all_reduce([ones(300_000)])
-        communicator._timeout_s = 1.5
+        communicator.runner._timeout_s = 1.5
         if membership.rank == stopped:
             # Between two collectives. In the middle of one it may have told the others that it is there.
             os.kill(os.getpid(), signal.SIGSTOP)

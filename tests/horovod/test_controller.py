@@ -90,7 +90,7 @@ def test_the_error_after_the_second_limit_names_the_operation_and_the_rank() -> 
         if rank.number == 1:
             os.read(read, 1)
         else:
-            rank.communicator._timeout_s = 0.5
+            rank.communicator.runner._timeout_s = 0.5
         try:
             rank.merge("late")
         except HorovodInternalError as error:
