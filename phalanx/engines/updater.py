@@ -143,6 +143,12 @@ def check_kind(optimizer: Any) -> None:
             "Adafactor does not record which of its variables belongs to which of the model's, so servers cannot keep "
             "its state. Use another optimizer."
         )
+    if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):  # not in the oldest Keras
+        raise UnsupportedError(
+            "MultiOptimizer hides which optimizer updates which variable, so each of several servers would clip by the "
+            "norm of its own gradients, and none would see a learning rate that changes. Use one optimizer for all "
+            "variables, or MultiWorkerMirroredStrategy."
+        )
 
 
 def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, late: bool = False) -> None:

@@ -31,7 +31,7 @@ from phalanx.training.steps.deterministic import DeterministicStepper, check_det
 from phalanx.training.steps.gradient_merge import StepMerge
 from phalanx.training.steps.local_sgd import LocalSGDStepper
 from phalanx.training.steps.one_program import OneProgramStepper
-from phalanx.training.steps.optimizer_properties import accumulation_steps, constant_loss_scale, inner_optimizer
+from phalanx.training.steps.optimizer_properties import accumulation_steps, constant_loss_scale, inner_optimizers
 from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
 from phalanx.training.steps.synchronous import SynchronousStepper
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
@@ -244,15 +244,20 @@ class ReplicaModel:
         self._is_synchronised = value
 
     def agree_on_learning_rate(self, retry: RetryOnMembershipChange) -> None:
-        """The chief's learning rate on every rank, where callbacks may have set it."""
-        optimizer = inner_optimizer(self.model.optimizer)
-        rate = getattr(optimizer, "_learning_rate", None)
-        if not isinstance(rate, keras.Variable):  # a schedule follows the step count, which is the same everywhere
+        """The chief's learning rates on every rank, where callbacks may have set them."""
+        # A schedule follows the step count, which is the same everywhere.
+        optimizers = [
+            each
+            for each in inner_optimizers(self.model.optimizer)
+            if isinstance(getattr(each, "_learning_rate", None), keras.Variable)
+        ]
+        if not optimizers:
             return
-        own = float(keras.ops.convert_to_numpy(rate.value))
-        chief: Any = retry(lambda: self.replica.broadcast_from_chief(own))
-        if chief != own:
-            optimizer.learning_rate = chief
+        own = [float(keras.ops.convert_to_numpy(each._learning_rate.value)) for each in optimizers]
+        chiefs: Any = retry(lambda: self.replica.broadcast_from_chief(own))
+        for optimizer, rate, chief in zip(optimizers, own, chiefs, strict=True):
+            if chief != rate:
+                optimizer.learning_rate = chief
 
     # Steppers.
 

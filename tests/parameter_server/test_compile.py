@@ -27,6 +27,10 @@ def compiled(optimizer: Any, *layers: keras.layers.Layer) -> keras.Model:
     return model
 
 
+def multi_optimizer() -> Any:
+    return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD()))
+
+
 def two_optimizers() -> keras.Model:
     model = TwoOptimizers()
     model.compile("sgd", "mse")
@@ -38,6 +42,7 @@ def two_optimizers() -> keras.Model:
     [
         (lambda: compiled(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())), "Use the policy 'mixed_bfloat"),
         (lambda: compiled(keras.optimizers.Adafactor()), "Adafactor does not record"),
+        (lambda: compiled(multi_optimizer()), "MultiOptimizer hides which optimizer"),
         (lambda: compiled(keras.optimizers.SGD(lambda: 0.1)), "a function as its learning rate"),
         (lambda: compiled("sgd", keras.layers.SpectralNormalization(keras.layers.Dense(2))), "sets its own weights"),
         (two_optimizers, "several optimizers"),

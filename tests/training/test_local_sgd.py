@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from phalanx.errors import MembershipChangedError
 from phalanx.training.replica import Replica
@@ -31,7 +32,8 @@ class TwoRanks:
         return [scale * array + 0.5 * 3.0 for array in arrays]
 
 
-def test_moving_averages_are_merged_also_if_a_member_is_lost_meanwhile() -> None:
+@pytest.mark.parametrize("are_inside", [False, True], ids=["one optimizer", "several inside one"])
+def test_moving_averages_are_merged_also_if_a_member_is_lost_meanwhile(are_inside: bool) -> None:
     average = SimpleNamespace(value=np.ones(2, np.float32))
     written: dict[int, Any] = {}
     engine: Any = SimpleNamespace(
@@ -39,6 +41,8 @@ def test_moving_averages_are_merged_also_if_a_member_is_lost_meanwhile() -> None
         write=lambda pairs: written.update((id(variable), value) for variable, value in pairs),
     )
     optimizer = SimpleNamespace(_learning_rate=None, _model_variables_moving_average=[average])
+    if are_inside:
+        optimizer = SimpleNamespace(_learning_rate=None, optimizers=[SimpleNamespace(), optimizer])
     communicator: Any = TwoRanks()
     replica = Replica(communicator)
     model, merge = SimpleNamespace(optimizer=optimizer), SimpleNamespace()

@@ -44,7 +44,7 @@ from phalanx.training import state_sync
 from phalanx.training.joint_batches import JointBatch
 from phalanx.training.replica import Replica
 from phalanx.training.steps.gradient_merge import MergeMode, StepMerge
-from phalanx.training.steps.optimizer_properties import inner_optimizer
+from phalanx.training.steps.optimizer_properties import inner_optimizer, inner_optimizers
 from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
 from phalanx.training.steps.weight_exchange import WeightExchange
 from phalanx.training.training_policy import SyncPeriod
@@ -205,7 +205,8 @@ class LocalSGDStepper(ReplicaStepper):
 
     def _merge_moving_averages(self) -> None:
         """Average the moving averages of the weights, which callbacks may swap in (SwapEMAWeights)."""
-        own = list(getattr(self._optimizer, "_model_variables_moving_average", ()))
+        optimizers = inner_optimizers(self._model.optimizer)
+        own = [each for one in optimizers for each in getattr(one, "_model_variables_moving_average", ())]
         share = self._share(self._averaged) if own else None
         if share is not None:
             means = self._replica.communicator.all_reduce(self._engine.read(own), scale=share)

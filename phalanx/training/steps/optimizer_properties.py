@@ -36,6 +36,12 @@ def inner_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """`inner_optimizer`, and those among which it divides the weights (Keras's `MultiOptimizer`)."""
+    inner = inner_optimizer(optimizer)
+    return [inner, *getattr(inner, "optimizers", ())]
+
+
 def set_step_count(optimizer: Any, steps: int) -> None:
     """Set the optimizer's count of steps: of batches, also where gradients are accumulated (Keras's `iterations` counts
     updates then, and cannot be assigned)."""

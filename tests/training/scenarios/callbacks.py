@@ -310,6 +310,20 @@ def callbacks_wrapped_in_on_chief(setting: Setting) -> dict[str, Any]:
     return found | {"own_seen": [wrapped.seen, [each.seen for each in created]]}
 
 
+@scenario(quick=ONE_BACKEND)
+def rates_inside_a_multi_optimizer_are_the_chiefs(setting: Setting) -> dict[str, Any]:
+    """As that of a single optimizer is, where a callback sets it on the chief alone."""
+    inner = keras.optimizers.SGD(0.2)
+    optimizers = keras.optimizers.OptimizerMap(inner, {".*bias": keras.optimizers.Adam(0.01)})
+
+    class Lower(callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            inner.learning_rate = 0.2 / (1 + epoch)
+
+    model = compiled(setting, optimizer=keras.optimizers.MultiOptimizer(optimizers))
+    return fitted(model, callbacks=[OnChief(Lower())])
+
+
 @scenario(plain=False, quick=ONE_BACKEND)
 def known_loggers_run_on_the_chief(setting: Setting) -> dict[str, Any]:
     """They are told by the package of their class. The ranks agree on nothing after each batch because of them."""
