@@ -19,6 +19,7 @@ import pytest
 from phalanx import errors
 from phalanx.launcher.shutdown import INTERRUPT_GRACE_S
 from tests.launcher.conftest import JOB_BOUND_S, Launcher, wait_until
+from tests.support.backends import BACKENDS
 
 # How long a job may take to end after its launcher or a worker was killed.
 END_BOUND_S = 20.0
@@ -671,10 +672,12 @@ def test_a_reader_that_goes_away_ends_the_job_quietly(launcher: Launcher) -> Non
     process.stderr.close()
 
 
-def test_doctor_without_a_job_says_what_is_missing(launcher: Launcher) -> None:
-    job = launcher.python("-m", "phalanx", "doctor")
-    assert "Traceback" not in job.err
-    assert job.code in (0, 64)
+@pytest.mark.slow  # It imports every backend that is installed.
+def test_doctor_without_a_cluster_checks_this_machine(launcher: Launcher) -> None:
+    done = launcher.python("-m", "phalanx", "doctor")
+    assert "Traceback" not in done.err
+    for subject in ("Python 3", " cores", "memory", "/dev/shm", "open files", BACKENDS[0], "ports of this machine"):
+        assert re.search(f"^(ok|note|problem) .*{subject}", done.out, re.MULTILINE), (subject, done.out)
 
 
 def test_stdout_and_stderr_in_one_file_keep_their_order(launcher: Launcher) -> None:
