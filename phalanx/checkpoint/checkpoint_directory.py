@@ -25,20 +25,20 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import keras
 
-from phalanx.checkpoint.step_names import STEP_DIGITS, check_keep, name_of_step, names_by_step, step_pattern
+from phalanx.checkpoint.checkpoint_series import CheckpointSeries
+from phalanx.checkpoint.step_names import STEP_DIGITS, check_keep
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat.keras_internals import serialize_weights
 from phalanx.runtime.write_claim import WriteClaim
-from phalanx.storage.files import list_files, list_names, local_copy, put_in_place, read_end, rename, staged
+from phalanx.storage.files import end_of, list_names, local_copy, put_in_place, read_end, rename, staged
 from phalanx.storage.paths import PathArgument, StoragePath, storage_path
-from phalanx.storage.remote_path import RemotePath
 from phalanx.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,6 @@ CONTENT = "content"
 """Key in the state: the digest of Keras's part. The same step may be saved again, when only the state has changed."""
 DAMAGED = ".damaged"
 """Appended to the name of a checkpoint that cannot be read, when an older one was restored instead."""
-ABANDONED = ".abandoned"
-"""Appended to the name of a checkpoint when one of an earlier step has been written after it."""
 LEDGER = "ledger.json"
 """`BASENAME-ledger.json` is the sample ledger of a `fit`, next to its checkpoints."""
 
@@ -109,6 +107,7 @@ class CheckpointDirectory:
         self.directory = storage_path(directory, "directory")
         self._basename = basename
         self._keep = keep
+        self._series = CheckpointSeries(self.directory, basename, SUFFIX)
         self.claim = WriteClaim(self.directory, basename, generation)
 
     def is_at(self, path: StoragePath) -> bool:
@@ -116,13 +115,11 @@ class CheckpointDirectory:
         return path.name == self._basename and path.parent.absolute() == self.directory.absolute()
 
     def path_of(self, step: int) -> StoragePath:
-        return self.directory / name_of_step(self._basename, SUFFIX, step)
+        return self.directory / self._series.name_of(step)
 
     def paths(self) -> list[StoragePath]:
         """All checkpoints, damaged ones included, in the order of their steps."""
-        found = [self.directory / name for _, name in names_by_step(self.directory, self._basename, SUFFIX)]
-        # A pipe of such a name would be waited for without end.
-        return [path for path in found if isinstance(path, RemotePath) or path.is_file()]
+        return [path for _, path in self._series.by_step()]
 
     def save(self, model: Any, step: int, state: Mapping[str, Any] | None = None) -> StoragePath:
         """Write the model's present weights and optimizer state; then delete the checkpoints that are not kept.
@@ -153,10 +150,10 @@ class CheckpointDirectory:
             with staged(path, lambda file: _write_sealed(file, content, saved_state)) as whole, self.claim.writing():
                 put_in_place(whole, path)
             with self.claim.writing():  # once more: in a store, the directory may belong to another process by now
-                # In this order: `_delete_old` keeps the last ones by step, and would delete the one just written if
+                # In this order: `delete_old` keeps the last ones by step, and would delete the one just written if
                 # later ones were still among them.
-                self._set_aside(path)
-                self._delete_old()
+                self._series.set_aside_after(step)
+                self._series.delete_old(self._keep)
         except OSError as error:
             raise OSError(
                 error.errno or errno.EIO,
@@ -176,13 +173,21 @@ class CheckpointDirectory:
 
         Raises: ConfigurationError if it is of another model, or if there are checkpoints and none is whole.
         """
-        checkpoint, damaged = self._newest()
-        if checkpoint is not None:
-            load(model, checkpoint.path)
-            if damaged and tidy:
-                with self.claim.writing():
-                    for other in damaged:
-                        rename(other, other.with_name(other.name + DAMAGED))
+        while True:
+            checkpoint, damaged = self._newest()
+            if checkpoint is None:
+                return None
+            try:
+                load(model, checkpoint.path)
+                break
+            except FileNotFoundError:
+                if checkpoint.path in self.paths():
+                    raise
+                # Its writer has deleted it meanwhile, and has a newer one.
+        if damaged and tidy:
+            with self.claim.writing():
+                for other in damaged:
+                    rename(other, other.with_name(other.name + DAMAGED))
         return checkpoint
 
     def newest(self) -> StoredCheckpoint | None:
@@ -194,8 +199,19 @@ class CheckpointDirectory:
 
     def _newest(self) -> tuple[StoredCheckpoint | None, list[StoragePath]]:
         """The newest whole checkpoint, and the damaged ones that are newer."""
+        paths = self.paths()
+        while True:
+            try:
+                return self._newest_of(paths)
+            except FileNotFoundError:
+                former, paths = paths, self.paths()
+                if paths == former:
+                    raise
+                # The writer has deleted it since it was listed, and has newer ones.
+
+    def _newest_of(self, paths: Sequence[StoragePath]) -> tuple[StoredCheckpoint | None, list[StoragePath]]:
         damaged: list[tuple[StoragePath, str]] = []
-        for path in reversed(self.paths()):
+        for path in reversed(paths):
             try:
                 return read(path), [path for path, _ in damaged]
             except DamagedCheckpointError as error:
@@ -217,22 +233,6 @@ class CheckpointDirectory:
         with contextlib.suppress(OSError), self.claim.writing():
             remove_partial(self.directory, self._basename)
 
-    def _set_aside(self, written: StoragePath) -> None:
-        """Rename checkpoints of later steps than the one that was just written: the training has gone back, and must
-        not resume from them."""
-        paths = self.paths()
-        for path in paths[paths.index(written) + 1 :] if written in paths else ():
-            rename(path, path.with_name(path.name + ABANDONED))
-
-    def _delete_old(self) -> None:
-        if self._keep is None:
-            return
-        pattern = step_pattern(self._basename, SUFFIX + ABANDONED)
-        files = [file for file in list_files(self.directory) if pattern.fullmatch(file.name)]
-        abandoned = sorted((file.written_ns, file.name) for file in files)
-        for path in [*self.paths()[: -self._keep], *(self.directory / name for _, name in abandoned[: -self._keep])]:
-            path.unlink(missing_ok=True)
-
 
 def read(path: StoragePath) -> StoredCheckpoint:
     """A checkpoint's step and state, after its digest was verified.
@@ -241,15 +241,17 @@ def read(path: StoragePath) -> StoredCheckpoint:
         DamagedCheckpointError: the file is not whole.
         OSError: it does not exist, or cannot be read.
     """
+    # All of it from one descriptor: the step may be saved again meanwhile, under the same name.
     with local_copy(path) as copy, open(copy, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        end = _parse_end(read_end(copy, _END_BYTES))
+        end = _parse_end(end_of(file, _END_BYTES))
         if end is None:
             raise DamagedCheckpointError(f"{path} is damaged: it has no seal, so it was cut off.")
         digest, length = end
         # The digest does not contain the length: where that is damaged, what it leads to is no JSON of a state.
         body_bytes = size - _END_BYTES
         found = hashlib.sha256()
+        file.seek(0)
         for block in _blocks(file, body_bytes):
             found.update(block)
         if found.digest() != digest or length > body_bytes:

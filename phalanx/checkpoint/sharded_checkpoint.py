@@ -29,8 +29,9 @@ import keras
 import numpy as np
 
 from phalanx.checkpoint.checkpoint_callback import NOT_WRITTEN, State
-from phalanx.checkpoint.checkpoint_directory import ABANDONED, StoredCheckpoint, remove_partial
-from phalanx.checkpoint.step_names import check_keep, name_of_step, names_by_step
+from phalanx.checkpoint.checkpoint_directory import StoredCheckpoint, remove_partial
+from phalanx.checkpoint.checkpoint_series import CheckpointSeries
+from phalanx.checkpoint.step_names import check_keep, names_by_step
 from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
 from phalanx.keras_compat.weight_entries import load_weight_entries, weight_entries
 from phalanx.monitoring import timeline
@@ -50,6 +51,8 @@ DEFAULT_BASENAME = "model"
 _OPTIMIZER = re.compile(r"(^|/)\w*optimizer/")
 _SHOWN = 3
 """How many variables an error names."""
+_NONE, _PROBLEM = -1, -2
+"""Instead of a number, among processes: there is none; the process raises an error."""
 
 
 class ShardedCheckpoint:
@@ -83,6 +86,7 @@ class ShardedCheckpoint:
         self.claim = WriteClaim(self.directory, basename)
         self._basename = basename
         self._keep = keep
+        self._series = CheckpointSeries(self.directory, basename, SUFFIX, are_folders=True)
         self._orbax = _import_orbax()
         # Orbax's; made by the first `save`, and kept: it knows what is still being written.
         self._writer: Any = None
@@ -108,15 +112,16 @@ class ShardedCheckpoint:
                 of the first process counts.
 
         Raises:
-            OSError: the last checkpoint could not be written, or the directory cannot. Orbax raises other errors too.
+            OSError: the last checkpoint could not be written, or the directory cannot; on all processes, if it is so on
+                one. Orbax raises other errors too.
             ConfigurationError, SupersededError: see `WriteClaim.acquire`.
         """
-        self.wait()
+        problem = self._ended()
         _build_optimizer(model)
         entries = weight_entries(model)
-        # From here on all processes must come to the same collectives in the same order: the token's broadcast, then
-        # Orbax's barriers. So a first process that cannot write says so in the broadcast.
-        staging = self._open_staging()
+        # From here on all processes must come to the same collectives in the same order: the one about the token, then
+        # Orbax's barriers. So one that cannot write says so in the first.
+        staging = self._open_staging(problem)
         described = {"step": step, "entries": _describe(entries), "phalanx": __version__}
         values = _nested({key: _copied(_value(entry)) for key, entry in entries.items()})
         self._writer = self._writer or self._orbax.AsyncCheckpointer(self._orbax.PyTreeCheckpointHandler())
@@ -131,36 +136,47 @@ class ShardedCheckpoint:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is finished. Raises: see `save`."""
+        """Until the checkpoint that is being written is finished. Raises: see `save`; on this process alone."""
+        if (error := self._ended()) is not None:
+            raise error
+
+    def _ended(self) -> Exception | None:
+        """Wait as `wait` does; the error."""
         if self._thread is not None:
             self._thread.join()  # as long as the disk or the store takes
             self._thread = None
         error, self._error = self._error, None
-        if error is not None:
-            raise error
+        return error
 
-    def _open_staging(self) -> Path:
-        """A folder for the parts of all processes, which the first one makes. Raises on all of them if it cannot."""
-        problem: Exception | None = None
-        # 31 bits: without x64 mode, what JAX broadcasts has 32, with a sign.
+    def _open_staging(self, problem: Exception | None) -> Path:
+        """A folder for the parts of all processes, which the first one makes. Raises on all of them if one cannot.
+
+        Args:
+            problem: why this process cannot write, if that is known already.
+        """
+        # 31 bits: without x64 mode, what JAX sends has 32, with a sign.
         token = secrets.randbits(31)
-        if self._is_primary:
+        if self._is_primary and problem is None:
             try:
                 with self.claim.writing():
-                    # Safe here: `wait` above has ended this process's own, and the claim keeps all other writers out.
+                    # Safe here: this process's own has ended (`_ended`), and the claim keeps all other writers out.
                     remove_partial(self.directory, self._basename)
                     self._staging(token).mkdir()
             except (OSError, PhalanxError) as error:
                 problem = error
-        common = _of_primary(-1 if problem else token)
+        return self._staging(self._of_primary(token, problem))
+
+    def _of_primary(self, number: int, problem: Exception | None) -> int:
+        """The first process's number, on all. Raises on all if one of them has a problem."""
+        numbers = _of_all(_PROBLEM if problem is not None else number)
         if problem is not None:
             raise problem
-        if common < 0:
-            raise OSError(f"The first process of the program cannot write to {self.directory}")
-        return self._staging(common)
+        if _PROBLEM in numbers:
+            raise OSError(f"Process {numbers.index(_PROBLEM)} of the program cannot write to {self.directory}")
+        return numbers[0]
 
     def _staging(self, token: int) -> Path:
-        return self.directory / f".{self._basename}-{token:08x}"
+        return self.directory / self._series.hidden_name(token)
 
     def _finish(self, staging: Path, step: int, describe: Callable[[], Mapping[str, Any]]) -> None:
         path = self.path_of(step)
@@ -169,14 +185,14 @@ class ShardedCheckpoint:
                 # Orbax's own barrier: when it returns on the first process, the parts of all are on the disk.
                 self._writer.wait_until_finished()  # in all processes
                 if self._is_primary:
-                    self._commit(staging, path, describe())
+                    self._commit(staging, step, describe())
                     telemetry.current.checkpoint = SavedCheckpoint(step, sendable(str(path)))
         except Exception as error:  # of Orbax's own kinds too: it belongs to who waits
             self._error = error
             if self._is_primary:
                 shutil.rmtree(staging, ignore_errors=True)
 
-    def _commit(self, staging: Path, path: Path, description: Mapping[str, Any]) -> None:
+    def _commit(self, staging: Path, step: int, description: Mapping[str, Any]) -> None:
         with open(staging / ENTRIES, "w") as file:
             json.dump(description, file)
             file.flush()
@@ -184,47 +200,30 @@ class ShardedCheckpoint:
         sync_directory(staging)
         # A folder cannot be renamed over one that has content. Killed between the two renames, the process leaves the
         # step under neither name, and the next `save` deletes both; the checkpoint before is then the newest.
-        replaced = staging.with_name(f"{staging.name}.replaced")
+        path, replaced = self.path_of(step), staging.with_name(f"{staging.name}.replaced")
         with self.claim.writing():
             if path.exists():
                 os.rename(path, replaced)
             os.rename(staging, path)
-            self._set_aside(path)
+            self._series.set_aside_after(step)
             sync_directory(self.directory)
-            self._delete_old()
+            self._series.delete_old(self._keep)
         shutil.rmtree(replaced, ignore_errors=True)
-
-    def _set_aside(self, written: Path) -> None:
-        """See `CheckpointDirectory._set_aside`."""
-        paths = self.paths()
-        for path in paths[paths.index(written) + 1 :]:
-            abandoned = path.with_name(path.name + ABANDONED)
-            if abandoned.exists():  # a folder cannot replace one that is not empty
-                shutil.rmtree(abandoned)
-            os.rename(path, abandoned)
-
-    def _delete_old(self) -> None:
-        if self._keep is None:
-            return
-        names = names_by_step(self.directory, self._basename, SUFFIX + ABANDONED)
-        abandoned = sorted((self.directory / name for _, name in names), key=lambda path: path.stat().st_mtime_ns)
-        for old in [*self.paths()[: -self._keep], *abandoned[: -self._keep]]:
-            shutil.rmtree(old)
 
     # Reading.
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of a step is, or will be."""
-        return self.directory / name_of_step(self._basename, SUFFIX, step)
+        return self.directory / self._series.name_of(step)
 
     def paths(self) -> list[Path]:
         """All checkpoints, in the order of their steps."""
-        return [self.directory / name for _, name in names_by_step(self.directory, self._basename, SUFFIX)]
+        return [self.path_of(step) for step in self.steps]
 
     @property
     def steps(self) -> list[int]:
         """The steps of all checkpoints, the newest last."""
-        return [step for step, _ in names_by_step(self.directory, self._basename, SUFFIX)]
+        return [step for step, _ in self._series.by_step()]
 
     def restore(self, model: Any, step: int | None = None) -> Mapping[str, Any] | None:
         """Put a checkpoint into the model, whatever mesh it was saved on; each process reads what it holds.
@@ -236,11 +235,11 @@ class ShardedCheckpoint:
         Returns: what `save` got, with the keys `step` and `state`; None if there is no checkpoint.
         Raises: ConfigurationError naming the variables, if it is a checkpoint of another model.
         """
-        self.wait()
+        problem = self._ended()
         # Also where the step is given: the first process, which puts the checkpoint in its place, may be later than the
         # others with it, and comes here after that.
-        chosen = _of_primary((self.steps or [-1])[-1] if step is None else step)
-        if step is None and chosen < 0:
+        chosen = self._of_primary((self.steps or [_NONE])[-1] if step is None else step, problem)
+        if step is None and chosen == _NONE:
             return None
         path = self.path_of(chosen)
         try:
@@ -357,12 +356,12 @@ def _build_optimizer(model: Any) -> None:
         optimizer.build(model.trainable_variables)
 
 
-def _of_primary(number: int) -> int:
-    """The first process's number, on all."""
+def _of_all(number: int) -> list[int]:
+    """The numbers of all processes, on all."""
     if _jax().process_count() == 1:
-        return number
+        return [number]
     multihost: Any = importlib.import_module("jax.experimental.multihost_utils")
-    return int(multihost.broadcast_one_to_all(np.int64(number)))
+    return [int(each) for each in multihost.process_allgather(np.int64(number))]
 
 
 def _value(entry: Any) -> Any:

@@ -19,13 +19,8 @@ def name_of_step(basename: str, suffix: str, step: int) -> str:
 
 def names_by_step(directory: StoragePath, basename: str, suffix: str) -> list[tuple[int, str]]:
     """The steps and names of all checkpoints, damaged ones included, in the order of their steps."""
-    pattern = step_pattern(basename, suffix)
+    pattern = re.compile(re.escape(basename) + r"-(\d+)" + re.escape(suffix))
     return sorted((int(match[1]), name) for name in list_names(directory) if (match := pattern.fullmatch(name)))
-
-
-def step_pattern(basename: str, suffix: str) -> re.Pattern[str]:
-    """Matches, in full, the names of such checkpoints; the only group is the step."""
-    return re.compile(re.escape(basename) + r"-(\d+)" + re.escape(suffix))
 
 
 def check_keep(keep: int | None) -> None:

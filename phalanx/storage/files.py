@@ -113,8 +113,18 @@ def read_end(path: StoragePath, count: int) -> bytes:
     if isinstance(path, RemotePath):
         return path.read_end(count)
     with open(path, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - count))
-        return file.read(count)
+        return end_of(file, count)
+
+
+def end_of(file: BinaryIO, count: int) -> bytes:
+    """The last bytes of an open file in a file system, at most so many."""
+    file.seek(max(0, os.fstat(file.fileno()).st_size - count))
+    return file.read(count)
+
+
+def written_ns(path: StoragePath) -> int:
+    """When a file, or a folder in a file system, was written, to order those of one folder."""
+    return path.written_ns() if isinstance(path, RemotePath) else path.stat().st_mtime_ns
 
 
 @contextlib.contextmanager

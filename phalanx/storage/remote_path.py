@@ -102,8 +102,11 @@ class RemotePath:
 
     def identity(self) -> Identity:
         """Of the present content. Raises: FileNotFoundError."""
-        with self._store() as (store, path):
-            return _stored_file(store.info(path)).identity
+        return self._described().identity
+
+    def written_ns(self) -> int:
+        """When it was written. Raises: FileNotFoundError."""
+        return self._described().written_ns
 
     def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
         """Create the folder where the store has folders; it may exist."""
@@ -155,6 +158,10 @@ class RemotePath:
         """As the built-in `open`. What is written appears when the file is closed."""
         with self._store() as (store, path):
             return store.open(path, mode, **options)
+
+    def _described(self) -> StoredFile:
+        with self._store() as (store, path):
+            return _stored_file(store.info(path))
 
     @contextmanager
     def _store(self) -> Iterator[tuple[Any, str]]:

@@ -15,7 +15,7 @@ import pytest
 from keras.distribution import DeviceMesh, LayoutMap, ModelParallel
 
 import phalanx
-from phalanx.checkpoint import sharded_checkpoint
+from phalanx.checkpoint import checkpoint_series, sharded_checkpoint
 from phalanx.errors import ConfigurationError, SupersededError
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
@@ -57,6 +57,8 @@ def main(folder: Path) -> None:
     gone_back(plain, folder / "gone_back")
     neighbours(plain, folder / "neighbours")
     late(plain, folder / "late")
+    failed(plain, folder / "failed")
+    killed_while_it_deletes(plain, folder / "deleted")
     fenced(plain, saved, checkpoints)
     print("finished")
 
@@ -125,13 +127,61 @@ def late(model: Any, folder: Path) -> None:
     aside = folder / "aside"
     saved.path_of(1).rename(aside)
 
-    def meet(number: int) -> int:
+    def meet(number: int) -> list[int]:
         aside.rename(saved.path_of(1))
-        return number
+        return [number]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_checkpoint, "_of_primary", meet)
+        patch.setattr(sharded_checkpoint, "_of_all", meet)
         assert saved.restore(model, step=1) is not None
+
+
+def failed(model: Any, folder: Path) -> None:
+    """A process whose last checkpoint was not written says so to the others, which come to the same collective."""
+    saved, told = phalanx.ShardedCheckpoint(folder), []
+
+    def tell(number: int) -> list[int]:
+        told.append(number)
+        return [number]
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved, "_commit", full)
+        saved.save(model, 1)
+        patch.setattr(sharded_checkpoint, "_of_all", tell)
+        with pytest.raises(OSError, match="no space left"):
+            saved.save(model, 2)
+        assert told == [sharded_checkpoint._PROBLEM]
+        patch.setattr(sharded_checkpoint, "_of_all", lambda number: [number, sharded_checkpoint._PROBLEM])
+        with pytest.raises(OSError, match="Process 1 of the program cannot write"):
+            saved.save(model, 2)
+    saved.save(model, 2)
+    saved.wait()
+    assert saved.steps == [2]
+
+
+def killed_while_it_deletes(model: Any, folder: Path) -> None:
+    """What is left of a checkpoint that was being deleted does not pass for one."""
+    saved = phalanx.ShardedCheckpoint(folder, keep=1)
+    saved.save(model, 1)
+    saved.wait()
+
+    def part(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            (path / "entries.json").unlink()
+            raise InterruptedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_series.shutil, "rmtree", part)
+        saved.save(model, 2)
+        with pytest.raises(InterruptedError):
+            saved.wait()
+    assert saved.steps == [2]
+    saved.save(model, 3)
+    saved.wait()
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["model-000000003.orbax"]
 
 
 def fenced(model: Any, saved: phalanx.ShardedCheckpoint, folder: Path) -> None:

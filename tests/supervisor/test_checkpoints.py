@@ -16,6 +16,7 @@ import pytest
 
 from phalanx.checkpoint import checkpoint_directory
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, DamagedCheckpointError, read
+from phalanx.checkpoint.checkpoint_series import ABANDONED
 from phalanx.errors import ConfigurationError
 from tests.supervisor.models import make_data, make_model, state_of
 from tests.support import fork_server
@@ -245,9 +246,52 @@ def test_after_going_back_the_newest_is_what_was_written_last(tmp_path: Path, tr
     assert newest is not None
     assert newest.step == 6
     assert [path.name for path in directory.paths()] == [directory.path_of(step).name for step in (5, 6)]
-    abandoned = sorted(path.name for path in tmp_path.glob(f"*{checkpoint_directory.ABANDONED}"))
-    assert abandoned == [directory.path_of(step).name + checkpoint_directory.ABANDONED for step in (20, 30)]
+    abandoned = sorted(path.name for path in tmp_path.glob(f"*{ABANDONED}"))
+    assert abandoned == [directory.path_of(step).name + ABANDONED for step in (20, 30)]
     for _ in range(3):
         for step in (40, 7):
             directory.save(trained, step)
-    assert len(list(tmp_path.glob(f"*{checkpoint_directory.ABANDONED}"))) == 2, "of these, too, the newest are kept"
+    assert len(list(tmp_path.glob(f"*{ABANDONED}"))) == 2, "of these, too, the newest are kept"
+
+
+def test_a_reader_finds_the_newest_while_a_writer_deletes_what_it_has_listed(
+    tmp_path: Path, trained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As workers without a strategy do, which wait for the chief's checkpoints."""
+    writer, reader = CheckpointDirectory(tmp_path, keep=1), CheckpointDirectory(tmp_path)
+    writer.save(trained, 1)
+    written = [1]
+
+    def meanwhile(real: Callable[..., Any], moments: int) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if written[-1] <= moments:
+                written.append(written[-1] + 1)
+                writer.save(trained, written[-1])
+            return real(*args)
+
+        return call
+
+    monkeypatch.setattr(checkpoint_directory, "read", meanwhile(read, 2))  # between the listing and the reading
+    monkeypatch.setattr(checkpoint_directory, "load", meanwhile(checkpoint_directory.load, 4))
+    other = make_model(seed=2)
+    found = reader.restore(other, tidy=False)
+    assert found is not None
+    assert found.step == written[-1] == 5
+    assert_same(state_of(other), state_of(trained))
+
+
+def test_a_checkpoint_that_is_saved_again_while_it_is_read_is_not_damaged(
+    tmp_path: Path, trained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    path = directory.save(trained, 1, {"epoch": 1})
+    real = os.fstat
+
+    def fstat(descriptor: int) -> os.stat_result:  # the file is open then
+        monkeypatch.setattr(os, "fstat", real)
+        directory.save(trained, 1, {"epoch": 2})
+        return real(descriptor)
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    assert read(path).state["epoch"] == 1
+    assert read(path).state["epoch"] == 2

@@ -1,0 +1,87 @@
+"""The checkpoints of one kind in a directory, in the order of their steps: which stay, which are set aside or deleted.
+
+A checkpoint is a file, or a folder in a file system.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.checkpoint.step_names import name_of_step, names_by_step
+from phalanx.storage.files import rename, written_ns
+from phalanx.storage.paths import StoragePath
+from phalanx.storage.remote_path import RemotePath
+
+ABANDONED = ".abandoned"
+"""Appended to the name of a checkpoint when one of an earlier step is written after it."""
+
+
+@dataclass(frozen=True)
+class CheckpointSeries:
+    """Checkpoints whose names differ by their steps alone. What changes them is called under the `WriteClaim`.
+
+    Attributes:
+        directory: where they are.
+        basename, suffix: the beginning and the end of their names.
+        are_folders: whether each is a folder, else a file. What else has such a name is left alone.
+    """
+
+    directory: StoragePath
+    basename: str
+    suffix: str
+    are_folders: bool = False
+
+    def name_of(self, step: int) -> str:
+        """What the checkpoint of a step is called, or would be."""
+        return name_of_step(self.basename, self.suffix, step)
+
+    def by_step(self) -> list[tuple[int, StoragePath]]:
+        """The steps and paths of all, damaged ones included, in the order of their steps."""
+        return self._found(self.suffix)
+
+    def hidden_name(self, token: int) -> str:
+        """A name for a folder that is not a checkpoint yet, or not any more; `remove_partial` deletes what has it.
+
+        Args:
+            token: of 32 bits at most.
+        """
+        return f".{self.basename}-{token:08x}"
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename the checkpoints of later steps: the training has gone back, and must not resume from them."""
+        for later, path in self.by_step():
+            if later > step:
+                abandoned = path.with_name(path.name + ABANDONED)
+                if self.are_folders and abandoned.exists():  # no folder replaces one that is not empty
+                    self._delete(abandoned)
+                rename(path, abandoned)
+
+    def delete_old(self, keep: int | None) -> None:
+        """Delete all but the newest few by step, and of those set aside all but as many that were written last."""
+        if keep is None:
+            return
+        abandoned = [path for _, path in self._found(self.suffix + ABANDONED)]
+        abandoned.sort(key=lambda path: (written_ns(path), path.name))
+        for path in [*(path for _, path in self.by_step()[:-keep]), *abandoned[:-keep]]:
+            self._delete(path)
+
+    def _found(self, suffix: str) -> list[tuple[int, StoragePath]]:
+        named = [(step, self.directory / name) for step, name in names_by_step(self.directory, self.basename, suffix)]
+        return [(step, path) for step, path in named if self._is_one(path)]
+
+    def _is_one(self, path: StoragePath) -> bool:
+        if isinstance(path, RemotePath):
+            return True
+        return path.is_dir() if self.are_folders else path.is_file()  # a pipe would be waited for without end
+
+    def _delete(self, path: StoragePath) -> None:
+        if isinstance(path, Path) and self.are_folders:
+            # A process that is killed meanwhile leaves a part, which must not have the name of a checkpoint.
+            hidden = path.with_name(self.hidden_name(secrets.randbits(32)))
+            path.rename(hidden)
+            shutil.rmtree(hidden)
+        else:
+            path.unlink(missing_ok=True)
