@@ -11,7 +11,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from phalanx.checkpoint.temporary_directory import temporary_directory
 from phalanx.cluster.resolvers.auto_resolver import as_resolver
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.spec import EVALUATOR
@@ -25,6 +24,7 @@ from phalanx.evaluator.end_of_job import JobEndDetector, JobSignPoller, patience
 from phalanx.monitoring.event_writer import EventWriter
 from phalanx.runtime import progress
 from phalanx.storage.paths import is_url, storage_path
+from phalanx.storage.temporary_directory import temporary_directory
 from phalanx.training.steps.optimizer_properties import inner_optimizer, set_step_count
 
 logger = logging.getLogger(__name__)

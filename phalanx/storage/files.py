@@ -13,13 +13,13 @@ import os
 import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from phalanx.storage.paths import StoragePath
 from phalanx.storage.remote_path import Identity, RemotePath, StoredFile
+from phalanx.storage.temporary_directory import temporary_directory
 
 
 @contextlib.contextmanager
@@ -92,7 +92,7 @@ def list_files(directory: StoragePath) -> list[StoredFile]:
         except FileNotFoundError:  # deleted since
             continue
         if stat.S_ISREG(status.st_mode):
-            found.append(StoredFile(entry.name, _identity(status), status.st_mtime_ns))
+            found.append(StoredFile(entry.name, identity_of(status), status.st_mtime_ns))
     return found
 
 
@@ -105,7 +105,7 @@ def copy_unchanged(path: StoragePath, identity: Identity, copy: Path) -> bool:
         shutil.copyfileobj(source, target, 1 << 20)
         of_copied = os.fstat(source.fileno())
     # Of what was copied, and of what has the name now: the file may have been replaced while it was open.
-    return all(_identity(status) == identity for status in (of_copied, os.stat(path)))
+    return all(identity_of(status) == identity for status in (of_copied, os.stat(path)))
 
 
 def read_end(path: StoragePath, count: int) -> bytes:
@@ -133,8 +133,8 @@ def local_copy(path: StoragePath) -> Iterator[Path]:
     if not isinstance(path, RemotePath):
         yield path
         return
-    with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
-        copy = Path(folder) / path.name
+    with temporary_directory() as folder:
+        copy = folder / path.name
         path.download(copy)
         yield copy
 
@@ -153,7 +153,8 @@ def sync_directory(directory: StoragePath) -> None:
         os.close(descriptor)
 
 
-def _identity(status: os.stat_result) -> Identity:
+def identity_of(status: os.stat_result) -> Identity:
+    """Of the content of a file in a file system."""
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 

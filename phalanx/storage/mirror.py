@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import shutil
-import tempfile
 from pathlib import Path
 
-from phalanx.storage.files import copy_file
+from phalanx.storage.files import copy_file, identity_of
 from phalanx.storage.paths import StoragePath
 from phalanx.storage.remote_path import Identity, RemotePath
+from phalanx.storage.temporary_directory import temporary_directory
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,8 @@ class MirroredFolder:
     def __init__(self, target: StoragePath) -> None:
         self._target = target
         self._uploaded: dict[Path, Identity] = {}  # what of each file is in the store
-        self.path = Path(tempfile.mkdtemp(prefix="phalanx-")) if isinstance(target, RemotePath) else target
+        self._closing = contextlib.ExitStack()
+        self.path = target if isinstance(target, Path) else self._closing.enter_context(temporary_directory())
 
     def upload(self) -> None:
         """Let what has changed since the last time appear. Each file appears whole: no store appends to its objects.
@@ -42,8 +43,7 @@ class MirroredFolder:
     def _upload(self, folder: RemotePath) -> None:
         for path in sorted(each for each in self.path.rglob("*") if each.is_file()):
             # Before the copy: what is appended meanwhile is another identity next time.
-            status = path.stat()
-            identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+            identity = identity_of(path.stat())
             if self._uploaded.get(path) != identity:
                 target = folder
                 for part in path.relative_to(self.path).parts:
@@ -54,5 +54,4 @@ class MirroredFolder:
 
     def close(self) -> None:
         """Remove the temporary folder. Safe to call twice."""
-        if isinstance(self._target, RemotePath):
-            shutil.rmtree(self.path, ignore_errors=True)
+        self._closing.close()

@@ -82,13 +82,12 @@ class RemotePath:
 
     def exists(self) -> bool:
         """Whether there is a file of this name, or files below it."""
-        with self._store() as (store, path):
-            return bool(store.exists(path))
+        return self._info() is not None
 
     def is_dir(self) -> bool:
         """Whether there are files below it."""
-        with self._store() as (store, path):
-            return bool(store.isdir(path))
+        found = self._info()
+        return found is not None and found["type"] == "directory"
 
     def files(self) -> list[StoredFile]:
         """The files of this folder; none if there is no such folder."""
@@ -162,6 +161,15 @@ class RemotePath:
     def _described(self) -> StoredFile:
         with self._store() as (store, path):
             return _stored_file(store.info(path))
+
+    def _info(self) -> Any:
+        """What the store says about it; None if there is nothing."""
+        # Not fsspec's `exists` and `isdir`, which mean an error by "no" as well.
+        with self._store() as (store, path):
+            try:
+                return store.info(path)
+            except FileNotFoundError:
+                return None
 
     @contextmanager
     def _store(self) -> Iterator[tuple[Any, str]]:

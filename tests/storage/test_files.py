@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,6 +25,7 @@ from phalanx.storage.files import (
 from phalanx.storage.mirror import MirroredFolder
 from phalanx.storage.paths import StoragePath
 from phalanx.storage.remote_path import RemotePath
+from phalanx.storage.temporary_directory import temporary_directory
 
 
 def test_a_file_is_written_read_listed_renamed_and_deleted(folder: StoragePath) -> None:
@@ -139,3 +143,50 @@ def test_a_store_that_does_not_answer_is_an_os_error(memory: RemotePath, monkeyp
     monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "cat_file", fail)
     with pytest.raises(OSError, match="ZeroDivisionError: no class of Python's"):
         (memory / "one").read_bytes()
+    monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "info", fail)
+    for ask in (RemotePath.exists, RemotePath.is_dir):
+        with pytest.raises(OSError, match="ZeroDivisionError: no class of Python's"):
+            ask(memory / "one")
+
+
+def test_copies_of_a_killed_process_are_removed_by_the_next_one(
+    memory: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    write_file(memory / "one", b"content")
+    begun, done = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        mirrored = MirroredFolder(memory)
+        with local_copy(memory / "one") as copy:
+            (mirrored.path / "events").touch()
+            assert copy.exists()
+            os.write(done, b"!")
+            signal.pause()
+    os.close(done)
+    assert os.read(begun, 1)
+    os.close(begun)
+    assert len(list(tmp_path.iterdir())) == 2
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    with temporary_directory() as own:
+        assert list(tmp_path.iterdir()) == [own]
+
+
+def test_a_temporary_directory_that_another_process_removes_at_once_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks abandoned until it is locked."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    real, removed = os.open, list[str]()
+
+    def late(path: str, *args: int, **options: int) -> int:
+        if not removed:
+            removed.append(path)
+            os.rmdir(path)
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", late)
+    with temporary_directory() as folder:
+        assert folder.is_dir()
+        assert str(folder) not in removed

@@ -18,9 +18,9 @@ import pytest
 
 import phalanx
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, load, read
-from phalanx.checkpoint.temporary_directory import temporary_directory
 from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.evaluator import completion_marker
+from phalanx.storage.temporary_directory import temporary_directory
 from tests.supervisor.models import make_data, make_model
 
 BOUND_S = 60.0
@@ -321,7 +321,7 @@ def test_what_a_killed_evaluator_left_is_removed_by_the_next_one(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = (
-        "import time; from phalanx.checkpoint.temporary_directory import temporary_directory\n"
+        "import time; from phalanx.storage.temporary_directory import temporary_directory\n"
         "with temporary_directory() as it: print(it, flush=True); time.sleep(99)"
     )
     processes = [

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PREFIX = "phalanx-evaluator-"
+PREFIX = "phalanx-copies-"
 
 
 @contextmanager
@@ -20,15 +20,27 @@ def temporary_directory() -> Iterator[Path]:
     _remove_abandoned()
     while True:
         with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
-            descriptor = os.open(name, os.O_RDONLY)
+            descriptor = _lock(name)
+            if descriptor is None:
+                continue
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)  # a process that removes it has it for a moment
-                if not os.path.exists(name):
-                    continue  # another process removed it as abandoned before it was locked
                 yield Path(name)
                 return
             finally:
                 os.close(descriptor)
+
+
+def _lock(name: str) -> int | None:
+    """A descriptor that keeps it locked; None if another process has removed it as abandoned, before it was locked."""
+    try:
+        descriptor = os.open(name, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # a process that removes it has it for a moment
+    if os.path.exists(name):
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _remove_abandoned() -> None:
