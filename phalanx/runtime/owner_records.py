@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import secrets
 import time
@@ -88,10 +89,11 @@ class OwnerFile:
         self.path = path
         self._lock_path = lock_path
         self._alive: BinaryIO | None = None  # the owner's file, locked
+        self._taken_by = 0  # the process that has locked it: its forks inherit the rest
 
     @property
     def is_mine(self) -> bool:
-        return self._alive is not None
+        return self._alive is not None and self._taken_by == os.getpid()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -120,7 +122,7 @@ class OwnerFile:
             return not _lock(file)
 
     def take(self, content: bytes) -> None:
-        for left in self.path.parent.glob(f"{self.path.name}.*"):  # of a killed process
+        for left in self.path.parent.glob(f"{glob.escape(self.path.name)}.*"):  # of a killed process
             left.unlink(missing_ok=True)
         temporary = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")
         file = open(temporary, "wb")  # noqa: SIM115  # open, and so locked, for as long as the claim lasts
@@ -134,11 +136,12 @@ class OwnerFile:
             file.close()
             temporary.unlink(missing_ok=True)
             raise
-        self._alive = file
+        self._alive, self._taken_by = file, os.getpid()
 
     def drop(self) -> None:
         if self._alive is not None:
-            _unlock(self._alive)
+            if self.is_mine:  # a fork would unlock it for its parent
+                _unlock(self._alive)
             self._alive.close()
             self._alive = None
 

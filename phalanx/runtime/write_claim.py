@@ -198,12 +198,10 @@ class WriteClaim:
         )
 
 
-_own: tuple[int, str] = (0, "")
+_own: dict[int, str] = {}  # by process id: a fork is another process
 
 
 def _process() -> str:
     """Names this process, also after a fork."""
-    global _own
-    if _own[0] != os.getpid():
-        _own = os.getpid(), secrets.token_hex(8)
-    return _own[1]
+    # In one step of the interpreter: two threads that ask first, at once, get the same.
+    return _own.setdefault(os.getpid(), secrets.token_hex(8))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -21,6 +23,7 @@ from phalanx.runtime.write_claim import WriteClaim
 from tests.support.backends import BACKENDS
 from tests.support.programs import check_python
 
+BOUND_S = 30.0
 Run = Callable[[str], None]
 
 
@@ -145,11 +148,64 @@ def test_the_owner_does_not_change_while_a_file_is_put_in_its_place(tmp_path: Pa
         pytest.fail("two writers")
 
 
+def test_a_fork_that_ends_leaves_its_parent_the_directory(tmp_path: Path, run: Run) -> None:
+    """It ends in the `with` of its parent, which then releases the claim in the fork."""
+    run("one:0")
+    mine = claim(tmp_path)
+    mine.acquire()
+    elsewhere(mine.release)
+    owner = os.getpid()
+
+    def claim_as_another_job() -> None:
+        run("two:0")
+        with pytest.raises(ConfigurationError, match=f"in use: process {owner} of job one"):
+            claim(tmp_path).acquire()
+
+    elsewhere(claim_as_another_job)
+    run("one:0")
+    with mine.writing():
+        pass
+
+
+def test_threads_that_claim_directories_at_once_are_one_process(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("one:0")
+    monkeypatch.setattr(write_claim, "_own", {})
+    both, draw = threading.Barrier(2), secrets.token_hex
+
+    def meet(count: int) -> str:
+        both.wait(BOUND_S)
+        return draw(count)
+
+    monkeypatch.setattr(write_claim.secrets, "token_hex", meet)
+    found: list[str] = []
+    threads = [threading.Thread(target=lambda: found.append(write_claim._process())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    monkeypatch.setattr(write_claim.secrets, "token_hex", draw)
+    assert {*found, write_claim._process()} == {found[0]}
+
+
+@pytest.mark.parametrize("name", ["run[1]", "fit*"])
+def test_names_of_checkpoints_are_no_patterns(tmp_path: Path, run: Run, name: str) -> None:
+    run("one:0")
+    other = tmp_path / ".run1.owner.0123abcd"  # that another process is about to rename
+    another_one = tmp_path / ".fit7.owner.0123abcd"
+    for path in (other, another_one):
+        path.touch()
+    claim(tmp_path, name=name).acquire()
+    assert other.exists()
+    assert another_one.exists()
+
+
 @contextmanager
 def another(run: str) -> Iterator[None]:
     """Inside, this process is another one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_claim, "_own", (os.getpid(), "another"))
+        patch.setattr(write_claim, "_own", {os.getpid(): "another"})
         patch.setenv(RUN, run)
         yield
 
