@@ -77,16 +77,22 @@ class BestCheckpoint:
                 ) from error
         if math.isnan(value) or not bool(self._rule._is_improvement(value, self.value)):
             return False
-        suffix = KERAS_SUFFIX if found.name.endswith(KERAS_SUFFIX) else checkpoint_directory.SUFFIX
-        place = self._directory / f"{NAME}{suffix}"
+        place, other = self._places(found.name)
         with self._claim.writing():
             # The checkpoint first: a process that is killed in between leaves a better one than the figures say. The
             # other way around, a worse one would pass for the best.
             copy_file(found.copy, place)
             self._note({"monitor": self._monitor, "checkpoint": found.name, "step": found.step, "metrics": dict(logs)})
+            other.unlink(missing_ok=True)
         self.value, self.path = value, place
         logger.info("Step %d is the best so far: %s is %g.", found.step, self._monitor, value)
         return True
+
+    def _places(self, checkpoint: str) -> tuple[StoragePath, StoragePath]:
+        """Where a checkpoint of this name is kept, and where one of the other format would be."""
+        suffixes = (checkpoint_directory.SUFFIX, KERAS_SUFFIX)
+        ours, other = suffixes[::-1] if checkpoint.endswith(KERAS_SUFFIX) else suffixes
+        return self._directory / f"{NAME}{ours}", self._directory / f"{NAME}{other}"
 
     def _note(self, content: Mapping[str, Any]) -> None:
         write_file(self._directory / f"{NAME}.json", json.dumps(content, indent=1).encode())
@@ -98,14 +104,11 @@ class BestCheckpoint:
             content = json.loads(place.read_bytes())
             known = content.get("monitor") == self._monitor and self._monitor in content["metrics"]
             value = float(content["metrics"][self._monitor]) if known else None
+            kept, _ = self._places(content["checkpoint"])
         except FileNotFoundError:
             return
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             logger.warning("%s is damaged, so the best result so far is unknown (%s).", place, error)
             return
-        if value is not None:
-            self.value = value
-            kept = [self._directory / f"{NAME}{suffix}" for suffix in (checkpoint_directory.SUFFIX, KERAS_SUFFIX)]
-            self.path = next((path for path in kept if path.exists()), None)
-            if self.path is None:
-                self.value = None
+        if value is not None and kept.exists():
+            self.value, self.path = value, kept

@@ -6,7 +6,8 @@ listens until all workers have left, even if some restart meanwhile. So the job 
 starts too late to see any task. A task that was started by hand may be restarted, and gets some time for it.
 
 A job without ports (one worker, by hand; no cluster) writes a file into its checkpoint directory, or saves nothing for
-a long time. The file of a former job stays until the chief of the next one begins its session.
+a long time. The file of a former job stays until the chief of the next one begins its session. So a file that was there
+from the start ends no evaluator before that chief has had the time to begin.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class JobEndDetector:
         self._last_sign = now  # of the job's life: an answer, or a checkpoint
         self._gone_since: float | None = None  # None while anything may listen
         self._last_checkpoint: float | None = None
-        self._was_unannounced = False  # so that a file which says that the job is over is of this job
+        self._was_unannounced = False  # so that a file which says that a job is over is of this one
 
     @property
     def saw_nothing(self) -> bool:
@@ -84,21 +85,20 @@ class JobEndDetector:
         """One was found."""
         self._last_checkpoint = self._last_sign = now
 
-    def is_over(self, sign: JobSign, now: float, *, announced: bool) -> bool:
+    def is_over(self, sign: JobSign, now: float, *, announced: bool | None) -> bool:
         """Whether the job is over.
 
         Args:
-            announced: whether a file says so.
+            announced: whether a file says so; None if that is not known now.
         """
         patience = self._patience
-        self._was_unannounced |= not announced
+        self._was_unannounced |= announced is False
         if sign is not JobSign.GONE:
             self._seen, self._gone_since = True, None
         if sign is JobSign.ALIVE:
             self._last_sign = now
             return False
-        # What has been there from the start may be of a former job, while the chief of this one does not answer yet.
-        if announced and (self._was_unannounced or sign is JobSign.GONE):
+        if announced and self._was_unannounced:
             return True
         if sign is JobSign.SILENT:
             return now - self._last_sign >= patience.silent_s
@@ -110,7 +110,8 @@ class JobEndDetector:
         if self._last_checkpoint is None:
             return now - self._began >= patience.start_s
         # There were checkpoints, perhaps of an earlier job: this one still has the time to start.
-        return now - self._last_checkpoint >= max(patience.idle_s, patience.start_s)
+        idle_s = 0.0 if announced else patience.idle_s
+        return now - self._last_checkpoint >= max(idle_s, patience.start_s)
 
 
 class JobSignPoller:

@@ -100,7 +100,7 @@ def copy_unchanged(path: StoragePath, identity: Identity, copy: Path) -> bool:
     """Copy a file that others may write to a local one; whether it had this identity all the while."""
     if isinstance(path, RemotePath):
         path.download(copy)
-        return path.identity() == identity
+        return path.described().identity == identity
     with open(path, "rb") as source, open(copy, "wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
         of_copied = os.fstat(source.fileno())
@@ -124,7 +124,7 @@ def end_of(file: BinaryIO, count: int) -> bytes:
 
 def written_ns(path: StoragePath) -> int:
     """When a file, or a folder in a file system, was written, to order those of one folder."""
-    return path.written_ns() if isinstance(path, RemotePath) else path.stat().st_mtime_ns
+    return path.described().written_ns if isinstance(path, RemotePath) else path.stat().st_mtime_ns
 
 
 @contextlib.contextmanager

@@ -82,12 +82,14 @@ class RemotePath:
 
     def exists(self) -> bool:
         """Whether there is a file of this name, or files below it."""
-        return self._info() is not None
+        with self._store() as (store, path):
+            return _info(store, path) is not None
 
     def is_dir(self) -> bool:
         """Whether there are files below it."""
-        found = self._info()
-        return found is not None and found["type"] == "directory"
+        with self._store() as (store, path):
+            found = _info(store, path)
+            return found is not None and found["type"] == "directory"
 
     def files(self) -> list[StoredFile]:
         """The files of this folder; none if there is no such folder."""
@@ -99,13 +101,10 @@ class RemotePath:
             # A store may list a folder's own marker in it.
             return [_stored_file(e) for e in entries if e["type"] == "file" and e["name"].strip("/") != path.strip("/")]
 
-    def identity(self) -> Identity:
-        """Of the present content. Raises: FileNotFoundError."""
-        return self._described().identity
-
-    def written_ns(self) -> int:
-        """When it was written. Raises: FileNotFoundError."""
-        return self._described().written_ns
+    def described(self) -> StoredFile:
+        """As its folder lists it. Raises: FileNotFoundError."""
+        with self._store() as (store, path):
+            return _stored_file(store.info(path))
 
     def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
         """Create the folder where the store has folders; it may exist."""
@@ -158,19 +157,6 @@ class RemotePath:
         with self._store() as (store, path):
             return store.open(path, mode, **options)
 
-    def _described(self) -> StoredFile:
-        with self._store() as (store, path):
-            return _stored_file(store.info(path))
-
-    def _info(self) -> Any:
-        """What the store says about it; None if there is nothing."""
-        # Not fsspec's `exists` and `isdir`, which mean an error by "no" as well.
-        with self._store() as (store, path):
-            try:
-                return store.info(path)
-            except FileNotFoundError:
-                return None
-
     @contextmanager
     def _store(self) -> Iterator[tuple[Any, str]]:
         """The store, without what it remembers of this folder, which others change, and the path in it."""
@@ -185,6 +171,15 @@ class RemotePath:
         except Exception as error:
             # The packages' own classes, such as botocore's for a host that does not answer.
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}", self.url) from error
+
+
+def _info(store: Any, path: str) -> Any:
+    """What a store says about a path; None if there is nothing. (fsspec's `exists` and `isdir` mean an error by "no",
+    too.)"""
+    try:
+        return store.info(path)
+    except FileNotFoundError:
+        return None
 
 
 def has_store(url: str) -> bool:

@@ -13,9 +13,10 @@ class BoundaryRequests:
     """A queue of functions, each run by the training thread between two steps."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # protects both attributes below; not held while a function runs
+        self._lock = threading.Lock()  # protects the next two attributes; not held while a function runs
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._closed = False  # from then on `_waiting` stays empty
+        self._interrupted: list[Future[Any]] = []  # the training thread's: whose functions were interrupted
 
     def call(self, function: Callable[[], Any], timeout_s: float) -> Any:
         """Let the training thread call `function`; wait for its result.
@@ -51,6 +52,9 @@ class BoundaryRequests:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
+            except BaseException:  # Ctrl-C ends the session, and `close` the caller's wait
+                self._interrupted.append(future)
+                raise
 
     def close(self) -> None:
         """Take no more requests; those that wait raise an error. Safe to call twice."""
@@ -59,3 +63,5 @@ class BoundaryRequests:
             waiting, self._waiting = self._waiting, deque()
         for future, _ in waiting:  # none of them runs: this is the thread that would run them
             future.cancel()
+        while self._interrupted:
+            self._interrupted.pop().set_exception(RuntimeError("The managed session was interrupted meanwhile."))

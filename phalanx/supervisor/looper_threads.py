@@ -21,8 +21,8 @@ class LooperThreads:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # protects the error and the list of threads
-        self._stop = threading.Event()
+        self._lock = threading.Lock()  # protects all that follows
+        self._stop = threading.Event()  # of the present session: `clear` replaces it
         self._error: BaseException | None = None
         self._threads: list[threading.Thread] = []
 
@@ -39,16 +39,21 @@ class LooperThreads:
     ) -> threading.Thread:
         """Call `target` at once and then every so many seconds (None: again and again), in a thread of its own."""
 
+        stop = self._stop
+
         def repeat() -> None:
             due = time.monotonic()
             try:
-                while not self._stop.is_set():
+                while not stop.is_set():
                     target(*args, **(kwargs or {}))
                     # By the clock, not after a pause: the time of the call itself does not add up.
                     due = max(due + (interval_s or 0.0), time.monotonic())
-                    self._stop.wait(due - time.monotonic())
+                    stop.wait(due - time.monotonic())
             except Exception as error:
-                self.request_stop(error)
+                if stop is self._stop:
+                    self.request_stop(error)
+                else:
+                    logger.error("A thread of a former session ended with an error.", exc_info=error)
 
         name = getattr(target, "__name__", type(target).__name__)
         thread = threading.Thread(target=repeat, name=f"phalanx-loop-{name}", daemon=True)
@@ -76,11 +81,11 @@ class LooperThreads:
         return self._stop.wait(timeout_s)
 
     def clear(self) -> None:
-        """Forget a former stop and its error, so that threads can be started again."""
+        """Forget a former stop, its error and its threads, so that others can be started. What of those has not ended
+        in time ends with its present call."""
         with self._lock:
-            self._threads = []
-            self._error = None
-        self._stop.clear()
+            if self._stop.is_set():  # else the threads are of the session that begins
+                self._threads, self._error, self._stop = [], None, threading.Event()
 
     def join(self, grace_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Wait for the threads to end, and do `meanwhile` what they may wait for themselves.

@@ -96,6 +96,7 @@ class ManagedSession:
         restored: the checkpoint that the model started from; None if there was none, or if another process restored.
         requests: what other threads want done at the next step boundary.
         progress: which epoch of which `fit` is reached.
+        checkpoints: the checkpoint directory, if the session has one; others than the chief only read there.
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class ManagedSession:
         self.is_chief = is_chief
         self.restored: StoredCheckpoint | None = None
         self._services = services if is_chief else SessionServices()
-        self._directory = services.checkpoints  # also on others than the chief, which restore from it
+        self.checkpoints = services.checkpoints
+        self._writer = services.writer  # to be closed, also if it has failed; None on others than the chief
         self._loops = loops
         self._read_step = read_step  # from variables, in the training thread alone; see `_reads_at_once`
         self._thread = threading.get_ident()  # the training thread
@@ -155,9 +157,11 @@ class ManagedSession:
         with timeline.current.span(timeline.CHECKPOINTS, "checkpoint"):
             model_dispatch.update_variables(self.model)
             step = self.global_step if global_step is None else int(global_step)
-            written = directory.save(self.model, step, {"fits": self.progress.calls, "epoch": self.progress.epoch})
-            if directory is not self._directory:
-                directory.claim.release()
+            try:
+                written = directory.save(self.model, step, {"fits": self.progress.calls, "epoch": self.progress.epoch})
+            finally:
+                if directory is not self.checkpoints:
+                    directory.claim.release()
         self._saved_at = time.monotonic()
         logger.info("Saved step %d to %s.", step, written)
         return written
@@ -217,10 +221,13 @@ class ManagedSession:
             self.save()
 
     def close(self) -> None:
-        """Serve no more requests, and let other processes write to the directory. Safe to call twice."""
+        """Serve no more requests, let other processes write to the directory, and close the event file. Safe to call
+        twice."""
         self.requests.close()
-        if self._directory is not None:
-            self._directory.claim.release()
+        if self.checkpoints is not None:
+            self.checkpoints.claim.release()
+        if self._writer is not None:
+            self._writer.close()
 
     @property
     def methods(self) -> dict[str, Callable[..., Any]]:
@@ -279,11 +286,6 @@ class ManagedSession:
         self.boundary()
 
     @property
-    def has_directory(self) -> bool:
-        """Whether the session has a checkpoint directory."""
-        return self._directory is not None
-
-    @property
     def _reads_at_once(self) -> bool:
         """Whether reading the step after every batch is cheap. With parameter servers it is a number of this process,
         otherwise a variable, which JAX would have to fetch from its loop."""
@@ -297,13 +299,13 @@ class ManagedSession:
     def _directory_of(self, save_path: str | os.PathLike[str] | None) -> CheckpointDirectory:
         if save_path is not None:
             path = storage_path(save_path, "save_path")
-            own = self._directory
+            own = self.checkpoints
             if own is not None and own.is_at(path):
                 return own
             return CheckpointDirectory(path.parent, basename=path.name)
-        if self._directory is None:
+        if self.checkpoints is None:
             raise ConfigurationError("The supervisor has no logdir: give save() a path, such as 'runs/model.ckpt'.")
-        return self._directory
+        return self.checkpoints
 
 
 class _Epochs(ChiefCallback):
@@ -337,7 +339,7 @@ class _Boundaries(ChiefCallback):
     def __init__(self, session: ManagedSession) -> None:
         super().__init__()
         self._session = session
-        self.saves = session.has_directory
+        self.saves = session.checkpoints is not None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._session.boundary()

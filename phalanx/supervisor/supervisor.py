@@ -186,13 +186,11 @@ class Supervisor:
         else:
             if self._loops.error is not None:
                 raise self._loops.error
-            if self._writes and self._logdir is not None:
-                announce_end(self._logdir)
+            if self._writes and session.checkpoints is not None:
+                announce_end(session.checkpoints.directory, session.checkpoints.claim)
         finally:
             self._session = None
             session.close()
-            if self._writer is not None:
-                self._writer.close()
 
     def _begin(self, model: Any, services_start: bool) -> ManagedSession:
         if not hasattr(model, "save_weights"):
@@ -227,11 +225,15 @@ class Supervisor:
             loops=self._loops,
             read_step=counter.read,
         )
-        # The chief comes out of this with the values that all are to have; then the others get them.
-        restored = self._initialise(session, checkpoints, counter) if self._is_chief else None
-        self._wait_for_chief(session, checkpoints, member, counter)
-        if session.restored is None:
-            session.begin(restored)
+        try:
+            # The chief comes out of this with the values that all are to have; then the others get them.
+            restored = self._initialise(session, checkpoints, counter) if self._is_chief else None
+            self._wait_for_chief(session, checkpoints, member, counter)
+            if session.restored is None:
+                session.begin(restored)
+        except BaseException:
+            session.close()  # or no other process could write to the directory while this one lives
+            raise
         return session
 
     def _initialise(
@@ -252,7 +254,8 @@ class Supervisor:
         if checkpoints is not None and self._writes:
             if restored is None and self._save_model_secs:
                 session.save()  # workers without a strategy wait for it, too
-            announce_beginning(checkpoints.directory)  # whatever is saved: the end of this session is announced, too
+            # Whatever is saved: the end of this session is announced, too.
+            announce_beginning(checkpoints.directory, checkpoints.claim)
         return restored
 
     def _wait_for_chief(

@@ -251,6 +251,15 @@ def test_whatever_saves_during_a_fit_stops_when_the_job_goes_on_elsewhere(tmp_pa
     assert files(tmp_path) == before[0]
 
 
+def test_a_chief_that_another_one_has_succeeded_does_not_announce_the_end_of_the_job(tmp_path: Path, run: Run) -> None:
+    run("job:0")
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    session = phalanx.Supervisor(tmp_path, save_model_secs=0).managed_session(model)
+    with pytest.raises(SupersededError), session, another("job:1"):
+        claim(tmp_path, name="model.ckpt").acquire()
+    assert not (tmp_path / "finished").exists(), "or the evaluator of the successor would end"
+
+
 SHARDED = """
 import os, sys
 from pathlib import Path

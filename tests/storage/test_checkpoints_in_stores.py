@@ -176,6 +176,7 @@ def test_a_supervisor_saves_to_a_store_and_an_evaluator_reads_from_it(
         make_model(seed=2), make_data(), logdir, log_dir=str(store / "logs"), verbose=0, patience_s=0.1
     )
     monkeypatch.setattr(evaluator, "_poll_s", 0.01)
+    monkeypatch.setenv("PHALANX_RENDEZVOUS_TIMEOUT", "0.5")  # another job could begin
     evaluator.start()
     assert evaluator.evaluations == 1
     best = json.loads((store / "run" / "best_evaluation.json").read_bytes())

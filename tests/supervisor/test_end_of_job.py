@@ -25,7 +25,7 @@ EVALUATOR = Task("evaluator", 0)
 SECRET = b"0123456789abcdef"
 
 
-def over(end: JobEndDetector, *signs: tuple[JobSign, float], announced: bool = False) -> list[bool]:
+def over(end: JobEndDetector, *signs: tuple[JobSign, float], announced: bool | None = False) -> list[bool]:
     return [end.is_over(sign, now, announced=announced) for sign, now in signs]
 
 
@@ -88,6 +88,24 @@ def test_a_file_of_a_former_job_does_not_end_one_that_is_starting() -> None:
     assert over(end, (JobSign.SILENT, 1), (JobSign.SILENT, 2), announced=True) == [False, False]
     assert over(end, (JobSign.SILENT, 3)) == [False], "the chief has withdrawn it"
     assert over(end, (JobSign.SILENT, 4), announced=True) == [True]
+
+
+def test_a_file_of_a_former_job_without_ports_does_not_end_one_that_is_starting() -> None:
+    """No port says that its chief is about to begin, to withdraw the file and to save."""
+    end = JobEndDetector(PATIENCE, 0)
+    end.checkpoint(1)  # the newest of the former job
+    assert over(end, (JobSign.GONE, 2), (JobSign.GONE, 100.9), announced=True) == [False, False]
+    assert over(end, (JobSign.GONE, 101), announced=True) == [True], "no other job has begun"
+    end = JobEndDetector(PATIENCE, 0)
+    assert over(end, (JobSign.GONE, 2), announced=True) == [False]
+    assert over(end, (JobSign.GONE, 3)) == [False], "the chief has withdrawn it"
+    assert over(end, (JobSign.GONE, 4), announced=True) == [True]
+
+
+def test_a_store_that_does_not_answer_has_not_withdrawn_the_file() -> None:
+    end = JobEndDetector(PATIENCE, 0, launched=True)
+    assert over(end, (JobSign.SILENT, 1), announced=None) == [False]
+    assert over(end, (JobSign.SILENT, 2), announced=True) == [False], "it may be of a former job"
 
 
 def test_jobs_of_the_launcher_end_sooner() -> None:

@@ -20,6 +20,9 @@ import phalanx
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, load, read
 from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.evaluator import completion_marker
+from phalanx.evaluator.best_checkpoint import BestCheckpoint
+from phalanx.evaluator.checkpoint_watcher import FoundCheckpoint
+from phalanx.runtime.write_claim import WriteClaim
 from phalanx.storage.temporary_directory import temporary_directory
 from tests.supervisor.models import make_data, make_model
 
@@ -84,7 +87,7 @@ def test_it_evaluates_each_in_order_keeps_the_best_and_ends_with_the_job(saved: 
         if left:
             put(left.pop(0), tmp_path)
         else:
-            completion_marker.announce_end(tmp_path)
+            completion_marker.announce_end(tmp_path, WriteClaim(tmp_path, "model.ckpt"))
 
     put(saved[0], tmp_path)
     note = Note(next_one)
@@ -219,7 +222,7 @@ def test_a_damaged_checkpoint_is_left_out(saved: list[Path], tmp_path: Path, cap
     content = bytearray((tmp_path / saved[1].name).read_bytes())
     content[200] ^= 1
     (tmp_path / saved[1].name).write_bytes(content)
-    completion_marker.announce_end(tmp_path)
+    completion_marker.announce_end(tmp_path, WriteClaim(tmp_path, "model.ckpt"))
     note = Note()
     evaluator(tmp_path, callbacks=[note]).start()
     assert note.steps == [10]
@@ -310,7 +313,7 @@ def test_it_waits_for_a_file_that_keras_is_still_writing(saved: list[Path], tmp_
         assert not waiting.wait(2.5), "longer than a file is left alone"
         assert note.steps == []
         file.write(content[len(content) // 2 :])
-    completion_marker.announce_end(folder)
+    completion_marker.announce_end(folder, WriteClaim(folder, "model.ckpt"))
     thread.join(BOUND_S)
     assert not thread.is_alive()
     assert note.steps == [10]
@@ -362,3 +365,16 @@ def test_a_file_is_no_directory_of_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="which is a file"):
         evaluator(tmp_path / "file")
+
+
+def test_the_best_of_another_format_replaces_the_one_before(saved: list[Path], tmp_path: Path) -> None:
+    model = make_model()
+    for name, loss in (("a.keras", 2.0), ("b.weights.h5", 1.0), ("c.keras", 0.5)):
+        copy = tmp_path / name
+        copy.write_text(name)
+        best = BestCheckpoint(tmp_path / "run", model, "loss")
+        assert best.consider(FoundCheckpoint(name, copy, copy, 1), {"loss": loss})
+        kept = BestCheckpoint(tmp_path / "run", model, "loss").path
+        assert isinstance(kept, Path)
+        assert kept.read_text() == name
+        assert len(list((tmp_path / "run").glob("best_evaluation.*"))) == 2, "the checkpoint and its figures"

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from phalanx.supervisor.boundary_requests import BoundaryRequests
 from phalanx.supervisor.looper_threads import LooperThreads
 
 BOUND_S = 20.0
@@ -75,3 +76,57 @@ def test_what_a_thread_waits_for_is_done_while_it_is_waited_for() -> None:
     loops.start(None, served.wait, (BOUND_S,))
     loops.request_stop()
     loops.join(BOUND_S, served.set)
+
+
+def test_a_thread_that_ended_too_late_does_not_continue_in_the_next_session(caplog: pytest.LogCaptureFixture) -> None:
+    loops, go_on, calls = LooperThreads(), threading.Event(), []
+
+    def target() -> None:
+        calls.append(1)
+        go_on.wait(BOUND_S)
+        raise ValueError("of the former session")
+
+    thread = loops.start(None, target)
+    loops.request_stop()
+    with pytest.raises(RuntimeError):
+        loops.join(0.0)
+    loops.clear()
+    go_on.set()
+    thread.join(BOUND_S)
+    assert not thread.is_alive()
+    assert calls == [1]
+    assert not loops.should_stop(), "the next session has no error"
+    assert "former session" in caplog.text
+
+
+def test_what_was_started_before_the_session_belongs_to_it() -> None:
+    loops, go_on = LooperThreads(), threading.Event()
+    thread = loops.start(None, go_on.wait, (BOUND_S,))
+    loops.clear()
+    loops.request_stop()
+    loops.join(BOUND_S, go_on.set)
+    assert not thread.is_alive()
+
+
+def test_an_interrupt_while_a_request_is_served_ends_its_wait() -> None:
+    """Else the thread that asked for it would wait without end, and Ctrl-C for that thread."""
+    requests, raised = BoundaryRequests(), []
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def ask() -> None:
+        try:
+            requests.call(interrupt, BOUND_S)
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    while not requests._waiting:
+        thread.join(0.01)
+    with pytest.raises(KeyboardInterrupt):
+        requests.serve()
+    requests.close()
+    thread.join(5.0)
+    assert raised == ["The managed session was interrupted meanwhile."]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -17,6 +18,8 @@ import phalanx
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, read
 from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.evaluator import completion_marker
+from phalanx.runtime.owner_records import OwnerFile
+from phalanx.runtime.write_claim import WriteClaim
 from tests.supervisor.models import BATCH, STEPS, make_data, make_model, state_of
 
 BOUND_S = 30.0
@@ -169,11 +172,33 @@ def test_an_error_of_a_loop_ends_fit_and_is_raised_at_the_end(tmp_path: Path) ->
 
 
 def test_a_session_that_saves_only_on_request_withdraws_the_end_of_a_former_one(tmp_path: Path) -> None:
-    completion_marker.announce_end(tmp_path)
+    completion_marker.announce_end(tmp_path, WriteClaim(tmp_path, "model.ckpt"))
     supervisor = phalanx.Supervisor(tmp_path, save_model_secs=0)
     with supervisor.managed_session(make_model()):
         assert not completion_marker.is_announced(tmp_path), "or an evaluator would end while this trains"
     assert completion_marker.is_announced(tmp_path)
+
+
+def test_a_directory_that_becomes_full_at_the_end_fails_no_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with phalanx.Supervisor(tmp_path, save_model_secs=0).managed_session(make_model()):
+        monkeypatch.setattr(completion_marker, "write_file", full)
+    assert "finished cannot be written" in caplog.text
+
+
+def test_a_session_that_cannot_begin_leaves_the_directory_to_others(tmp_path: Path) -> None:
+    (tmp_path / "model.ckpt-000000001.weights.h5").write_bytes(b"damaged")
+    supervisor = phalanx.Supervisor(tmp_path)
+    with pytest.raises(ConfigurationError, match="None of the checkpoints"), supervisor.managed_session(make_model()):
+        pytest.fail("it began")
+    assert not OwnerFile(tmp_path / ".model.ckpt.owner", tmp_path / "lock").is_alive()
+    (tmp_path / "model.ckpt-000000001.weights.h5").unlink()
+    with supervisor.managed_session(make_model()):  # and itself to the next session
+        pass
 
 
 def test_a_stop_from_another_thread_leaves_requests_to_the_training_thread() -> None:
