@@ -44,13 +44,20 @@ def differences(actual: Any, expected: Any, tolerance: float, noise: Any = ()) -
             allowed = tolerance * (scale + 0.1)
             for other in noise:
                 if place in other and getattr(other[place], "shape", None) == right.shape:
-                    allowed = allowed + 30 * np.nanmax(np.abs(other[place] - right), initial=0.0)
+                    allowed = allowed + 30 * _distance(other[place], right).max()
             if "r2_score" in place:  # of targets that are all alike: divided by what rounding leaves of their variance
                 left = np.where(np.abs(left) > 1e5, right, left)
-            same = (left == right) | (np.isnan(left) & np.isnan(right)) | (np.abs(left - right) <= allowed)
+            one_is_nan = np.isnan(left) != np.isnan(right)
+            same = (_distance(left, right) <= allowed) & ~one_is_nan
             if not same.all():
-                worst = np.unravel_index(
-                    np.argmax(np.where(same, 0.0, np.nan_to_num(np.abs(left - right), nan=np.inf))), left.shape
-                )
+                weight = np.where(one_is_nan, np.inf, _distance(left, right))
+                worst = np.unravel_index(np.argmax(np.where(same, 0.0, weight)), left.shape)
                 found.append(f"{place}: {left[worst]:.9g} instead of {right[worst]:.9g}")
     return found
+
+
+def _distance(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """0 where both are equal, infinities too, or where one is NaN."""
+    with np.errstate(invalid="ignore"):
+        distance = np.where(left == right, 0.0, np.abs(left - right))
+    return np.where(np.isnan(distance), 0.0, distance)
