@@ -104,13 +104,33 @@ _OPEN_LAYERS = {"Lambda", "TorchModuleWrapper", "JaxLayer", "FlaxLayer", "TFSMLa
 """Layers of Keras's own that compute what the program says."""
 
 
+_KNOWN_REGULARIZERS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+"""Sums over what they are called with. Keras's other one relates the samples of an activity."""
+_KNOWN_FUNCTIONS = ("keras.", "jax.", "tensorflow.", "torch.")
+
+
 def own_layers(model: Any) -> list[Any]:
     """The layers that compute what only the program knows, with the model if it is one."""
     return [
         layer
         for layer in model._flatten_layers()
-        if not type(layer).__module__.startswith(_KNOWN_HOMES) or type(layer).__name__ in _OPEN_LAYERS
+        if not type(layer).__module__.startswith(_KNOWN_HOMES)
+        or type(layer).__name__ in _OPEN_LAYERS
+        or regularizes_activity(layer)
+        or _has_own_activation(layer)
     ]
+
+
+def regularizes_activity(layer: Any) -> bool:
+    """Whether a layer has an activity regularizer that may be no sum over the samples."""
+    regularizer = getattr(layer, "activity_regularizer", None)
+    return regularizer is not None and type(regularizer) not in _KNOWN_REGULARIZERS
+
+
+def _has_own_activation(layer: Any) -> bool:
+    functions = (getattr(layer, name, None) for name in ("activation", "recurrent_activation"))
+    homes = (getattr(function, "__module__", None) for function in functions)
+    return any(home is not None and not home.startswith(_KNOWN_FUNCTIONS) for home in homes)
 
 
 def has_own_steps(model: Any, step: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import keras
@@ -79,6 +80,20 @@ def check_normalization(model: Any) -> None:
                 f"{layer.name!r} of {model.name!r} is a BatchNormalization(synchronized=True), whose replicas meet in "
                 f"every step; with this strategy they do not wait for each other. Leave out synchronized=True, or use "
                 f"MultiWorkerMirroredStrategy."
+            )
+
+
+def check_spectrograms(model: Any) -> None:
+    """Check that no spectrogram is cut relative to the loudest sample of the whole batch.
+
+    Raises: UnsupportedError naming the layer.
+    """
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.MelSpectrogram) and math.isfinite(layer.top_db):
+            raise UnsupportedError(
+                f"{layer.name!r} of {model.name!r} cuts off what is {layer.top_db:g} dB below the loudest sample of a "
+                f"batch, of which each replica sees a part. Create it with top_db=float('inf'), which cuts off "
+                f"nothing but what is below min_power, or compute it in the input pipeline."
             )
 
 

@@ -24,9 +24,9 @@ from phalanx.training import callback_list, state_sync
 from phalanx.training.consistency import compare_inputs, compare_samples
 from phalanx.training.fit_arguments import capped
 from phalanx.training.joint_batches import JointBatches, read_part
-from phalanx.training.model_checks import check_batch_size, check_normalization, stateful_layer
+from phalanx.training.model_checks import check_batch_size, check_normalization, check_spectrograms, stateful_layer
 from phalanx.training.program_probes import ChiefFinds, ProgramProbes
-from phalanx.training.replica import Replica, seed_from_program
+from phalanx.training.replica import Replica, divides_batches, seed_from_program
 from phalanx.training.steps.deterministic import DeterministicStepper, check_deterministic
 from phalanx.training.steps.gradient_merge import StepMerge
 from phalanx.training.steps.local_sgd import LocalSGDStepper
@@ -224,6 +224,8 @@ class ReplicaModel:
         """Make the engine if there is none. Raises on every rank if the ranks were given different data."""
         if self.replica.micro_batches:
             check_deterministic(self.model, trains=method in ("fit", "train_on_batch"))
+        if divides_batches(self.replica):
+            check_spectrograms(self.model)
         if self._engine is None:
             placement = self.policy.placement
             self._engine = (

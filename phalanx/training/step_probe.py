@@ -314,13 +314,17 @@ class _Comparison(NamedTuple):
 
     def _advice(self) -> str:
         if not model_state.overrides(self.model, "train_step"):
-            names = ", ".join(dict.fromkeys(repr(layer.name) for layer in model_state.own_layers(self.model)))
+            own = model_state.own_layers(self.model)
+            names = ", ".join(dict.fromkeys(repr(layer.name) for layer in own))
             what = f"a layer of the program ({names})" if names else "an operation between the layers"
-            return (
+            advice = (
                 f"So {what} computes something of all samples of a batch, such as their mean, and uses it. Compute it "
                 f"of each sample, or with keras.layers.BatchNormalization(synchronized=True); or compute it in a loss "
                 f"in phalanx.losses.OverGlobalBatch(loss)."
             )
+            if any(map(model_state.regularizes_activity, own)):
+                advice += " Keras divides what an activity regularizer returns by the number of samples: return a sum."
+            return advice
         return (
             "Gradients are merged where the optimizer is applied, so what its train_step does with them before "
             "(clipping, a first step of SAM) is done with those of a part: let the optimizer clip (global_clipnorm=, "

@@ -73,6 +73,41 @@ def operation_on_the_mean_of_the_batch(setting: Setting) -> dict[str, Any]:
     return _trained(setting, build)
 
 
+def _cubes(activity: Any) -> Any:
+    return 0.1 * ops.sum(ops.abs(activity) ** 3)
+
+
+@scenario(quick=("torch",))
+def functions_of_each_sample_in_a_layer(setting: Setting) -> dict[str, Any]:
+    own = {"activation": lambda values: values * ops.sigmoid(values), "activity_regularizer": _cubes}
+    return _trained(setting, _with(lambda: layers.Dense(4, **own)))
+
+
+@scenario(quick=("torch",), error=_refused("Keras divides what an activity regularizer returns"))
+def activity_regularizer_that_returns_a_mean(setting: Setting) -> dict[str, Any]:
+    return _trained(setting, _with(lambda: layers.Dense(4, activity_regularizer=lambda activity: ops.mean(activity))))
+
+
+@scenario(error=_refused("'centered') computes something of all samples"))
+def activation_that_uses_the_mean_of_the_batch(setting: Setting) -> dict[str, Any]:
+    def centered(values: Any) -> Any:
+        return ops.tanh(values - ops.mean(values, axis=0))
+
+    return _trained(setting, _with(lambda: layers.Dense(4, activation=centered, name="centered")))
+
+
+@scenario(quick=("torch",), error=_refused("dB below the loudest sample of a batch"))
+def spectrogram_relative_to_the_loudest_sample(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        sizes = {"fft_length": 4, "sequence_stride": 2, "num_mel_bins": 2, "sampling_rate": 100, "min_freq": 1.0}
+        spectrograms = [layers.MelSpectrogram(**sizes, **cut) for cut in ({"top_db": float("inf")}, {})]
+        inputs = keras.Input((FEATURES,))
+        whole, cut = [layers.Flatten()(spectrogram(inputs)) for spectrogram in spectrograms]
+        return keras.Model(inputs, layers.Dense(1)(layers.Concatenate()([whole, cut])))
+
+    return _trained(setting, build)
+
+
 def _stepping(change: Any = None, log: Any = None) -> type:
     """A model with a `train_step` that changes gradients before they are applied, and logs what it computes of them."""
 
