@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import optimizers
 
-from tests.training.scenarios.common import compiled, fitted, observed
+from tests.training.scenarios.common import CLASSES, FEATURES, compiled, fitted, observed
 from tests.training.scenarios.registry import BACKENDS, Setting, add, scenario
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -85,9 +85,20 @@ def optimizer_accumulates_over_an_overflow(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _linear() -> Any:
-    from tests.training.scenarios.common import FEATURES
+@scenario(quick=("torch",))
+def optimizer_accumulates_for_a_weight_without_axes(setting: Setting) -> dict[str, Any]:
+    """An epoch ends between two updates."""
 
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        hidden = keras.layers.Reshape((3, 2))(inputs)
+        hidden = keras.layers.Flatten()(keras.layers.Attention(use_scale=True)([hidden, hidden]))
+        return keras.Model(inputs, keras.layers.Dense(CLASSES, activation="softmax")(hidden))
+
+    return fitted(compiled(setting, build, optimizer=optimizers.SGD(0.2, gradient_accumulation_steps=2)))
+
+
+def _linear() -> Any:
     return keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
 
 

@@ -253,7 +253,8 @@ class TorchVariables(ModelVariables):
     def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         with torch.no_grad():
             for variable, value in zip(variables, values, strict=True):
-                variable.value.copy_(value if isinstance(value, torch.Tensor) else from_host(value))
+                # NumPy's arithmetic gives a number for arrays without axes, which is none to PyTorch.
+                variable.value.copy_(value if isinstance(value, torch.Tensor) else from_host(np.asarray(value)))
 
 
 def complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
