@@ -45,6 +45,8 @@ class Actions:
             keywords["steps_per_epoch"] = str(w.number(1, 3))
         elif w.chance(6):
             keywords["steps_per_epoch"] = "1"  # all data sets have one batch
+        elif not source.is_once and "shuffle(" not in source.arguments[0] and w.chance(6):
+            keywords["steps_per_epoch"] = str(w.number(2, 3))
         trains = keywords["epochs"] != "1" or w.backend != "tensorflow"  # else only Phalanx builds the optimizer
         if not source.is_once and trains and w.chance(8):
             keywords["initial_epoch"] = "1"
@@ -54,6 +56,7 @@ class Actions:
             self._add_validation(keywords)
         kept = self._add_callbacks(keywords)
         w.write(f'yield "history", {source.call("fit")}.history')
+        w.write('yield "epochs", [model.history.epoch, model.history.params]')
         if kept:
             w.write('yield "logs", kept.logs')
         self.state()
@@ -86,7 +89,7 @@ class Actions:
             if w.chance(5):
                 keywords["validation_steps"] = "1"
         if w.chance(4):
-            keywords["validation_freq"] = "2"
+            keywords["validation_freq"] = w.one_of(["2", "[1, 3]"])
 
     def _add_callbacks(self, keywords: dict[str, str]) -> bool:
         w = self.w
@@ -104,9 +107,15 @@ class Actions:
             "momentum": "Change()",
             "rate": "ChangeRate()",
             "nan": "TerminateOnNaN()",
+            "swap": "*([SwapEMAWeights()] if getattr(model.optimizer, 'use_ema', False) else [])",
+            "predict": "seen",
+            "halve": "Halve()",
+            "log": "CSVLogger(folder / 'log.csv')",
         }
+        if w.has_several_rates:
+            choices = {name: made for name, made in choices.items() if name not in _SETS_RATE}
         names = dict.fromkeys(w.one_of(list(choices)) for _ in range(w.number(1, 2)))
-        if names.keys() & {"plateau", "schedule", "rate"}:
+        if names.keys() & _SETS_RATE:
             w.write(
                 """
                 if isinstance(model.optimizer._learning_rate, optimizers.schedules.LearningRateSchedule):
@@ -120,25 +129,44 @@ class Actions:
             w.define("StopAt", STOP)
         if "momentum" in names:
             w.define("Change", CHANGE)
+        if "predict" in names:
+            w.define("Predict", PREDICT)
+            w.write(f"seen = Predict({self.data.x}, {self.architecture.batch_size or 3})")
+        if "halve" in names:
+            w.define("Halve", HALVE)
         if "rate" in names:
             w.define("ChangeRate", CHANGE_RATE)
         w.imports.add(
-            "from keras.callbacks import EarlyStopping, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau, "
-            "TerminateOnNaN"
+            "from keras.callbacks import CSVLogger, EarlyStopping, LearningRateScheduler, ModelCheckpoint, "
+            "ReduceLROnPlateau, SwapEMAWeights, TerminateOnNaN"
         )
         keywords["callbacks"] = f"[{', '.join(choices[name] for name in names)}]"
         return "keep" in names
+
+    def _passed(self) -> dict[str, str]:
+        """Now and then a callback, for `evaluate` and `predict`."""
+        if not self.w.chance(5):
+            return {}
+        self.w.define("Note", NOTE)
+        self.w.write("notes = Note()")
+        return {"callbacks": "[notes]"}
 
     def evaluate(self) -> None:
         source = draw_source(self.w, self.architecture, self.data)
         steps = {"steps": str(self.w.number(1, 3))} if source.is_endless else {}
         results = {"return_dict": "True"} if self.w.chance() else {}
-        self.w.write(f'yield "evaluation", {source.call("evaluate", **steps, **results)}')
+        passed = self._passed()
+        self.w.write(f'yield "evaluation", {source.call("evaluate", **steps, **results, **passed)}')
+        if passed:
+            self.w.write('yield "notes", notes.seen')
 
     def predict(self) -> None:
         source = draw_source(self.w, self.architecture, self.data, only_x=True)
         steps = {"steps": str(self.w.number(1, 3))} if source.is_endless else {}
-        self.w.write(f'yield "predictions", {source.call("predict", **steps)}')
+        passed = self._passed()
+        self.w.write(f'yield "predictions", {source.call("predict", **steps, **passed)}')
+        if passed:
+            self.w.write('yield "notes", notes.seen')
 
     def train_on_batch(self) -> None:
         arguments = ", ".join(self.data.names)
@@ -153,7 +181,7 @@ class Actions:
 
     def change_and_fit(self) -> None:
         w = self.w
-        change = w.one_of(CHANGES)
+        change = w.one_of([each for each in CHANGES if not (w.has_several_rates and "learning_rate" in each)])
         if change == "compile":
             with w.in_scope():
                 w.write(draw_compile(w, self.architecture))
@@ -181,9 +209,23 @@ class Actions:
             w.write("model.save_weights(folder / 'model.weights.h5')")
             self.fit()
             w.write("model.load_weights(folder / 'model.weights.h5')")
+        elif change == "backup":
+            self._fit_with_backup()
         else:
             w.write(change)
         self.fit()
+
+    def _fit_with_backup(self) -> None:
+        """A `fit` that continues after the epochs of another one, as in a program that was started again."""
+        w = self.w
+        w.imports.add("from keras.callbacks import BackupAndRestore")
+        w.write("backup = BackupAndRestore(folder / 'backup', delete_checkpoint=False)")
+        size = self.architecture.batch_size or w.one_of([4, 8])
+        weights = f", sample_weight={self.data.w}" if self.data.weighted else ""
+        for epochs in (1, 3):
+            arguments = f"{self.data.x}, {self.data.y}{weights}, batch_size={size}, epochs={epochs}, verbose=0"
+            w.write(f'yield "history", model.fit({arguments}, callbacks=[backup]).history')
+        self.state()
 
     def fit_another(self) -> None:
         """Two models train in turn."""
@@ -211,10 +253,15 @@ CHANGES = (
     "unfreeze",
     "load",
     "load weights",
+    "keras.utils.set_random_seed(7)",
+    "backup",
     "lora",
     "int8",
     "float8",
 )
+
+_SETS_RATE = {"plateau", "schedule", "rate"}
+"""Callbacks that set the learning rate."""
 
 KEEP = """
     class Keep(keras.callbacks.Callback):
@@ -252,4 +299,32 @@ CHANGE_RATE = """
     class ChangeRate(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             self.model.optimizer.learning_rate = 0.02 / (1 + batch)
+    """
+PREDICT = """
+    class Predict(keras.callbacks.Callback):
+        def __init__(self, x, size):
+            super().__init__()
+            self.x, self.size = x, size
+
+        def on_epoch_end(self, epoch, logs=None):
+            predicted = self.model.predict(self.x, batch_size=self.size, verbose=0)
+            logs["predicted"] = sum(float(np.sum(each)) for each in keras.tree.flatten(predicted))
+    """
+HALVE = """
+    class Halve(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                self.model.set_weights([0.5 * value for value in self.model.get_weights()])
+    """
+NOTE = """
+    class Note(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def on_test_batch_end(self, batch, logs=None):
+            self.seen.append((batch, {name: float(value) for name, value in logs.items()}))
+
+        def on_predict_batch_end(self, batch, logs=None):
+            self.seen.append((batch, keras.tree.map_structure(ops.convert_to_numpy, logs["outputs"])))
     """

@@ -25,16 +25,20 @@ class Input:
     name: str
     kind: str
     shape: tuple[int, ...]
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
 class Output:
-    """`task` says what the targets are, `units` how many, `logits` whether there is no final activation."""
+    """`task` says what the targets are, `units` how many, `logits` whether there is no final activation, `is_flat`
+    whether they have one axis less, and `steps` of how many steps of a sequence they are; 0: of none."""
 
     name: str
     task: str
     units: int
     logits: bool = False
+    is_flat: bool = False
+    steps: int = 0
 
 
 @dataclass
@@ -45,6 +49,7 @@ class Architecture:
     outputs: list[Output]
     is_built: bool = True
     form: str = "functional"
+    is_masked: bool = False
 
     @property
     def batch_size(self) -> int | None:
@@ -56,15 +61,19 @@ def draw_architecture(w: Writer) -> Architecture:
     """Write the lines that make `model`."""
     if w.backend != "torch" and w.chance(20):  # on PyTorch Keras itself cannot train them
         return _write_stateful(w)
+    if w.chance(10):
+        return _write_tagging(w)
     inputs = [_input(w, f"in{index}") for index in range(1 + w.chance(4))]
     outputs = [_output(w, f"out{index}") for index in range(1 + w.chance(4))]
     forms = ["functional"]
     if len(inputs) == len(outputs) == 1:
-        forms = ["sequential", "unbuilt", *forms]
+        forms = ["sequential", "unbuilt", "network", *forms]
     form = w.one_of([*forms, "subclass", "stepping"])
-    architecture = Architecture(inputs, outputs, form != "unbuilt", form)
+    architecture = Architecture(inputs, outputs, form not in ("unbuilt", "network"), form)
     if form in ("sequential", "unbuilt"):
         _write_sequential(w, architecture)
+    elif form == "network":
+        _write_network(w, architecture)
     else:
         _write_functional(w, architecture)
     return architecture
@@ -84,16 +93,45 @@ def _write_stateful(w: Writer) -> Architecture:
     return Architecture([Input("in0", "sequence", shape)], [output], form="stateful")
 
 
+def _write_tagging(w: Writer) -> Architecture:
+    """A model with an output for each step of a sequence, and masks that reach its loss and metrics."""
+    given = Input("in0", *w.one_of([("tokens", (4,)), ("sequence", (4, 3))]))
+    task = w.one_of(["classes", "regression", "binary"])
+    output = Output("out0", task, 3 if task == "classes" else 1, is_flat=task == "classes", steps=4)
+    is_masked = w.chance()
+    w.write(f"given = h = keras.Input({given.shape}{_dtype(given)})")
+    if given.kind == "tokens":
+        w.write(f"h = layers.Embedding({VOCABULARY}, 3{', mask_zero=True' if is_masked else ''})(h)")
+    elif is_masked:
+        w.write("h = layers.Masking(0.0)(h)")
+    for _ in range(w.number(0, 2)):
+        w.write(f"h = {w.one_of(_LAYERS_OF_STEPS)}")
+    w.write(f"model = keras.Model(given, {_head(output)}(h))")
+    return Architecture([given], [output], form="tagging", is_masked=is_masked)
+
+
+_LAYERS_OF_STEPS = (
+    "layers.LSTM(3, return_sequences=True)(h)",
+    "layers.Bidirectional(layers.GRU(2, return_sequences=True), merge_mode='ave')(h)",
+    "layers.TimeDistributed(layers.Dense(3, activation='tanh'))(h)",
+    "layers.Conv1D(3, 2, padding='causal', activation='tanh')(h)",
+    "layers.MultiHeadAttention(2, 2)(h, h, use_causal_mask=True)",
+    "layers.RNN([layers.LSTMCell(2), layers.GRUCell(3)], return_sequences=True)(h)",
+    "layers.Attention(use_scale=True)([h, h])",
+    "layers.LayerNormalization()(h)",
+)
+
+
 def _input(w: Writer, name: str) -> Input:
     kind = w.one_of(["vector", "vector", "tokens", "sequence", "image"])
     shape = w.one_of(SHAPES[kind])
-    return Input(name, kind, shape)
+    return Input(name, kind, shape, "float64" if w.chance(8) else "float32")
 
 
 def _output(w: Writer, name: str) -> Output:
     task = w.one_of(TASKS)
     units = w.one_of([3, 2]) if task in ("classes", "one_hot") else w.one_of([1, 2])
-    return Output(name, task, units, task != "regression" and w.chance(3))
+    return Output(name, task, units, task != "regression" and w.chance(3), is_flat=task == "classes" and w.chance(3))
 
 
 def _head(output: Output) -> str:
@@ -110,6 +148,35 @@ def _write_sequential(w: Writer, architecture: Architecture) -> None:
     w.write("\n".join(["model = keras.Sequential([", *lines, "])"]))
 
 
+def _write_network(w: Writer, architecture: Architecture) -> None:
+    """A subclass that makes its layers itself, and builds them when it is first called."""
+    (given,), (output,) = architecture.inputs, architecture.outputs
+    found = [_vector_layer(w) for _ in range(w.number(1, 3))]
+    start = f"layers.Embedding({VOCABULARY}, 3)" if given.kind == "tokens" else "layers.Rescaling(0.5)"
+    parts = [start, "layers.Flatten()", *found, _head(output)]
+    lines = [f"{' ' * 20}{part}," for part in parts]
+    w.define(
+        "Network",
+        "\n".join(
+            [
+                '@keras.saving.register_keras_serializable("program")',
+                "class Network(keras.Model):",
+                "    def __init__(self, **kwargs):",
+                "        super().__init__(**kwargs)",
+                "        self.parts = [",
+                *(line[8:] for line in lines),
+                "        ]",
+                "",
+                "    def call(self, inputs):",
+                "        for part in self.parts:",
+                "            inputs = part(inputs)",
+                "        return inputs",
+            ]
+        ),
+    )
+    w.write("model = Network()")
+
+
 def _write_functional(w: Writer, architecture: Architecture) -> None:
     vectors = []
     for given in architecture.inputs:
@@ -124,6 +191,10 @@ def _write_functional(w: Writer, architecture: Architecture) -> None:
         elif w.chance(4):
             w.write("h = layers.Dense(3)(h)")
             w.write("h = layers.Add()([h, layers.Dense(3, activation='tanh')(h)])")
+        elif w.chance(4):
+            w.write("h = ops.tanh(layers.Dense(3)(h)) * 2.0 + 1.0")
+        elif w.chance(4):
+            w.write(_FROZEN_BASE)
         vectors.append(f"end_{given.name}")
         w.write(f"end_{given.name} = h")
     if len(vectors) > 1:
@@ -172,6 +243,12 @@ def _write_functional(w: Writer, architecture: Architecture) -> None:
 _ATTENTION = """
 h = layers.Reshape((3, 2))(layers.Dense(6)(h))
 h = layers.Flatten()(layers.MultiHeadAttention(1, 2)(h, h))
+"""
+
+_FROZEN_BASE = """
+base = keras.Sequential([layers.Dense(4, activation='tanh'), layers.BatchNormalization(), layers.Dense(3)])
+base.trainable = False
+h = base(layers.Flatten()(h), training=False)
 """
 
 STEPPING = {
@@ -256,7 +333,11 @@ def _body(w: Writer, given: Input) -> list[str]:
     elif kind == "image":
         for _ in range(w.number(0, 2)):
             found.append(w.one_of(_known_to_run(w, _IMAGE_LAYERS)))
+        if w.chance(3):
+            found.append(_normalization(w))
         found.append(w.one_of(["layers.Flatten()", "layers.GlobalAveragePooling2D()"]))
+    elif w.chance(8):
+        found.append(_normalization(w))
     for _ in range(w.number(0, 2)):
         found.append(_vector_layer(w))
     return found
@@ -292,6 +373,17 @@ _IMAGE_LAYERS = (
 )
 
 
+SYNCHRONIZED = """
+synchronized = {"synchronized": True} if hasattr(scope, "__self__") else {}  # plain Keras has it on TensorFlow only
+"""
+
+
+def _normalization(w: Writer) -> str:
+    """Over the global batch."""
+    w.write(SYNCHRONIZED)
+    return f"layers.BatchNormalization({w.one_of(['', 'momentum=0.7, ', 'center=False, '])}**synchronized)"
+
+
 def _vector_layer(w: Writer) -> str:
     kind = w.one_of(["dense", "dense", "other", "defined"])
     if kind == "other":
@@ -321,10 +413,19 @@ def _vector_layer(w: Writer) -> str:
             ", kernel_constraint=keras.constraints.MaxNorm(1.0)",
             ", bias_regularizer=keras.regularizers.L1L2(0.01, 0.01)",
             ", activity_regularizer=keras.regularizers.L2(0.1)",
+            ", activity_regularizer=cubes",
         ]
     )
+    if "cubes" in options:
+        w.define("cubes", _CUBES)
     return f"layers.Dense({w.one_of([3, 2, 4])}, activation={w.one_of(ACTIVATIONS)!r}{options})"
 
+
+_CUBES = """
+    @keras.saving.register_keras_serializable("program")
+    def cubes(activity):
+        return 0.1 * ops.sum(ops.abs(activity) ** 3)
+    """
 
 _ADAPTED = """
     def adapted(layer, width):
@@ -338,6 +439,19 @@ _DEFINED = {
         class Penalized(layers.Layer):
             def call(self, inputs):
                 self.add_loss(0.1 * ops.mean(ops.square(inputs)))
+                return inputs
+        """,
+    "Watched": """
+        @keras.saving.register_keras_serializable("program")
+        class Watched(layers.Layer):
+            def __init__(self, **kwargs):
+                super().__init__(**kwargs)
+                self.size = metrics.Mean(name="size")
+                self.square = metrics.Mean(name="square")
+
+            def call(self, inputs):
+                self.size.update_state(ops.abs(inputs))
+                self.square.update_state(ops.mean(ops.square(inputs)))
                 return inputs
         """,
     "Scaled": """

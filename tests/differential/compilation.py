@@ -63,6 +63,7 @@ METRICS = {
         "scaled_error",
         "Total()",
         "Largest()",
+        "Errors()",
     ),
     "binary": (
         "'accuracy'",
@@ -91,8 +92,19 @@ METRICS = {
         "metrics.F1Score(average='weighted')",
         "scaled_error",
         "Total()",
+        "Errors()",
     ),
 }
+METRICS_OF_STEPS = {
+    "regression": ("'mae'", "'mse'", "metrics.RootMeanSquaredError()", "metrics.LogCoshError()"),
+    "binary": ("'accuracy'", "metrics.BinaryAccuracy()", "metrics.MeanSquaredError()"),
+    "classes": (
+        "'accuracy'",
+        "metrics.SparseCategoricalAccuracy(name='other')",
+        "metrics.SparseCategoricalCrossentropy()",
+    ),
+}
+"""Of sequences with targets for each step."""
 PROBABILITIES = (
     "metrics.AUC(num_thresholds=11)",
     "metrics.AUC(num_thresholds=11, multi_label=True)",
@@ -110,12 +122,16 @@ has counted as the training's."""
 
 def draw_compile(w: Writer, architecture: Architecture) -> str:
     """The call `model.compile(...)`, in one line."""
-    arguments = [f"optimizer={draw_optimizer(w)}", f"loss={_per_output(w, architecture, _loss)}"]
-    if len(architecture.outputs) > 1 and w.chance():
+    losses = [_loss(w, output) for output in architecture.outputs]
+    if len(losses) > 1 and w.chance(5):
+        losses[w.number(0, 1)] = "None"
+    arguments = [f"optimizer={draw_optimizer(w)}", f"loss={_collect(architecture, losses)}"]
+    if len(architecture.outputs) > 1 and "None" not in arguments[1] and w.chance():
         arguments.append(f"loss_weights={_collect(architecture, ['0.3', '1.7'])}")
     for name in ("metrics", "weighted_metrics"):
         if w.chance(2 if name == "metrics" else 4):
-            arguments.append(f"{name}={_per_output(w, architecture, _metrics, wrap=True)}")
+            metrics = [_metrics(w, output) for output in architecture.outputs]
+            arguments.append(f"{name}={_collect(architecture, metrics)}")
     if w.chance(6) and w.backend != "torch":
         arguments.append("steps_per_execution=2")
     if w.chance(8):
@@ -127,9 +143,13 @@ def draw_compile(w: Writer, architecture: Architecture) -> str:
 
 def draw_optimizer(w: Writer) -> str:
     """A call that makes an optimizer."""
+    made = _inner_optimizer(w)
+    if w.chance(12):
+        made = f"optimizers.MultiOptimizer(optimizers.OptimizerMap({made}, {{'.*bias': {_inner_optimizer(w)}}}))"
+        w.has_several_rates = True
     if w.chance(10):
-        return f"optimizers.LossScaleOptimizer({_inner_optimizer(w)}, initial_scale=16.0, dynamic_growth_steps=3)"
-    return _inner_optimizer(w)
+        return f"optimizers.LossScaleOptimizer({made}, initial_scale=16.0, dynamic_growth_steps=3)"
+    return made
 
 
 def _inner_optimizer(w: Writer) -> str:
@@ -163,11 +183,6 @@ def _collect(architecture: Architecture, items: list[str]) -> str:
     return f"[{', '.join(items)}]"
 
 
-def _per_output(w: Writer, architecture: Architecture, draw_one: object, *, wrap: bool = False) -> str:
-    items = [draw_one(w, output) for output in architecture.outputs]  # type: ignore[operator]
-    return _collect(architecture, items)
-
-
 def _loss(w: Writer, output: Output) -> str:
     if output.task in ("regression", "one_hot") and w.chance(5):
         return w.define(
@@ -178,7 +193,12 @@ def _loss(w: Writer, output: Output) -> str:
                 return ops.mean((1.0 + ops.abs(y)) * ops.square(y - prediction), axis=-1)
             """,
         )
-    name = w.one_of(LOSSES[output.task])
+    if output.task == "regression" and w.chance(5):
+        return w.define("Capped", _CAPPED) + w.one_of(["()", "(reduction='sum')"])
+    if output.task == "regression" and w.chance(5):
+        return str(w.one_of(["'mse'", "'mae'"]))
+    choices = [name for name in LOSSES[output.task] if not output.steps or name not in ("Tversky", "Dice")]
+    name = w.one_of(choices)
     arguments = []
     if output.logits and "entropy" in name:
         arguments.append("from_logits=True")
@@ -193,9 +213,19 @@ def _loss(w: Writer, output: Output) -> str:
     return f"losses.{name}({', '.join(arguments)})"
 
 
+_CAPPED = """
+    @keras.saving.register_keras_serializable("program")
+    class Capped(losses.Loss):
+        def call(self, y, prediction):
+            return ops.mean(ops.minimum(ops.square(y - prediction), 4.0), axis=-1)
+    """
+
+
 def _metrics(w: Writer, output: Output) -> str:
     choices = METRICS[output.task]
-    if output.task == "binary" and not output.logits:
+    if output.steps:
+        choices = METRICS_OF_STEPS[output.task]
+    elif output.task == "binary" and not output.logits:
         choices = (*choices, *PROBABILITIES, *(COUNTS if w.backend != "torch" else ()))
     found = dict.fromkeys(w.one_of(choices) for _ in range(w.number(1, 2)))
     if "scaled_error" in found:
@@ -205,6 +235,26 @@ def _metrics(w: Writer, output: Output) -> str:
             @keras.saving.register_keras_serializable("program")
             def scaled_error(y, prediction):
                 return 3.0 * ops.mean(ops.abs(y - prediction), axis=-1)
+            """,
+        )
+    if "Errors()" in found:
+        w.define(
+            "Errors",
+            """
+            @keras.saving.register_keras_serializable("program")
+            class Errors(metrics.Metric):
+                def __init__(self, name="errors", **kwargs):
+                    super().__init__(name=name, **kwargs)
+                    self.total = self.add_weight(name="total", initializer="zeros")
+                    self.count = self.add_weight(name="count", initializer="zeros")
+
+                def update_state(self, y, prediction, sample_weight=None):
+                    errors = ops.abs(ops.cast(y, self.dtype) - ops.cast(prediction, self.dtype))
+                    self.total.assign_add(ops.sum(errors))
+                    self.count.assign_add(ops.cast(ops.size(errors), self.dtype))
+
+                def result(self):  # several numbers
+                    return {"error": ops.divide_no_nan(self.total, self.count), "size": 1.0 * self.count}
             """,
         )
     if "Largest()" in found:

@@ -48,6 +48,8 @@ class Data:
 def draw_data(w: Writer, architecture: Architecture, suffix: str, *, weighted: bool) -> Data:
     """Write the lines that make a data set."""
     size = architecture.batch_size
+    if w.backend == "torch" and architecture.is_masked:
+        weighted = False  # there, plain Keras multiplies them by the mask (`docs/concepts/numbers.md`)
     data = Data(suffix, w.one_of([10, 6, 17, 24, 2] if size is None else [2 * size, size, 4 * size]), weighted)
     has_dicts = "dicts" in architecture.form
     inputs = [_values(given, data.samples) for given in architecture.inputs]
@@ -57,7 +59,7 @@ def draw_data(w: Writer, architecture: Architecture, suffix: str, *, weighted: b
     targets = [_targets(output, data.samples) for output in architecture.outputs]
     w.write(f"{data.y} = {_nest(outputs, targets, has_dicts=has_dicts)}")
     if weighted:
-        weights = [w.one_of(WEIGHTS).format(n=data.samples) for _ in outputs]
+        weights = [_weights(w, output, data.samples) for output in architecture.outputs]
         w.write(f"{data.w} = {_nest(outputs, weights, has_dicts=has_dicts)}")
     return data
 
@@ -68,18 +70,24 @@ def _nest(names: list[str], items: list[str], *, has_dicts: bool) -> str:
     return items[0] if len(items) == 1 else f"({', '.join(items)})"
 
 
+def _weights(w: Writer, output: Output, samples: int) -> str:
+    weights = str(w.one_of(WEIGHTS)).format(n=samples)
+    return f"np.outer({weights}, np.linspace(1.0, 0.5, {output.steps}, dtype='float32'))" if output.steps else weights
+
+
 def _values(given: Input, samples: int) -> str:
     shape = (samples, *given.shape)
     if given.kind == "tokens":
         return f"rng.integers(0, {VOCABULARY}, {shape}).astype('int32')"
-    return f"rng.normal(size={shape}).astype('float32')"
+    return f"rng.normal(size={shape}).astype('{given.dtype}')"
 
 
 def _targets(output: Output, samples: int) -> str:
+    shape = (samples, output.steps) if output.steps else (samples,)
     return {
-        "regression": f"rng.normal(size=({samples}, {output.units})).astype('float32')",
-        "binary": f"rng.integers(0, 2, ({samples}, {output.units})).astype('float32')",
-        "classes": f"rng.integers(0, {output.units}, ({samples}, 1)).astype('int32')",
+        "regression": f"rng.normal(size={(*shape, output.units)}).astype('float32')",
+        "binary": f"rng.integers(0, 2, {(*shape, output.units)}).astype('float32')",
+        "classes": f"rng.integers(0, {output.units}, {shape if output.is_flat else (*shape, 1)}).astype('int32')",
         "one_hot": f"np.eye({output.units}, dtype='float32')[rng.integers(0, {output.units}, {samples})]",
     }[output.task]
 
@@ -118,17 +126,11 @@ class Source:
 
 
 def draw_source(w: Writer, architecture: Architecture, data: Data, *, only_x: bool = False) -> Source:
+    kind = _draw_kind(w, architecture, data, only_x=only_x)
+    # A dataset may have targets that `predict` does not need.
+    only_x = only_x and not (kind in ("pydataset", "tf", "loader") and w.chance())
     names = [data.x] if only_x else data.names
     size = str(architecture.batch_size or w.one_of([4, 8, 3, 1, 32]))
-    nested = any(_is_nested(architecture, name) for name in names)
-    kinds = ["arrays", "arrays", "generator", "pydataset", "tensors", "once"]
-    if w.backend == "tensorflow" or w.chance(4):
-        kinds.append("tf")
-    if not nested and (w.backend == "torch" or w.chance(4)):
-        kinds.append("loader")
-    if architecture.inputs[0].kind == "vector" and not nested:
-        kinds.append("pandas")
-    kind = w.one_of(kinds)
     given = ", ".join(names)
     if kind in ("generator", "once"):
         w.define("rows", ROWS)
@@ -145,13 +147,18 @@ def draw_source(w: Writer, architecture: Architecture, data: Data, *, only_x: bo
     if kind == "pydataset":
         return Source([f"{_py_dataset(w)}({given}, size={size})"])
     if kind == "tf":
-        return Source([_tf_dataset(w, names, size)])
+        dataset = _tf_dataset(w, names, size)
+        return Source([dataset], is_endless=dataset.endswith(".repeat()"))
     if kind == "loader":
         w.imports.add("import torch")
         tensors = ", ".join(f"torch.as_tensor({name})" for name in names)
-        shuffle = "" if only_x else w.one_of(["", ", shuffle=True"])
+        choices = ["", *([", drop_last=True"] if int(size) <= data.samples else [])]
+        choices += [] if only_x else [", shuffle=True", _SAMPLER.format(n=data.samples)]
+        shuffle = w.one_of(choices)
         return Source([f"torch.utils.data.DataLoader(torch.utils.data.TensorDataset({tensors}), {size}{shuffle})"])
     form = "{}"
+    if kind == "arrays" and all(_is_nested(architecture, name) for name in names) and "dicts" not in architecture.form:
+        form = w.one_of(["{}", "list({})"])
     if kind == "tensors":
         form = "keras.tree.map_structure(ops.convert_to_tensor, {})"
     elif kind == "pandas":
@@ -163,10 +170,27 @@ def draw_source(w: Writer, architecture: Architecture, data: Data, *, only_x: bo
     return Source([form.format(name) for name in names[:2]], keywords, is_dataset=False)
 
 
+def _draw_kind(w: Writer, architecture: Architecture, data: Data, *, only_x: bool) -> str:
+    nested = any(_is_nested(architecture, name) for name in ([data.x] if only_x else data.names))
+    kinds = ["arrays", "arrays", "generator", "pydataset", "tensors", "once"]
+    if w.backend == "tensorflow" or w.chance(4):
+        kinds.append("tf")
+    if not nested and not _is_nested(architecture, data.y) and (w.backend == "torch" or w.chance(4)):
+        kinds.append("loader")
+    if architecture.inputs[0].kind == "vector" and not nested:
+        kinds.append("pandas")
+    return str(w.one_of(kinds))
+
+
 def _is_nested(architecture: Architecture, name: str) -> bool:
     several = len(architecture.inputs) if name.startswith("x") else len(architecture.outputs)
     return several > 1 or "dicts" in architecture.form
 
+
+_SAMPLER = (
+    ", sampler=torch.utils.data.WeightedRandomSampler(np.arange(1, {n} + 1), {n}, "
+    "generator=torch.Generator().manual_seed(1))"
+)
 
 GENERATOR = """
     def batches(*arrays, size, samples):
@@ -178,6 +202,8 @@ GENERATOR = """
 
 def _py_dataset(w: Writer) -> str:
     w.define("rows", ROWS)
+    if w.chance(3):
+        return w.define("Shuffled", _SHUFFLED)
     if w.chance():
         return w.define(
             "Refilled",
@@ -222,10 +248,32 @@ def _py_dataset(w: Writer) -> str:
     )
 
 
+_SHUFFLED = """
+    class Shuffled(keras.utils.PyDataset):  # in another order after each pass
+        def __init__(self, *arrays, size):
+            super().__init__()
+            self.arrays, self.size = arrays, size
+            self.random = np.random.default_rng(2)
+            self.order = np.arange(len(keras.tree.flatten(arrays)[0]))
+
+        def __len__(self):
+            return -(-len(self.order) // self.size)
+
+        def __getitem__(self, index):
+            chosen = self.order[index * self.size : (index + 1) * self.size]
+            return keras.tree.map_structure(lambda array: array[chosen], self.arrays)
+
+        def on_epoch_end(self):
+            self.random.shuffle(self.order)
+    """
+
+
 def _tf_dataset(w: Writer, names: list[str], size: str) -> str:
     w.imports.add("import tensorflow as tf")
     text = f"tf.data.Dataset.from_tensor_slices(({', '.join(names)},))"
     if w.chance(3):
         text += ".shuffle(50, seed=1)"
     text += f".batch({size}{w.one_of(['', ', drop_remainder=True'])})"
-    return text + w.one_of(["", ".prefetch(1)"])
+    # With `steps_per_epoch`, a seeded shuffle has other orders in a second `fit` (`docs/concepts/numbers.md`).
+    endless = [".repeat()"] if "shuffle" not in text else []
+    return text + w.one_of(["", ".prefetch(1)", ".repeat(2)", *endless])

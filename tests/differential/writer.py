@@ -20,6 +20,7 @@ class Writer:
         backend: that the program is for.
         definitions: classes and functions, by name.
         lines: of the function `program`.
+        has_several_rates: whether a model has a `MultiOptimizer`, whose learning rate cannot be set.
     """
 
     draw: Draw
@@ -27,6 +28,7 @@ class Writer:
     definitions: dict[str, str] = field(default_factory=dict)
     imports: set[str] = field(default_factory=set)
     lines: list[str] = field(default_factory=list)
+    has_several_rates: bool = False
     _depth: int = 1
 
     def one_of(self, choices: Sequence[Any]) -> Any:
