@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import ml_dtypes
@@ -38,6 +39,7 @@ def test_numbers_and_containers() -> None:
 
 
 NOT_PLAIN: list[Any] = [2**64, -(2**63) - 1, 1j, np.complex64(1), np.longdouble(1), np.datetime64("2020-01-01")]
+NOT_PLAIN += [datetime.date(2020, 1, 1), np.array([[1]], object)]
 NOT_PLAIN += ["\udcf6", {"\udcf6": 1}, object(), {1: 2}, {1}, np.array([object()]), np.zeros(2, [("a", "f4")])]
 
 
@@ -45,3 +47,32 @@ NOT_PLAIN += ["\udcf6", {"\udcf6": 1}, object(), {1: 2}, {1}, np.array([object()
 def test_what_would_not_come_back_is_refused(value: Any) -> None:
     assert not is_serializable(value)
     assert not is_serializable([value])
+    for content in (value, [value]):
+        with pytest.raises(TypeError, match="do not travel between processes"):
+            encode(content)
+
+
+class Text(str):
+    """As a program may have one, with methods."""
+
+
+class Number(int):
+    pass
+
+
+class Real(float):
+    pass
+
+
+@pytest.mark.parametrize("value", [Text("a"), Number(3), Real(0.5), {Text("a"): Number(1)}, [True, Number(0)]])
+def test_values_of_classes_of_the_program_come_back_as_plain_ones(value: Any) -> None:
+    assert is_serializable(value)
+    back = decode(encode(value))
+    assert back == value
+    assert type(back) in (str, int, float, dict, list)
+
+
+def test_arrays_of_strings_come_back() -> None:
+    array = np.array([["a", "bc"], [b"\xff", ""]], object)
+    assert is_serializable(array)
+    np.testing.assert_array_equal(decode(encode(array)), array)

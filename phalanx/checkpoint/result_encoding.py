@@ -5,14 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 from keras import tree
 
+from phalanx.runtime.exit_codes import sendable
 from phalanx.transport.serialization import decode, encode, is_serializable
+
+
+def as_plain_value(value: Any) -> Any:
+    """A log as it can be encoded: itself, a tensor's array, or as text what no other process could have."""
+    if is_serializable(value):
+        return value
+    if keras.ops.is_tensor(value) or isinstance(value, keras.Variable):
+        return np.array(keras.ops.convert_to_numpy(value))
+    if isinstance(value, list | tuple):
+        return [as_plain_value(each) for each in value]
+    return sendable(repr(value))
+
+
+def plain_history(history: Any) -> dict[str, list[Any]]:
+    """What a `History` has recorded, as it can be encoded."""
+    return {name: [as_plain_value(value) for value in values] for name, values in history.history.items()}
 
 
 def encode_history(history: Any) -> bytes:
     params = {name: value for name, value in (history.params or {}).items() if is_serializable(value)}
-    return encode([list(history.epoch), history.history, params])
+    return encode([list(history.epoch), plain_history(history), params])
 
 
 def decode_history(content: bytes, model: Any) -> Any:

@@ -10,16 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import keras
-import numpy as np
-
 from phalanx.checkpoint.callback_state import CallbackStateTracker, restore_states
+from phalanx.checkpoint.result_encoding import as_plain_value, plain_history
 from phalanx.data.sample_ledger import SampleLedger
 from phalanx.training import state_sync
 from phalanx.training.fit_state import ReplicaFitState
 from phalanx.training.joint_batches import JointBatch, JointBatches
 from phalanx.training.replica_model import ReplicaModel
-from phalanx.transport.serialization import is_serializable
 
 
 @dataclass(kw_only=True)
@@ -116,7 +113,7 @@ class FitRecorder:
             randomness=data.next_randomness if batches is None else data.randomness,
             validated=0 if state.validation is None else state.validation.batches_taken,
             epochs=list(history.epoch),
-            history={name: [as_plain_value(value) for value in values] for name, values in history.history.items()},
+            history=plain_history(history),
             logs={name: as_plain_value(value) for name, value in state.logs.items()},
             callbacks=self.callback_states(),
             applied=self.applied,
@@ -160,8 +157,3 @@ def restart_epoch(replica_model: ReplicaModel, state: ReplicaFitState) -> None:
     then."""
     with state_sync.unchanged(replica_model.model):
         state.callbacks.on_epoch_begin(state.epoch)
-
-
-def as_plain_value(value: Any) -> Any:
-    """The value itself if it can be encoded; else a tensor's, as an array."""
-    return value if is_serializable(value) else np.array(keras.ops.convert_to_numpy(value))

@@ -10,12 +10,13 @@ import keras
 
 from phalanx.checkpoint.backup_and_restore import step_of_backup
 from phalanx.checkpoint.callback_state import append_to_log_files
+from phalanx.checkpoint.result_encoding import as_plain_value
 from phalanx.keras_compat.model_state import logs_of_empty_epoch, plain_logs
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import state_sync
 from phalanx.training.evaluation import evaluate_on_replicas
-from phalanx.training.fit_position import as_plain_value, enter_epoch, restart_epoch
+from phalanx.training.fit_position import enter_epoch, restart_epoch
 from phalanx.training.fit_setup import ReplicaFit
 from phalanx.training.joint_batches import JointBatch, JointBatches
 from phalanx.transport.serialization import decode, encode

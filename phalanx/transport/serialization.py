@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import Any
 
 import msgspec
@@ -23,6 +24,8 @@ def is_serializable(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and is_serializable([key, item]) for key, item in value.items())
     if isinstance(value, np.ndarray):
+        if value.dtype == object:  # of strings, as lookup layers take and produce them
+            return all(isinstance(item, str | bytes) and is_serializable(item) for item in value.flat)
         return not value.dtype.hasobject and value.dtype.names is None and value.dtype.subdtype is None
     if isinstance(value, np.generic):
         value = value.item()  # a date, for example, has no Python number and stays as it is
@@ -43,7 +46,10 @@ def _is_text(value: str) -> bool:
 
 
 def encode(value: Any) -> bytes:
-    """Raises: TypeError unless the value is serializable."""
+    """Raises: TypeError unless the value is serializable. MessagePack would take more, such as sets, and give back
+    something else."""
+    if not is_serializable(value):
+        raise TypeError(f"{reprlib.repr(value)} of {type(value)} has parts that do not travel between processes")
     return msgspec.msgpack.encode(_pack(value))
 
 
@@ -69,8 +75,12 @@ def _pack(value: Any) -> Any:
     if isinstance(value, list):
         return [_pack(item) for item in value]
     if isinstance(value, dict):
-        return {key: _pack(item) for key, item in value.items()}
-    return value
+        return {str.__str__(key): _pack(item) for key, item in value.items()}
+    # Of a class of the program, such as one of strings with methods, which msgspec does not take.
+    if isinstance(value, str):
+        return str.__str__(value)
+    kinds: tuple[Any, ...] = (bool, int, float, bytes)
+    return next((kind(value) for kind in kinds if isinstance(value, kind)), None)
 
 
 def _name(dtype: np.dtype[Any]) -> str:
