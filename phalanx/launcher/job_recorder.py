@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections import deque
@@ -77,7 +79,7 @@ class JobRecorder(JobObserver):
             self._recent.append(line)
         if self._file is not None and self._belongs_in_file(event):
             try:
-                self._file.write(line + b"\n")
+                _write_whole(self._file, line + b"\n")
             except OSError as error:
                 self._file, self.problem = None, error.strerror or str(error)
 
@@ -197,6 +199,12 @@ class JobRecorder(JobObserver):
             return False
         self._in_file_at = event.at
         return True
+
+
+def _write_whole(file: BinaryIO, line: bytes) -> None:
+    """Raises: OSError, also if a part is written: what would follow it is no line of its own."""
+    if file.write(line) < len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _as_text(value: Any) -> Any:

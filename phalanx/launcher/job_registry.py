@@ -76,9 +76,10 @@ def registered(job: str, program: Sequence[str]) -> Iterator[None]:
     shown = " ".join(program).encode(errors="replace").decode()
     entry = RegisteredJob(job, os.getpid(), _start(os.getpid()), socket.gethostname(), _processes(), shown)
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
-        path = folder() / f"{job}.json"
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        place = folder() / f"{job}.json"
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        path = place  # only now: what is there already is another job's
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.encode(entry))
     try:

@@ -208,8 +208,9 @@ class _CrashReporter:
         # If the program has closed all descriptors, another file may have this number now.
         if not os.path.samestat(os.fstat(self._fd), self._file):
             return False
-        os.pwrite(self._fd, content, 0)
-        return True
+        written = os.pwrite(self._fd, content, 0)
+        os.ftruncate(self._fd, written)  # or the end of a longer report before it would make it unreadable
+        return written == len(content)
 
 
 def _install_hook(reporter: _CrashReporter, show: process_exit.Hook | None = None) -> process_exit.Hook:

@@ -92,6 +92,13 @@ def test_what_is_no_entry_is_left_alone(folder: Path) -> None:
         assert (folder / "job.json").exists()
 
 
+def test_the_entry_of_another_job_of_the_same_id_stays(folder: Path) -> None:
+    with registered("job", ["one.py"]):
+        with registered("job", ["two.py"]):
+            pass
+        assert [entry.program for entry in running()] == ["one.py"]
+
+
 @pytest.mark.timeout(60)
 def test_what_others_put_into_a_shared_folder_is_not_followed(folder: Path) -> None:
     os.mkfifo(folder / "pipe.json")

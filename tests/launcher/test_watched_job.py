@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -93,6 +95,26 @@ def test_one_who_follows_has_the_launchers_state(path: Path, watched: tuple[JobR
     recorder.record(events.JobEnded(9.0, 0, "over"))
     follower.update()
     assert follower.is_gone
+
+
+def test_a_folder_that_cannot_hold_the_socket_ends_no_job(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with JobControl(tmp_path / "file" / "job.sock", JobRecorder()):
+        pass
+
+
+def test_events_end_with_the_last_whole_line_where_the_disk_is_full(tmp_path: Path) -> None:
+    """What is written later, when there is room again, would follow a part of a line."""
+
+    class Full(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(bytes(data)[:10] if self.tell() else data)
+
+    with Full(tmp_path / events.EVENTS_FILE, "wb") as file:
+        recorder = JobRecorder(file)  # type: ignore[arg-type]
+        begin(recorder)
+        assert recorder.problem == "No space left on device"
+    assert [type(event) for event in read_events(tmp_path)] == [events.JobStarted]
 
 
 def test_a_launcher_that_is_gone_is_noticed(path: Path) -> None:
