@@ -58,7 +58,7 @@ class ChiefRendezvous:
         try:
             while True:
                 self._wait_until(lambda: not self._state.missing)
-                if self._form_generation():
+                if (membership := self._form_generation()) is not None:
                     break
                 self._state.wait_until_over(RETRY_S)
         except BaseException as error:
@@ -66,24 +66,23 @@ class ChiefRendezvous:
             self._dismiss(error)
             self._links.close()
             raise
-        # From here on `admit` refuses those that come late, and the end of a link is no loss for `_receive`: a member
-        # that is lost now is noticed by the first collective.
-        self._membership = self._links.membership
+        # From here on the end of a link is no loss for `_receive`: a member that is lost now is noticed by the first
+        # collective.
         self._state.finish()
         self._state.listener.unregister(messages.MESH)
         self._send(messages.StartOrder())
         for task in self._tasks.values():
             task.link.finish()  # its receiving thread closes it
-        return self._membership
+        return membership
 
-    def _form_generation(self) -> bool:
-        """Let the tasks link to each other; returns whether all could."""
+    def _form_generation(self) -> Membership | None:
+        """Let the tasks link to each other; None if not all could."""
         # What is ordered and compared below is this copy: a task that restarts meanwhile has another `_Task`.
         with self._state.changed:
             self._generation = generation = self._generation + 1
             tasks = dict(sorted(self._tasks.items()))
         if len(tasks) < len(self._me.other_ranks):
-            return False  # one was lost just now
+            return None  # one was lost just now
         descriptions = [self._me.description, *(task.description for task in tasks.values())]
         members = [messages.MemberAddress.of(description) for description in descriptions]
         order = messages.FormGeneration(generation, members)
@@ -103,7 +102,11 @@ class ChiefRendezvous:
             return self._tasks != tasks or SILENT not in self._state.obstacles.values()
 
         self._wait_until(have_reported)
-        return self._tasks == tasks and not any(self._state.obstacles.values())
+        with self._state.changed:
+            if self._tasks == tasks and not any(self._state.obstacles.values()):
+                # From here on `admit` refuses those that come late, and `adopt` those that it has just admitted.
+                self._membership = self._links.membership
+        return self._membership
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         state = self._state
@@ -165,8 +168,13 @@ class ChiefRendezvous:
         assert rank is not None, "checked by `admit`"
         with self._state.changed:
             former = self._tasks.get(rank)
-            self._tasks[rank] = task = _Task(description, link)
-            self._state.arrived(rank)
+            is_late = self._membership is not None or self._state.is_over
+            if not is_late:
+                self._tasks[rank] = task = _Task(description, link)
+                self._state.arrived(rank)
+        if is_late:
+            link.close()  # no order would come over it; the task dials again, and is refused
+            return
         if former is not None:
             former.link.close()
         name = f"phalanx-rendezvous-{description.task}"

@@ -12,6 +12,7 @@ import re
 import socket
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -50,6 +51,8 @@ from phalanx.transport.link import Link
 from phalanx.transport.ports import listen
 from tests.cluster.conftest import SECRET, Meeting, Ports, exchange, wait_until
 from tests.transport.conftest import make_certificates
+
+BOUND_S = 30.0
 
 
 def workers(spec: ClusterSpec) -> list[Task]:
@@ -170,6 +173,28 @@ def test_a_link_that_breaks_before_the_start_is_made_again(
 
 
 # ---------------------------------------------------------------------------- worlds of one
+
+
+def test_a_task_that_redials_just_when_the_job_begins_does_not_wait_for_an_order(
+    ports: Ports, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was admitted before, and is adopted after. Its link is closed: it dials again, and is refused."""
+    adopted, adopt = [], ChiefRendezvous.adopt
+
+    def record(self: ChiefRendezvous, hello: Hello, link: Link) -> None:
+        adopted.append((self, hello))
+        adopt(self, hello, link)
+
+    monkeypatch.setattr(ChiefRendezvous, "adopt", record)
+    spec = ports.workers(2)
+    for task in workers(spec):
+        meeting.start(spec, task)
+    nodes = meeting.nodes()
+    (chief, hello), closed = adopted[-1], threading.Event()
+    link: Any = SimpleNamespace(close=closed.set, receive=lambda **_: closed.wait(BOUND_S))
+    chief.adopt(hello, link)
+    assert closed.is_set()
+    exchange(nodes)
 
 
 def test_a_single_worker_needs_no_port(ports: Ports) -> None:
