@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -90,20 +90,31 @@ class OutgoingDefinitions:
 
     def require(self, names: Iterable[ScopedName]) -> bool:
         """Workers must have these. Returns: whether that is news."""
+        names = list(names)
         with self._lock:
-            new = set(names) - self._roots.keys()
-            if new:
-                self._survey()
-            roots = {self._roots[name] for name in names if name in self._roots} - self._required.keys()
+            present = self._made.present()
+            # The parts of what the program has dropped may live on: they are surveyed again.
+            self._roots = {name: root for name, root in self._roots.items() if root in present}
+            if not self._roots.keys() >= set(names):
+                self._survey(present)
+            roots = {root for name in names if (root := self._root_of(name)) is not None} - self._required.keys()
             self._required |= dict.fromkeys(roots)
-            for former in [name for name in self._required if self._roots[name] != name]:
-                del self._required[former]  # it is in another object by now
+            for name in list(self._required):
+                root = self._roots.get(name, name)
+                if root != name and root in self._required:
+                    del self._required[name]  # it travels in that one by now
             return bool(roots)
 
     def knows(self, names: Collection[ScopedName]) -> bool:
         """Whether all of these are required already."""
         with self._lock:
-            return all(self._roots.get(name) in self._required for name in names)
+            present = self._made.present()
+            roots = [self._root_of(name) for name in names]
+            return all(root in self._required and root in present for root in roots)
+
+    def _root_of(self, name: ScopedName) -> ScopedName | None:
+        """What an object travels in. One that was required by itself does so until what it is in by now is required."""
+        return name if name in self._required else self._roots.get(name)
 
     def announce(self, dispatcher: Dispatcher) -> None:
         """Have workers make what they must have and do not have yet, as it is now: a worker that comes while the
@@ -140,20 +151,22 @@ class OutgoingDefinitions:
             policy = keras.config.dtype_policy().name
             return Define(names, digests, policy), [content for _, content in packed.values()]
 
-    def _survey(self) -> None:
+    def _survey(self, present: Mapping[ScopedName, Any]) -> None:
         """Find out what is in what."""
-        present = self._made.present()
+        self._shared = {}
         parts = {name: parts_of(made) for name, made in present.items() if isinstance(made, keras.layers.Layer)}
         inner = {id(part) for own in parts.values() for part in own[1:] if not _is_optimizer(part)}
         for name, made in present.items():
             if id(made) in inner:
                 continue
-            for part in parts.get(name, [made]):
+            in_it = parts.get(name, [made])
+            for part in in_it:
                 own = self._made.name_of(part)
                 if own is None:
                     continue
                 root = self._roots.get(own, name)
-                if root in (name, own):
+                # Or of something that is a part of this one by now.
+                if root in (name, own) or any(each is present.get(root) for each in in_it):
                     self._roots[own] = name
                 elif _has_state(part) and name not in self._shared:
                     self._shared[name] = _sharing(made, present.get(root), part)
@@ -172,8 +185,9 @@ class OutgoingDefinitions:
         def refer(thing: Any) -> Any:
             # A root that is being packed travels by value inside itself, or two that refer to each other never end.
             name = self._made.name_of(thing) if isinstance(thing, KINDS) else None
-            other = self._roots.get(name) if name is not None else None
-            if name is None or other not in self._made.present() or (other in begun and other not in packed):
+            other = None if name is None else self._root_of(name)
+            is_open = other in begun and other not in packed
+            if name is None or other is None or is_open or other not in self._made.present():
                 return None
             self._pack(other, packed, begun)
             return "made", *name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import keras
@@ -106,6 +107,53 @@ def test_what_is_required_is_sent_and_nothing_else() -> None:
     assert scope.outgoing.knows([scope.made.name_of(one)])
     assert not scope.outgoing.knows([scope.made.name_of(other)])
     assert set(scope.arrived(other)) == {scope.made.name_of(one), scope.made.name_of(other)}
+
+
+def noted(scope: Scope, thing: Any) -> Any:
+    """The program makes it later."""
+    for part in parts_of(thing):
+        scope.made.note(part)
+    return thing
+
+
+def test_a_model_that_is_put_into_another_one_later_travels_in_that() -> None:
+    inner = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+    scope = Scope(inner)
+    scope.arrived(inner)
+    outer = noted(scope, keras.Sequential([inner, keras.layers.Dense(1)]))
+    found = scope.arrived(outer)
+    assert scope.of(outer, found).layers[0] is scope.of(inner, found)
+    assert len({id(scope.of(layer, found)) for layer in (outer, inner, inner.layers[0])}) == 3
+
+
+@pytest.mark.parametrize("kind", ["layer", "optimizer"])
+def test_what_is_required_stays_so_when_it_becomes_a_part_of_something_else(kind: str) -> None:
+    """A worker that comes later runs functions that were scheduled before."""
+    part = keras.layers.Dense(3) if kind == "layer" else keras.optimizers.SGD()
+    scope, other = Scope(part), keras.layers.Dense(2)
+    scope.arrived(part)
+    model = keras.Sequential([keras.Input((2,)), part if kind == "layer" else keras.layers.Dense(1)])
+    model.compile(part if kind == "optimizer" else "sgd", "mse")
+    noted(scope, model)
+    noted(scope, other)
+    assert set(scope.arrived(other)) == {scope.made.name_of(part), scope.made.name_of(other)}
+    assert scope.outgoing.knows([scope.made.name_of(part)])
+    found = scope.arrived(model)
+    copy = scope.of(model, found)
+    assert scope.of(part, found) is (copy.layers[0] if kind == "layer" else copy.optimizer)
+
+
+def test_a_part_of_a_model_that_the_program_has_dropped_is_sent() -> None:
+    part = keras.layers.Dense(3)
+    model = keras.Sequential([keras.Input((2,)), part])
+    scope = Scope(model)
+    assert set(scope.arrived(model)) >= {scope.made.name_of(part)}
+    name = scope.made.name_of(part)
+    assert name is not None
+    del model
+    gc.collect()
+    assert not scope.outgoing.knows([name])
+    assert set(scope.arrived(part)) == {name}
 
 
 def test_two_models_with_a_common_layer_are_refused_by_name() -> None:
