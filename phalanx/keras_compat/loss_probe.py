@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 from keras import ops, tree
+from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.losses import loss as keras_loss
 
 from phalanx.arrays.tree import leaves, map_leaves
@@ -123,7 +124,12 @@ class _Part(NamedTuple):
 
     def of(self, start: int, stop: int) -> _Part:
         def cut(each: Any) -> Any:
-            return None if each is None else each[start:stop]
+            if each is None:
+                return None
+            rows = each[start:stop]
+            if (mask := get_keras_mask(each)) is not None:  # by which Keras's losses leave out steps of a sequence
+                set_keras_mask(rows, mask[start:stop])
+            return rows
 
         x, y, sample_weight, y_pred = (tree.map_structure(cut, each) for each in self[:4])
         return _Part(x, y, sample_weight, y_pred, stop - start)

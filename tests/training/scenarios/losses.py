@@ -164,6 +164,25 @@ def masked_sequences_with_sample_weight(setting: Setting) -> dict[str, Any]:
     return found
 
 
+@scenario(quick=ONE_BACKEND)
+def masked_sequences_with_a_loss_of_the_program(setting: Setting) -> dict[str, Any]:
+    """The mask reaches it as it does a loss of Keras's."""
+
+    class Error(keras.losses.Loss):
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            return ops.mean(ops.abs(y_true - y_pred), axis=-1)
+
+    def build() -> Any:
+        return keras.Sequential([keras.Input((5, 2)), layers.Masking(), layers.Dense(1)])
+
+    x = np.random.default_rng(11).normal(size=(33, 5, 2)).astype("float32")
+    for row in range(33):
+        x[row, 1 + row % 5 :] = 0.0
+    y = np.random.default_rng(12).normal(size=(33, 5, 1)).astype("float32")
+    losses = (Error(), Error(reduction="sum"))
+    return {loss.reduction: fitted(compiled(setting, build, loss=loss), x, y) for loss in losses}
+
+
 @scenario(quick=BACKENDS)
 def a_rank_whose_samples_are_all_masked(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
