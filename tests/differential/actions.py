@@ -116,12 +116,8 @@ class Actions:
             choices = {name: made for name, made in choices.items() if name not in _SETS_RATE}
         names = dict.fromkeys(w.one_of(list(choices)) for _ in range(w.number(1, 2)))
         if names.keys() & _SETS_RATE:
-            w.write(
-                """
-                if isinstance(model.optimizer._learning_rate, optimizers.schedules.LearningRateSchedule):
-                    model.optimizer.learning_rate = 0.05  # the callback sets it
-                """
-            )
+            w.write(_CAN_SET_RATE)
+            choices |= {name: f"*([{choices[name]}] if can_set_rate else [])" for name in names.keys() & _SETS_RATE}
         if "keep" in names:
             w.define("Keep", KEEP)
             w.write("kept = Keep()")
@@ -262,6 +258,10 @@ CHANGES = (
 
 _SETS_RATE = {"plateau", "schedule", "rate"}
 """Callbacks that set the learning rate."""
+_CAN_SET_RATE = """
+inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+can_set_rate = not isinstance(inner._learning_rate, optimizers.schedules.LearningRateSchedule)
+"""
 
 KEEP = """
     class Keep(keras.callbacks.Callback):
