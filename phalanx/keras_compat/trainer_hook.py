@@ -4,6 +4,7 @@
 nothing: it passes the call, with Keras's own method, to the dispatcher.
 
     Model.__init__, Model.compile                   -> dispatcher.register_model
+    Model.quantize                                  -> dispatcher.forget_functions
     Model.fit, evaluate, predict, train_on_batch... -> dispatcher.run
     Model.save, Model.save_weights                  -> dispatcher.save
     Layer, Optimizer, Metric .__init__              -> dispatcher.register_object
@@ -82,6 +83,10 @@ class KerasDispatcher(Protocol):
         """Called when a model was constructed or compiled."""
         ...
 
+    def forget_functions(self, model: Any) -> None:
+        """Called when Keras has dropped the functions that it had compiled for a model's steps."""
+        ...
+
     def register_object(self, thing: Any) -> None:
         """Called when a layer, an optimizer or a metric was constructed."""
         ...
@@ -122,6 +127,7 @@ def install(dispatcher: KerasDispatcher) -> None:
     # Where it is defined: Keras takes a `compile` that differs from the base trainer's for one of the model's own, and
     # then `load_model` does not compile the model.
     _patches.replace(defining_class(trainer, "compile"), "compile", _registering_model)
+    _patches.replace(keras.Model, "quantize", _forgetting_functions)
     for name in DISPATCHED:
         _keras_methods[name] = KerasMethod.of(getattr(trainer, name))
         _patches.replace(trainer, name, _dispatching)
@@ -176,6 +182,16 @@ def _registering_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         _dispatcher.register_model(self)
+        return result
+
+    return method
+
+
+def _forgetting_functions(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        _dispatcher.forget_functions(self)
         return result
 
     return method

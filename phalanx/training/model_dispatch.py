@@ -77,6 +77,10 @@ class ModelDispatcher:
         if getattr(model, "compiled", False) and isinstance(member_of(model), ParameterServerWorker):
             check_served(model)
 
+    def forget_functions(self, model: Any) -> None:
+        """Note that a former trainer is stale: engines compile functions of the model's variables."""
+        forget_trainer(model)
+
     def register_object(self, thing: Any) -> None:
         """Name what is created, so that tasks can refer to it."""
         if isinstance(member := self._current_member(), ParameterServerWorker):

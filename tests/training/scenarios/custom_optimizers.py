@@ -220,6 +220,19 @@ def optimizer_compiled_again_with_other_settings(setting: Setting) -> dict[str, 
     return {"first": first, "second": fitted(model)} | _state(model)
 
 
+@scenario(quick=("tensorflow",))
+def int8_after_training(setting: Setting) -> dict[str, Any]:
+    """Without `compile`: Keras itself drops what it has compiled of the model."""
+    model = compiled(setting, optimizer=optimizers.SGD(0.1))
+    found: dict[str, Any] = {"first": fitted(model)}
+    before = model.predict(features(), verbose=0)
+    model.quantize("int8")
+    outputs = model.predict(features(), verbose=0)
+    assert abs(outputs - before).max() > 1e-5, "the weights are others"
+    found["tested"] = model.evaluate(features(), labels(), verbose=0, return_dict=True)
+    return found | {"predictions": outputs}
+
+
 @scenario(quick=ONE_BACKEND)
 def lora_and_int8(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, optimizer=optimizers.Adam(0.05))
