@@ -29,6 +29,7 @@ Tested with Keras 3.12 and 3.15.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -43,14 +44,19 @@ from keras.src.trainers.trainer import Trainer
 
 from phalanx.keras_compat import step_collectives
 from phalanx.keras_compat.patching import PatchedFunction, set_untracked
-from phalanx.keras_compat.step_means import share_of_step
+from phalanx.keras_compat.step_means import is_in_step, share_of_step
 
 # Reductions that divide by the number of values, of which each rank's share is known; with a mask, by what it leaves.
 _DIVIDED = ("sum_over_batch_size", "mean")
 
 
-_whole: list[bool] = []
-"""Not empty while losses are computed that are of the global batch already, on each rank."""
+class _Whole(threading.local):
+    """How many losses this thread computes that are of the global batch already, on each rank."""
+
+    depth = 0
+
+
+_whole = _Whole()
 
 
 # Kept on the objects, because PyTorch's compiler cannot look into sets of weak references.
@@ -74,7 +80,7 @@ def note_added(layer: Any, kinds: Sequence[bool | None]) -> None:
 def over_global_batch(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
     """A loss over the batches of all ranks together; outside of a step, over this one."""
     collectives = step_collectives.current()
-    if collectives is None or _whole:
+    if collectives is None or _whole.depth:
         return _of_whole(loss, y_true, y_pred, sample_weight)
 
     def gathered(values: Any) -> Any:
@@ -92,15 +98,15 @@ def over_global_batch(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample
 
 def is_over_global_batch() -> bool:
     """Whether a loss is being computed of the global batch already."""
-    return bool(_whole)
+    return _whole.depth > 0
 
 
 def _of_whole(loss: Callable[..., Any], *arguments: Any) -> Any:
-    _whole.append(True)
+    _whole.depth += 1
     try:
         return loss(*arguments)
     finally:
-        _whole.pop()
+        _whole.depth -= 1
 
 
 def relates_samples(loss: Any, y_pred: Any) -> bool:
@@ -149,13 +155,13 @@ class GloballyScaledLosses:
             if relates_samples(loss, y_pred):
                 return over_global_batch(partial(own, loss), y_true, y_pred, sample_weight)
             result = own(loss, y_true, y_pred, sample_weight)
-            return _summed(result) if is_noted_sum(loss) else result
+            return _summed(result) if is_noted_sum(loss) and is_in_step() else result
 
         return call
 
     def _make_add(self) -> Callable[..., Any]:
         def add(layer: Any, loss: Any) -> None:
-            if kinds := getattr(layer, "_phalanx_added", None):
+            if is_in_step() and (kinds := getattr(layer, "_phalanx_added", None)):
                 loss = [self._added_number(each, kinds, layer) for each in tree.flatten(loss)]
             self._adds.original(layer, loss)
 
@@ -171,7 +177,7 @@ class GloballyScaledLosses:
     def _make_compute(self) -> Callable[..., Any]:
         def compute(model: Any, *arguments: Any, **named: Any) -> Any:
             loss = self._computes.original(model, *arguments, **named)
-            return _summed(loss) if is_noted_sum(model) else loss
+            return _summed(loss) if is_noted_sum(model) and is_in_step() else loss
 
         return compute
 
@@ -184,7 +190,7 @@ class GloballyScaledLosses:
         dtype: Any = None,
     ) -> Any:
         original = self._losses.original
-        if _whole:
+        if _whole.depth or not is_in_step():
             return original(values, sample_weight, mask, reduction, dtype)
         if tuple(values.shape) == ():
             of_samples = sample_weight is not None and len(sample_weight.shape) > 0
@@ -213,7 +219,7 @@ class GloballyScaledLosses:
 
     def _sum(self, added: Any) -> Any:
         total: Any = ops.sum(ops.cast(added, "float32") if "float" not in str(added.dtype) else added)
-        return _summed(total) if has_samples(added, self.batch_size) else total
+        return _summed(total) if is_in_step() and has_samples(added, self.batch_size) else total
 
 
 def has_samples(values: Any, batch_size: int) -> bool:

@@ -227,7 +227,16 @@ def _compilation(model: Any) -> Arguments | None:
             f"The model {model.name!r} has its own compile(), and was made before the strategy, so what compile() was "
             f"given is not known. Make and compile the model in strategy.scope()."
         )
-    return Arguments((), dict(model._compile_config.config), {})
+    config = dict(model._compile_config.config)
+    return Arguments((), config | {"optimizer": _present_optimizer(model, config.get("optimizer"))}, {})
+
+
+def _present_optimizer(model: Any, compiled: Any) -> Any:
+    """The optimizer that the model has now, which need not be the one that it was compiled with."""
+    present = model.optimizer
+    kind = keras.optimizers.LossScaleOptimizer
+    # `compile` puts one that scales the loss around the program's own, and will do so again.
+    return present.inner_optimizer if isinstance(present, kind) and not isinstance(compiled, kind) else present
 
 
 def _optimized(model: Any) -> tuple[tuple[int, ...], ...]:

@@ -15,6 +15,7 @@ Tested with Keras 3.12 and 3.15.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +24,25 @@ from keras.src.metrics import reduction_metrics
 
 from phalanx.keras_compat.patching import PatchedFunction
 
-_shares: list[Callable[[], Any]] = []
+
+class _Steps(threading.local):
+    """The steps that this thread is inside of, innermost last. Keras's functions are patched for all threads."""
+
+    def __init__(self) -> None:
+        self.shares: list[Callable[[], Any]] = []
+
+
+_steps = _Steps()
+
+
+def is_in_step() -> bool:
+    """Whether this thread runs or traces a step."""
+    return bool(_steps.shares)
 
 
 def share_of_step() -> Any | None:
     """This rank's share of the global batch in the step that runs or is traced; None outside of a step."""
-    return _shares[-1]() if _shares else None
+    return _steps.shares[-1]() if _steps.shares else None
 
 
 class WeightedStepMeans(PatchedFunction):
@@ -44,15 +58,16 @@ class WeightedStepMeans(PatchedFunction):
 
     def __enter__(self) -> None:
         super().__enter__()
-        _shares.append(self._share)
+        _steps.shares.append(self._share)
 
     def __exit__(self, *error: object) -> None:
-        _shares.pop()
+        _steps.shares.pop()
         super().__exit__(*error)
 
     def _weigh(self, values: Any, sample_weight: Any, reduce_fn: Callable[..., Any], dtype: Any) -> tuple[Any, Any]:
         # A weight is given, or there are several values: these are samples, which count by themselves.
-        if reduce_fn is ops.mean and sample_weight is None and len(getattr(values, "shape", ())) == 0:
+        is_number = reduce_fn is ops.mean and sample_weight is None and len(getattr(values, "shape", ())) == 0
+        if is_number and is_in_step():
             sample_weight = self._share()
         formed: tuple[Any, Any] = self.original(values, sample_weight, reduce_fn=reduce_fn, dtype=dtype)
         return formed

@@ -14,6 +14,7 @@ import tempfile
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,10 +200,10 @@ class Recorder:
     def register_model(self, model: Any) -> None:
         self.seen.append("register_model")
 
-    def register_object(self, thing: Any) -> None:
     def forget_functions(self, model: Any) -> None:
         self.seen.append("forget_functions")
 
+    def register_object(self, thing: Any) -> None:
         self.seen.append(f"register_object {type(thing).__name__}")
 
     def register_variable(self, variable: Any) -> None:
@@ -242,8 +243,8 @@ def hook_sees_every_call_and_leaves_no_trace() -> None:
         model.train_on_batch(X, Y)
         model.evaluate(X, Y, verbose=0)
         model.predict(X, verbose=0)
-        with tempfile.TemporaryDirectory() as folder:
         small_model().quantize("int8")
+        with tempfile.TemporaryDirectory() as folder:
             model.save(Path(folder) / "model.keras")
             model.save_weights(Path(folder) / "model.weights.h5")
             restored = keras.saving.load_model(Path(folder) / "model.keras")
@@ -259,8 +260,8 @@ def hook_sees_every_call_and_leaves_no_trace() -> None:
         trainer_hook.uninstall()
     expected = ["register_model", "register_object Dense", "register_object SGD", "run fit ['verbose', 'x', 'y']"]
     expected += ["register_variable sum"]  # of the metrics
-    expected += ["run train_on_batch ['x', 'y']", "run predict ['verbose', 'x']", "save save", "save save_weights"]
     expected += ["forget_functions"]
+    expected += ["run train_on_batch ['x', 'y']", "run predict ['verbose', 'x']", "save save", "save save_weights"]
     assert not set(expected) - set(recorder.seen), recorder.seen
     assert before == _methods()
 
@@ -305,6 +306,55 @@ def losses_are_reduced_in_one_function() -> None:
     assert float(summed) == 16.0
     assert float(mean) == float(negative) == 1.0
     assert asked == [-2.0]
+
+
+@check()
+def patches_of_a_step_leave_other_threads_alone() -> None:
+    from phalanx.keras_compat.global_losses import GloballyScaledLosses
+    from phalanx.keras_compat.step_collectives import InStep
+    from phalanx.keras_compat.step_means import WeightedStepMeans
+
+    def compute() -> tuple[float, float, float]:
+        mean = keras.metrics.Mean()
+        mean.update_state(keras.ops.convert_to_tensor(8.0))
+        losses = keras.losses.MeanSquaredError(reduction="sum")
+        weighted = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        zeros, weight = np.zeros((4, 2), "float32"), np.ones(4, "float32")
+        found = mean.count, losses(Y, zeros), weighted(Y, zeros, sample_weight=weight)
+        return tuple(float(keras.ops.convert_to_numpy(each)) for each in found)  # type: ignore[return-value]
+
+    expected = compute()
+    collectives = SimpleNamespace(all_reduce=lambda tensors: [4.0 * tensor for tensor in tensors])
+    losses, means, in_step = GloballyScaledLosses(4), WeightedStepMeans(lambda: 0.25), InStep(collectives)
+    with ThreadPoolExecutor(1) as elsewhere, losses, means, in_step:
+        assert elsewhere.submit(compute).result() == expected
+        assert compute() != expected
+
+
+@check()
+def quantizing_drops_the_functions_of_steps() -> None:
+    model = small_model()
+    model.fit(X, Y, verbose=0)
+    model.predict(X, verbose=0)
+    model.quantize("int8")
+    assert model.train_function is model.predict_function is None
+
+
+@check()
+def copies_have_the_optimizer_that_the_model_has() -> None:
+    from phalanx.keras_compat.model_copies import copy_of
+
+    model = small_model()
+    model.optimizer = keras.optimizers.Adam(0.5)
+    assert isinstance(copy_of(model).make().optimizer, keras.optimizers.Adam)
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = small_model()
+        made = copy_of(model).make()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert isinstance(made.optimizer.inner_optimizer, keras.optimizers.SGD)
 
 
 @check()
