@@ -30,8 +30,28 @@ class Logging(keras.Sequential):
         return (logs, result[1]) if len(arguments) == 2 else logs
 
 
+class Counting(keras.Sequential):
+    # In some steps another metric.
+    also = False
+
+    @property
+    def metrics(self):
+        if not hasattr(self, "other"):
+            self.other = keras.metrics.Mean(name="other")
+        return [each for each in super().metrics if each is not self.other or self.also]
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        if self.also:
+            self.other.update_state(y)
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {"loss": logs["loss"]}
+
+
+KINDS = {"logs_more": Logging, "counts_more": Counting}
+
+
 def made():
-    kind = Logging if sys.argv[1] == "logs_more" else keras.Sequential
+    kind = KINDS.get(sys.argv[1], keras.Sequential)
     model = kind([keras.Input((3,)), keras.layers.Dense(5), keras.layers.Dense(3)])
     model.set_weights([np.random.default_rng(1).normal(size=each.shape) for each in model.get_weights()])
     model.compile("sgd", keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))
@@ -52,6 +72,11 @@ def logs_more(model, step):
     return x, y, weight if step % 2 else None
 
 
+def counts_more(model, step):
+    model.also = step % 2 == 1
+    return x, y, weight
+
+
 scenario = globals()[sys.argv[1]]
 model, plain = made(), made()
 ranks = LocalRanks()
@@ -62,6 +87,9 @@ engine.metric_rules.decide(engine.metric_rules.rules)
 for step in range(4):
     batch = scenario(model, step)
     scenario(plain, step)
+    if scenario is counts_more:
+        engine.build(batch)
+        engine.metric_rules.decide(engine.metric_rules.rules)
     engine.begin()
     engine.train(batch, 1.0)
     engine.end()
@@ -74,7 +102,29 @@ for ours, keras_own in zip(model.get_weights(), plain.get_weights(), strict=True
 """
 
 
-CASES = [("freezes", "torch"), ("changes_dtype", "jax"), *(("logs_more", name) for name in BACKENDS)]
+FORMER = """
+import keras, numpy as np
+from phalanx.engines import make_engine
+from phalanx.engines.local_ranks import LocalRanks
+
+x = -np.ones((4, 3), "float32")
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, kernel_initializer="ones")])
+engines = []
+for activation in (keras.activations.linear, keras.activations.relu):
+    model.layers[0].activation = activation
+    model.compile("sgd", "mse")
+    engines.append(make_engine(model, LocalRanks()))
+    engines[-1].begin()
+    outputs = engines[-1].predict((x, None, None))
+    engines[-1].end()
+assert not outputs.any(), outputs
+"""
+
+
+CASES = [
+    *(("freezes", "torch"), ("changes_dtype", "jax"), ("counts_more", "jax"), ("counts_more", "torch")),
+    *(("logs_more", name) for name in BACKENDS),
+]
 
 
 @pytest.mark.parametrize(("scenario", "backend"), CASES)
@@ -82,3 +132,8 @@ def test_a_step_is_that_of_plain_keras_whatever_was_before(scenario: str, backen
     if backend not in BACKENDS:
         pytest.skip(f"needs {backend}")
     check_python("-c", PROGRAM, scenario, backend=backend)
+
+
+@pytest.mark.jax
+def test_a_model_that_is_compiled_again_is_traced_again_also_if_something_keeps_the_former_engine() -> None:
+    check_python("-c", FORMER, backend="jax")

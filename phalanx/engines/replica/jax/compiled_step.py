@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from phalanx.engines.engine import Batch, Merge
+from phalanx.engines.engine import Merge
 from phalanx.engines.merge_collectives import MergeCollectives
 from phalanx.engines.replica.jax.jax_tensors import JaxTensors
 from phalanx.engines.replica.jax.split_step import CompiledHostCallError, SplitStep
@@ -66,7 +66,7 @@ class CompiledStep:
         except CompiledHostCallError:
             self._is_split = True
             return None
-        key = kind_of_trace(arguments[-1])
+        key = kind_of_trace(arguments)
 
         def compile_it() -> None:
             self._prepared[key] = lowered.compile()
@@ -76,7 +76,7 @@ class CompiledStep:
     def __call__(self, share: float, *arguments: Any) -> Any:
         self._collectives.share = share
         share_of_step = np.float32(share)
-        if self._prepared and (prepared := self._prepared.get(kind_of_trace(arguments[-1]))):
+        if self._prepared and (prepared := self._prepared.get(kind_of_trace(arguments))):
             return prepared(share_of_step, *arguments)
         if not self._is_split:
             try:
@@ -85,7 +85,7 @@ class CompiledStep:
             except CompiledHostCallError:
                 self._is_split = True
         own = samples(arguments[-1])
-        key = kind_of_trace(arguments[-1])
+        key = kind_of_trace(arguments)
         if self._collectives.has_gathered:
             everyone = self._collectives.global_samples(own)
             self._collectives.samples = everyone, own
@@ -100,7 +100,15 @@ class CompiledStep:
             return self._function(*arguments)
 
 
-def kind_of_trace(data: Batch) -> tuple[Any, ...]:
-    """What of a batch a trace of the step is for, as JAX itself has it; the same inside of the trace."""
+def kind_of_trace(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """What a trace of a step is for, as JAX itself has it; the same inside of the trace.
+
+    Args:
+        arguments: of the step: lists with the values of variables, and last its batch.
+    """
+    *state, data = arguments
     leaves, structure = jax.tree.flatten(data)
-    return structure, *[(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)) for leaf in leaves]
+    of_batch = [(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)) for leaf in leaves]
+    # Of the state the numbers of values, which a program may change without compiling again (`metrics` as a property).
+    # As many values of other shapes need other variables, and these a new engine.
+    return structure, *map(len, state), *of_batch

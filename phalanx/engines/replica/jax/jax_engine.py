@@ -87,12 +87,13 @@ class JaxEngine(ReplicaEngine):
 
     def train(self, data: Batch, share: float) -> None:
         trainable, non_trainable, optimizer, metrics = self._arguments.get(with_optimizer=True)
+        arguments = (trainable, non_trainable, optimizer, metrics, data)
         steps = self._steps()
         # Not kept before the update: if the merge raises, the arguments are those from before the step.
-        local = steps.local(share, trainable, non_trainable, optimizer, metrics, data)
+        local = steps.local(share, *arguments)
         if isinstance(local, AppliedResults):
             trainable, optimizer = local.trainable, local.optimizer
-        packing = self._packing = steps.functions.packing_of(data)
+        packing = self._packing = steps.functions.packing_of(*arguments)
         # `np.asarray` waits for the gradients, and on CPUs gives a view of JAX's memory, which the merge only reads.
         flats = self._merge(packing.travelling, [np.asarray(array) for array in local.merged], share)
         # To a device large arrays are sent one by one, in parallel.

@@ -92,21 +92,23 @@ class StepFunctions:
         self._compiler = compiler
         self._batches = batches
         # By what a trace is for: a step of the program's own may log or change more for one kind of batch than for
-        # another. Equal ones are the same object, by which the engine finds its update.
+        # another.
         self._packings: dict[Hashable, OutputPacking] = {}
+        # Equal ones are the same object, which stays: by its identity the engine finds its update.
+        self._different: dict[OutputPacking, OutputPacking] = {}
         self._only: OutputPacking | None = None  # all of them are this one, as a rule
         self._origins, self._test_origins = origins  # of the logs of training and of test steps
 
-    def packing_of(self, data: Batch) -> OutputPacking:
-        """How the first half of a step packs its results for such a batch, for which it was traced."""
-        return self._only or self._packings[kind_of_trace(data)]
+    def packing_of(self, *arguments: Any) -> OutputPacking:
+        """How the first half of a step packs its results for such arguments, for which it was traced."""
+        return self._only or self._packings[kind_of_trace(arguments)]
 
     def gradients(
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
     ) -> LocalResults:
         """The first half of a step: everything up to the merge."""
         own = self._train_step(trainable, non_trainable, optimizer, self._start(metrics), data)
-        return self._pack(own, data)
+        return self._pack(own, kind_of_trace((trainable, non_trainable, optimizer, metrics, data)))
 
     def applied(
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
@@ -124,7 +126,8 @@ class StepFunctions:
         # Another optimizer's variables may be among the model's; they are the same on all ranks.
         alike = {id(value) for value in applied}
         results = TraceResults([], _changed(non_trainable, new_state[1]), list(new_state[3]), logs)
-        packed = self._pack(results, data, alike)
+        kind = kind_of_trace((trainable, non_trainable, optimizer, metrics, data))
+        packed = self._pack(results, kind, alike)
         return AppliedResults(*packed, list(new_state[0]), list(new_state[2]))
 
     def _start(self, metrics: Values) -> Values:
@@ -134,12 +137,12 @@ class StepFunctions:
             jnp.zeros_like(value) if rule.is_additive else value for value, rule in zip(metrics, rules, strict=True)
         ]
 
-    def _pack(self, own: TraceResults, data: Batch, alike: Collection[int] = ()) -> LocalResults:
+    def _pack(self, own: TraceResults, kind: Hashable, alike: Collection[int] = ()) -> LocalResults:
         """Pack what is merged.
 
         Args:
             own: the results of a step.
-            data: its batch.
+            kind: of its trace.
             alike: the ids of those that are the same on all ranks.
         """
         gradients, changed, new_metrics, logs = own
@@ -155,10 +158,8 @@ class StepFunctions:
         packing = OutputPacking(
             layout, tuple(map(tuple, groups)), len(gradients), tuple(floating), self._rules.rules, tuple(own_logs)
         )
-        known = self._packings
-        packing = next((each for each in known.values() if each == packing), packing)
-        known[kind_of_trace(data)] = packing
-        self._only = packing if all(each is packing for each in known.values()) else None
+        packing = self._packings[kind] = self._different.setdefault(packing, packing)
+        self._only = packing if len(self._different) == 1 else None
         return LocalResults(packing.join(values), private)
 
     def compile_update(

@@ -73,6 +73,7 @@ class TorchEngine(ReplicaEngine):
         floating = [buffer for buffer in buffers(self._model) if buffer.value.is_floating_point()]
         self._state = [*_layer_state(self._model), *floating]
         self._note_variables()
+        self._layouts.clear()  # of the state and the metrics that were known before
 
     def layer_state(self) -> list[Any]:
         return list(self._state)
