@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,8 +45,15 @@ class ModelCompiler:
         """
         if not self.compiles:
             return function
+
+        # JAX finds traces by the function. A method of the model is equal to itself when the model is compiled again,
+        # and perhaps changed: its former trace must not be found, which lives as long as anything holds the old engine.
+        @functools.wraps(function)
+        def traced_here(*arguments: Any) -> Any:
+            return function(*arguments)
+
         compiled: Callable[..., Any] = jax.jit(
-            function, donate_argnums=donate, out_shardings=leave, compiler_options=options
+            traced_here, donate_argnums=donate, out_shardings=leave, compiler_options=options
         )
         return compiled
 
