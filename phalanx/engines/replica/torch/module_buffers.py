@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+
+from phalanx.engines.replica.torch.host_copies import from_host
 
 
 class ModuleBuffer:
@@ -32,7 +35,7 @@ class ModuleBuffer:
 
     def assign(self, value: Any) -> None:
         with torch.no_grad():
-            self.value.copy_(torch.as_tensor(value))
+            self.value.copy_(value if isinstance(value, torch.Tensor) else from_host(np.asarray(value)))
 
 
 def buffers(model: Any) -> list[ModuleBuffer]:
