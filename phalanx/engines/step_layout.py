@@ -104,7 +104,10 @@ class StepLayout:
         sizes = [0] * len(self.flat_dtypes)
         for buffer, _, stop in self._places:
             sizes[buffer] = max(sizes[buffer], stop)
-        return [_aligned(size, np.dtype(dtype)) for size, dtype in zip(sizes, self.flat_dtypes, strict=True)]
+        return [
+            allocation.zeros_aligned((size,), np.dtype(dtype))
+            for size, dtype in zip(sizes, self.flat_dtypes, strict=True)
+        ]
 
     @cached_property
     def has_extremes(self) -> bool:
@@ -158,9 +161,3 @@ def absent(array: Array, weight: MergeWeight) -> Array:
     limits = np.iinfo(array.dtype) if array.dtype.kind in "iu" else None
     lowest, highest = (-math.inf, math.inf) if limits is None else (limits.min, limits.max)
     return np.full_like(array, lowest if weight is MergeWeight.MAX else highest)
-
-
-def _aligned(size: int, dtype: np.dtype[Any]) -> Array:
-    flat = allocation.empty_aligned((size,), dtype)
-    flat.fill(0)
-    return flat
