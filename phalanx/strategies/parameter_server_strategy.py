@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +191,7 @@ class ParameterServerStrategy(Strategy):
             "fit(), or MultiWorkerMirroredStrategy for another custom training loop."
         )
 
-    def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
+    def reduce(self, reduce_op: Any, value: Any, axis: int | Sequence[int] | None = None) -> Any:
         if self._in_function:
             return super().reduce(reduce_op, value, axis)
         raise UnsupportedError("Workers among parameter servers do not wait for each other, so they cannot reduce().")

@@ -7,7 +7,8 @@ Methods that merge values (`reduce`, `gather`) must be called by every replica, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -210,7 +211,7 @@ class Strategy:
                 raise
         return result
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None = None) -> Any:
         """The replicas' values merged into one, on every replica.
 
         Sums and means can be differentiated on TensorFlow and PyTorch: the gradient on each replica is the sum (mean)
@@ -220,20 +221,21 @@ class Strategy:
             reduce_op: "SUM" or "MEAN" (also "MIN", "MAX", "PRODUCT"), or a `ReduceOp`, also `tf.distribute`'s.
             value: a tensor, or a structure of tensors (or None) of equal shapes on all replicas. The mean of integers
                 and booleans is of `keras.config.floatx()`.
-            axis: None: merge elementwise. Else each replica's value is first merged along this axis; a mean then
-                counts every element once, however many each replica has.
+            axis: None: merge elementwise. Else each replica's value is first merged along this axis, or these; a mean
+                then counts every element once, however many each replica has.
         """
         op = reduce_op_of(reduce_op)
         if self.placement is not None:
-            return value if axis is None else keras.tree.map_structure(lambda leaf: _reduced(leaf, op, axis), value)
+            return value if axes is None else keras.tree.map_structure(lambda leaf: _reduced(leaf, op, axes), value)
         if op is ReduceOp.MEAN:
             # A variable that is merged on read would be merged before it is merged here.
             with replica_context.reading_own():
                 value = keras.tree.map_structure(_as_float, value)
-        if axis is None:
+        if axes is None:
 
             def merge(arrays: list[Array]) -> list[Array]:
                 progress.enter("all_reduce")
+        axes = None if axis is None else tuple(axis) if isinstance(axis, list | tuple) else (axis,)
                 return self._replica.communicator.all_reduce(arrays, op)
 
             # The adjoint of a sum over replicas is that sum; of a mean, the mean.
@@ -246,13 +248,13 @@ class Strategy:
 
             def merge(arrays: list[Array]) -> list[Array]:
                 progress.enter("all_reduce")
-                return _reduce_along(self._replica, op, arrays, axis)
+                return _reduce_along(self._replica, op, arrays, axes)
 
             def gradient(flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
-                return _spread_along(self._replica, op, flowing, shapes, axis)
+                return _spread_along(self._replica, op, flowing, shapes, axes)
 
             def shape_of(shape: Shape) -> Shape:
-                return _with_axis(shape, axis, ())
+                return _without_axes(shape, axes)
 
         linear = op in (ReduceOp.SUM, ReduceOp.MEAN)
         return self._merged(value, merge, shape_of, gradient if linear else None)
@@ -289,7 +291,7 @@ class Strategy:
             return _own_parts(self._replica, flowing, shapes, axis)
 
         def shape_of(shape: Shape) -> Shape:
-            return _with_axis(shape, axis, (None,))
+            return _with_open_axis(shape, axis)
 
         return self._merged(value, merge, shape_of, gradient)
 
@@ -374,26 +376,26 @@ def reduce_op_of(value: Any) -> ReduceOp:
         raise ConfigurationError(f"reduce_op is {value!r}; it must be one of {known}.") from None
 
 
-def _reduced(value: Any, op: ReduceOp, axis: int) -> Any:
-    """A global array reduced along an axis."""
+def _reduced(value: Any, op: ReduceOp, axes: tuple[int, ...]) -> Any:
+    """A global array reduced along some of its axes."""
     names = {ReduceOp.MAX: "max", ReduceOp.MIN: "min", ReduceOp.PRODUCT: "prod", ReduceOp.MEAN: "mean"}
-    return getattr(keras.ops, names.get(op, "sum"))(value, axis=axis)
+    return getattr(keras.ops, names.get(op, "sum"))(value, axis=axes)
 
 
-def _reduce_along(replica: Replica, op: ReduceOp, arrays: list[Array], axis: int) -> list[Array]:
+def _reduce_along(replica: Replica, op: ReduceOp, arrays: list[Array], axes: tuple[int, ...]) -> list[Array]:
     for array in arrays:
-        if not -array.ndim <= axis < array.ndim:
+        if not all(-array.ndim <= axis < array.ndim for axis in axes):
             raise ConfigurationError(
-                f"reduce() got axis={axis} for a value of shape {array.shape}, which has no such axis. Pass axis=None "
-                f"to reduce over the replicas alone."
+                f"reduce() got axis={axes[0] if len(axes) == 1 else axes} for a value of shape {array.shape}, which "
+                f"has no such axis. Pass axis=None to reduce over the replicas alone."
             )
     communicator = replica.communicator
     # Merged here in the dtype in which the ranks' are: NumPy adds halves one after the other, which stops at 256.
     wide = [array.astype(wire_dtype(array.dtype), copy=False) for array in arrays]
     if op is ReduceOp.MEAN:
         # Sums and counts, not means: replicas may have different numbers of elements. Counts are exact in int64.
-        sums = [array.sum(axis=axis, dtype=array.dtype) for array in wide]
-        counts = [np.array([array.shape[axis]], np.int64) for array in wide]
+        sums = [array.sum(axis=axes, dtype=array.dtype) for array in wide]
+        counts = [_elements(array.shape, axes) for array in wide]
         merged = communicator.all_reduce([*sums, *counts])
         pairs = zip(merged[: len(sums)], merged[len(sums) :], arrays, strict=True)
         return [np.asarray(total / count[0]).astype(array.dtype) for total, count, array in pairs]
@@ -401,7 +403,7 @@ def _reduce_along(replica: Replica, op: ReduceOp, arrays: list[Array], axis: int
     # NumPy has no maximum of nothing, and a replica with an empty part must still take part. Sums and products have.
     empty = {ReduceOp.MAX: -np.inf, ReduceOp.MIN: np.inf}.get(op)
     local = [
-        _full(array, axis, empty) if empty and not array.shape[axis] else np.asarray(along(array, axis=axis))
+        _full(array, axes, empty) if empty and not _elements(array.shape, axes) else np.asarray(along(array, axis=axes))
         for array in wide
     ]
     # NumPy sums small integers in int64, and booleans as numbers: the ranks' merge has the dtype of the values.
@@ -410,26 +412,31 @@ def _reduce_along(replica: Replica, op: ReduceOp, arrays: list[Array], axis: int
     return [total.astype(array.dtype, copy=False) for total, array in zip(merged, arrays, strict=True)]
 
 
-def _full(array: Array, axis: int, value: float) -> Array:
+def _elements(shape: Sequence[int], axes: tuple[int, ...]) -> Array:
+    """How many elements are merged into one, of shape (1,)."""
+    return np.array([math.prod(shape[axis] for axis in axes)], np.int64)
+
+
+def _full(array: Array, axes: tuple[int, ...], value: float) -> Array:
     """What an empty part adds to a maximum or minimum: the least (greatest) value of its dtype."""
     if array.dtype.kind in "iu":
         limits = np.iinfo(array.dtype)
         value = limits.min if value < 0 else limits.max
     if array.dtype.kind == "b":
         value = value > 0
-    return np.full(np.delete(array.shape, axis), value, array.dtype)
+    return np.full(np.delete(array.shape, axes), value, array.dtype)
 
 
 def _spread_along(
-    replica: Replica, op: ReduceOp, flowing: list[Array], shapes: list[tuple[int, ...]], axis: int
+    replica: Replica, op: ReduceOp, flowing: list[Array], shapes: list[tuple[int, ...]], axes: tuple[int, ...]
 ) -> list[Array]:
     """The gradient of `_reduce_along`: what flows back into a sum flows back into each of its elements."""
     totals = replica.communicator.all_reduce(flowing)
     if op is ReduceOp.MEAN:
-        counts = replica.communicator.all_reduce([np.array([shape[axis]], np.int64) for shape in shapes])
+        counts = replica.communicator.all_reduce([_elements(shape, axes) for shape in shapes])
         totals = [(total / count[0]).astype(total.dtype) for total, count in zip(totals, counts, strict=True)]
     return [
-        np.ascontiguousarray(np.broadcast_to(np.expand_dims(total, axis), shape))
+        np.ascontiguousarray(np.broadcast_to(np.expand_dims(total, axes), shape))
         for total, shape in zip(totals, shapes, strict=True)
     ]
 
@@ -463,12 +470,14 @@ def _own_parts(replica: Replica, flowing: list[Array], shapes: list[tuple[int, .
     return parts
 
 
-def _with_axis(shape: Shape, axis: int, lengths: Shape) -> Shape:
-    """The shape with one axis replaced by these lengths."""
-    if not -len(shape) <= axis < len(shape):
-        return shape  # who merges says what is wrong
-    place = range(len(shape))[axis]
-    return [*shape[:place], *lengths, *shape[place + 1 :]]
+def _without_axes(shape: Shape, axes: tuple[int, ...]) -> Shape:
+    gone = {axis % len(shape) for axis in axes if -len(shape) <= axis < len(shape)}  # who merges refuses others
+    return [length for place, length in enumerate(shape) if place not in gone]
+
+
+def _with_open_axis(shape: Shape, axis: int) -> Shape:
+    """The shape with the length of one axis unknown."""
+    return [None if place in (axis, axis + len(shape)) else length for place, length in enumerate(shape)]
 
 
 def _bytes(count: int) -> str:

@@ -155,6 +155,7 @@ def reduce_along_an_axis_of_uneven_lengths(setting: Setting) -> dict[str, Any]:
     lengths = np.arange(1, setting.world_size + 1)
     mean = (lengths * np.arange(setting.world_size)).sum() / lengths.sum()
     np.testing.assert_allclose(host(setting.strategy.reduce("MEAN", square, axis=1)), [mean, mean], rtol=1e-6)
+    np.testing.assert_allclose(host(setting.strategy.reduce("MEAN", square, axis=(0, -1))), mean, rtol=1e-6)
     return {}
 
 
