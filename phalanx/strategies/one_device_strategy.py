@@ -58,4 +58,6 @@ class OneDeviceStrategy(Strategy):
 
 
 class DefaultStrategy(OneDeviceStrategy):
-    """What `get_strategy()` returns outside of every scope."""
+    """What `get_strategy()` returns outside of every scope. As in `tf.distribute`, its own scope is outside, too."""
+
+    _is_default = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ class _Stack(threading.local):
         self.strategies: list[Strategy] = []
         self.replicas: list[ReplicaContext] = []
         self.reads_own = 0  # depth of `reading_own`
+        self.merges = 0  # depth of `merge_call`
 
 
 _stack = _Stack()
@@ -113,10 +114,12 @@ def running(strategy: Strategy) -> Iterator[ReplicaContext]:
 def _outside() -> Iterator[None]:
     # Scopes stay: a merge call is in the cross-replica context of the strategy.
     replicas, _stack.replicas = _stack.replicas, []
+    _stack.merges += 1
     try:
         with InStep(None):
             yield
     finally:
+        _stack.merges -= 1
         _stack.replicas = replicas
 
 
@@ -136,8 +139,9 @@ def reads_jobs_values() -> bool:
 
 
 def has_strategy() -> bool:
-    """Whether this code is inside a strategy's scope."""
-    return bool(_stack.strategies)
+    """Whether this code is inside the scope of a strategy other than the default one."""
+    strategy = current_strategy()
+    return strategy is not None and not strategy._is_default
 
 
 def current_strategy() -> Strategy | None:
@@ -150,11 +154,13 @@ def current_replica_context() -> ReplicaContext | None:
     return _stack.replicas[-1] if _stack.replicas else None
 
 
-def trace_key() -> int | None:
-    """What a trace of compiled code depends on: the strategy whose `run` this code is in; None outside of all."""
-    return id(_stack.replicas[-1].strategy) if _stack.replicas else None
+def trace_key() -> Hashable | None:
+    """What a trace depends on: the strategies whose scope and whose `run` this code is in; None outside of all."""
+    # Not their identities: a trace outlives its strategy, and the next one may get the address of that.
+    scopes, replicas = _stack.strategies, _stack.replicas
+    return (scopes[-1]._trace_key, replicas[-1].strategy._trace_key if replicas else None) if scopes else None
 
 
 def in_cross_replica_context() -> bool:
-    """Whether this code is inside a scope and not inside `strategy.run`."""
-    return has_strategy() and not _stack.replicas
+    """Whether this code is inside a scope and not inside `strategy.run`, or inside `merge_call`."""
+    return not _stack.replicas and (has_strategy() or _stack.merges > 0)

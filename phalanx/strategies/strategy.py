@@ -60,6 +60,9 @@ class Strategy:
     the scope.
     """
 
+    _is_default = False
+    """Whether it is what `get_strategy` returns outside of every scope."""
+
     def __init__(
         self, replica: Replica, cluster_resolver: ClusterResolver | None = None, policy: TrainingPolicy = EVERY_STEP
     ):
@@ -68,6 +71,7 @@ class Strategy:
         self._merge = GradientMerge(replica, policy.compression)  # of custom loops; `fit` has others
         self._cluster_resolver = cluster_resolver
         self._parts = StrategyParts(self)
+        self._trace_key: Hashable = object()  # see `replica_context.trace_key`
         self._tensors = make_tensors()
         # A `tf.function` decides while it is traced whether optimizers merge: inside `run` it needs a trace of its own.
         self._tensors.trace_apart(replica_context.trace_key)
@@ -79,6 +83,12 @@ class Strategy:
             f"A {type(self).__name__} belongs to the process that created it, and cannot be pickled. A function for "
             f"phalanx.launch or another process must create its own strategy."
         )
+
+    def __copy__(self) -> Strategy:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Strategy:
+        return self  # of an object that holds it: this process has one place in the job
 
     @property
     def _member(self) -> model_dispatch.Member:
@@ -225,6 +235,7 @@ class Strategy:
                 then counts every element once, however many each replica has.
         """
         op = reduce_op_of(reduce_op)
+        axes = None if axis is None else tuple(axis) if isinstance(axis, list | tuple) else (axis,)
         if self.placement is not None:
             return value if axes is None else keras.tree.map_structure(lambda leaf: _reduced(leaf, op, axes), value)
         if op is ReduceOp.MEAN:
@@ -235,7 +246,6 @@ class Strategy:
 
             def merge(arrays: list[Array]) -> list[Array]:
                 progress.enter("all_reduce")
-        axes = None if axis is None else tuple(axis) if isinstance(axis, list | tuple) else (axis,)
                 return self._replica.communicator.all_reduce(arrays, op)
 
             # The adjoint of a sum over replicas is that sum; of a mean, the mean.
