@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 
 from phalanx.errors import ConfigurationError
 from phalanx.strategies.replica_context import has_strategy
 from phalanx.strategies.strategy import Strategy
 
-_scope = ExitStack()
+
+class _Set(threading.local):
+    """The scope that this thread is inside of."""
+
+    def __init__(self) -> None:
+        self.scope = ExitStack()
+
+
+_set = _Set()
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
@@ -19,11 +28,11 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Raises: ConfigurationError inside `with strategy.scope():`.
     """
-    _scope.close()
+    _set.scope.close()
     if has_strategy():
         raise ConfigurationError(
             "experimental_set_strategy() was called inside a strategy's scope, which it would leave. Call it outside "
             "of `with strategy.scope():`."
         )
     if strategy is not None:
-        _scope.enter_context(strategy.scope())
+        _set.scope.enter_context(strategy.scope())
