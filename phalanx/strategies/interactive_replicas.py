@@ -137,6 +137,7 @@ class InteractiveReplicas:
 
     def _start(self) -> _Session:
         self._session = session = _Session(self.devices, self._join)
+        session.job.before_leaving(self.stop)  # by the program, too (`leave_job`): the next call joins again
         return session
 
     def _restart(self) -> _Session:

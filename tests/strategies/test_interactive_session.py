@@ -20,7 +20,8 @@ from phalanx.cluster.membership import Member
 from phalanx.errors import LinkClosedError
 from phalanx.launcher.worker_program import Program, runs_tests
 from phalanx.runtime.function_call import encode_error
-from phalanx.strategies.interactive_replicas import _Session
+from phalanx.strategies import interactive_replicas
+from phalanx.strategies.interactive_replicas import InteractiveReplicas, _Session
 from phalanx.strategies.replica_calls import Failed
 from tests.support.backends import BACKENDS
 from tests.support.commands import die_with_parent
@@ -78,6 +79,21 @@ def test_what_all_replicas_raise_is_raised_also_if_one_of_them_was_faster_and_ha
     assert not session.settle(ValueError("a shape does not fit")), "and no PeerLostError"
 
 
+def test_a_session_ends_with_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+    job = SimpleNamespace(before_leaving=called.append)
+    session = SimpleNamespace(job=job, close=lambda: called.append("closed"))
+    monkeypatch.setattr(interactive_replicas, "_Session", lambda devices, join: session)
+    replicas = object.__new__(InteractiveReplicas)
+    replicas.devices, replicas._join = ["cpu:0", "cpu:1"], lambda: pytest.fail("another one is there")
+    assert replicas._start() is session
+    leave = called.pop()
+    leave()
+    leave()
+    assert called == ["closed"]
+    assert replicas._session is None
+
+
 def left_behind(folder: Path) -> list[int]:
     found = []
     for process in psutil.process_iter():
@@ -119,6 +135,7 @@ def test_a_session_survives_what_goes_wrong(backend: str, tmp_path: Path) -> Non
     check(found, "session", "three")
     assert found["one"] == "ZeroDivisionError: on one replica alone"
     assert found["killed"].startswith("PeerLostError: worker/0 (rank 0) lost worker/1")
+    assert found["left"] == ""
     assert "was replaced by a later one" in found["replaced"]
 
 
