@@ -28,7 +28,7 @@ class Counted(keras.Model):
 
 class Alone:
     updates = separate = repeats = in_micro_batches = once_per_step = synchronizes_batch_norm = False
-    gather = global_size = None
+    gather = global_size = fixed_size = None
 
     def total(self, own, share):
         return own
