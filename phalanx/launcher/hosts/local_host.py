@@ -190,6 +190,10 @@ class LocalHost:
             worker.resize(size)
 
     def close(self) -> None:
+        # All of them before one is waited for: a second Ctrl-C may interrupt the wait, and in a notebook this process
+        # lives on.
+        for worker in self._workers.values():
+            worker.kill()
         for listener in self._listeners:
             listener.close()
         for launch in self._launches.values():

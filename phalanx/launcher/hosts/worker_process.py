@@ -139,12 +139,17 @@ class WorkerProcess:
                 set_terminal_size(fd, size)
         _signal(self.pid, signal.SIGWINCH)
 
+    def kill(self) -> None:
+        """Kill it and all that it has started, if it still runs; `close` waits for its end."""
+        if not self.has_exited:
+            _signal_group(self.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """Kill it if it still runs. Safe to call twice."""
         if self.has_exited:
             return
+        self.kill()
         self.has_exited = True
-        _signal_group(self.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_WAIT_S)
         self._release()
