@@ -88,6 +88,10 @@ class BestCheckpoint:
         logger.info("Step %d is the best so far: %s is %g.", found.step, self._monitor, value)
         return True
 
+    def close(self) -> None:
+        """Let other processes keep theirs here; the next `consider` claims the directory again. Safe to call twice."""
+        self._claim.release()
+
     def _places(self, checkpoint: str) -> tuple[StoragePath, StoragePath]:
         """Where a checkpoint of this name is kept, and where one of the other format would be."""
         suffixes = (checkpoint_directory.SUFFIX, KERAS_SUFFIX)

@@ -163,6 +163,8 @@ class SidecarEvaluator:
                     )
                     time.sleep(self._poll_s)
             finally:
+                if self._best is not None:
+                    self._best.close()
                 if self._writer is not None:
                     self._writer.close()
         if self.evaluations == 0:

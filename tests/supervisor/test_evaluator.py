@@ -22,6 +22,7 @@ from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.evaluator import completion_marker
 from phalanx.evaluator.best_checkpoint import BestCheckpoint
 from phalanx.evaluator.checkpoint_watcher import FoundCheckpoint
+from phalanx.runtime.owner_records import OwnerFile
 from phalanx.runtime.write_claim import WriteClaim
 from phalanx.storage.temporary_directory import temporary_directory
 from tests.supervisor.models import make_data, make_model
@@ -97,6 +98,8 @@ def test_it_evaluates_each_in_order_keeps_the_best_and_ends_with_the_job(saved: 
     assert note.losses[2] == pytest.approx(note.losses[0])
     assert sidecar.best == pytest.approx(note.losses[1])
     assert read(tmp_path / "best_evaluation.weights.h5").step == 20
+    owner = OwnerFile(tmp_path / ".best_evaluation.owner", tmp_path / ".best_evaluation.lock")
+    assert not owner.is_alive(), "this process may live on, and other evaluators keep their best here"
     content = json.loads((tmp_path / "best_evaluation.json").read_text())
     assert (content["monitor"], content["step"], content["checkpoint"]) == ("loss", 20, saved[1].name)
     assert content["metrics"]["loss"] == pytest.approx(sidecar.best)
