@@ -190,6 +190,7 @@ def test_an_error_in_a_training_is_short_on_every_backend(backend: str, launcher
     terminal = Terminal(launcher, "--workers", "2", "--backend", backend, script)
     assert terminal.end() == 1
     lines = ESCAPE.sub("", terminal.text).rstrip().split("\r\n")  # a bar that is redrawn is one line
+    lines = [line for line in lines if not re.search(r"waits up to|has not connected yet", line)]  # of a busy machine
     assert len(lines) <= 40, terminal.text
     assert any('in check: raise ValueError("the data of batch 5 is bad")' in line for line in lines[:10]), terminal.text
     assert any(re.fullmatch(r"  \.\.\. \d+ frames of phalanx and keras", line) for line in lines), terminal.text
