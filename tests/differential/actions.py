@@ -150,6 +150,8 @@ class Actions:
     def evaluate(self) -> None:
         source = draw_source(self.w, self.architecture, self.data)
         steps = {"steps": str(self.w.number(1, 3))} if source.is_endless else {}
+        if (number := source.keywords.pop("steps_per_epoch", None)) is not None:  # its name in `fit`
+            steps["steps"] = number
         results = {"return_dict": "True"} if self.w.chance() else {}
         passed = self._passed()
         self.w.write(f'yield "evaluation", {source.call("evaluate", **steps, **results, **passed)}')

@@ -234,7 +234,7 @@ def _metrics(w: Writer, output: Output) -> str:
             """
             @keras.saving.register_keras_serializable("program")
             def scaled_error(y, prediction):
-                return 3.0 * ops.mean(ops.abs(y - prediction), axis=-1)
+                return 3.0 * ops.mean(ops.abs(ops.subtract(y, prediction)), axis=-1)
             """,
         )
     if "Errors()" in found:
