@@ -76,6 +76,7 @@ class DistributedDataset:
 
     Args:
         source: the dataset seen from this rank.
+        original: the program's own dataset of which this is the source, for Keras's own methods.
         rank: this rank.
         world_size: the number of ranks.
         convert: converts each NumPy array to a tensor of the backend; None to keep the arrays.
@@ -87,6 +88,7 @@ class DistributedDataset:
         self,
         source: Source,
         *,
+        original: Any,
         rank: int,
         world_size: int,
         convert: Callable[[Any], Any] | None = None,
@@ -94,6 +96,7 @@ class DistributedDataset:
         any_rank: Callable[[bool], bool] | None = None,
     ):
         self.source = source
+        self.original = original
         self._rank = rank
         # Ranks that read the same batches end together, and need not ask each other.
         alike = world_size == 1 or source.traits.policy is AutoShardPolicy.DATA
@@ -239,6 +242,7 @@ def distribute_dataset(
         source_registry.make_source(
             InputRequest(dataset, rank=rank, world_size=world_size, seed=seed, repeated=0, opens_as_keras=False)
         ),
+        original=dataset,
         rank=rank,
         world_size=world_size,
         convert=convert,
@@ -264,6 +268,7 @@ def distribute_from_function(
     own = source_registry.make_source(InputRequest(dataset, seed=seed + rank, repeated=0, opens_as_keras=False))
     return kind(
         PerRankSource(own),
+        original=dataset,
         rank=rank,
         world_size=world_size,
         convert=convert,

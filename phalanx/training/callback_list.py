@@ -113,10 +113,13 @@ def build_callback_list(
     return CallbackList(own, add_progbar=shows, verbose=verbose, model=model, **options)
 
 
-def progress_bar(callbacks: CallbackList) -> ReplicaProgbar | None:
-    """The bar that counts samples, if this rank shows one."""
+def progress_bar(callbacks: CallbackList, replicas: int | None = None) -> ReplicaProgbar | None:
+    """The bar that counts samples, if this rank shows one; if a number of replicas is given, it shows that."""
     bar = getattr(callbacks, "_progbar", None)
-    return bar if isinstance(bar, ReplicaProgbar) else None
+    if not isinstance(bar, ReplicaProgbar):
+        return None
+    bar.replicas = bar.replicas if replicas is None else replicas
+    return bar
 
 
 # Callbacks that one rank runs alone.

@@ -37,18 +37,21 @@ def evaluate_on_replicas(
         on_change: see `ReplicaModel.repeat_over`.
     """
     progress.report("evaluate")
+    replica_model.model.stop_evaluating = False
     callbacks.on_test_begin()
-    logs = replica_model.repeat_over(source, lambda: _pass(replica_model, source, callbacks, watched), on_change)
+    stops = bool(replica_model.model.stop_evaluating)
+    logs = replica_model.repeat_over(source, lambda: _pass(replica_model, source, callbacks, watched, stops), on_change)
     callbacks.on_test_end(logs)
     return logs
 
 
-def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, watched: bool) -> dict[str, Any]:
+def _pass(
+    replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, watched: bool, stops: bool
+) -> dict[str, Any]:
+    """Evaluate on all batches; on those of one group if callbacks of any rank have stopped it before (`stops`)."""
     model, engine, replica = replica_model.model, replica_model.engine, replica_model.replica
-    bar = callback_list.progress_bar(callbacks)
-    if bar is not None:
-        bar.replicas = replica.world_size
-    model.stop_evaluating = False
+    bar = callback_list.progress_bar(callbacks, replica.world_size)
+    model.stop_evaluating = stops = replica.any(stops)  # as Keras, which looks after each group
     before = engine.metric_rules.values()
     model.reset_metrics()
     own_samples = all_samples = 0
@@ -79,7 +82,7 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
             if watched and not every_batch:
                 logs = engine.merged_metrics(own_samples / max(all_samples, 1), start, final=False)
             callbacks.on_test_batch_end(last, logs)
-            if watched and replica.any(model.stop_evaluating):
+            if stops or (watched and replica.any(model.stop_evaluating)):
                 break
         # Without data there is no result: zeros would be the best of all losses.
         if not all_samples:

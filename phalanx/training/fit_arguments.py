@@ -37,7 +37,7 @@ class FitArguments:
     validation_freq: Any = 1
 
     def __post_init__(self) -> None:
-        self.epochs = capped(self.epochs, keras.config.max_epochs(), "epochs")
+        self.epochs = self.epochs and capped(self.epochs, keras.config.max_epochs(), "epochs")  # 0: no epoch
         self.steps_per_epoch = capped(self.steps_per_epoch, keras.config.max_steps_per_epoch(), "steps_per_epoch")
         if self.validation_split and self.validation_data is None:
             (self.x, self.y, self.sample_weight), self.validation_data = train_validation_split(
@@ -46,7 +46,7 @@ class FitArguments:
 
 
 def capped(value: Any, cap: int | None, name: str) -> Any:
-    """The value, or with a warning the cap of `keras.config`, whichever is less."""
+    """The value, or with a warning the cap of `keras.config`, whichever is less; no value is more than any."""
     if cap and (not value or cap < value):
         warnings.warn(f"Limiting {name} to {cap}", stacklevel=3)
         return cap

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from phalanx.errors import UnsupportedError
 from phalanx.monitoring import timeline
 from phalanx.runtime import telemetry
 from phalanx.training.coordination import Coordination
@@ -36,6 +37,7 @@ class FitLoop:
         self._model = model
         self._state = state
         self._coordination = coordination
+        self._compiled_with = model._loss_tracker  # `compile` makes another one
 
     def run(self) -> Any:
         """Train; returns the `History`."""
@@ -58,6 +60,7 @@ class FitLoop:
         # All decisions are the coordination's: an `if` on what one process sees would let the others wait forever.
         with coordination.epoch_batches():
             self._train_batches()
+            self._check_compilation()
         logs = coordination.epoch_logs()
         if logs is None:
             return
@@ -83,6 +86,7 @@ class FitLoop:
                     timeline.current.enter("callbacks")
                     state.callbacks.on_train_batch_begin(step)
                     timeline.current.leave()
+                self._check_compilation()
                 coordination.begin_group(step)
             batch = coordination.train_step(batch)
             figures.samples += batch.size
@@ -99,6 +103,14 @@ class FitLoop:
                     return
         if (step + 1) % size:  # Keras, too, names the last step of a whole group
             self._end_batches(step - step % size + size - 1)
+
+    def _check_compilation(self) -> None:
+        """Raise UnsupportedError if a callback has compiled the model: steps and logs are made of the former parts."""
+        if self._model._loss_tracker is not self._compiled_with:
+            raise UnsupportedError(
+                f"{self._model.name!r} was compiled in the middle of fit(), which trains what was compiled before. Set "
+                f"model.stop_training, compile when fit() has returned, and call fit() again, with initial_epoch."
+            )
 
     def _end_batches(self, step: int) -> None:
         state = self._state

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
-from phalanx.data.dataset_creator import DatasetCreator
+from phalanx.data import DatasetCreator, DistributedDataset
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import trainer_hook
 from phalanx.keras_compat.callback_bases import create_on_chief
@@ -29,6 +29,7 @@ from phalanx.training.parameter_server_trainer import ParameterServerTrainer
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.replica import Replica, alone, divides_batches
 from phalanx.training.replica_trainer import ReplicaTrainer
+from phalanx.training.state_sync import metrics_kept
 from phalanx.training.step_examination import is_examined
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy, on_device
 
@@ -96,16 +97,16 @@ class ModelDispatcher:
         if method.name in ("fit", "train_on_batch") and isinstance(member, Replica) and is_examined(member):
             return _examine(model, member, method, args, kwargs)
         is_alone = member is None or (isinstance(member, Replica) and _trains_alone(model, member))
-        if is_alone and method.name in ("fit", "evaluate", "predict"):
-            args, kwargs = _with_datasets(args, kwargs)
         if is_alone and method.name != "fit":
-            return method(model, *args, **kwargs)
+            return _run_by_keras(method, model, *args, **kwargs)
         if isinstance(member, Replica) and callback_list.runs_on_this_rank_only():
             _refuse_training_in_chief_callback(method)
-            return method(model, *args, **kwargs)
+            # The other ranks' metrics continue to count: logs, and what callbacks decide by them, must stay the same.
+            with metrics_kept(model):
+                return _run_by_keras(method, model, *args, **kwargs)
         arguments = method.bind(model, args, kwargs)
         if is_alone and not has_checkpoint(arguments.get("callbacks")):
-            return method(model, *args, **kwargs)
+            return _run_by_keras(method, model, *args, **kwargs)
         # Keras's own `fit` cannot save for a `Checkpoint`; a job of one process can.
         member = member or alone()
         if member.is_chief:
@@ -173,13 +174,16 @@ def _examine(
     ReplicaTrainer(model, member, vars(model).get(_POLICY, EVERY_STEP)).examine_fit(**arguments)
 
 
-def _with_datasets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments that Keras itself takes."""
+def _run_by_keras(method: KerasMethod, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keras's own method, with datasets that it knows: what a `DatasetCreator` makes for one process, and what the
+    strategy was given to distribute."""
 
     def one(value: Any) -> Any:
+        if isinstance(value, DistributedDataset):
+            return value.original
         return value() if isinstance(value, DatasetCreator) else value
 
-    return tuple(map(one, args)), {name: one(value) for name, value in kwargs.items()}
+    return method(model, *map(one, args), **{name: one(value) for name, value in kwargs.items()})
 
 
 def _refuse_training_in_chief_callback(method: KerasMethod) -> None:
@@ -246,7 +250,7 @@ def _trainer_of(model: Any, member: Member) -> ReplicaTrainer | ParameterServerT
     if trainer is None:
 
         def keras_method(name: str) -> Callable[..., Any]:
-            return functools.partial(trainer_hook.keras_method(name), model)
+            return functools.partial(_run_by_keras, trainer_hook.keras_method(name), model)
 
         if isinstance(member, Replica):
             trainer = ReplicaTrainer(model, member, policy_of(model))

@@ -27,20 +27,21 @@ def predict_on_replicas(replica_model: ReplicaModel, source: ShardedInput, callb
     Args:
         watched: whether callbacks of any rank see single batches.
     """
+    replica_model.model.stop_predicting = False
     callbacks.on_predict_begin()
-    outputs = replica_model.repeat_over(source, lambda: _pass(replica_model, source, callbacks, watched))
+    stops = bool(replica_model.model.stop_predicting)
+    outputs = replica_model.repeat_over(source, lambda: _pass(replica_model, source, callbacks, watched, stops))
     callbacks.on_predict_end()
     return outputs
 
 
-def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, watched: bool) -> Any:
+def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, watched: bool, stops: bool) -> Any:
+    """Predict all batches; those of one group if callbacks of any rank have stopped it before (`stops`)."""
     model, engine, replica = replica_model.model, replica_model.engine, replica_model.replica
     has_hooks = callback_list.runs_batch_hooks(callbacks, "predict")
-    bar = callback_list.progress_bar(callbacks)
+    bar = callback_list.progress_bar(callbacks, replica.world_size)
     progress.report("predict")
-    if bar is not None:
-        bar.replicas = replica.world_size
-    model.stop_predicting = False
+    model.stop_predicting = stops = replica.any(stops)  # as Keras, which looks after each group
     batches = JointBatches(source, 0, replica)
     outputs = LocalOutputs.of(batches, replica_model)
     gathered: list[Any] = []  # as callbacks see them
@@ -59,7 +60,7 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
                 gathered.append(outputs.gather())
             if has_hooks:
                 callbacks.on_predict_batch_end(last, {"outputs": gathered[-1] if watched else outputs.parts[-1]})
-            if watched and replica.any(model.stop_predicting):
+            if stops or (watched and replica.any(model.stop_predicting)):
                 break
     finally:
         engine.end()

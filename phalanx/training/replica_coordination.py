@@ -11,7 +11,7 @@ import keras
 from phalanx.checkpoint.backup_and_restore import step_of_backup
 from phalanx.checkpoint.callback_state import append_to_log_files
 from phalanx.checkpoint.result_encoding import as_plain_value
-from phalanx.keras_compat.model_state import logs_of_empty_epoch, plain_logs
+from phalanx.keras_compat.model_state import logs_differ_from_metrics, logs_of_empty_epoch, plain_logs
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import state_sync
@@ -154,7 +154,9 @@ class ReplicaCoordination:
     def train_step(self, batch: JointBatch) -> JointBatch:
         """See `Coordination.train_step`."""
         state, stepper, checkpointing = self._state, self._state.stepper, self._checkpointing
-        step, last = batch.step, state.is_last(batch.step)
+        step = batch.step
+        # Of an epoch that callbacks have ended before its first step any step may be the last one.
+        last = state.stop_requested or state.is_last(step)
         self._replica_model.engine.expect(state.source.structure)  # what was evaluated meanwhile may have another form
         progress.report("gradients", epoch=state.epoch, step=step)
         if checkpointing is not None and stepper.merges_every_step:
@@ -194,8 +196,11 @@ class ReplicaCoordination:
             self._recorder.end_epoch()
         if self._is_empty_epoch:
             return logs_of_empty_epoch(self._model, self._step_logs)
-        # A process that resumed after the last step of an epoch knows what the metrics have counted.
-        logs = self._state.stepper.logs() if self._has_trained else self._model.get_metrics_result()
+        # A process that resumed after the last step of an epoch knows what the metrics have counted. And of its own
+        # steps Keras logs what the metrics say now: a callback may have evaluated since the last one.
+        is_watched = self._state.watched and not logs_differ_from_metrics(self._model, "train_step")
+        takes_results = is_watched or not self._has_trained
+        logs = self._model.get_metrics_result() if takes_results else self._state.stepper.logs()
         self._step_logs = plain_logs(logs)
         return dict(self._step_logs)
 

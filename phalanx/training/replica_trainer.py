@@ -95,9 +95,12 @@ class ReplicaTrainer:
         steps: int | None = None,
         callbacks: Any = None,
         return_dict: bool = False,
+        **unknown: Any,
     ) -> Any:
         """The metrics over all samples, the same on every rank."""
         self._model._assert_compile_called("evaluate")
+        if unknown:
+            raise ValueError(f"Arguments not recognized: {unknown}")
         replica, replica_model = self._replica, self._replica_model
 
         def run() -> dict[str, Any]:

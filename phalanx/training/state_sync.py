@@ -16,7 +16,7 @@ from phalanx.collectives.communicator import ReduceOp
 from phalanx.engines import buffers
 from phalanx.engines.random_state import draw_own_numbers, random_state, set_random_state
 from phalanx.errors import DisagreementError
-from phalanx.keras_compat.model_state import optimizers
+from phalanx.keras_compat.model_state import optimizers, sync_jax_state
 from phalanx.training.replica import Replica
 from phalanx.transport.decoding import decode_message
 from phalanx.transport.serialization import decode, encode
@@ -101,6 +101,20 @@ def unchanged(model: Any) -> Iterator[None]:
     for variable in variables:
         if id(variable) in divided and variable.value is not divided[id(variable)]:
             variable.assign(divided[id(variable)])
+
+
+@contextmanager
+def metrics_kept(model: Any) -> Iterator[None]:
+    """Restore on exit what the metrics have counted, whatever is evaluated inside."""
+    sync_jax_state(model)
+    variables = list(model.metrics_variables)
+    before = [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+    try:
+        yield
+    finally:
+        sync_jax_state(model)
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
 
 
 def average_optimizers(model: Any, replica: Replica, share: float) -> None:

@@ -225,6 +225,40 @@ def evaluation_stopped_by_a_callback(setting: Setting) -> dict[str, Any]:
 
 
 @scenario(quick=ONE_BACKEND)
+def stopped_before_the_first_batch(setting: Setting) -> dict[str, Any]:
+    """An evaluation and a prediction, by the last rank alone: one batch is computed."""
+
+    class Stop(callbacks.Callback):
+        def on_test_begin(self, logs: Any = None) -> None:
+            self.model.stop_evaluating = setting.rank == setting.world_size - 1
+
+        def on_predict_begin(self, logs: Any = None) -> None:
+            self.model.stop_predicting = setting.rank == setting.world_size - 1
+
+    model = compiled(setting, metrics=["accuracy"])
+    options = {"batch_size": 8, "callbacks": [Stop()], "verbose": 0}
+    logs = model.evaluate(features(), labels(), return_dict=True, **options)
+    return {"logs": logs, "outputs": model.predict(features(), **options)}
+
+
+@scenario(plain=False, quick=ONE_BACKEND)
+def what_the_chief_alone_evaluates_leaves_the_logs_as_they_are(setting: Setting) -> dict[str, Any]:
+    """In the middle of an epoch, too: logs and metrics continue as if nothing had been evaluated."""
+
+    class Evaluate(callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.evaluate(features(9), labels(9), verbose=0)
+            self.model.test_on_batch(features(9), labels(9))
+
+    found = []
+    for chosen in ([OnChief(Evaluate())], []):
+        set_random_seed(1)
+        found.append(fitted(compiled(setting, metrics=["accuracy"]), callbacks=chosen)["history"])
+    assert found[0] == found[1]
+    return {"history": found}
+
+
+@scenario(quick=ONE_BACKEND)
 def only_the_chief_writes(setting: Setting) -> dict[str, Any]:
     """Each rank names files of its own; the chief's appear, the others' do not."""
     folder = setting.folder
