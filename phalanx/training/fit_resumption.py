@@ -253,6 +253,7 @@ def resumable(callbacks: Any, model: Any, replica: Replica) -> Iterator[FitResum
     directory = storage_path(checkpoint.directory, "directory").absolute()
     number = _finished.get(directory, 0)
     resumption = FitResumption(checkpoint, model, replica, number)
+    former = replica.notice  # of a `fit` in whose callbacks this one runs
     checkpoint.driven, replica.notice = True, resumption.notice
     try:
         with notified_by_signals(resumption.notice):
@@ -260,7 +261,7 @@ def resumable(callbacks: Any, model: Any, replica: Replica) -> Iterator[FitResum
             # Only if `fit` has returned: one that raised is tried again under the same number.
             _finished[directory] = number + 1
     finally:
-        checkpoint.driven, replica.notice = False, None
+        checkpoint.driven, replica.notice = False, former
         try:
             resumption.writer.wait()
         finally:

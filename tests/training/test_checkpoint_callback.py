@@ -319,6 +319,18 @@ def test_a_signal_saves_and_ends_at_the_next_step(tmp_path: Path) -> None:
     same(undisturbed, fit(folder, every_steps=1000))
 
 
+def test_a_signal_ends_a_fit_in_whose_callbacks_another_one_was_saved(tmp_path: Path) -> None:
+    def begin(epoch: int, logs: Any = None) -> None:
+        if not checkpoints(tmp_path / "inner"):
+            (x, y), inner = data(BATCH), phalanx.callbacks.Checkpoint(tmp_path / "inner", every_steps=1)
+            others.model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[inner])
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    others = keras.callbacks.LambdaCallback(on_epoch_begin=begin)
+    with pytest.raises(PreemptedError, match="after 1 steps"):
+        fit(tmp_path / "outer", others)
+
+
 def test_the_ledger_can_be_read(tmp_path: Path) -> None:
     fit(tmp_path)
     content = json.loads((tmp_path / "fit0-ledger.json").read_text())
