@@ -148,8 +148,16 @@ class ShardedInput:
             raise self.description.empty_error(self._rank) from None
 
     def stand_in(self) -> LocalBatch:
-        """A batch of size 0 with this input's shapes and dtypes, for a rank that ran out of data first."""
-        share = self._last if self._last is not None else self.source.peek()
+        """A batch of size 0 with this input's shapes and dtypes, for a rank that ran out of data first.
+
+        Raises: ConfigurationError if this rank has no data at all.
+        """
+        share = self._last
+        if share is None:
+            try:
+                share = self.source.peek()
+            except StopIteration:
+                raise self.description.empty_error(self._rank) from None
         return self.local_batch(LocalShare(stand_in(share.data), 0, None, None))
 
     def local_batch(self, share: LocalShare) -> LocalBatch:

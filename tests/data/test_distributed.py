@@ -175,3 +175,11 @@ def test_a_rank_without_any_data_that_cannot_be_imitated_is_told_so():
     data = distribute_from_function(lambda _: (_ for _ in ()), rank=1, world_size=2, seed=0, any_rank=lambda own: True)
     with pytest.raises(ConfigurationError, match="of rank 1 has no batch at all"):
         list(data)
+
+
+def test_a_rank_without_any_data_says_so_when_the_others_have_some():
+    own = distribute_from_function(lambda context: (part for part in ()), rank=1, world_size=2, seed=0)
+    source = shard_input(own, rank=1, world_size=2, seed=0)
+    assert list(source.epoch(0)) == []
+    with pytest.raises(ConfigurationError, match="gave no batch on rank 1 of 2"):
+        source.stand_in()
