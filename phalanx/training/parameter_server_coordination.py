@@ -415,7 +415,6 @@ class ParameterServerCoordination:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         with self._agreement.final_callbacks(state.callbacks):
             yield
-        worker.client.reconnection.rejoin_requests = None
 
 
 class _EpochCount:

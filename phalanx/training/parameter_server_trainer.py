@@ -17,7 +17,7 @@ from phalanx.data import ShardedInput, shard_input
 from phalanx.data.input_request import InputRequest
 from phalanx.data.numbered_batches import NumberedBatches
 from phalanx.data.shuffling import Shuffling
-from phalanx.errors import UnsupportedError
+from phalanx.errors import PhalanxError, UnsupportedError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.keras_compat.keras_internals import print_msg
 from phalanx.parameter_server.client import HEAD
@@ -92,11 +92,20 @@ class ParameterServerTrainer:
         # From here on `request_stop` of any callback knows which `fit` to stop, and a head that comes back is told
         # again.
         self._rejoin = coordination.rejoin
-        with state.undo:
-            saver_claims.claim_paths(state.callbacks, state.undo)
-            history = FitLoop(model, state, coordination).run()
-        self._rejoin = None
-        return history
+        try:
+            with state.undo:
+                saver_claims.claim_paths(state.callbacks, state.undo)
+                return FitLoop(model, state, coordination).run()
+        except PhalanxError:  # perhaps of a lost server, which cannot be asked for anything
+            raise
+        except Exception:
+            # The program's own. It may catch this on all workers, and continue with the model.
+            if worker.rules.is_lockstep:
+                remote_model.pull_consistent()
+            raise
+        finally:
+            self._rejoin = worker.client.reconnection.rejoin_requests = None
+            remote_model.is_training = False
 
     def _open_input(self, fit: int, arguments: FitArguments, batches: TicketBatches) -> ShardedInput:
         worker, remote_model = self._worker, self._remote_model

@@ -210,8 +210,8 @@ class RemoteModel:
             self.pull_tables()
 
     def pull_consistent(self) -> None:
-        """During `fit`, for a callback of the chief that saves the model: put weights and optimizer state of one step
-        into it. No worker is in the middle of a step, and all servers have applied as many."""
+        """During `fit`, for a callback of the chief that saves the model, or at a failure: put weights and optimizer
+        state of one step into it. No worker is in the middle of a step, and all servers have applied as many."""
         if not self.is_training:
             return
         self.leave_steps()

@@ -63,7 +63,7 @@ def cases() -> dict[str, Case]:
     }
 
 
-BATCHES = "single_batches"
+BATCHES, FAILED = "single_batches", "fit_that_failed"
 NAMES = (
     "adam",
     "schedule",
@@ -77,6 +77,7 @@ NAMES = (
     "early_stopping",
     "stopped_at_a_batch",
     BATCHES,
+    FAILED,
 )
 
 
@@ -99,8 +100,34 @@ def batches(scope: Any) -> dict[str, Any]:
     return {"losses": found, "predicted": model.predict_on_batch(x[:5]), "weights": model.get_weights()}
 
 
+def after_a_failure(scope: Any) -> dict[str, Any]:
+    """What a model does after a callback has raised in the middle of its `fit`, on all replicas."""
+    import keras
+    import numpy as np
+
+    x = np.random.default_rng(0).normal(size=(60, 4)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    keras.backend.clear_session()
+    set_random_seed(2)
+    with scope:
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.05), "mse")
+
+    def fail(batch: int, logs: Any) -> None:
+        if batch == 2:
+            raise InterruptedError
+
+    failing = keras.callbacks.LambdaCallback(on_train_batch_end=fail)
+    with contextlib.suppress(InterruptedError):
+        model.fit(x, y, batch_size=16, verbose=0, shuffle=False, callbacks=[failing])
+    found = [model.evaluate(x, y, verbose=0), model.train_on_batch(x[:20], y[:20])]
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0, shuffle=False)
+    return {"losses": [*found, history.history["loss"]], "weights": model.get_weights()}
+
+
 def run(name: str, scope: Any) -> dict[str, Any]:
-    return batches(scope) if name == BATCHES else train(cases()[name], scope)
+    of_their_own = {BATCHES: batches, FAILED: after_a_failure}
+    return of_their_own[name](scope) if name in of_their_own else train(cases()[name], scope)
 
 
 def main() -> None:
