@@ -189,6 +189,6 @@ class FitCheckpointing:
     def _write_ledger(self, ledger: SampleLedger) -> None:
         if len(ledger.epochs) == self._epochs_in_ledger:
             return
-        self._epochs_in_ledger = len(ledger.epochs)
         with contextlib.suppress(OSError), self._resumption.directory.claim.writing():
             write_ledger(self._resumption.ledger, ledger.readable())  # else the checkpoint cannot be written either
+            self._epochs_in_ledger = len(ledger.epochs)

@@ -19,7 +19,7 @@ import phalanx
 from phalanx.checkpoint.checkpoint_callback import CheckpointWriter
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
 from phalanx.errors import ConfigurationError, PreemptedError
-from phalanx.training import fit_resumption
+from phalanx.training import checkpointing, fit_resumption
 from tests.support.seeds import set_random_seed
 
 pytestmark = pytest.mark.timeout(600)
@@ -336,6 +336,22 @@ def test_the_ledger_can_be_read(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "fit0-ledger.json").read_text())
     assert content["samples"] == SAMPLES
     assert content["epochs"]["3"] == {"samples used so often": {"1": SAMPLES}, "runs": [[0, SAMPLES - 1, 1]]}
+
+
+def test_a_ledger_that_cannot_be_written_is_written_with_the_next_checkpoint(
+    tmp_path: Path, at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, failures = checkpointing.write_ledger, [OSError("No space left on device")]
+
+    def fail_once(*arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        write(*arguments)
+
+    monkeypatch.setattr(checkpointing, "write_ledger", fail_once)
+    with pytest.raises(Broken):
+        fit(tmp_path, BreakOff(STEPS + 9))  # two checkpoints after the end of the first epoch
+    assert json.loads((tmp_path / "fit0-ledger.json").read_text())["epochs"].keys() == {"0"}
 
 
 @pytest.mark.parametrize("wrong", [{"every_steps": 0}, {"every_seconds": -1.0}, {"keep": 0}, {"directory": ""}])
