@@ -99,6 +99,7 @@ class MapStyleSource:
             is_read_alike=not self._loads_own_samples,
             is_uniform=True,
             draws_as_keras=True,
+            may_end_early=not _has_known_samplers(loader),
         )
 
     @property
@@ -198,6 +199,12 @@ class MapStyleSource:
         if self.order.is_by_sample:
             return DataLoader(loader.dataset, batch_sampler=batches, **options)
         return DataLoader(loader.dataset, batch_size=None, sampler=batches, **options)
+
+
+def _has_known_samplers(loader: DataLoader[Any]) -> bool:
+    """Whether PyTorch's own samplers alone choose the samples, which give as many as their length says."""
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    return all(each is None or type(each).__module__.startswith("torch.") for each in samplers)
 
 
 def _elements(loader: Any) -> Iterator[Any]:

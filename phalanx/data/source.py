@@ -33,6 +33,7 @@ class SourceTraits:
         is_random_access: whether `read` may start anywhere in a pass, and any number of times.
         draws_as_keras: whether it draws all random numbers itself that Keras would draw to open a pass.
         fixed_size: the size of every global batch, if Keras on TensorFlow knows it before it reads one.
+        may_end_early: whether a pass may have fewer batches than `num_batches`, which the program's own code says.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class SourceTraits:
     is_random_access: bool = False
     draws_as_keras: bool = False
     fixed_size: int | None = None
+    may_end_early: bool = False
 
 
 class Source(Protocol):

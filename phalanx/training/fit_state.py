@@ -69,5 +69,8 @@ class ReplicaFitState(FitState):
 
     def is_last(self, step: int) -> bool | None:
         """Whether a step is its epoch's last; None where that is not known."""
-        batches = self.source.position.batches_from(self.source.position.running)
-        return None if batches is None or self.source.source.num_batches is None else step + 1 >= batches
+        position, source = self.source.position, self.source.source
+        batches = position.batches_from(position.running)
+        if batches is None or source.num_batches is None or source.traits.may_end_early:
+            return None
+        return step + 1 >= batches

@@ -218,6 +218,23 @@ def data_loader(setting: Setting) -> dict[str, Any]:
     return fitted_on(model, data) | {"evaluate": model.evaluate(data, verbose=0, return_dict=True)}
 
 
+@scenario(needs=("torch",), backends=("torch",))
+def data_loader_whose_sampler_ends_before_its_length(setting: Setting) -> dict[str, Any]:
+    from torch.utils.data import Sampler
+
+    class Half(Sampler):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return len(features())
+
+        def __iter__(self) -> Any:
+            return iter(range(len(self) // 2))
+
+    # The epoch ends between two updates, at a step that does not look like the last one.
+    optimizer = keras.optimizers.SGD(0.2, gradient_accumulation_steps=3)
+    model = compiled(setting, optimizer=optimizer, metrics=["accuracy"])
+    return fitted_on(model, _shuffled_loader(setting, shuffle=False, sampler=Half()))
+
+
 @scenario(quick=ONE_BACKEND)
 def generator(setting: Setting) -> dict[str, Any]:
     return fitted_on(compiled(setting, metrics=["accuracy"]), _generate(2), steps_per_epoch=3)
