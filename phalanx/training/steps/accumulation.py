@@ -3,7 +3,8 @@
 An optimizer that accumulates gradients over several steps (`gradient_accumulation_steps`) needs the gradients of the
 other ranks only when it updates. Until then it is given zeros, which change nothing of what it has accumulated, and the
 rank's gradients are summed here; they are merged with those of the update. What metrics count waits likewise. So
-between two updates nothing need be sent, and every rank's optimizer still has the same bits.
+between two updates nothing is sent but the state of layers that have some, and every rank's optimizer still has the
+same bits.
 """
 
 from __future__ import annotations

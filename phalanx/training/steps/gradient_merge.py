@@ -41,8 +41,8 @@ class MergeMode(enum.Enum):
     """What of a step is merged over the ranks.
 
     MERGE: all of it. UPDATE: all of it, and what the steps before have accumulated. ACCUMULATE_GRADIENTS: all but the
-    gradients, which wait for the optimizer's update (`GradientAccumulator`). ACCUMULATE: nothing; what metrics count
-    waits as well, and layer state differs between the ranks until then. LOCAL: nothing; this rank takes a step alone.
+    gradients, which wait for the optimizer's update (`GradientAccumulator`). ACCUMULATE: layer state alone; what
+    metrics count waits as well. LOCAL: nothing; this rank takes a step alone.
     """
 
     MERGE = "merge"
@@ -257,9 +257,10 @@ class StepMerge(Merge):
         factors, weights = (_chosen(group, scales) for group in (groups.gradients, groups.counts))
         # From here: what is compressed, what is merged at full size, and what is only added to this rank's sums.
         # `arrays` and `scales` are this call's own lists, so parts of them may be replaced.
-        merged: list[int] = []
+        # State is merged at every step: that of a rank without samples, or with others of them, is not the job's.
+        merged = list(groups.rest)
         if mode is not MergeMode.ACCUMULATE:
-            merged = [*groups.counts, *groups.rest]
+            merged = [*groups.counts, *merged]
             if mode is not MergeMode.MERGE and self._kept.counts:
                 _put(groups.counts, self._kept.counts.plus_accumulated(counts, weights), arrays, scales)
         if mode in (MergeMode.MERGE, MergeMode.UPDATE):
@@ -291,7 +292,6 @@ class StepMerge(Merge):
         if mode is MergeMode.ACCUMULATE:
             self._kept.counts.add(counts, weights)
             _clear(_chosen(groups.counts, views))
-            _copy(_chosen(groups.rest, arrays), _chosen(groups.rest, views))
         elif mode is not MergeMode.MERGE:
             self._kept.counts.forget(counts)
 

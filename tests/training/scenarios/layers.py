@@ -215,6 +215,17 @@ def embeddings_with_accumulated_gradients(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, build, optimizer=optimizer), (np.abs(features()) * 2 % 5).astype("int32"))
 
 
+@scenario()
+def spectral_normalization_with_accumulated_gradients_and_single_samples(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        hidden = layers.SpectralNormalization(layers.Dense(5))
+        return keras.Sequential([keras.Input((FEATURES,)), hidden, layers.Dense(CLASSES, activation="softmax")])
+
+    model = compiled(setting, build, optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+    model.fit(features(6), labels(6), batch_size=1, epochs=2, shuffle=False, verbose=0)
+    return {"weights": model.get_weights()}
+
+
 @scenario(plain=False)
 def noise_of_keras_random_differs_between_ranks(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
