@@ -18,6 +18,7 @@ from phalanx.transport.credentials import Credentials
 from phalanx.transport.dial import dial
 from phalanx.transport.handshake import Hello
 from phalanx.transport.listener import Listener
+from tests.cluster.conftest import wait_until
 from tests.support.traces import named, read
 
 BOUND_S = 20.0
@@ -57,25 +58,30 @@ def test_another_host_measures_its_clock_and_sends_its_events(tmp_path: Path) ->
 
 def test_events_that_cannot_be_written_yet_are_written_later(tmp_path: Path) -> None:
     class Locked:
-        answers = iter((False, False, True))
+        is_locked = True
+        attempts = 0
 
         def write(self, events: Sequence[bytes]) -> bool:
-            can = next(self.answers)
-            written.extend(events if can else ())
-            return can
+            self.attempts += 1
+            written.extend(() if self.is_locked else events)
+            return not self.is_locked
 
         def close(self) -> None:
             pass
 
     written: list[bytes] = []
-    relay = TimelineRelay(Locked())
+    file = Locked()
+    relay = TimelineRelay(file)
     with Listener(
         [socket.create_server(("127.0.0.1", 0))], task="worker/0", credentials=Credentials(SECRET)
     ) as listener:
         listener.register(TIMELINE, relay)
         sink = remote(listener)
         sink.write([b"1", b"2"])
-        sink.write([b"3"])  # the third attempt is that at the end
+        wait_until(lambda: file.attempts)
+        sink.write([b"3"])
+        wait_until(lambda: file.attempts > 1)
+        file.is_locked = False  # The next attempt is that at the end.
         sink.close()
         relay.wait_until_idle(BOUND_S)
     assert written == [b"1", b"2", b"3"]

@@ -56,6 +56,8 @@ class Program:
             "\n",
             inspect.getsource(comparison.flatten),
             "\n",
+            inspect.getsource(comparison._distance),
+            "\n",
             inspect.getsource(comparison.differences),
             "\n",
             'if __name__ == "__main__":',

@@ -323,8 +323,12 @@ def test_a_stopped_member_is_evicted(members):
     assert job.evicted == ["worker/1"]
 
 
-def losing_the_launcher(members: Any) -> Members:
-    """Two members that train until the launcher is lost, and then return the error."""
+def losing_the_launcher(members: Any, *, stopped: Sequence[int] = ()) -> Members:
+    """Two members that train until the launcher is lost, and then return the error.
+
+    Args:
+        stopped: those that are stopped before, so that they do not learn of it.
+    """
     trains = multiprocessing.get_context("fork").Event()
 
     def body(communicator: ElasticCommunicator, number: int) -> Any:
@@ -338,12 +342,14 @@ def losing_the_launcher(members: Any) -> Members:
     job: Members = members(2)
     job.run(body)
     assert trains.wait(BOUND_S)
+    for number in stopped:
+        os.kill(job.processes[number].pid, signal.SIGSTOP)
     job.server.close()
     return job
 
 
 def test_the_launcher_is_lost(members):
-    job = losing_the_launcher(members)
+    job = losing_the_launcher(members, stopped=[1])
     job.processes[1].kill()
     first, second = job.results()
     assert second is None
