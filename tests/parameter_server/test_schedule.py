@@ -151,6 +151,38 @@ def test_a_step_that_one_has_finished_is_not_counted_again_when_another_repeats_
     assert schedule.global_step == 6
 
 
+def successor(former: StepSchedule, *positions: Rejoin) -> StepSchedule:
+    """A head that has lost all since the epoch was opened, and hears of these positions of workers 0, 1, ..."""
+    schedule = begun(None, workers=len(positions))
+    schedule.begin_fit(former.fit.rules, 0, era=former.fit.era)
+    rebuild = ScheduleRebuild(schedule)
+    rebuild.start()
+    for worker, position in enumerate(positions):
+        rebuild.rejoin(worker, position, None)
+    return schedule
+
+
+def test_a_new_head_hands_out_no_batch_of_a_worker_that_is_about_to_begin_the_epoch() -> None:
+    former = begun(10)
+    former.open_epoch(0, 1, 10, None)
+    held = take(former, 1, epoch=1)
+    # Worker 1 asked for its first ticket before it began the epoch, and fetches the weights now.
+    chief = Rejoin(0, former.fit.era, 1, 0, (), 0, -1, 0, 10)
+    schedule = successor(former, chief, Rejoin(0, former.fit.era, 0, 0, (held,), 0, -1, 0, 10))
+    ticket = take(schedule, 0, epoch=1)
+    assert (ticket.batch, ticket.serial) == (held.batch + 1, held.serial + 1)
+    assert schedule.fit.tickets.holders() == {0, 1}
+    assert schedule.fit.reports.participants == {0, 1}
+
+
+def test_a_ticket_that_comes_after_the_schedule_was_rebuilt_keeps_its_serial() -> None:
+    """The next ticket of its worker would look like a repetition of it."""
+    schedule = begun(10)
+    late = Ticket(0, 0, 7, (1,), 1, 30, schedule.fit.era)
+    ScheduleRebuild(schedule).rejoin(1, Rejoin(0, schedule.fit.era, 0, 1, (late,), 8, 29, 5, 10), None)
+    assert take(schedule, 1).serial == 31
+
+
 def test_a_new_head_issues_no_serial_of_a_step_that_is_applied() -> None:
     """A repeated push is known by its serial: the update of another step with this serial would be dropped."""
     schedule = schedule_of(NAMES[:2])

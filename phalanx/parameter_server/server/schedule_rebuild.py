@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,6 +71,7 @@ class ScheduleRebuild:
                 if len(self._positions) == len(self._members.names):
                     self._finish()
             else:
+                skip_serials(schedule.fit, [message])
                 for ticket in message.tickets:
                     schedule.fit.restore(ticket)
             schedule.changed.notify_all()
@@ -105,26 +106,35 @@ class ScheduleRebuild:
         self._positions.clear()
 
 
+def skip_serials(fit: FitSchedule, messages: Iterable[Rejoin]) -> None:
+    """Issue no serial that one of these workers knows: the step would look like a repetition of the former one."""
+    for message in messages:
+        for serial in [message.finished, *(ticket.serial for ticket in message.tickets)]:
+            fit.skip_serial(serial)
+
+
 def rebuild_fit(fit: FitSchedule, positions: Mapping[Worker, WorkerPosition]) -> bool:
     """Continue where the workers are; whether an epoch is open then."""
     chief, order = positions[CHIEF]
     # A worker of another era learns from `FitSchedule.superseded` that it must go back; its tickets are void.
     here = [message for message, _ in positions.values() if message.era == fit.era]
     same = [m for m in here if (m.fit, m.epoch) == (chief.fit, chief.epoch)]
-    tickets = [ticket for message in same for ticket in message.tickets]
+    # Also of a worker that has the first ticket of this epoch and has not begun the epoch yet.
+    held = [ticket for message in here for ticket in message.tickets]
+    tickets = [ticket for ticket in held if (ticket.fit, ticket.epoch) == (chief.fit, chief.epoch)]
     # Not from the workers alone: the one that made the newest steps may be lost with the former head.
-    for serial in [*(t.serial for t in tickets), *(m.finished for m in here)]:
-        fit.skip_serial(serial)
+    skip_serials(fit, here)
     fit.phase = FitPhase.DECLARED
     if not chief.opened or chief not in same:  # the chief's next request opens the epoch
         return False
     fit.phase = FitPhase.RUNNING
     fit.epoch = epoch = EpochBatches(chief.epoch, None if chief.steps < 0 else chief.steps)
     # Batches beyond it, which only lost workers knew of, are handed out a second time.
-    epoch.next = max(message.batches for message in same)
+    epoch.next = max([message.batches for message in same] + [ticket.batch + 1 for ticket in tickets])
     fit.order = SampleOrder(chief.order_epoch, np.zeros(0, np.int64) if order is None else order)
     # Workers that are ahead have reported, and do so once more.
     fit.reports.participants = {w for w, (m, _) in positions.items() if m in here and m.epoch >= chief.epoch}
+    fit.reports.participants |= {ticket.member for ticket in tickets}
     if fit.rules.synchronous:
         if tickets:
             # A worker that has finished the newest step proves that it was applied: the next one may be handed out.
