@@ -171,6 +171,7 @@ class Rejoin(_Message, frozen=True):
         order_epoch: first epoch of the pass over the data whose sample order is sent along; -1: none is.
         opened: whether the chief has opened the epoch.
         steps_made: how many steps of the epoch the worker has made.
+        counted: as for `Values`, of the steps in `step`.
     """
 
     fit: int
@@ -185,6 +186,7 @@ class Rejoin(_Message, frozen=True):
     order_epoch: int = -1
     opened: bool = True
     steps_made: int = 0
+    counted: tuple[int, ...] = ()
 
 
 # Requests: values and updates.
@@ -458,6 +460,8 @@ class Values(_Message, frozen=True):
         lengths: lengths of the buffers in bytes, if they are in shared memory instead of the message.
         place: the place in the shared memory.
         rows: how many of the next buffers are rows of tables, or tables.
+        counted: in asynchronous training, serials of steps that are in `step`: the newest one of each worker. If the
+            head is lost now, its maker may not know yet that it was applied, and repeats it.
     """
 
     version: int
@@ -471,6 +475,7 @@ class Values(_Message, frozen=True):
     lengths: tuple[int, ...] = ()
     place: int = 0
     rows: int = 0
+    counted: tuple[int, ...] = ()
 
 
 class FitJoined(_Message, frozen=True):
@@ -482,6 +487,7 @@ class FitJoined(_Message, frozen=True):
         step: the global step; valid from the head only.
         tables: numbers of the variables of which only some rows are sent.
         groups: numbers of the server's shards whose gradients and values are sent as one vector (see `ShardPacking`).
+        counted: as for `Values`.
     """
 
     era: int
@@ -489,6 +495,7 @@ class FitJoined(_Message, frozen=True):
     step: int
     tables: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
+    counted: tuple[int, ...] = ()
 
 
 class SharedMemoryMapped(_Message, frozen=True):

@@ -242,7 +242,7 @@ class RemoteModel:
         self.merge.flush()
         answer, _ = self._worker.client.request(HEAD, HoldSteps(True))
         assert isinstance(answer, Values)
-        self._worker.global_step = answer.step
+        self._worker.global_step = self.merge.tickets.note_count(answer)
         try:
             yield
         finally:

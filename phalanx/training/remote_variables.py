@@ -115,7 +115,7 @@ class RemoteVariables:
         answer = attached[HEAD]
         self._merge.tickets.era, self.tables = answer.era, answer.tables
         # It may be less than before, if the chief was restarted.
-        self._worker.global_step = answer.step
+        self._worker.global_step = self._merge.tickets.note_count(answer)
         groups = [each.groups for each in attached]
         self._placed = PlacedVariables(self._described, self._shards, self._client.num_servers, self.tables, groups)
         if self._clip is not None and self.tables and self._worker.rules.synchronous:

@@ -65,11 +65,16 @@ def steps(tasks: Tasks, worker: int = 0) -> tuple[int, bool]:
 def made_enough(tasks: Tasks, *names: str) -> int:
     """Let these tasks end with the present epoch or the next; the number of epochs made, each of whose batches was
     trained once."""
-    (tasks.folder / "enough").touch()
-    assert set(tasks.ends(*names).values()) == {0}, tasks.everything()
-    epochs = int((tasks.folder / "0.epoch").read_text()) + 1
+    epochs = ends_soon(tasks, *names)
     assert steps(tasks) == (epochs * BATCHES, True)
     return epochs
+
+
+def ends_soon(tasks: Tasks, *names: str) -> int:
+    """Let these tasks end with the present epoch or the next; the number of epochs made."""
+    (tasks.folder / "enough").touch()
+    assert set(tasks.ends(*names).values()) == {0}, tasks.everything()
+    return int((tasks.folder / "0.epoch").read_text()) + 1
 
 
 @pytest.mark.parametrize("kind", [pytest.param("asynchronous", marks=pytest.mark.slow), "synchronous"])

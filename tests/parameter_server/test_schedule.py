@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -160,6 +161,39 @@ def successor(former: StepSchedule, *positions: Rejoin) -> StepSchedule:
     for worker, position in enumerate(positions):
         rebuild.rejoin(worker, position, None)
     return schedule
+
+
+def test_a_step_that_others_have_seen_is_not_counted_again_when_its_answer_was_lost() -> None:
+    former = begun(10)
+    lost, answered = take(former, 0), take(former, 1)
+    former.complete_step(lost)
+    former.complete_step(answered)
+    step, counted = former.global_step, former.counted.serials()
+    assert step == 2
+    # The head was killed when worker 1 had its answer, and worker 0 did not.
+    era = former.fit.era
+    unaware = Rejoin(0, era, 0, 0, (lost,), 1, -1, 0, 10)
+    aware = Rejoin(0, era, 0, 2, (), 2, answered.serial, step, 10, steps_made=1, counted=counted)
+    schedule = successor(former, unaware, aware)
+    again = msgspec.structs.replace(aware, counted=schedule.counted.serials())
+    for head in (schedule, successor(former, unaware, again)):  # the new one may be killed too
+        assert head.global_step == 2
+        head.complete_step(lost)
+        assert head.global_step == 2
+        head.complete_step(take(head, 0))
+        assert head.global_step == 3
+
+
+def test_a_step_whose_answer_was_lost_counts_when_no_answer_has_counted_it() -> None:
+    former = begun(10)
+    lost, answered = take(former, 0), take(former, 1)
+    former.complete_step(answered)
+    step, counted = former.global_step, former.counted.serials()
+    unaware = Rejoin(0, former.fit.era, 0, 0, (lost,), 1, -1, 0, 10)
+    aware = Rejoin(0, former.fit.era, 0, 2, (), 2, answered.serial, step, 10, steps_made=1, counted=counted)
+    schedule = successor(former, unaware, aware)
+    schedule.complete_step(lost)
+    assert schedule.global_step == 2
 
 
 def test_a_new_head_hands_out_no_batch_of_a_worker_that_is_about_to_begin_the_epoch() -> None:

@@ -118,7 +118,8 @@ class GroupRequests:
         self._recovery.worker_joined_fit(sender.worker)
         if joined is None:
             return FitOver(), ()
-        return messages.FitJoined(self._schedule.fit.era, step=self._schedule.global_step, **joined._asdict()), ()
+        answer = messages.FitJoined(self._schedule.fit.era, **_step_count(self._schedule), **joined._asdict())
+        return answer, ()
 
     def _push(self, sender: Sender, request: messages.PushGradients) -> Reply:
         version, values, rows, extras, note = self._store.push(request, sender.buffers, sender.copy)
@@ -133,19 +134,19 @@ class GroupRequests:
         arrays = [*values, *rows, *extras]
         answer = Values(
             version,
-            self._schedule.global_step,
-            dtypes_of(arrays),
-            len(values),
-            note,
+            dtypes=dtypes_of(arrays),
+            shards=len(values),
+            note=note,
             ticket=ticket,
             is_unreplicated=is_unreplicated,
             rows=len(rows),
+            **_step_count(self._schedule),
         )
         return answer, arrays
 
     def _pull(self, sender: Sender, request: messages.PullValues) -> Reply:
         version, values = self._store.pull(request.fit, request.version, request.after, sender.copy)
-        return Values(version, self._schedule.global_step, dtypes_of(values), len(values)), values
+        return Values(version, dtypes=dtypes_of(values), shards=len(values), **_step_count(self._schedule)), values
 
     def _pull_rows(self, sender: Sender, request: messages.PullRows) -> Reply:
         numbers = arrays_of(sender.buffers, [NUMBER.name] * len(sender.buffers))
@@ -184,14 +185,14 @@ class GroupRequests:
     def _collect_reports(self, sender: Sender, request: messages.CollectReports) -> Reply:
         merged = self._schedule.collect_reports(self._config.timeout_s)
         note = self._schedule.fit.lost.describe()
-        return Values(0, self._schedule.global_step, dtypes_of(merged), note=note), merged
+        return Values(0, dtypes=dtypes_of(merged), note=note, **_step_count(self._schedule)), merged
 
     def _hold_steps(self, sender: Sender, request: messages.HoldSteps) -> Reply:
         if request.on:
             self._schedule.hold_steps(self._config.timeout_s)
         else:
             self._schedule.resume_steps()
-        return Values(0, self._schedule.global_step), ()
+        return Values(0, **_step_count(self._schedule)), ()
 
     def _request_stop(self, sender: Sender, request: messages.RequestStop) -> Reply:
         fit = self._schedule.fit
@@ -220,3 +221,9 @@ class GroupRequests:
 
 def _yes_or_no(answer: bool) -> Reply:
     return FitOver() if answer else Acknowledged(), ()
+
+
+def _step_count(schedule: StepSchedule) -> dict[str, Any]:
+    """The global step, and which steps are in it, for `Values` and `FitJoined`."""
+    with schedule.changed:  # both of the same moment
+        return {"step": schedule.global_step, "counted": schedule.counted.serials()}

@@ -98,9 +98,12 @@ class ScheduleRebuild:
 
     def _finish(self) -> None:
         schedule = self._schedule
+        here = [m for m, _ in self._positions.values() if m.era == schedule.fit.era]
         if schedule.fit.rules.synchronous:
-            here = [m for m, _ in self._positions.values() if m.era == schedule.fit.era]
-            schedule.proved = max((message.finished for message in here), default=-1)
+            schedule.counted.proved = max((message.finished for message in here), default=-1)
+        else:
+            tickets = [ticket for message in here for ticket in message.tickets]
+            schedule.counted.resume(tickets, [serial for message in here for serial in message.counted])
         if rebuild_fit(schedule.fit, self._positions):
             schedule.last_progress = schedule.clock()  # no worker is late yet
         self._positions.clear()

@@ -17,6 +17,7 @@ import numpy as np
 
 from phalanx.errors import EvictedError
 from phalanx.parameter_server import server_messages as messages
+from phalanx.parameter_server.server.counted_steps import CountedSteps
 from phalanx.parameter_server.server.fit_schedule import FitPhase, FitSchedule, SampleOrder
 from phalanx.parameter_server.server.worker_membership import POLL_S, WorkerMembership
 from phalanx.parameter_server.server_messages import EpochOver, FitOver, GroupState, Ticket
@@ -41,7 +42,7 @@ class StepSchedule:
         fit: the `fit` that was declared last; number -1 before the first.
         global_step: number of updates that the job has made.
         last_progress: when a step was last completed, or the epoch opened, by `clock`.
-        proved: steps up to this serial were applied, and counted, before this process took the lead.
+        counted: which steps are in `global_step`.
     """
 
     def __init__(self, members: WorkerMembership):
@@ -50,7 +51,7 @@ class StepSchedule:
         self.changed = members.changed
         self.fit = FitSchedule(-1, 0, _UNDECLARED, ())
         self.global_step = 0
-        self.proved = -1
+        self.counted = CountedSteps()
         self._declared_by = ""  # the incarnation of the chief that has declared the `fit`; "" after a change of leader
         self.last_progress = 0.0
         members.add_observer(self)
@@ -72,7 +73,7 @@ class StepSchedule:
             went_back = bool(self._declared_by and chief) and chief != self._declared_by
             self.global_step = step if went_back else max(self.global_step, step)
             self._declared_by = chief
-            self.proved = -1
+            self.counted = CountedSteps()
             self.members.all_required = rules.all_required
             era = self.fit.era + 1 if era is None else era
             self.fit = FitSchedule(fit, era, rules, self.members.table.connected, self.fit.last_serial)
@@ -226,9 +227,9 @@ class StepSchedule:
     def complete_step(self, ticket: Ticket, *, is_applied: bool = True) -> None:
         """The step of this ticket is over: applied, or refused because it was not finite."""
         with self.changed:
-            # Updates outside of epochs have negative serials.
-            is_repeated = 0 <= ticket.serial <= self.proved
-            self.global_step += is_applied and not is_repeated
+            self.global_step += is_applied and not self.counted.includes(ticket)
+            if is_applied and not self.fit.rules.synchronous:
+                self.counted.add(ticket)
             self.last_progress = self.clock()
             self.fit.complete(ticket)
             self.changed.notify_all()

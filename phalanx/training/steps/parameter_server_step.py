@@ -281,7 +281,7 @@ class ParameterServerMerge(Merge):
         self.tickets.complete_push()
         if response.ticket is not None:
             self.tickets.add(response.ticket)
-        self._worker.global_step = response.step
+        self._worker.global_step = self.tickets.note_count(response)
 
     def flush(self) -> None:
         """Wait until all gradients that were sent are applied."""
@@ -299,7 +299,8 @@ class ParameterServerMerge(Merge):
         responses = self._client.request_all([(request, ()) for request in requests])
         head, _ = responses[HEAD]
         assert isinstance(head, Values)
-        self._worker.global_step = head.step  # others may have made the last steps alone
+        # Others may have made the last steps alone.
+        self._worker.global_step = self.tickets.note_count(head)
         transfer.receive(responses)
         # Copies: received arrays may be overwritten, or be aliased by a backend.
         return [None if value is None else np.array(value) for value in transfer.values]

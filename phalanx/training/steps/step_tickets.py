@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from phalanx.parameter_server.server_messages import Rejoin, Ticket
+from phalanx.parameter_server.server_messages import FitJoined, Rejoin, Ticket, Values
 
 
 class StepTickets:
@@ -22,6 +22,7 @@ class StepTickets:
         self.era = 0
         self.current: Ticket | None = None
         self.phase = 0
+        self._counted: tuple[int, ...] = ()  # of the global step that the head said last; see `Values`
         # Issued by the head, not begun; the next step takes the first.
         self._waiting: deque[Ticket] = deque()
         self._unapplied: dict[int, Ticket] = {}  # by serial: steps that are not applied, as far as this worker knows
@@ -92,6 +93,11 @@ class StepTickets:
             # Also tickets that were abandoned: a new head counts how much of the epoch is done.
             self._made = (ticket.epoch, made + 1 if epoch == ticket.epoch else 1)
 
+    def note_count(self, answer: Values | FitJoined) -> int:
+        """The head has said how many updates the job has made, and which are among them; returns their number."""
+        self._counted = answer.counted
+        return answer.step
+
     def rejoin(self, version: int, step: int, epoch: int, steps: int, order_epoch: int, *, opened: bool) -> Rejoin:
         """This worker's position in the training, for a server that comes back; arguments as for `Rejoin`."""
         return Rejoin(
@@ -107,4 +113,5 @@ class StepTickets:
             order_epoch=order_epoch,
             opened=opened,
             steps_made=self._made[1] if self._made[0] == epoch else 0,
+            counted=self._counted,
         )
