@@ -177,32 +177,28 @@ def _keep_added_losses() -> None:
         _patches.replace(keras.layers.Layer, "stateless_call", forgetting_former_losses)
 
 
-def _registering_model(original: Callable[..., Any]) -> Callable[..., Any]:
+def _followed_by(act: Callable[[Any], None], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method after whose return `act` gets the object. It must look the dispatcher up: `install` may replace that."""
+
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        _dispatcher.register_model(self)
+        act(self)
         return result
 
     return method
+
+
+def _registering_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    return _followed_by(lambda model: _dispatcher.register_model(model), original)
 
 
 def _forgetting_functions(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        _dispatcher.forget_functions(self)
-        return result
-
-    return method
+    return _followed_by(lambda model: _dispatcher.forget_functions(model), original)
 
 
 def _registering_object(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        _dispatcher.register_object(self)
-
+    method = _followed_by(lambda thing: _dispatcher.register_object(thing), original)
     # Keras reads it to write an object's configuration, and does not follow `__wrapped__`.
     vars(method)["__signature__"] = inspect.signature(original)
     return method

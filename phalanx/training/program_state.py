@@ -16,7 +16,7 @@ from phalanx.engines.random_state import random_state, set_random_state
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.keras_internals import global_seed_generator, in_stateless_scope
 from phalanx.keras_compat.patching import PatchedFunction, defining_class
-from phalanx.training.state_sync import seed_generators, variables_of
+from phalanx.training.state_sync import seed_generators, value_of, variables_of
 
 Array = np.ndarray[Any, Any]
 
@@ -49,7 +49,7 @@ class ProgramState:
         """Note the values of variables that are not known yet."""
         for variable in variables:
             if id(variable) not in self._variables:
-                self._variables[id(variable)] = variable, _value(variable)
+                self._variables[id(variable)] = variable, value_of(variable)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -78,7 +78,7 @@ class ProgramState:
     def restore(self) -> None:
         """Undo what has happened since."""
         for variable, value in self._variables.values():
-            if not np.array_equal(_value(variable), value):
+            if not np.array_equal(value_of(variable), value):
                 variable.assign(value)
         for each in self._attributes:
             each.restore()
@@ -97,7 +97,7 @@ class ProgramState:
     def change_seeds(self) -> None:
         """Let all that draws random numbers draw others, until `restore`."""
         for generator in self._seed_generators():
-            generator.state.assign(_value(generator.state) + 1)
+            generator.state.assign(value_of(generator.state) + 1)
         random.seed(OTHER_SEED)
         np.random.seed(OTHER_SEED)
         if (generator := _tensorflow_random()) is not None:
@@ -180,10 +180,6 @@ def _content_of_tensor(value: Any) -> Callable[[], None] | None:
         array = value.numpy()
         return lambda: _nothing(value.assign(array))
     return None
-
-
-def _value(variable: Any) -> Array:
-    return np.array(keras.ops.convert_to_numpy(variable.value))
 
 
 def _tensorflow_random() -> tuple[random.Random, Any] | None:

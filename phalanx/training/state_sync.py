@@ -73,7 +73,7 @@ def _synchronise_copies(model: Any, replica: Replica) -> None:
     variables = [*variables_of(model), *model.metrics_variables]
     _compare(_structure(variables, with_paths=True), replica)
     copied = [variable for variable in variables if getattr(variable.value, "is_fully_replicated", True)]
-    arrays = [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in copied]
+    arrays = [value_of(variable) for variable in copied]
     chiefs = replica.communicator.broadcast(arrays, root=0)
     # An assignment to a variable that spans processes may be a collective of JAX, so all ranks must make the same ones.
     differs = np.array([not np.array_equal(old, new) for old, new in zip(arrays, chiefs, strict=True)], np.uint8)
@@ -91,7 +91,7 @@ def unchanged(model: Any) -> Iterator[None]:
     # Arrays of JAX never change, and of one that lies in several processes too this one cannot read all.
     divided = {id(v): v.value for v in variables if not getattr(v.value, "is_fully_addressable", True)}
     copied = [variable for variable in variables if id(variable) not in divided]
-    before = [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in copied]
+    before = [value_of(variable) for variable in copied]
     random = random_state()
     yield
     set_random_state([random], 0)
@@ -108,7 +108,7 @@ def metrics_kept(model: Any) -> Iterator[None]:
     """Restore on exit what the metrics have counted, whatever is evaluated inside."""
     sync_jax_state(model)
     variables = list(model.metrics_variables)
-    before = [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+    before = [value_of(variable) for variable in variables]
     try:
         yield
     finally:
@@ -149,6 +149,11 @@ def variables_of(model: Any) -> list[Any]:
     for optimizer in optimizers(model):
         found |= {id(v): v for v in optimizer.variables}
     return list(found.values())
+
+
+def value_of(variable: Any) -> np.ndarray[Any, Any]:
+    """A copy of its value, which stays as it is whatever is assigned."""
+    return np.array(keras.ops.convert_to_numpy(variable.value))
 
 
 def seed_generators(model: Any) -> list[Any]:
