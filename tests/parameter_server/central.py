@@ -81,8 +81,8 @@ NAMES = (
 )
 
 
-def batches(scope: Any) -> dict[str, Any]:
-    """Single batches before, between and after two `fit`s of one model."""
+def _compiled(scope: Any) -> tuple[Any, Any, Any]:
+    """A small model with Adam, and 60 samples of features and targets."""
     import keras
     import numpy as np
 
@@ -93,6 +93,12 @@ def batches(scope: Any) -> dict[str, Any]:
     with scope:
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)])
         model.compile(keras.optimizers.Adam(0.05), "mse")
+    return model, x, y
+
+
+def batches(scope: Any) -> dict[str, Any]:
+    """Single batches before, between and after two `fit`s of one model."""
+    model, x, y = _compiled(scope)
     found = [model.train_on_batch(x[:21], y[:21])]
     for _ in range(2):
         history = model.fit(x, y, batch_size=16, epochs=2, verbose=0)
@@ -103,15 +109,8 @@ def batches(scope: Any) -> dict[str, Any]:
 def after_a_failure(scope: Any) -> dict[str, Any]:
     """What a model does after a callback has raised in the middle of its `fit`, on all replicas."""
     import keras
-    import numpy as np
 
-    x = np.random.default_rng(0).normal(size=(60, 4)).astype("float32")
-    y = x.sum(axis=1, keepdims=True)
-    keras.backend.clear_session()
-    set_random_seed(2)
-    with scope:
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.Adam(0.05), "mse")
+    model, x, y = _compiled(scope)
 
     def fail(batch: int, logs: Any) -> None:
         if batch == 2:
