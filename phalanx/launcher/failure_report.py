@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from phalanx.config.keras_backends import BACKENDS
+from phalanx.config.keras_backends import BACKENDS, installed_backends
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.host_messages import STOPPED, WorkerDiagnostics
 from phalanx.launcher.root_cause import RootCause, WorkerExit, waited_for
@@ -233,9 +233,11 @@ def _check(verdict: RootCause, ends: Sequence[WorkerExit]) -> str:
     if missed in [end.task for end in ends if end.by_launcher and end.returncode is not None]:
         return f"the network between {cause.task} and {missed}, which was still there when the launcher ended it"
     if backend := _missing_backend(cause):
+        others = " or ".join(f"--backend {other}" for other in installed_backends() if other != backend)
         return (
-            f"that {backend} is installed, or choose another backend with --backend or KERAS_BACKEND; "
-            f"Keras uses tensorflow where nothing names one"
+            f"that {backend} is installed, or choose another backend"
+            + (f" with {others}" if others else "")
+            + "; Keras uses tensorflow where neither --backend nor KERAS_BACKEND nor keras.json names one"
         )
     if cause.returncode > 0 and cause.diagnostics.error is None:
         return "the end of its output, and where the program ends itself with this code (`sys.exit`)"

@@ -16,14 +16,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
 
 from phalanx.config.environment import process_environment
-from phalanx.config.keras_backends import BACKENDS
+from phalanx.config.keras_backends import BACKENDS, installed_backends
 from phalanx.devices.gpu_count import ON_DEMAND_ALLOCATION
 from phalanx.errors import PhalanxError, RendezvousError
 from phalanx.launcher.host_slots import HostShare
@@ -158,7 +157,7 @@ def _judge_backend(machine: Machine, backend: BackendProbe) -> Finding:
 
 def probe_backends(environment: Mapping[str, str]) -> list[BackendProbe]:
     """Import each installed backend, in a process of its own."""
-    installed = [name for name in BACKENDS if find_spec(name) is not None]
+    installed = installed_backends()
     with ThreadPoolExecutor(max(1, len(installed)), thread_name_prefix="phalanx-probe") as pool:
         return list(pool.map(lambda name: probe_backend(name, environment), installed))
 
