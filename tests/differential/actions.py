@@ -54,7 +54,7 @@ class Actions:
             self._add_options_of_arrays(source)
         if "validation_split" not in keywords and w.chance(3):
             self._add_validation(keywords)
-        kept = self._add_callbacks(keywords)
+        kept = self._add_callbacks(keywords, halves=w.backend != "jax" or not source.is_once)
         w.write(f'yield "history", {source.call("fit")}.history')
         w.write('yield "epochs", [model.history.epoch, model.history.params]')
         if kept:
@@ -91,7 +91,7 @@ class Actions:
         if w.chance(4):
             keywords["validation_freq"] = w.one_of(["2", "[1, 3]"])
 
-    def _add_callbacks(self, keywords: dict[str, str]) -> bool:
+    def _add_callbacks(self, keywords: dict[str, str], *, halves: bool) -> bool:
         w = self.w
         if not w.chance(3):
             return False
@@ -109,7 +109,8 @@ class Actions:
             "nan": "TerminateOnNaN()",
             "swap": "*([SwapEMAWeights()] if getattr(model.optimizer, 'use_ema', False) else [])",
             "predict": "seen",
-            "halve": "Halve()",
+            # At the end of a stream, plain Keras on JAX loses what was set (`docs/concepts/numbers.md`).
+            **({"halve": "Halve()"} if halves else {}),
             "log": "CSVLogger(folder / 'log.csv')",
         }
         if w.has_several_rates:
