@@ -53,6 +53,7 @@ class MemberView(msgspec.Struct, frozen=True):
         how: how the last process ended; empty while it runs.
         has_failed: whether it ended with an error of its own.
         starts: how often a process of it was started.
+        steps_before: steps that the job had taken when this process began to take part.
         phase, epoch, step: what it does.
         phase_since, reported_at: when it began to do that, and when it was last heard of.
         saves_checkpoint: whether it can be asked for a checkpoint.
@@ -78,6 +79,7 @@ class MemberView(msgspec.Struct, frozen=True):
     how: str = ""
     has_failed: bool = False
     starts: int = 0
+    steps_before: int = 0
     phase: str = ""
     epoch: int | None = None
     step: int | None = None
@@ -311,6 +313,7 @@ def _task_started(state: JobView, event: events.TaskStarted) -> JobView:
         is_running=True,
         is_member=state.generation == 0 or not former.trains,  # a worker that comes later waits for a generation
         starts=former.starts + 1,
+        steps_before=state.steps,
         computed_s=former.computed_s,
         waited_s=former.waited_s,
     )
@@ -349,7 +352,11 @@ def _generation_formed(state: JobView, event: events.GenerationFormed) -> JobVie
     joined = [task for task in event.tasks if task not in before] if state.generation else []
     left = [task for task in before if task not in event.tasks] if state.generation else []
     members = {
-        task: replace(member, is_member=task in event.tasks or not member.trains)
+        task: replace(
+            member,
+            is_member=task in event.tasks or not member.trains,
+            steps_before=state.steps - _steps_taken(member) if task in joined else member.steps_before,
+        )
         for task, member in state.members.items()
     }
     formed = Generation(event.at, event.generation, tuple(event.tasks))
@@ -390,18 +397,19 @@ def _job_ended(state: JobView, event: events.JobEnded) -> JobView:
 
 
 def _measured(state: JobView, event: events.Measured) -> JobView:
-    # Members take the same steps, and servers make the same updates: the job's are the most of one. Samples and bytes
-    # are each member's own, and are added up.
-    members, steps, updates, samples, sent = dict(state.members), 0, 0, 0, 0
+    # Members take the same steps, and servers make the same updates: the job has taken as many as the one that is
+    # ahead. (What each has done since its last report does not add up: reports are of different moments.) Samples and
+    # bytes are each member's own, and are added up.
+    members, samples, sent = dict(state.members), 0, 0
     for task, report in event.reports.items():
         if (former := members.get(task)) is None or not former.is_running:
             continue
-        member = members[task] = _reported(former, report, event.at)
+        member = members[task] = _continued(former, _reported(former, report, event.at), state.steps)
         gained = _gained(former, member)
-        steps, updates = max(steps, gained.steps), max(updates, gained.server.version if gained.server else 0)
         samples, sent = samples + gained.samples, sent + max(0, gained.bytes_sent)
     running = [member for member in members.values() if member.is_running]
-    servers = [member.updates_per_s for member in running if member.server is not None]
+    servers = [member for member in running if member.server is not None]
+    steps = [member.steps_before + _steps_taken(member) for member in servers or running]
     first = min((m for m in running if m.trains and m.step is not None), key=lambda m: m.rank, default=None)
     logs = next((m.recent[-1].figures.logs for m in running if m.recent and m.recent[-1].figures.logs), state.logs)
     state = replace(
@@ -409,10 +417,10 @@ def _measured(state: JobView, event: events.Measured) -> JobView:
         members=members,
         epoch=state.epoch if first is None or first.epoch is None else first.epoch,
         step=state.step if first is None else first.step,
-        steps=state.steps + (updates if any(member.server for member in members.values()) else steps),
+        steps=max([state.steps, *steps]),
         samples=state.samples + samples,
         bytes_sent=state.bytes_sent + sent,
-        steps_per_s=max(servers or [member.steps_per_s for member in running], default=0.0),
+        steps_per_s=max([member.updates_per_s if servers else member.steps_per_s for member in running], default=0.0),
         samples_per_s=sum(member.samples_per_s for member in running),
         bytes_per_s=sum(member.bytes_per_s for member in running),
         network_bytes_per_s=sum(member.network_bytes_per_s for member in running),
@@ -466,12 +474,20 @@ def _reported(member: MemberView, report: TaskReport, at: float) -> MemberView:
 def _gained(former: MemberView, member: MemberView) -> WorkerFigures:
     """What a process has done between two reports."""
     new = member.recent[-1].figures if member.recent else WorkerFigures()
-    old = former.recent[-1].figures if former.recent else WorkerFigures()
-    server = None
-    if new.server is not None:
-        version = new.server.version - (old.server.version if old.server is not None else 0)
-        server = replace(new.server, version=max(0, version))  # it may lead another group now, of a lower version
-    return replace(new.since(old), server=server)
+    return new.since(former.recent[-1].figures if former.recent else WorkerFigures())
+
+
+def _steps_taken(member: MemberView) -> int:
+    """By its present process; of a server, its updates."""
+    if member.server is not None:
+        return member.server.version
+    return member.recent[-1].figures.steps if member.recent else 0
+
+
+def _continued(former: MemberView, member: MemberView, steps: int) -> MemberView:
+    """A member after a report. Of a server that was started again, the first version is what it has restored."""
+    is_restored = member.server is not None and member.starts > 1 and not (former.server and former.server.version)
+    return replace(member, steps_before=steps - _steps_taken(member)) if is_restored else member
 
 
 def _with_point(state: JobView, at: float) -> JobView:

@@ -53,12 +53,39 @@ def test_the_steps_of_a_process_that_was_replaced_count_once() -> None:
         measured(106.0, 30, tasks=["worker/0"]),
     ):
         state = advance(state, event)
-    assert state.steps == 20 + 3 + 10
+    assert state.steps == 30  # of worker/0, which was there all the time
     assert (state.members["worker/1"].starts, state.members["worker/1"].pid) == (2, 20)
     life, second_life = [span for span in state.spans if span.task == "worker/1"]
     assert (life.start, life.end, life.level) == (100.5, 103.0, job_view.BAD)
     assert second_life.end is None
     assert state.feed[-1].text == "worker/1 started on host, pid 20, for the 2nd time"
+
+
+def test_steps_count_once_though_members_report_at_different_moments() -> None:
+    state = replay([*begin(), measured(101.0, 0)])
+    for second in range(10):
+        state = advance(state, measured(101.5 + second, 10 * second + 5, tasks=["worker/0"]))
+        state = advance(state, measured(102.0 + second, 10 * second + 10, tasks=["worker/1"]))
+        assert (state.steps, state.samples) == (10 * second + 10, 10 * (20 * second + 15))
+
+
+def test_the_steps_of_a_member_that_joined_continue_those_of_the_others() -> None:
+    state = replay([*begin(events.ELASTIC), events.GenerationFormed(101.0, 1, ["worker/0"])])
+    for event in (
+        measured(102.0, 50, tasks=["worker/0"]),
+        measured(103.0, 100, tasks=["worker/0"]),
+        events.GenerationFormed(103.0, 2, TASKS),
+        measured(104.0, 10, tasks=["worker/1"]),
+        measured(104.5, 120, tasks=["worker/0"]),
+    ):
+        state = advance(state, event)
+    assert state.steps == 120
+    left = advance(advance(state, events.TaskExited(105.0, "worker/0", 137, "was killed")), measured(106.0, 40))
+    assert left.steps == 140
+    again = advance(left, begin(events.ELASTIC)[0])
+    for event in (*begin(events.ELASTIC)[1:], measured(107.0, 3)):
+        again = advance(again, event)
+    assert again.steps == 143
 
 
 def test_members_join_and_leave() -> None:
@@ -98,6 +125,31 @@ def test_of_servers_the_updates_count() -> None:
         state = advance(state, events.Measured(101.0 + second, reports))
     assert state.members["ps/0"].updates_per_s == state.steps_per_s == 50.0
     assert state.steps == 150
+
+
+def test_what_a_server_has_restored_is_no_step() -> None:
+    tasks = ["worker/0", "ps/0", "ps/1"]
+    state = replay(begin(events.SERVERS, tasks))
+
+    def served(at: float, **versions: int) -> events.Measured:
+        figures = {f"ps/{name[-1]}": WorkerFigures(server=ServerFigures(each, 1)) for name, each in versions.items()}
+        reports = {task: TaskReport("serves", None, None, 0.0, figures=each) for task, each in figures.items()}
+        return events.Measured(at, reports)
+
+    for event in (
+        served(101.0, ps0=10),
+        served(101.5, ps1=30),
+        served(102.0, ps0=50),
+        events.TaskExited(103.0, "ps/0", 137, "was killed by SIGKILL"),
+        events.TaskExited(103.0, "ps/1", 137, "was killed by SIGKILL"),
+        events.TaskStarted(104.0, "ps/0", 1, "host", 20),
+        events.TaskStarted(104.0, "ps/1", 2, "host", 21),
+        served(105.0, ps0=0, ps1=45),
+        served(106.0, ps0=45, ps1=50),
+        served(107.0, ps0=52, ps1=51),
+    ):
+        state = advance(state, event)
+    assert state.steps == 57  # the 5 updates that were lost and made again count twice
 
 
 def test_the_state_stays_small_however_long_a_job_runs(monkeypatch: pytest.MonkeyPatch) -> None:
