@@ -55,6 +55,7 @@ class JobRecorder(JobObserver):
         self._lock = threading.Lock()
         self._recent: deque[bytes] = deque(maxlen=MAX_RECENT)  # encoded events, the newest of number `number`
         self._reports: dict[str, TaskReport] = {}  # since the last `Measured`, by task
+        self._left_out: dict[str, TaskReport] = {}  # the last of each task, while it is newer than those in the file
         self._measured_at = self._in_file_at = 0.0
         self._output: dict[int, bytearray] = {}  # by rank
         self._epochs: dict[str, tuple[int, FinishedEpoch]] = {}  # see `_is_new`
@@ -121,7 +122,9 @@ class JobRecorder(JobObserver):
         self.record(events.TaskStarted(self._clock(), placement.task, placement.spec.rank, placement.host.name, pid))
 
     def exited(self, end: WorkerExit) -> None:
-        self._in_file_at = 0.0  # the last figures belong in the file
+        if end.task in self._left_out:  # the last figures belong in the file
+            self._reports.setdefault(end.task, self._left_out[end.task])
+        self._in_file_at = 0.0
         self._flush()
         if (error := end.diagnostics.error) is not None:  # the worker has not printed it
             self.output(end.rank, True, error.traceback.encode())
@@ -196,7 +199,10 @@ class JobRecorder(JobObserver):
         shortest_s, longest_s = IN_FILE_S
         elapsed_s = event.at - self.view.began_at
         if 0 <= event.at - self._in_file_at < min(longest_s, max(shortest_s, elapsed_s / FIGURES_IN_FILE)):
+            self._left_out |= event.reports
             return False
+        for task in event.reports:
+            self._left_out.pop(task, None)
         self._in_file_at = event.at
         return True
 

@@ -195,6 +195,25 @@ def test_the_file_has_what_is_needed_for_the_same_state_and_few_figures(tmp_path
     assert replay(kept) == view
 
 
+def test_the_file_has_the_last_figures_of_each_task_whenever_it_exits(tmp_path: Path) -> None:
+    now = [1.0]
+    with open(tmp_path / events.EVENTS_FILE, "wb", 0) as file:
+        recorder = JobRecorder(file, clock=lambda: now[0])
+        begin(recorder, events.FIXED)
+        for rank, task in enumerate(TASKS):
+            recorder.reported(task, rank, report(1, samples=10))
+        now[0] = 10.0
+        recorder.reported("worker/0", 0, report(1, samples=10))
+        now[0] = 10.1
+        recorder.reported("worker/1", 1, report(2, samples=20))
+        recorder.exited(WorkerExit(1, "worker/1", "host", 11, 0, 0))
+        now[0] = 10.6
+        recorder.reported("worker/0", 0, report(2, samples=20))
+        now[0] = 10.7
+        recorder.exited(WorkerExit(0, "worker/0", "host", 10, 0, 0))
+    assert read_view(tmp_path).samples == recorder.view.samples == 40
+
+
 def test_epochs_and_checkpoints_are_events_of_their_own() -> None:
     recorder = JobRecorder()
     begin(recorder)
