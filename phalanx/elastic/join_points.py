@@ -29,13 +29,13 @@ class JoinPoints:
     @contextmanager
     def closed(self) -> Iterator[None]:
         """While inside, no others may join, even inside `open`: a process that joins would not make this inner call."""
-        before, self._is_open = self._is_open, False
-        self._is_closed = True
+        before = self._is_open, self._is_closed  # closed already in a call of a call: `predict` in a callback of `fit`
+        self._is_open, self._is_closed = False, True
         try:
             yield
         finally:
-            self._is_open = before
-            self._is_closed, self._was_closed = False, True
+            self._is_open, self._is_closed = before
+            self._was_closed = True
 
     def was_closed(self) -> bool:
         """Whether there was a `closed` section since the last call, after which others may be waiting to join."""
