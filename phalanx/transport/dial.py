@@ -82,8 +82,12 @@ def dial(
     """
     peer = hello.peer
     sock = connect(address, peer, deadline=deadline, tls=credentials.tls)
-    encrypt = credentials.wants_encryption(sock, bulk=bulk)
-    link = Link(sock, peer)
+    try:
+        encrypt = credentials.wants_encryption(sock, bulk=bulk)
+        link = Link(sock, peer)
+    except OSError as error:  # what a dying process had not accepted yet is reset as soon as it stands
+        sock.close()
+        raise LinkClosedError(f"{peer} at {address} hung up at once ({error.strerror or error})") from error
     try:
         _shake_hands(link, Handshake(Role.DIALER, credentials.secret, encrypt=encrypt), deadline)
         link.send(msgspec.msgpack.encode(hello), deadline=deadline)

@@ -6,16 +6,19 @@ import contextlib
 import errno
 import logging
 import os
+import select
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
 
-from phalanx.config.job_config import TLSFiles
+from phalanx.config.job_config import Encryption, TLSFiles
 from phalanx.errors import ConfigurationError, HandshakeError, LinkClosedError, LinkTimeoutError
 from phalanx.transport import arrivals, ports
 from phalanx.transport import dial as dial_module
@@ -346,6 +349,32 @@ def test_a_server_that_never_answers_is_a_timeout() -> None:
         hello = Hello(purpose="mesh", task="worker/1", peer="worker/0")
         with pytest.raises(LinkTimeoutError, match="has not answered yet"):
             dial(address, hello, credentials=Credentials(), deadline=soon(0.3))
+
+
+def test_a_connection_that_is_reset_at_once_is_a_closed_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that is killed resets what it has not accepted yet. Who dials tries again after such an error."""
+    made = []
+
+    def connect_and_wait_for_reset(*args: Any, **options: Any) -> socket.socket:
+        sock = connect(*args, **options)
+        made.append(sock)
+        peer, _ = server.accept()
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.close()
+        poller = select.poll()
+        poller.register(sock, select.POLLIN)
+        assert poller.poll(10_000)
+        return sock
+
+    connect = dial_module.connect
+    monkeypatch.setattr(dial_module, "connect", connect_and_wait_for_reset)
+    credentials = Credentials(SECRET, encryption=Encryption.REMOTE)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = Address("127.0.0.1", server.getsockname()[1])
+        with pytest.raises(LinkClosedError):
+            hello = Hello(purpose="mesh", task="worker/1", peer="worker/0")
+            dial(address, hello, credentials=credentials, bulk=True, deadline=soon())
+    assert [sock.fileno() for sock in made] == [-1]
 
 
 def test_a_server_of_another_kind_is_named() -> None:
