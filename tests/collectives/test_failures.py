@@ -26,6 +26,7 @@ from phalanx.errors import (
     DisagreementError,
     PeerLostError,
     PhalanxError,
+    UnsupportedError,
 )
 from phalanx.transport.decoding import decode_message
 from tests.collectives.kinds import KINDS, Kind
@@ -492,6 +493,29 @@ def test_nothing_is_left_open(kind: Kind) -> None:
     for leaked, mapped in values(run_ranks(function, hosts=kind.hosts)):
         assert leaked == 0
         assert mapped == 0
+
+
+@pytest.mark.parametrize("name", ["shared2", pytest.param("ring2", marks=pytest.mark.slow)])
+def test_a_fork_of_a_rank_is_no_rank(name: str) -> None:
+    """It has the memory that the ranks share, and could answer the others for its parent."""
+
+    def body(communicator: HostCommunicator) -> float:
+        communicator.all_reduce_async([ones(3)]).wait()  # in a thread, which a fork does not have
+        if communicator.rank == 0:
+            child = os.fork()
+            if not child:
+                code = 1
+                try:
+                    communicator.all_reduce([100 * ones(3)])
+                except UnsupportedError:
+                    communicator.close()
+                    code = 0
+                finally:
+                    os._exit(code)
+            assert os.waitpid(child, 0)[1] == 0
+        return float(communicator.all_reduce([ones(3)])[0][0])
+
+    assert KINDS_BY_NAME[name].run(body) == [2.0, 2.0]
 
 
 def test_a_job_killed_while_it_connects_leaves_no_shared_memory() -> None:

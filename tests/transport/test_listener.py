@@ -371,8 +371,8 @@ def test_a_connection_that_is_reset_at_once_is_a_closed_link(monkeypatch: pytest
     credentials = Credentials(SECRET, encryption=Encryption.REMOTE)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = Address("127.0.0.1", server.getsockname()[1])
+        hello = Hello(purpose="mesh", task="worker/1", peer="worker/0")
         with pytest.raises(LinkClosedError):
-            hello = Hello(purpose="mesh", task="worker/1", peer="worker/0")
             dial(address, hello, credentials=credentials, bulk=True, deadline=soon())
     assert [sock.fileno() for sock in made] == [-1]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,7 +17,7 @@ from phalanx.collectives.host.channel import PacketKind
 from phalanx.collectives.host.collective_thread import CollectiveThread, PendingHandle
 from phalanx.collectives.host.mesh import FLUSH_S, POLL_S, Mesh
 from phalanx.collectives.operation import CollectiveCall, Operation, prepare
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, UnsupportedError
 from phalanx.monitoring import timeline
 from phalanx.transport.link import DELIVERY_TIMEOUT_S
 
@@ -51,6 +53,8 @@ class CollectiveRunner:
         self._thread: CollectiveThread | None = None  # from the first `submit` on
         self._failure: BaseException | None = None
         self._is_closed = False
+        if mesh.membership.links:
+            _runners.add(self)
 
     @property
     def waited_s(self) -> float:
@@ -129,6 +133,16 @@ class CollectiveRunner:
             self.mesh.send_all(PacketKind.LEAVE, b"", DELIVERY_TIMEOUT_S)
         self.algorithm.close()
 
+    def leave_to_parent(self) -> None:
+        """Refuse every collective, in a fork of the process that this communicator belongs to."""
+        self._turn = threading.Lock()  # another thread may have held it
+        self._thread = None  # a fork has none of its parent's threads
+        me = self.mesh.membership.me
+        self._failure = self._failure or UnsupportedError(
+            f"pid {os.getpid()}, a fork of {me.task} (rank {me.rank}, pid {me.pid}) such as a worker of a DataLoader, "
+            f"is no member of the job. Call what needs the other replicas in the process that created the strategy."
+        )
+
     def _begin(self, operation: Operation) -> CollectiveCall:
         self.started += 1
         now = time.monotonic()
@@ -159,3 +173,17 @@ class CollectiveRunner:
         self.algorithm.fail()
         self.mesh.abort(error)
         _log.debug("rank %d: %s", self.mesh.membership.rank, error)
+
+
+_runners: weakref.WeakSet[CollectiveRunner] = weakref.WeakSet()  # those with other ranks
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: it has the memory in which the ranks meet, and whatever it did there would count as done by
+    its parent."""
+    for runner in list(_runners):
+        runner.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
