@@ -16,10 +16,17 @@ from phalanx.cluster import membership_messages as messages
 from phalanx.cluster.admission import DISAGREEMENT
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.environment_variables import ELASTIC_COORDINATOR
-from phalanx.errors import DisagreementError, EvictedError, LinkClosedError, LinkTimeoutError, RendezvousError
+from phalanx.errors import (
+    DisagreementError,
+    EvictedError,
+    HandshakeError,
+    LinkClosedError,
+    LinkTimeoutError,
+    RendezvousError,
+)
 from phalanx.transport.address import Address
 from phalanx.transport.decoding import Decoder, decode_message
-from phalanx.transport.dial import ATTEMPT_TIMEOUT_S, RefusedError, retry_delay_s
+from phalanx.transport.dial import ATTEMPT_TIMEOUT_S, HANDSHAKE_FAILURES_S, RefusedError, retry_delay_s
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
@@ -49,6 +56,7 @@ class CoordinatorClient:
     Raises:
         RendezvousError: the coordinator can't be reached, or the job has failed.
         DisagreementError: this process differs from the others in something that must be equal.
+        HandshakeError: what listens at the coordinator's address has another secret, or is something else.
     """
 
     def __init__(self, identity: TaskIdentity, on_generation_ended: Callable[[int], None]):
@@ -116,26 +124,28 @@ class CoordinatorClient:
         address = Address.parse(config.elastic_coordinator, where=ELASTIC_COORDINATOR)
         details = msgspec.msgpack.encode(description)
         started_at = time.monotonic()
+        failing_since: float | None = None  # since when every attempt was answered, and not by the launcher
         while True:
+            now = time.monotonic()
             try:
                 link, welcome = self._identity.dial_address(
-                    address,
-                    messages.LAUNCHER,
-                    messages.COORDINATOR,
-                    details,
-                    deadline=time.monotonic() + ATTEMPT_TIMEOUT_S,
+                    address, messages.LAUNCHER, messages.COORDINATOR, details, deadline=now + ATTEMPT_TIMEOUT_S
                 )
                 return link, decode_message(welcome.details, messages.JoinResponse)
             except RefusedError as error:
                 kind = DisagreementError if error.welcome.refusal == DISAGREEMENT else RendezvousError
                 raise kind(error.welcome.reason) from error
+            except HandshakeError:
+                failing_since = failing_since or now
+                if now - failing_since > HANDSHAKE_FAILURES_S:
+                    raise
             except (LinkClosedError, LinkTimeoutError) as error:
-                waited_s = time.monotonic() - started_at
-                if waited_s > config.rendezvous_timeout_s:
+                failing_since = None
+                if now - started_at > config.rendezvous_timeout_s:
                     raise RendezvousError(
                         f"{description.task} cannot reach the launcher at {address}: {error}"
                     ) from error
-                time.sleep(retry_delay_s(waited_s))
+            time.sleep(retry_delay_s(time.monotonic() - started_at))
 
     def _receive(self) -> None:
         try:

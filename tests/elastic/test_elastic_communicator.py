@@ -28,13 +28,15 @@ from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.collectives.options import CommunicationImplementation, CommunicationOptions
 from phalanx.config.job_config import CollectiveConfig, JobConfig, TLSFiles
 from phalanx.elastic import coordinator_server
+from phalanx.elastic.coordinator_client import CoordinatorClient
 from phalanx.elastic.coordinator_server import CoordinatorServer
 from phalanx.elastic.elastic_communicator import ElasticCommunicator
 from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.elastic.elastic_node import ElasticNode
 from phalanx.elastic.member_table import MembershipLimits
-from phalanx.errors import LinkClosedError, MembershipChangedError
+from phalanx.errors import HandshakeError, LinkClosedError, MembershipChangedError
 from phalanx.transport.address import Address
+from phalanx.transport.arrivals import Arrival
 from phalanx.transport.credentials import Credentials
 from phalanx.transport.decoding import Decoder
 from phalanx.transport.dial import dial
@@ -513,6 +515,33 @@ def test_a_large_result_is_kept_for_one_that_comes_later():
                     assert late.query_entry(0) == PastEntry(0, result)
         finally:
             server.close()
+
+
+def test_a_worker_that_a_crowded_launcher_drops_from_its_handshake_dials_again(monkeypatch):
+    """The launcher drops connections at random while too many are pending; the worker sees what a wrong secret is."""
+    dropped = []
+
+    def drop_the_first(arrival: Arrival) -> Hello | None:
+        if arrival.waits_for_us and not dropped:
+            dropped.append(arrival)
+            raise HandshakeError("too many connected at once")
+        return advance(arrival)
+
+    advance = Arrival.advance
+    monkeypatch.setattr(Arrival, "advance", drop_the_first)
+    limits = MembershipLimits(1, 1, 1, start_s=BOUND_S, timeout_s=BOUND_S)
+    port = socket.create_server(("127.0.0.1", 0))
+    config = JobConfig(secret=SECRET, job_id="job", elastic_coordinator=f"127.0.0.1:{port.getsockname()[1]}")
+    server = CoordinatorServer([port], limits, credentials=Credentials(SECRET), job="job", job_actions=mock.Mock())
+    identity = TaskIdentity(ClusterSpec({"worker": ["127.0.0.1:1"]}), Task("worker", 0), JobFacts(), config)
+    try:
+        client = CoordinatorClient(identity, lambda generation: None)
+        assert client.response.initial_world_size == 1
+        client.close(last=None)
+        client.link.close()
+    finally:
+        server.close()
+    assert len(dropped) == 1
 
 
 @pytest.mark.parametrize("implementation", ["AUTO", "RING"])
