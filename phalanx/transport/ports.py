@@ -121,7 +121,8 @@ def _listen_on_loopback(address: Address) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     failure = OSError(errno.EADDRNOTAVAIL, "the name has no address")
     with contextlib.ExitStack() as stack:
-        for family, _, _, _, endpoint in resolve(address):
+        # Each once: /etc/hosts may have several lines with the name and one address.
+        for family, endpoint in dict.fromkeys((family, endpoint) for family, _, _, _, endpoint in resolve(address)):
             try:
                 sockets.append(stack.enter_context(listen(family, endpoint)))
             except OSError as error:

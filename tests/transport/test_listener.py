@@ -417,6 +417,15 @@ def test_a_taken_port_is_a_configuration_error() -> None:
         open_listening_sockets(Address("127.0.0.1", sock.getsockname()[1]), secret=SECRET)
 
 
+def test_a_name_that_etc_hosts_lists_twice_takes_its_port_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        free = Address("localhost", sock.getsockname()[1])
+    entry = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", free.port))
+    monkeypatch.setattr(ports, "resolve", lambda address: [entry, entry])
+    (listening,) = open_listening_sockets(free, secret=SECRET)
+    listening.close()
+
+
 def test_a_port_is_free_for_the_next_job_at_once() -> None:
     with open_port() as port:
         link, _ = dial_port(port)
