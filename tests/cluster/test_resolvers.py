@@ -285,6 +285,13 @@ def test_kubernetes_lists_the_pods_with_certain_labels() -> None:
     assert KubernetesClusterResolver(override_client=FakePods(PODS)).cluster_spec() == {"worker": ["10.1.0.5:8470"]}
 
 
+def test_kubernetes_lists_pods_with_ipv6_addresses() -> None:
+    pods = FakePods({"job-name=a": [("a-0", "fd00:10::5", "Running"), ("a-1", "fd00:10::6", "Running")]})
+    resolver = KubernetesClusterResolver({"worker": ["job-name=a"]}, 2222, override_client=pods, hostname="a-1")
+    assert resolver.cluster_spec() == {"worker": ["[fd00:10::5]:2222", "[fd00:10::6]:2222"]}
+    assert str(resolver.task()) == "worker/1"
+
+
 @pytest.mark.parametrize(
     ("labels", "message"),
     [

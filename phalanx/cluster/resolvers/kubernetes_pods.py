@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.errors import ConfigurationError, RendezvousError
+from phalanx.transport.address import Address
 
 PACKAGE = "kubernetes"
 DEFAULT_LABELS = {"worker": ["job-name=tensorflow"]}
@@ -81,7 +82,7 @@ class PodLister:
                     )
                 # Not of its host, as tf.distribute has it: two pods of a host would have one address.
                 address = getattr(pod.status, "pod_ip", None) or pod.status.host_ip
-                found.append((str(pod.metadata.name), f"{address}:{self._port}"))
+                found.append((str(pod.metadata.name), str(Address(str(address), self._port))))
         return found
 
 
