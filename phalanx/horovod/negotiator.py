@@ -123,16 +123,17 @@ class Negotiator:
         ranks = [_DECODER.decode(item) for item in encoded]
         # Those of one round in rank order, so that the last one is the same on all ranks.
         self._joined += [rank for rank, each in enumerate(ranks) if each.joined and rank not in self._joined]
-        last = None
-        if len(self._joined) == self._communicator.world_size:
-            last, self._joined = self._joined[-1], []
+        # Also those of this round, if all have joined: what a rank requested before it joined waits for no other rank.
+        joined, last = self._joined, None
+        if len(joined) == self._communicator.world_size:
+            last, self._joined = joined[-1], []
         # Before anything of this round is cached: the numbers are those of when they were sent.
         requested = [self._cache.resolve(each) for each in ranks]
-        missing = absent_ranks(requested, self._joined)
+        missing = absent_ranks(requested, joined)
         for stall in self.stalls.inspect(waiting, missing):
-            self._warn(stall.name, {*stall.ranks, *self._joined}, stall.ranks, "which request other operations")
+            self._warn(stall.name, {*stall.ranks, *joined}, stall.ranks, "which request other operations")
         self.stalls.end_overdue([each.overdue for each in ranks], missing)
-        return RoundResult(self._note(decide(requested, self._joined)), last)
+        return RoundResult(self._note(decide(requested, joined)), last)
 
     def _note(self, results: list[NegotiationResult]) -> list[NegotiationResult]:
         """The results; what can begin is cached on all ranks."""

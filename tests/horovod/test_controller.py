@@ -138,6 +138,19 @@ def test_a_rank_that_waits_itself_warns_where_the_first_one_has_joined() -> None
     assert any("right waits for rank 1 (worker/1)" in one for one in right)
 
 
+def test_an_operation_that_was_requested_before_the_last_rank_joins_is_not_lost() -> None:
+    def body(rank: Rank) -> Any:
+        # Both ranks join in the first round, and rank 0 requests the operation in the same one.
+        handle = rank.start("before", wake=False) if rank.number == 0 else None
+        rank.controller.join()
+        if handle is None:
+            return None
+        rank.controller.wait(handle)
+        return handle.part.result[0].tolist()
+
+    assert values(run(body, timeout_s=5.0)) == [[1.0, 1.0], None]
+
+
 def test_a_killed_rank_ends_all_that_wait_and_all_that_come_later() -> None:
     def body(rank: Rank) -> Any:
         rank.merge("first")
