@@ -34,6 +34,11 @@ class InstanceNumber:
         elif current().elastic is not None:
             int(self)
 
+    @property
+    def name(self) -> str:
+        """Name of the instance, by its kind and number."""
+        return f"{self._kind}.{int(self)}"
+
     def __int__(self) -> int:
         if self._value is None:
             key = self._kind, self._process_set.process_set_id

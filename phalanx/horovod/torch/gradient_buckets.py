@@ -91,7 +91,7 @@ class GradientBucket:
             else:
                 self._packed.append((slot, *reduction.compression.compress(gradient)))
         if self._packed:
-            arguments = reduction.arguments(f"optimizer.{int(self.number)}.gradients.{self.index}")
+            arguments = reduction.arguments(f"{self.number.name}.gradients.{self.index}")
             tensors = [tensor for _, tensor, _ in self._packed]
             self._pending = start_collective(OperationKind.ALLREDUCE, tensors, arguments, in_place=True, wake=wake)
 

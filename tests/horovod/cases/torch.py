@@ -406,6 +406,22 @@ def check_what_one_rank_alone_makes_and_does_not_use_is_in_nobodys_way() -> None
     del spare
 
 
+def check_ranks_use_two_optimizers_first_in_different_orders() -> None:
+    """As where the first batches of two ranks are of different tasks."""
+    towers = [nn.ParameterList(torch.zeros(2) for _ in range(3)) for _ in range(2)]
+    optimizers = []
+    for number, tower in enumerate(towers):
+        named = [(f"{number}.{name}", parameter) for name, parameter in tower.named_parameters()]
+        groups = [[parameter] for parameter in tower]  # a bucket for each, so that the first ones begin in the hooks
+        optimizers.append(hvd.DistributedOptimizer(torch.optim.SGD(tower, lr=1.0), named, op=hvd.Sum, groups=groups))
+    mine = hvd.rank() % 2
+    sum(parameter.sum() for parameter in towers[mine]).backward()
+    for number, (optimizer, tower) in enumerate(zip(optimizers, towers, strict=True)):
+        optimizer.step()
+        users = len(range(number, hvd.size(), 2))
+        assert [parameter.tolist() for parameter in tower] == [[-users, -users]] * 3
+
+
 def check_layers_frozen_and_unfrozen_after_the_optimizer_was_made() -> None:
     model = _model()
     first = next(layer for layer in model if isinstance(layer, nn.Linear))
