@@ -125,7 +125,8 @@ def _reduce(
         # The sums in arrays of their own: `outs` have too few bits for them.
         sums = communicator.all_reduce([_widened(_scaled(array, prescale)) for array in arrays], ReduceOp.SUM)
         for out, total in zip(outs, sums, strict=True):
-            out[...] = _divided(total, communicator.world_size)
+            out[...] = _divided(total, communicator.world_size, postscale)
+        return
     elif op is HorovodOp.SUM:
         scales = [prescale if is_float(array.dtype) else 1.0 for array in arrays]
         arrays = [array if is_float(array.dtype) else _scaled(array, prescale) for array in arrays]
@@ -165,10 +166,13 @@ def _widened(array: Array) -> Array:
     return array.astype(np.uint64 if array.dtype.kind == "u" else np.int64, copy=False)
 
 
-def _divided(array: Array, count: int) -> Array:
-    """The array divided by a number of ranks; integers are truncated."""
+def _divided(array: Array, count: int, factor: float) -> Array:
+    """The array divided by a number of ranks and multiplied by a factor; integers are truncated once, as in Horovod."""
     if is_float(array.dtype):
-        return _scaled(array, 1 / count)
+        return _scaled(array, factor / count)
+    if factor != 1.0:
+        scaled: Array = (array * np.float64(factor) / count).astype(array.dtype)
+        return scaled
     if count == 1:
         return array
     quotients: Array = np.sign(array) * (np.abs(array) // np.asarray(count, array.dtype))
@@ -195,7 +199,7 @@ def _reducescatter(communicator: Communicator, array: Array, request: Request) -
         wire = wire_dtype(array.dtype)
         flat = [row.reshape(-1).astype(wire, copy=False) for row in rows]
         merge_rows(flat, out.reshape(-1), _REDUCE_OPS[HorovodOp(request.op)], before)
-    return _scaled(_divided(out, after), request.postscale).astype(given, copy=False)
+    return _divided(out, after, request.postscale).astype(given, copy=False)
 
 
 def _scaled(array: Array, factor: float) -> Array:

@@ -86,6 +86,11 @@ def check_prescale_and_postscale() -> None:
     np.testing.assert_array_equal(
         hvd.allreduce(_of(hvd.rank(), np.int32, (6,)), op=hvd.Sum, prescale_factor=0.5), halves.astype(np.int32)
     )
+    # An average of integers is truncated once: -7 over the ranks, times 10.
+    total = np.array([-7 if hvd.rank() == 0 else 0] * hvd.size(), np.int16)
+    expected = int(-70 / hvd.size())
+    assert hvd.allreduce(total, op=hvd.Average, postscale_factor=10.0).tolist() == [expected] * hvd.size()
+    assert hvd.reducescatter(total, op=hvd.Average, postscale_factor=10.0).tolist() == [expected]
 
 
 def check_inputs_stay_as_they_are() -> None:
