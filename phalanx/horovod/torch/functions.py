@@ -74,7 +74,7 @@ def broadcast_optimizer_state(
     Args:
         optimizer: of the same class and for the same parameters on all ranks.
         root_rank: rank in the job whose state is sent.
-        model: not used.
+        model: the model, if it has sparse embeddings that an optimizer other than SparseAdam trains.
         process_set: the ranks that take part.
 
     Raises: ConfigurationError for LBFGS, whose state cannot be sent, and for other values in a job without a secret.
@@ -94,16 +94,22 @@ def broadcast_optimizer_state(
         state = torch.load(io.BytesIO(received), map_location="cpu", weights_only=False)
     if not is_root:
         optimizer.load_state_dict(state)
+    elif (reducer := getattr(optimizer, "_hvd_reducer", None)) is not None:
+        reducer.reset()  # as loading does on the others: all expect the gradients of a whole step
     if not state["state"]:
-        _fill_gradients(optimizer)
+        _fill_gradients(optimizer, model)
 
 
-def _fill_gradients(optimizer: torch.optim.Optimizer) -> None:
+def _fill_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
     """Give parameters gradients of zero, as Horovod leaves them where it finds a state that is empty."""
+    embeddings = [each for each in model.modules() if getattr(each, "sparse", False)] if model is not None else []
+    sparse = {id(parameter) for embedding in embeddings for parameter in embedding.parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                zeros = torch.zeros_like(parameter)
+                is_sparse = isinstance(optimizer, torch.optim.SparseAdam) or id(parameter) in sparse
+                parameter.grad = zeros.to_sparse(1) if is_sparse else zeros
 
 
 def _plain(value: Any) -> Any:

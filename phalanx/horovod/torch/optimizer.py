@@ -62,6 +62,8 @@ def DistributedOptimizer(
     reduction = GradientReduction(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
     if backward_passes_per_step < 1:
         raise ConfigurationError(f"backward_passes_per_step is {backward_passes_per_step}; it must be at least 1.")
+    if isinstance(optimizer, _GradientReduction | _StepReduction):
+        raise ConfigurationError("this optimizer is a DistributedOptimizer already.")
     names = _names(optimizer, named_parameters)
     mixin = _StepReduction if op is Adasum else _GradientReduction
     # A subclass of the class at hand: schedulers and `isinstance` see the optimizer that the program chose.

@@ -259,6 +259,8 @@ def check_misuse_of_the_optimizer_is_told() -> None:
     with pytest.raises(ValueError, match="Average"):
         hvd.DistributedOptimizer(sgd, named, op=hvd.Sum, gradient_predivide_factor=2.0)
     optimizer = hvd.DistributedOptimizer(sgd, named)
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(optimizer, named)
     x, _ = _mine(_data(0))
     model(x).sum().backward()
     with pytest.raises(AssertionError, match="zero_grad"):
@@ -501,6 +503,34 @@ def check_broadcast_of_optimizer_state() -> None:
         assert hvd.allgather(next(model.parameters())[:1].detach()).unique(dim=0).shape[0] == 1
     with pytest.raises(ValueError, match="LBFGS"):
         hvd.broadcast_optimizer_state(torch.optim.LBFGS(_model().parameters()), 0)
+
+
+def check_broadcast_of_a_state_that_is_empty_leaves_sparse_gradients_sparse() -> None:
+    for make in (torch.optim.SparseAdam, torch.optim.SGD):
+        table = nn.Embedding(4, 2, sparse=True)
+        optimizer = hvd.DistributedOptimizer(make(table.parameters(), lr=0.5), table.named_parameters())
+        hvd.broadcast_parameters(table.state_dict(), 0)
+        hvd.broadcast_optimizer_state(optimizer, 0, table)
+        before = table.weight.detach().clone()
+        table(torch.tensor([1])).sum().backward()
+        assert table.weight.grad.is_sparse
+        optimizer.step()
+        changed = torch.tensor([[0.0], [0.5], [0.0], [0.0]]).expand(4, 2)
+        torch.testing.assert_close(table.weight.detach(), before - changed)
+
+
+def check_broadcast_of_an_optimizer_in_the_middle_of_its_passes() -> None:
+    """As where an elastic job changes its members between two backward passes."""
+    parameter = nn.Parameter(torch.zeros(2))
+    sgd = torch.optim.SGD([parameter], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, [("p", parameter)], backward_passes_per_step=2, op=hvd.Sum)
+    parameter.sum().backward()
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    optimizer.zero_grad()
+    for _ in range(2):
+        parameter.sum().backward()
+    optimizer.step()
+    assert parameter.tolist() == [-2.0 * hvd.size()] * 2
 
 
 def check_an_optimizer_in_a_process_set() -> None:
