@@ -9,8 +9,8 @@ to this server (DNS rebinding), and what changes anything must come from the pag
 from __future__ import annotations
 
 import hmac
+import urllib.parse
 from collections.abc import Mapping
-from http.cookies import CookieError, SimpleCookie
 
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
@@ -18,6 +18,11 @@ LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 def cookie_name(port: int) -> str:
     """Browsers send cookies to all ports of a host, and several dashboards may run."""
     return f"phalanx-{port}"
+
+
+def cookie_value(token: str) -> str:
+    """The token, which a user may have chosen, in characters that a cookie may have."""
+    return urllib.parse.quote(token, safe="")
 
 
 def refusal(headers: Mapping[str, str], query_token: str, token: str, port: int) -> str:
@@ -55,8 +60,8 @@ def _name_of(host: str) -> str:
 
 
 def _cookie(header: str, port: int) -> str:
-    try:
-        found = SimpleCookie(header).get(cookie_name(port))
-    except CookieError:
-        return ""
-    return "" if found is None else found.value
+    # Not SimpleCookie, which finds none after one that it dislikes: other programs of this host set cookies too, and
+    # browsers send them to all of its ports.
+    pairs = (pair.partition("=") for pair in header.split(";"))
+    found = next((value for name, _, value in pairs if name.strip() == cookie_name(port)), "")
+    return urllib.parse.unquote(found.strip())

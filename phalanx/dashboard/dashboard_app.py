@@ -102,7 +102,8 @@ class Dashboard:
         response.headers["content-security-policy"] = page.CONTENT_POLICY.format(nonce=nonce)
         if request.query_params.get("token"):
             # Not a redirect: from a link on another site, a browser would not send a strict cookie with it.
-            response.set_cookie(access.cookie_name(self._port), self._token, httponly=True, samesite="strict", path="/")
+            name, value = access.cookie_name(self._port), access.cookie_value(self._token)
+            response.set_cookie(name, value, httponly=True, samesite="strict", path="/")
         return response
 
     async def stream_events(self, request: Request) -> Response:

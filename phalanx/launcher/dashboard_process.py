@@ -10,6 +10,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import urllib.parse
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -44,7 +45,8 @@ class DashboardLink:
     token: str
 
     def __str__(self) -> str:
-        return f"http://{LOOPBACK}:{self.listener.getsockname()[1]}/?token={self.token}"
+        token = urllib.parse.quote(self.token, safe="")  # a user may have chosen it
+        return f"http://{LOOPBACK}:{self.listener.getsockname()[1]}/?token={token}"
 
 
 def open_link(port: int | None = None) -> DashboardLink:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from phalanx.config.environment_variables import JOBS_DIRECTORY
 from phalanx.dashboard import access
 from phalanx.dashboard.dashboard_app import Dashboard
 from phalanx.dashboard.job_hub import JobHub
+from phalanx.launcher.dashboard_process import DashboardLink
 from phalanx.launcher.job_control import JobControl
 from phalanx.launcher.job_recorder import JobRecorder
 from phalanx.launcher.job_registry import registered, socket_path
@@ -82,6 +84,19 @@ def test_the_link_sets_a_cookie_that_opens_the_rest(hub: JobHub) -> None:
     browser.cookies.delete(access.cookie_name(PORT), domain="localhost.local")
     browser.cookies.set(access.cookie_name(PORT + 1), TOKEN)
     assert browser.get("/metrics").status_code == 403
+
+
+@pytest.mark.parametrize("token", [TOKEN, "any text; with = and % & # 'quotes\""])
+def test_cookies_of_other_programs_do_not_hide_that_of_the_link(hub: JobHub, token: str) -> None:
+    """Browsers send the cookies of a host to all of its ports."""
+    browser = TestClient(Dashboard(hub, token=token, port=PORT).app(), base_url=HOME)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        query = str(DashboardLink(listener, token)).partition("?")[2]
+    ours = browser.get(f"/?{query}").headers["set-cookie"].partition(";")[0]
+    browser.cookies.clear()
+    for others in ('a={"x": 1}; b=two words; c[1]=2; d; =', "", ours.replace("=", "x=")):
+        assert browser.get("/metrics", headers={"Cookie": f"{others}; {ours}; {others}"}).status_code == 200
+        assert browser.get("/metrics", headers={"Cookie": others}).status_code == 403
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8787", "localhost.evil.example", "10.0.0.1", ""])
