@@ -13,7 +13,7 @@ _COUNTS = ("epoch", "step", "steps", "samples", "bytes_sent", "generation", "res
 
 
 def message(
-    view: JobView, before: JobView | None = None, *, live: bool = True, control: bool = False
+    view: JobView, before: JobView | None = None, *, live: bool = True, control: bool = False, problem: str = ""
 ) -> dict[str, Any]:
     """What the page needs to draw a job, as far as it has changed.
 
@@ -22,8 +22,9 @@ def message(
         before: what the page knows; None if it knows nothing.
         live: whether the job may still be controlled; otherwise this is a report.
         control: whether this dashboard may.
+        problem: why the view is an old one; else empty.
     """
-    found: dict[str, Any] = {"head": head(view, live=live, control=control)}
+    found: dict[str, Any] = {"head": head(view, live=live and not problem, control=control) | {"problem": problem}}
     # A history that was thinned, or begun again by a restart, has other points at the same places: it is sent whole.
     if before is not None and before.thinned == view.thinned and before.began_at == view.began_at:
         if len(view.history) > len(before.history):

@@ -115,6 +115,7 @@ class Dashboard:
         self._woken.set()
         listed: Any = None
         before: JobView | None = None
+        problem = ""
         try:
             while True:
                 # Not polled: each time a process wakes up, workers that use all cores lose more than it computes.
@@ -125,16 +126,16 @@ class Dashboard:
                 if listing != listed:
                     listed = listing
                     yield _event(listing, "jobs")
-                view = None if job is None else job.view  # once: it may change while the page receives it
-                if view is not None and view is not before and view.started is not None:
-                    yield _event(browser_view.message(view, before, control=self._control))
-                    before = view
-                    if view.status != RUNNING:
+                if job is not None:
+                    # Once, the view last: all may change meanwhile, and while the page receives it.
+                    is_gone, former, problem = job.follower.is_gone, problem, job.follower.problem
+                    view = job.view
+                    if view.started is not None and (view is not before or problem != former):
+                        yield _event(browser_view.message(view, before, control=self._control, problem=problem))
+                        before = view
+                    if view.status != RUNNING or is_gone:  # it has ended, or its launcher was killed
                         yield _event({}, "over")
                         return
-                elif job is not None and job.follower.is_gone:  # its launcher was killed
-                    yield _event({}, "over")
-                    return
                 if self._is_closing:
                     return
                 await news.wait()

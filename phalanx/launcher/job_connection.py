@@ -63,16 +63,21 @@ class ControlAnswer(msgspec.Struct, frozen=True):
     events: list[msgspec.Raw] = []
 
 
-def send_request(path: Path, request: ControlRequest) -> ControlAnswer:
+def send_request(path: Path, request: ControlRequest, *, timeout_s: float = ANSWER_S) -> ControlAnswer:
     """Send a request to the launcher whose socket this is.
+
+    Args:
+        path: of the socket.
+        request: what is asked.
+        timeout_s: seconds for each part of the exchange.
 
     Raises:
         ConfigurationError: the request cannot be fulfilled.
-        LinkClosedError: the launcher does not answer.
+        LinkClosedError: the launcher does not answer; because of a `TimeoutError`, if it is there.
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, short_name(path) as name:
-            connection.settimeout(ANSWER_S)
+            connection.settimeout(timeout_s)
             connection.connect(name)
             if not is_of_this_user(connection):
                 raise PermissionError(errno.EPERM, "its socket belongs to another user", str(path))
@@ -88,15 +93,22 @@ def send_request(path: Path, request: ControlRequest) -> ControlAnswer:
 
 def is_of_this_user(connection: socket.socket) -> bool:
     """Whether a process of this user, or of root, is at the other end. Elsewhere than on Linux the permissions of the
-    socket say so.
+    socket say so."""
+    return _peer(connection)[1] in (os.getuid(), 0)
 
-    Source: unix(7), SO_PEERCRED.
-    """
+
+def peer_pid(connection: socket.socket) -> int:
+    """The process at the other end; 0 where that cannot be known."""
+    return _peer(connection)[0]
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end. Source: unix(7), SO_PEERCRED."""
     if not hasattr(socket, "SO_PEERCRED"):
-        return True
+        return 0, os.getuid()
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return uid in (os.getuid(), 0)
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return pid, uid
 
 
 @contextlib.contextmanager

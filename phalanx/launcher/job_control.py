@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from phalanx.launcher.job_connection import (
     ControlAnswer,
     ControlRequest,
     is_of_this_user,
+    peer_pid,
     short_name,
 )
 from phalanx.launcher.job_recorder import JobRecorder
@@ -26,6 +28,9 @@ from phalanx.transport.decoding import decode_json
 
 REQUEST_S = 2.0
 """A client that does not send its request or read its answer in this time does not delay the next one for longer."""
+
+LAST_LOOK_S = 2.5
+"""How long those who follow the job have to learn of its end: they ask every two seconds, or more often."""
 
 
 class ControlledJob(Protocol):
@@ -63,6 +68,9 @@ class JobControl:
         self._recorder = recorder
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._thread = threading.Thread(target=self._serve, name="phalanx-job-control", daemon=True)
+        # Who follows the job, by process: when it asked last, and the last event that it knows.
+        self._followers: dict[int, tuple[float, int]] = {}
+        self._answered = threading.Condition()  # protects these; notified after each answer to one of them
 
     def __enter__(self) -> JobControl:
         # A folder that cannot hold a socket is no reason not to train; then no one can watch.
@@ -74,6 +82,8 @@ class JobControl:
         return self
 
     def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            self._wait_for_followers()
         if self._thread.is_alive():
             with contextlib.suppress(OSError):  # wakes `accept`, on Linux
                 self._listener.shutdown(socket.SHUT_RDWR)
@@ -92,13 +102,13 @@ class JobControl:
             with connection, contextlib.suppress(OSError):  # the client is gone or slow, which is its own affair
                 connection.settimeout(REQUEST_S)
                 if is_of_this_user(connection):
-                    connection.sendall(self._answer(_read_line(connection)))
+                    connection.sendall(self._answer(_read_line(connection), peer_pid(connection)))
 
-    def _answer(self, line: bytes) -> bytes:
+    def _answer(self, line: bytes, pid: int) -> bytes:
         try:
             request = decode_json(line, ControlRequest)
             if request.action == "view":
-                return self._changes(request.after)
+                return self._changes(request.after, pid)
             if request.action == "output":
                 return msgspec.json.encode(ControlAnswer(text=self._recorder.output_of(request.task)))
             answer = ControlAnswer(text=self._act(request))
@@ -106,12 +116,31 @@ class JobControl:
             answer = ControlAnswer(refusal=str(error))
         return msgspec.json.encode(answer)
 
-    def _changes(self, after: int) -> bytes:
+    def _changes(self, after: int, pid: int) -> bytes:
         number, lines = self._recorder.changes(after)
-        if after >= 0 and lines is not None:
-            return msgspec.json.encode(ControlAnswer(number=number, events=[msgspec.Raw(line) for line in lines]))
-        number, view = self._recorder.numbered_view()
-        return msgspec.json.encode(ControlAnswer(number=number, view=view))
+        if after < 0 or lines is None:
+            number, view = self._recorder.numbered_view()
+            answer = ControlAnswer(number=number, view=view)
+        else:
+            answer = ControlAnswer(number=number, events=[msgspec.Raw(line) for line in lines])
+        if after >= 0:  # it has asked before
+            with self._answered:
+                now = time.monotonic()
+                self._followers = {pid: at for pid, at in self._followers.items() if now - at[0] < LAST_LOOK_S}
+                self._followers[pid] = now, number
+                self._answered.notify()
+        return msgspec.json.encode(answer)
+
+    def _wait_for_followers(self) -> None:
+        """Until they know the last event. Those that have not asked for a while do not follow any more."""
+        ended_at = time.monotonic()
+
+        def is_known() -> bool:
+            asked = [number for at, number in self._followers.values() if ended_at - at < LAST_LOOK_S]
+            return min(asked, default=self._recorder.number) == self._recorder.number
+
+        with self._answered:
+            self._answered.wait_for(is_known, LAST_LOOK_S)
 
     def _act(self, request: ControlRequest) -> str:
         if request.action not in ACTIONS:

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx.errors import ConfigurationError, FrameError, LinkClosedError
-from phalanx.launcher.job_connection import ControlRequest, send_request
+from phalanx.launcher.job_connection import ANSWER_S, ControlAnswer, ControlRequest, send_request
 from phalanx.monitoring.job_events import EVENTS_FILE, JobEvent
 from phalanx.monitoring.job_view import RUNNING, JobView, advance, replay
 from phalanx.transport.decoding import Decoder
+
+SILENT_S = 1.0
+"""How long an answer is waited for after one that did not come: who follows several jobs waits for each in turn."""
 
 _decoder: Decoder[JobEvent] = Decoder(JobEvent, json=True)
 
@@ -22,38 +25,53 @@ class JobFollower:
 
     Attributes:
         view: as far as it is known.
-        is_gone: whether the launcher no longer answers.
+        is_gone: whether the job has ended, or its launcher is no longer there.
+        is_silent: whether the launcher is there and does not answer; it may be stopped, or its host overloaded.
     """
 
     def __init__(self, path: Path):
         self._path = path
         self._number = -1
         self.view = JobView()
-        self.is_gone = False
+        self.is_gone = self.is_silent = False
+
+    @property
+    def problem(self) -> str:
+        """Why the view of a running job is an old one; else empty. May be read from any thread."""
+        text = "launcher gone" if self.is_gone else "launcher does not answer" if self.is_silent else ""
+        return text if self.view.status == RUNNING else ""  # in this order: the last view comes before `is_gone`
 
     def update(self) -> list[JobEvent]:
         """Bring the view up to date; returns the events that did, if they are known one by one."""
         if self.is_gone:
             return []
         try:
-            answer = send_request(self._path, ControlRequest(after=self._number))
+            answer = self._ask(self._number)
             try:
                 events = [_decoder.decode(line) for line in answer.events]
             except FrameError:
                 # A launcher of another version, with events that this one does not know: what they mean is in its view.
-                answer, events = send_request(self._path, ControlRequest()), []
-        except LinkClosedError:
-            # A launcher ends with its job, and a job may end between two looks.
-            self.is_gone = True
+                answer, events = self._ask(-1), []
+        except LinkClosedError as error:
+            # The second of a socket on which many such requests wait already.
+            self.is_silent = isinstance(error.__cause__, TimeoutError | BlockingIOError)
+            self.is_gone = not self.is_silent
             return []
+        self.is_silent = False
         self._number = answer.number
         if answer.view is not None:
             self.view = answer.view
+            self.is_gone = self.view.status != RUNNING
             return []
         for event in events:
             self.view = advance(self.view, event)
         self.is_gone = self.view.status != RUNNING
         return events
+
+    def _ask(self, after: int) -> ControlAnswer:
+        return send_request(
+            self._path, ControlRequest(after=after), timeout_s=SILENT_S if self.is_silent else ANSWER_S
+        )
 
 
 def read_events(log_dir: Path) -> Iterator[JobEvent]:

@@ -35,18 +35,24 @@ def show(job: str | None) -> int:
         with Live(console=RichConsole(), auto_refresh=False) as live:
             while not follower.is_gone:
                 follower.update()
-                live.update(render(follower.view, time.time()), refresh=True)
+                live.update(render(follower.view, time.time(), follower.problem), refresh=True)
                 time.sleep(0.0 if follower.is_gone else REFRESH_S)
     except KeyboardInterrupt:
         return 0
     return 0
 
 
-def render(view: JobView, now: float) -> RenderableType:
-    """The whole view."""
+def render(view: JobView, now: float, problem: str = "") -> RenderableType:
+    """The whole view.
+
+    Args:
+        view: of the job.
+        now: seconds since 1970.
+        problem: why the view is an old one; else empty.
+    """
     # Text throughout: in plain strings rich takes brackets, as of a program's arguments, for markup.
     title = Text(_title(view))
-    return Group(Panel(_head(view, now), title=title, title_align="left"), _members(view, now), _feed(view))
+    return Group(Panel(_head(view, now, problem), title=title, title_align="left"), _members(view, now), _feed(view))
 
 
 def _title(view: JobView) -> str:
@@ -54,7 +60,7 @@ def _title(view: JobView) -> str:
     return "starting" if started is None else f"{started.job}  {started.program}"
 
 
-def _head(view: JobView, now: float) -> Text:
+def _head(view: JobView, now: float, problem: str) -> Text:
     until = view.ended_at or now
     parts = [
         f"{_duration(until - view.began_at)}" if view.began_at else "",
@@ -70,6 +76,8 @@ def _head(view: JobView, now: float) -> Text:
         text.append(f"\n{name:>16} {show_number(value)}", style="bold")
     if view.status != RUNNING and view.end is not None:
         text.append(f"\n{view.end.reason}", style="red" if view.end.code else "green")
+    if problem:
+        text.append(f"\n{problem}", style="red")
     return text
 
 

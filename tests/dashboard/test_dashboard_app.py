@@ -191,6 +191,27 @@ def test_the_stream_says_what_changes_until_the_job_is_over(hub: JobHub, running
     assert (end["head"]["status"], end["head"]["page"], over) == ("failed", "why", "over")
 
 
+def test_the_page_says_that_a_launcher_is_silent_or_gone(running: object, hub: JobHub) -> None:
+    (job,) = hub.jobs.values()
+
+    async def read() -> list[tuple[str, Any]]:
+        dashboard = Dashboard(hub, token=TOKEN, port=PORT, control=True)
+        stream = dashboard.events("")
+        found = [_parse(await anext(stream)) for _ in range(2)]
+        for silent, gone in ((True, False), (False, False), (False, True)):
+            job.follower.is_silent, job.follower.is_gone = silent, gone
+            await dashboard.refresh()
+            found.append(_parse(await anext(stream)))
+        return found + [_parse(event) async for event in stream]
+
+    job.follower.update = list  # type: ignore[method-assign]
+    _, *messages, over = asyncio.run(asyncio.wait_for(read(), 60))
+    heads = [message["head"] for _, message in messages]
+    assert [head["problem"] for head in heads] == ["", "launcher does not answer", "", "launcher gone"]
+    assert [head["live"] for head in heads] == [True, False, True, False]
+    assert over == ("over", {})
+
+
 def test_without_a_job_the_page_waits_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(JOBS_DIRECTORY, str(tmp_path))
     hub = JobHub()

@@ -78,7 +78,7 @@ def test_an_event_of_another_version_is_followed_by_the_whole_view(monkeypatch: 
     }
     asked = []
 
-    def send(path: Path, request: ControlRequest) -> ControlAnswer:
+    def send(path: Path, request: ControlRequest, **_: float) -> ControlAnswer:
         asked.append(request.after)
         return answers[request.after]
 

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from phalanx.errors import ConfigurationError, LinkClosedError
+from phalanx.launcher import job_follower
 from phalanx.launcher.job_connection import ControlRequest, send_request, short_name
 from phalanx.launcher.job_control import JobControl
 from phalanx.launcher.job_follower import JobFollower, read_events, read_view
@@ -123,6 +124,43 @@ def test_a_launcher_that_is_gone_is_noticed(path: Path) -> None:
     assert follower.is_gone
     with pytest.raises(LinkClosedError, match="does not answer"):
         send_request(path, ControlRequest())
+
+
+def test_who_follows_a_job_learns_how_it_ended(path: Path) -> None:
+    """Launchers end with their jobs, and who follows them looks once in a while."""
+    recorder, follower = JobRecorder(), JobFollower(path)
+    with JobControl(path, recorder):
+        begin(recorder)
+        for _ in range(2):
+            follower.update()
+        recorder.record(events.JobEnded(9.0, 0, "over"))
+        looks = threading.Timer(0.1, follower.update)
+        looks.start()
+    looks.join()
+    assert (follower.view.status, follower.is_gone, follower.problem) == ("succeeded", True, "")
+
+
+def test_a_launcher_that_does_not_answer_is_not_taken_for_gone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be stopped (Ctrl-Z), or its host overloaded."""
+    monkeypatch.setattr(job_follower, "ANSWER_S", 0.1)
+    monkeypatch.setattr(job_follower, "SILENT_S", 0.1)
+    follower = JobFollower(path)
+    with socket.socket(socket.AF_UNIX) as stopped:
+        with short_name(path) as name:
+            stopped.bind(name)
+        stopped.listen(1)
+        for _ in range(5):  # more than may wait there
+            assert follower.update() == []
+            assert (follower.is_gone, follower.problem) == (False, "launcher does not answer")
+    path.unlink()
+    recorder = JobRecorder()
+    begin(recorder)
+    monkeypatch.undo()
+    with JobControl(path, recorder):
+        follower.update()
+        assert (follower.is_gone, follower.problem, follower.view.wanted) == (False, "", 2)
+    follower.update()
+    assert (follower.is_gone, follower.problem) == (True, "launcher gone")
 
 
 def test_a_socket_of_another_user_is_asked_nothing(path: Path) -> None:

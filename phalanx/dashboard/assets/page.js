@@ -21,7 +21,7 @@ function draw() {
   document.title = `${head.status === "running" ? "" : `${head.status}: `}${head.program || "Phalanx"}`;
   find("program").textContent = head.program;
   find("program").title = head.program;
-  pill(head.activity || head.status, head.status);
+  pill(head.problem || head.status, head.problem ? "lost" : head.status);
   drawFailure(head);
   drawTiles(head);
   drawCharts(head);
@@ -265,6 +265,8 @@ async function loadOutput() {
 function follow(id) {
   shown = id;
   Object.assign(job, { points: [], epochs: [], spans: [], generations: [], checkpoints: [], feed: [], outputs: {} });
+  find("output-task").replaceChildren(); // the output on show is that of the job before
+  find("output").textContent = "";
   if (source) source.close();
   source = new EventSource(`events?job=${encodeURIComponent(id || "")}`);
   source.addEventListener("message", (event) => receive(JSON.parse(event.data)));
