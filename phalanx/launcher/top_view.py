@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from rich.console import Console as RichConsole
-from rich.console import Group, RenderableType
+from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -18,6 +18,8 @@ from phalanx.monitoring.job_view import BAD, GOOD, RUNNING, WARNING, JobView, Me
 REFRESH_S = 0.5
 FEED_LINES = 8
 BAR_COLUMNS = 20
+WIDE_COLUMNS = 70
+"""A terminal that has fewer shows less of each member."""
 _COLOURS = {GOOD: "green", WARNING: "yellow", BAD: "red"}
 
 
@@ -52,7 +54,7 @@ def render(view: JobView, now: float, problem: str = "") -> RenderableType:
     """
     # Text throughout: in plain strings rich takes brackets, as of a program's arguments, for markup.
     title = Text(_title(view))
-    return Group(Panel(_head(view, now, problem), title=title, title_align="left"), _members(view, now), _feed(view))
+    return Group(Panel(_head(view, now, problem), title=title, title_align="left"), _Members(view, now), _feed(view))
 
 
 def _title(view: JobView) -> str:
@@ -81,24 +83,36 @@ def _head(view: JobView, now: float, problem: str) -> Text:
     return text
 
 
-def _members(view: JobView, now: float) -> Table:
-    table = Table(expand=True, box=None, header_style="dim")
-    for name in ("task", "host", "computes / waits", "per step", "memory", "does"):
-        table.add_column(name, overflow="ellipsis", no_wrap=name != "does")
-    for member in view.members.values():
-        if not member.starts:
-            continue
-        style = "dim" if not member.is_running else "yellow" if member.is_slow else ""
-        table.add_row(
-            Text(member.task),
-            Text(f"{member.host} {member.pid}"),
-            _bar(member),
-            _per_step(member),
-            _bytes(member.memory) if member.memory else "",
-            Text(doing(member, now)),
-            style=style,
-        )
-    return table
+class _Members:
+    """A row for each task that was started, as wide as the terminal is now."""
+
+    def __init__(self, view: JobView, now: float):
+        self._view, self._now = view, now
+
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
+        names = ["task", "host", "computes / waits", "per step", "memory", "does"]
+        if options.max_width < WIDE_COLUMNS:
+            names = ["task", "per step", "does"]
+        table = Table(expand=True, box=None, header_style="dim")
+        for name in names:
+            table.add_column(name, overflow="ellipsis", no_wrap=name != "does")
+        for member in self._view.members.values():
+            if member.starts:
+                style = "dim" if not member.is_running else "yellow" if member.is_slow else ""
+                cells = _cells(member, self._now)
+                table.add_row(*(cells[name] for name in names), style=style)
+        yield table
+
+
+def _cells(member: MemberView, now: float) -> dict[str, RenderableType]:
+    return {
+        "task": Text(member.task),
+        "host": Text(f"{member.host} {member.pid}"),
+        "computes / waits": _bar(member),
+        "per step": _per_step(member),
+        "memory": _bytes(member.memory) if member.memory else "",
+        "does": Text(doing(member, now)),
+    }
 
 
 def _bar(member: MemberView) -> Text:

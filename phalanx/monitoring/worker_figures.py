@@ -62,7 +62,7 @@ class WorkerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a process has done since it started, unless noted otherwise.
 
     Attributes:
-        computed_s, waited_s: seconds outside of collectives and inside them.
+        computed_s, waited_s: seconds outside of collectives and inside them, from when it had joined its job.
         steps: training steps.
         samples: that this process has trained on in these steps.
         bytes_sent: in collectives, through shared memory or links.

@@ -84,6 +84,10 @@ class Telemetry:
         """Store the logs of an epoch that has ended."""
         self._finished_epoch = FinishedEpoch(epoch, _numbers(logs))
 
+    def start(self) -> None:
+        """From now on, time is spent on computing or waiting: the process has joined its job."""
+        self._last_at = time.monotonic()
+
     def watch_traffic(self, read: Callable[[], Traffic] | None) -> None:
         """From now on, what this process sends and waits for comes from here; None if it has left its job."""
         self._last_traffic = None
@@ -131,6 +135,7 @@ def announce(read_traffic: Callable[[], Traffic] | None = None) -> None:
     current.watch_traffic(read_traffic)
     if progress.has_launcher() and _announcing_pid != os.getpid():  # a thread does not survive a fork
         _announcing_pid = os.getpid()
+        current.start()
         atexit.register(_write)  # what the last beat has missed
         threading.Thread(target=_beat, name="phalanx-telemetry", daemon=True).start()
 

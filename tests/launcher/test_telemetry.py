@@ -56,6 +56,22 @@ def test_time_is_computing_or_waiting_and_the_job_may_be_joined_again(now: list[
     assert own.measure().computed_s == 1.75
 
 
+def test_imports_and_the_wait_for_the_other_processes_are_no_computing(
+    now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Telemetry()
+    monkeypatch.setattr(telemetry, "current", own)
+    monkeypatch.setattr(telemetry, "_announcing_pid", None)
+    monkeypatch.setattr(telemetry.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(telemetry.atexit, "register", lambda function: None)
+    now[0] += 60.0
+    telemetry.announce()
+    now[0] += 1.0
+    telemetry.announce()  # it joins again
+    now[0] += 1.0
+    assert own.measure().computed_s == 2.0
+
+
 class LeavingTelemetry(Telemetry):
     """Of a process that leaves its job between two looks of the thread that measures."""
 
