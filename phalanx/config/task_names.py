@@ -9,3 +9,12 @@ def trains(task: str) -> bool:
     """Whether a task has a replica of the model that it trains. Servers and evaluators compute little, or at any time:
     they have no rank, and the cores are divided among the others."""
     return not task.startswith(WITHOUT_REPLICA)
+
+
+def count_workers(number: int) -> str:
+    """So many workers, in words.
+
+    >>> count_workers(1)
+    '1 worker'
+    """
+    return f"{number} worker{'s' * (number != 1)}"

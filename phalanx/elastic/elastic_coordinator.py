@@ -210,7 +210,7 @@ class ElasticCoordinator:
         self._decide(now)
 
     def withdraw(self, task: str, now: float) -> None:
-        """The host of this task is withdrawn: it leaves before a next step."""
+        """The host of this task is withdrawn: it leaves before the next step."""
         self.table.withdrawn.add(task)
         self._decide(now)
 

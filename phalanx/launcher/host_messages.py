@@ -173,7 +173,7 @@ class DumpStacks(msgspec.Struct, frozen=True, tag="dump-stacks"):
 
 
 class RequestCheckpoint(msgspec.Struct, frozen=True, tag="request-checkpoint"):
-    """Ask a worker for a checkpoint, which it writes after a next step."""
+    """Ask a worker for a checkpoint, which it writes after the next step."""
 
     rank: int
 

@@ -239,7 +239,7 @@ class HostPool:
         job.loop.wake()  # for events that were posted before `_post` knew of the loop
 
     def drain(self, host: str) -> None:
-        """Withdraw a host: its workers leave before a next step, and no other starts there. May be called from any
+        """Withdraw a host: its workers leave before the next step, and no other starts there. May be called from any
         thread.
 
         Raises: ConfigurationError if the host is unknown, or if too few slots would be left.
@@ -344,7 +344,7 @@ class HostPool:
         for rank in self._slots.withdraw():
             slot = self._slots.slot(rank)
             host = slot.host if slot else ""
-            self._log(f"{self._tasks[rank]} leaves before a next step: {host} is withdrawn")
+            self._log(f"{self._tasks[rank]} leaves before the next step: {host} is withdrawn")
             membership.withdraw(self._tasks[rank])
 
     def _start_workers(self, membership: MembershipControl) -> None:

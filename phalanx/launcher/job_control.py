@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from phalanx.config.task_names import count_workers
 from phalanx.errors import ConfigurationError, FrameError
 from phalanx.launcher.job_connection import (
     MAX_REQUEST_BYTES,
@@ -155,13 +156,13 @@ class JobControl:
                 return "the job is asked to stop; a fit with a Checkpoint saves its state first"
             case "checkpoint":
                 job.request_checkpoint()
-                return "a checkpoint is written after a next step"
+                return "a checkpoint is written after the next step"
             case "scale":
                 job.scale(request.workers)
-                return f"{request.workers} workers are requested; they join or leave before a next step"
+                return f"{count_workers(request.workers)} requested; workers join or leave before the next step"
             case _:
                 job.drain(request.host)
-                return f"the workers of {request.host} leave before a next step, and none starts there again"
+                return f"the workers of {request.host} leave before the next step, and none starts there again"
 
 
 def _read_line(connection: socket.socket) -> bytes:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
+from phalanx.config.task_names import count_workers
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.root_cause import WorkerExit
@@ -77,7 +78,8 @@ class JobReporter(JobObserver):
     def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
         if self._members is not None:
             joined = ", ".join(task for task in tasks if task not in self._members)
-            self.report(f"generation {generation}: {len(tasks)} workers" + (f"; {joined} joined" if joined else ""))
+            text = f"generation {generation}: {count_workers(len(tasks))}"
+            self.report(f"{text}; {joined} joined" if joined else text)
         self._members = tasks
         self._stragglers.use_members(tasks)
 

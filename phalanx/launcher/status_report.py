@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from phalanx.config.task_names import count_workers
 from phalanx.errors import ConfigurationError, LinkClosedError
 from phalanx.launcher.job_connection import ControlRequest, send_request
 from phalanx.launcher.job_registry import RegisteredJob, running
@@ -132,7 +133,7 @@ def describe(listing: JobListing, now: float) -> str:
 def summary(view: JobView) -> str:
     """A job in one line."""
     started, workers = view.started, [member for member in view.workers if member.is_member]
-    count = f"{len(workers)} workers"
+    count = count_workers(len(workers))
     if started is not None and started.minimum != started.maximum:
         count = f"{len(workers)} of {started.minimum} to {started.maximum} workers, generation {view.generation}"
     parts = [count, f"{view.steps_per_s:.3g} steps/s" if view.steps_per_s else "no step yet"]

@@ -12,7 +12,7 @@ from functools import reduce
 import msgspec
 from msgspec.structs import replace
 
-from phalanx.config.task_names import trains
+from phalanx.config.task_names import count_workers, trains
 from phalanx.monitoring import job_events as events
 from phalanx.monitoring.job_events import HostStatus, JobEvent
 from phalanx.monitoring.worker_figures import GpuFigures, ServerFigures, TaskReport, WorkerFigures
@@ -235,7 +235,8 @@ def advance(state: JobView, event: JobEvent) -> JobView:
         case events.Measured():
             return _measured(state, event)
         case events.WorkersRequested():
-            return _tell(replace(state, wanted=event.workers), INFO, f"{event.workers} workers are requested")
+            text = f"{count_workers(event.workers)} requested"
+            return _tell(replace(state, wanted=event.workers), INFO, text)
         case events.EpochFinished():
             point = EpochPoint(event.at, state.steps, event.epoch, event.logs)
             return replace(state, epochs=(*state.epochs, point)[-MAX_POINTS:])
@@ -368,7 +369,7 @@ def _generation_formed(state: JobView, event: events.GenerationFormed) -> JobVie
     )
     changes = [f"{', '.join(joined)} joined"] if joined else []
     changes += [f"{', '.join(left)} left"] if left else []
-    text = f"generation {event.generation}: {len(event.tasks)} workers"
+    text = f"generation {event.generation}: {count_workers(len(event.tasks))}"
     return _tell(state, WARNING if left else GOOD, "; ".join([text, *changes]))
 
 

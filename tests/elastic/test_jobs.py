@@ -255,12 +255,12 @@ def test_fewer_and_more_are_wanted(tmp_path, undisturbed):
                     assert time.monotonic() < until, state
                 assert "3 of 1 to 3 workers" in state
                 assert "it accepts 1 to 3" in ask("scale", "-n", "4")
-                assert "2 workers are requested" in ask("scale", "-n", "2")
+                assert "2 workers requested" in ask("scale", "-n", "2")
                 (folder / "go").touch()
                 lines.append("scale")
             if "worker/2 (rank 2) ended" in line and lines.count("scale") == 1:
                 assert "2 of 1 to 3 workers" in ask("status")
-                assert "3 workers are requested" in ask("scale", "-n", "3")
+                assert "3 workers requested" in ask("scale", "-n", "3")
                 lines.append("scale")
         assert job.wait(30) == 0, "".join(lines)
     output = "".join(lines)

@@ -141,7 +141,7 @@ def test_hosts_are_discovered_and_taken_back(run: Callable[..., Running], launch
     job.says("the host discovery script cat hosts failed: it ended with exit code 1")
     hosts(launcher.folder, f"{B}\n{C}:4\n")
     job.says("the host discovery script cat hosts recovered")
-    job.says(f"worker/0 leaves before a next step: {A} is withdrawn")
+    job.says(f"worker/0 leaves before the next step: {A} is withdrawn")
     job.says("worker/0 leaves the job: its host is withdrawn")
     job.says(f"worker/0 starts on {C}")  # which has room
     job.takes_steps(0, members=3, host=C)

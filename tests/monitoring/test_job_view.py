@@ -92,7 +92,7 @@ def test_members_join_and_leave() -> None:
     state = replay([*begin(events.ELASTIC), events.GenerationFormed(101.0, 1, TASKS)])
     state = advance(state, events.GenerationFormed(102.0, 2, ["worker/0"]))
     assert (state.generation, state.members["worker/1"].is_member) == (2, False)
-    assert state.feed[-1].text == "generation 2: 1 workers; worker/1 left"
+    assert state.feed[-1].text == "generation 2: 1 worker; worker/1 left"
     state = advance(state, events.TaskStarted(103.0, "worker/1", 1, "host", 30))
     state = advance(state, measured(103.5, 0))
     assert doing(state.members["worker/1"], 103.6) == "waits to join (gradients)"

@@ -243,7 +243,7 @@ function drawTimeline(container, job) {
   }
   for (const [at, number, count] of job.generations) {
     const line = shape("line", { x1: x(at), x2: x(at), y1: top, y2: height - 20, "stroke-width": 1.5, style: { stroke: "var(--violet)" } });
-    line.append(shape("title", {}, `generation ${number}: ${count} workers`));
+    line.append(shape("title", {}, `generation ${number}: ${workers(count)}`));
     svg.append(line);
   }
   for (const [at, step] of job.checkpoints) {

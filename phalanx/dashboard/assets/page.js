@@ -176,7 +176,7 @@ function drawHosts(head) {
     ...head.hosts.map((host) => {
       const slots = element("div", { class: "slots" }, ...Array.from({ length: Math.min(64, host.slots) }, (_, index) => element("i", { class: index < host.taken ? "taken" : "" })));
       const note = host.is_drained ? "drained" : host.blacklisted_s != null ? `blacklisted for ${show.duration(host.blacklisted_s)}: ${host.reason}` : `${host.taken} of ${host.slots}`;
-      const drain = actionButton(head, "drain", "Drain", { host: host.name }, `Drain ${host.name}? Its workers leave before a next step.`);
+      const drain = actionButton(head, "drain", "Drain", { host: host.name }, `Drain ${host.name}? Its workers leave before the next step.`);
       return element("div", { class: "host" }, element("div", { class: "grow" }, element("b", {}, host.name), " ", element("span", { class: "dim" }, note)), slots, head.live && !host.is_drained ? drain : null);
     }),
   );
@@ -194,12 +194,16 @@ function drawFeed() {
 function drawActions(head) {
   if (!head.live) return fill(find("actions"));
   const reason = refusal(head, "scale");
-  const step = (by) => element("button", { id: by > 0 ? "more" : "less", title: reason || `${head.wanted + by} workers`, disabled: !!reason || head.wanted + by < head.minimum || head.wanted + by > head.maximum, onclick: () => act("scale", { workers: head.wanted + by }) }, by > 0 ? "+" : "−");
+  const step = (by) => element("button", { id: by > 0 ? "more" : "less", title: reason || workers(head.wanted + by), disabled: !!reason || head.wanted + by < head.minimum || head.wanted + by > head.maximum, onclick: () => act("scale", { workers: head.wanted + by }) }, by > 0 ? "+" : "−");
   fill(find("actions"), 
     actionButton(head, "checkpoint", "Checkpoint"),
-    element("div", { class: "scale" }, step(-1), element("span", { title: reason }, `${head.wanted} workers`), step(1)),
+    element("div", { class: "scale" }, step(-1), element("span", { title: reason }, workers(head.wanted)), step(1)),
     actionButton(head, "stop", "Stop", {}, "Stop the job? A fit with a Checkpoint saves its state first.", "danger"),
   );
+}
+
+function workers(number) {
+  return `${number} worker${number === 1 ? "" : "s"}`;
 }
 
 function refusal(head, action) {

@@ -47,7 +47,7 @@ class WorkerHost(Protocol):
         ...
 
     def request_checkpoint(self, rank: int) -> None:
-        """Ask a worker for a checkpoint, which it writes after a next step if its program has a `Checkpoint`."""
+        """Ask a worker for a checkpoint, which it writes after the next step if its program has a `Checkpoint`."""
         ...
 
     def signal(self, rank: int, number: int) -> None:
