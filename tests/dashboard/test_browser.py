@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from phalanx.config.environment_variables import DASHBOARD_TOKEN, JOBS_DIRECTORY
@@ -121,6 +122,38 @@ def test_a_job_in_a_browser(chromium: Any, link: str, job: tuple[JobRecorder, Jo
     shows(page.locator("#stop")).to_have_count(0)
     assert problems == []
     context.close()
+
+
+def test_each_job_has_its_own_output_also_one_that_has_ended(
+    chromium: Any, link: str, job: tuple[JobRecorder, Job]
+) -> None:
+    job[0].output(0, False, b"of the first job\n")
+    page = chromium.new_context().new_page()
+    shows = sync_api.expect
+    recorder = JobRecorder(clock=lambda: 300.0)
+    for event in job_events(program="other.py"):
+        recorder.record(msgspec.structs.replace(event, job="0ther") if isinstance(event, events.JobStarted) else event)
+    recorder.output(0, False, b"of the other job\n")
+    with registered("0ther", ["other.py"]), JobControl(socket_path("0ther"), recorder):
+        page.goto(link)
+        shows(page.locator("#jobs option")).to_have_count(2, timeout=BOUND_MS)
+        page.locator("#jobs").select_option("0ther")
+        shows(page.locator("#output")).to_have_text("of the other job\n", timeout=BOUND_MS)
+        page.locator("#jobs").select_option("j0b")
+        shows(page.locator("#output")).to_have_text("of the first job\n", timeout=BOUND_MS)
+        recorder.record(events.JobEnded(113.0, 0, "over"))
+    page.locator("#jobs").select_option("0ther")
+    shows(page.locator("#status")).to_have_text("succeeded", timeout=BOUND_MS)
+    shows(page.locator("#output")).to_contain_text("The job has ended.", timeout=BOUND_MS)
+    page.locator("#jobs").select_option("j0b")
+    shows(page.locator("#output")).to_have_text("of the first job\n", timeout=BOUND_MS)
+    job[0].record(events.JobEnded(113.0, 0, "over"))
+    shows(page.locator("#status")).to_have_text("succeeded", timeout=BOUND_MS)
+    page.locator("#output-task").select_option("worker/1")
+    shows(page.locator("#output")).not_to_contain_text("of the first job", timeout=BOUND_MS)
+    page.locator("#output-task").select_option("worker/0")
+    shows(page.locator("#output")).to_have_text("of the first job\n", timeout=BOUND_MS)
+    page.context.close()
 
 
 PROGRAM = """

@@ -252,16 +252,19 @@ function showOutput(task) {
 }
 
 async function loadOutput() {
-  const task = outputTask, pre = find("output");
+  const task = outputTask, asked = shown, pre = find("output");
   if (!task) return;
   let text = job.outputs[task];
   if (!embedded) {
-    const answer = await fetch(`output?job=${encodeURIComponent(shown || "")}&task=${encodeURIComponent(task)}`).catch(() => null);
-    text = answer && answer.status === 200 ? await answer.text() : null;
+    const answer = await fetch(`output?job=${encodeURIComponent(asked || "")}&task=${encodeURIComponent(task)}`).catch(() => null);
+    const found = answer && answer.status === 200 ? await answer.text() : null;
+    if (task !== outputTask || asked !== shown) return; // another output has been chosen meanwhile
+    if (found != null) text = job.outputs[task] = found;
+    else if (answer && answer.status === 204) text ??= "The job has ended. --log-dir keeps its output in files.";
+    else return;
   }
-  if (task !== outputTask || text == null) return;
   const atEnd = pre.scrollTop + pre.clientHeight > pre.scrollHeight - 20;
-  pre.textContent = text || "Nothing yet.";
+  pre.textContent = text || (embedded ? "No output." : "Nothing yet.");
   if (atEnd) pre.scrollTop = pre.scrollHeight;
 }
 
