@@ -261,7 +261,7 @@ class ElasticCoordinator:
         table, limits = self.table, self.table.limits
         candidates = sorted(table.candidates(self.entries.joinable), key=lambda i: _rank_order(table.processes[i].task))
         is_due = now >= self._state_since + limits.start_s
-        if len(candidates) >= limits.expected or (is_due and len(candidates) >= limits.minimum):
+        if len(candidates) >= table.awaited or (is_due and len(candidates) >= limits.minimum):
             self._form(candidates[: limits.maximum], now)
         elif is_due:
             count, needed = len(candidates), limits.minimum

@@ -119,6 +119,12 @@ class MemberTable:
         return 1 if self.finished_tasks else self.limits.minimum
 
     @property
+    def awaited(self) -> int:
+        """The number of members with which the job begins at once."""
+        limits, possible = self.limits, self.process_limit
+        return limits.expected if possible is None else max(limits.minimum, min(limits.expected, possible))
+
+    @property
     def vacancies(self) -> int:
         """How many candidates can become members. Withdrawn members will leave soon, so they do not count."""
         return max(0, self.limits.maximum - sum(not self.is_withdrawn(i) for i in self.members))

@@ -278,6 +278,25 @@ def test_nobody_waits_for_those_who_will_never_come(known_before):
     assert job.over == [["failed", "66"]]
 
 
+@pytest.mark.parametrize("known_before", [False, True])
+def test_a_job_begins_without_those_who_will_never_come(known_before):
+    job = Job(minimum=2)
+    if known_before:
+        job.coordinator.limit(2, 0.0)
+    job.arrive("a1", "c1")
+    if not known_before:
+        assert job.generations == []
+        job.coordinator.limit(2, 0.0)
+    assert job.generations == [["worker/0", "worker/2"]]
+
+
+def test_a_job_does_not_begin_with_fewer_than_its_minimum_whoever_will_never_come():
+    job = Job(minimum=2)
+    job.arrive("a1")
+    job.coordinator.limit(1, 0.0)
+    assert job.generations == []
+
+
 def test_a_member_that_does_not_report_is_evicted_after_the_timeout():
     job = Job().running()
     job.lose("b1")
