@@ -129,7 +129,7 @@ def explain_mismatch(descriptions: Mapping[int, CollectiveDescription | None]) -
     The reference is what most ranks called (the call of the lowest rank, if two are equally frequent).
 
     Args:
-        descriptions: what each rank called; None for a rank that left without saying it.
+        descriptions: what each rank called; None for a rank that left or hangs and has not said it.
     """
     known = {rank: description for rank, description in sorted(descriptions.items()) if description}
     counts = Counter(known.values())
@@ -138,7 +138,7 @@ def explain_mismatch(descriptions: Mapping[int, CollectiveDescription | None]) -
     differing = [rank for rank, description in known.items() if description != reference]
     if not differing:
         silent = ", ".join(str(rank) for rank, description in descriptions.items() if not description)
-        return f"rank {reference_rank} called {reference}; rank {silent} called something else and left."
+        return f"rank {reference_rank} called {reference}; rank {silent} called something else, and left or hangs."
     message = _difference(differing[0], known[differing[0]], reference_rank, reference)
     if len(differing) > 1:
         others = "; ".join(f"rank {other} called {known[other]}" for other in differing[1:4])

@@ -17,8 +17,11 @@ import pytest
 
 from phalanx.cluster.membership import Membership
 from phalanx.collectives import CommunicationImplementation, CommunicationOptions, ReduceOp, connect
+from phalanx.collectives.host import mesh
 from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.collectives.host.peer_failures import AbortNotice
+from phalanx.collectives.host.shared_memory_algorithm import SharedMemoryAlgorithm
+from phalanx.collectives.operation import CollectiveCall, prepare
 from phalanx.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -182,6 +185,24 @@ def test_ranks_that_call_different_things_all_raise_the_same_message(kind: Kind,
     for pattern in patterns:
         with pytest.raises(CollectiveMismatchError, match=pattern.format(odd=odd, other=0)):
             raise errors[0]  # type: ignore[misc]
+
+
+def test_a_rank_that_is_stopped_in_another_collective_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh, "DESCRIBE_S", 0.5)
+
+    def function(membership: Membership) -> None:
+        communicator = connect(membership)
+        algorithm = communicator.runner.algorithm
+        if membership.rank == 1:
+            assert isinstance(algorithm, SharedMemoryAlgorithm)
+            algorithm._counters.post(CollectiveCall(1, prepare("barrier"), 0.0, 0.0))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        communicator.all_reduce([ones(3)])
+
+    with Job(function, ["a", "a"]) as job:
+        outcome = job.outcomes(without=[1])[0]
+    assert isinstance(outcome.error, CollectiveMismatchError)
+    assert "rank 1 called something else" in str(outcome.error)
 
 
 # ----------------------------------------------------------------- lost members

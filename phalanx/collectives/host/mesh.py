@@ -182,7 +182,8 @@ class Mesh:
                 break
             if not moved:
                 self._poll(POLL_S)
-        raise CollectiveMismatchError(explain_mismatch(self._descriptions))
+        silent: dict[Rank, CollectiveDescription | None] = dict.fromkeys(self._channels)
+        raise CollectiveMismatchError(explain_mismatch(silent | self._descriptions))
 
     def abort(self, error: BaseException) -> None:
         """Tell all peers, if they listen, why this rank gives up. Raises nothing."""
