@@ -64,13 +64,20 @@ class SessionOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         reduced = reduce(gradients) if self._accumulation is None else self._accumulation.add(gradients, reduce)
         return list(zip(reduced, variables, strict=True))
 
-    def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """See the wrapped optimizer. While gradients accumulate, this changes nothing, not even the global step."""
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+        """See the wrapped optimizer. While gradients accumulate, this changes the global step alone: it counts the runs,
+        as in Horovod."""
+        pairs = list(grads_and_vars)
 
         def apply() -> Any:
-            return self._optimizer.apply_gradients(*args, **kwargs)
+            return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
 
-        return apply() if self._accumulation is None else self._accumulation.when_due(lambda: tf.group(apply()))
+        def count() -> Any:
+            return tf.no_op() if global_step is None else v1.assign_add(global_step, tf.ones_like(global_step))
+
+        if self._accumulation is None:
+            return apply()
+        return self._accumulation.when_due(lambda: tf.group(apply()), lambda: tf.group(count()))
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
         """See the wrapped optimizer."""
@@ -131,14 +138,14 @@ class GradientAccumulation:
             result[index] = value
         return result
 
-    def when_due(self, apply: Callable[[], Any]) -> Any:
-        """An operation that applies gradients in the last of the runs."""
+    def when_due(self, apply: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+        """An operation that applies gradients in the last of the runs, and does something else in the others."""
         if self._is_due is None:
             raise ConfigurationError(
                 "with backward_passes_per_step, apply_gradients() needs the gradients that compute_gradients() of the "
                 "same optimizer returned: call that first, or call minimize()."
             )
-        return v1.cond(self._is_due, apply, tf.no_op)
+        return v1.cond(self._is_due, apply, otherwise)
 
 
 def _local_variable(initial: Any) -> Any:
