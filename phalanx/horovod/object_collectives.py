@@ -16,7 +16,7 @@ from phalanx.errors import ConfigurationError
 from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.horovod_job import current
 from phalanx.horovod.operation_request import OperationKind
-from phalanx.horovod.operations import run
+from phalanx.horovod.operations import check_name, run
 from phalanx.runtime.pickling import dumps
 
 
@@ -55,7 +55,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """
     check_trust("allgather_object")
     payload, kind = np.frombuffer(dumps(obj), np.uint8), OperationKind.ALLGATHER
-    name = name or "allgather_object"
+    name = check_name("allgather_object", name) or "allgather_object"
     (sizes,) = run(kind, [np.array([payload.size], np.int64)], name=f"{name}.sizes", process_set=process_set)
     (data,) = run(kind, [payload], name=f"{name}.data", process_set=process_set)
     return [pickle.loads(part.tobytes()) for part in np.split(data, np.cumsum(sizes)[:-1])]
@@ -65,7 +65,7 @@ def broadcast_bytes(payload: bytes, root_rank: int, name: str | None, process_se
     """The payload of rank `root_rank`, on every rank."""
     kind = OperationKind.BROADCAST
     root: dict[str, Any] = {"root_rank": root_rank, "process_set": process_set}
-    name = name or "broadcast_object"
+    name = check_name("broadcast_object", name) or "broadcast_object"
     (size,) = run(kind, [np.array([len(payload)], np.int64)], name=f"{name}.size", **root)
     is_root = current().membership.rank == root_rank
     data = np.frombuffer(payload, np.uint8) if is_root else np.empty(int(size[0]), np.uint8)

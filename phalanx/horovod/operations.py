@@ -310,10 +310,15 @@ def _row_counts(rows: int, splits: Any, ranks: int) -> list[int]:
     return counts
 
 
+def check_name(function: str, name: Any) -> str | None:
+    """The name of an operation. Raises ConfigurationError if it is no string."""
+    if name is not None and not isinstance(name, str):
+        raise ConfigurationError(f"{function} got the name {name!r}; a name is a string.")
+    return name
+
+
 def _request_name(controller: Controller, kind: OperationKind, given: str | None) -> str:
-    if given is not None and not isinstance(given, str):
-        raise ConfigurationError(f"{kind} got the name {given!r}; a name is a string.")
-    if given:
+    if given := check_name(kind, given):
         try:
             given.encode()
         except UnicodeEncodeError as error:  # a lone surrogate, which could not be sent

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from phalanx.errors import UnsupportedError
 from phalanx.horovod import operations
 from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.compressors import Compression
@@ -69,6 +70,7 @@ def load_model(
     custom_optimizers: Sequence[type] | None = None,
     custom_objects: dict[str, Any] | None = None,
     compression: Any = Compression.none,
+    legacy_opts: bool = False,
 ) -> Any:
     """A saved Keras model whose optimizer, with its state, is made a `DistributedOptimizer`.
 
@@ -77,7 +79,12 @@ def load_model(
         custom_optimizers: classes of custom optimizers.
         custom_objects: as for `keras.models.load_model`.
         compression: as for `DistributedOptimizer`.
+        legacy_opts: must be False: Keras 3 has no legacy optimizers.
+
+    Raises: UnsupportedError: legacy_opts=True.
     """
+    if legacy_opts:
+        raise UnsupportedError("hvd.load_model(legacy_opts=True): Keras 3 has no legacy optimizers. Leave it out.")
     from phalanx.horovod.keras.keras_optimizer import DistributedOptimizer
 
     objects = {each.__name__: each for each in custom_optimizers or ()} | (custom_objects or {})

@@ -15,7 +15,9 @@ from phalanx.horovod.tensorflow import elastic, mpi_ops
 from phalanx.horovod.tensorflow.compression import Compression
 from phalanx.horovod.tensorflow.functions import (
     BroadcastGlobalVariablesHook,
+    allgather_object,
     broadcast_global_variables,
+    broadcast_object,
     broadcast_object_fn,
     broadcast_variables,
 )

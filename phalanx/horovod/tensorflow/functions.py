@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from phalanx.engines.replica.tensorflow.host_calls import is_for_session
 from phalanx.errors import UnsupportedError
+from phalanx.horovod import object_collectives
 from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.object_collectives import allgather_object, broadcast_object
 from phalanx.horovod.tensorflow.mpi_ops import broadcast_
 
 
@@ -81,11 +81,29 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         session.run(self._broadcast)
 
 
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """See `phalanx.horovod.torch.broadcast_object`; with the arguments of `horovod.tensorflow`. `session` is ignored."""
+    return object_collectives.broadcast_object(obj, root_rank, name, process_set)
+
+
+def allgather_object(
+    obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """See `phalanx.horovod.torch.allgather_object`; with the arguments of `horovod.tensorflow`. `session` is ignored."""
+    return object_collectives.allgather_object(obj, name, process_set)
+
+
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
     """A function that gives all ranks the object of rank `root_rank`, see `broadcast_object`. `session` is ignored."""
-    return lambda obj: broadcast_object(obj, root_rank, name, process_set)
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
 def tensorflow_variable(variable: Any) -> Any:

@@ -73,7 +73,7 @@ def call_host(function: HostFunction, tensors: Sequence[Any], like: Sequence[tup
 def _call(function: HostFunction, arrays: list[Array]) -> Sequence[Any]:
     """The results of a function, whose errors are those that Horovod's callers in TensorFlow catch."""
     try:
-        return function(arrays)
+        return function(list(map(np.asarray, arrays)))  # TensorFlow's scalars are none, and a text is `bytes`
     except HorovodInternalError as error:
         if isinstance(error.__cause__, CollectiveMismatchError):
             raise MismatchError(str(error)) from error.__cause__

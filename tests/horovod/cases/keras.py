@@ -181,7 +181,9 @@ def check_saved_models_load_with_and_without() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "model.keras")
         model.save(path)
-        plain, ours = keras.models.load_model(path), hvd.load_model(path)
+        plain, ours = keras.models.load_model(path), hvd.load_model(path, legacy_opts=False)
+        with pytest.raises(NotImplementedError, match="no legacy optimizers"):
+            hvd.load_model(path, legacy_opts=True)
     assert type(plain.optimizer).__mro__[1].__name__ != "_Merging"
     assert int(plain.optimizer.iterations) == int(ours.optimizer.iterations) == 8
     _fit(model, epochs=1)

@@ -189,6 +189,25 @@ def check_gradients_of_gradients() -> None:
         np.testing.assert_allclose(beside(tf.function(function)), beside(function))  # unused
 
 
+def check_strings_are_refused() -> None:
+    for text in (tf.constant("text"), tf.constant(["text"])):
+        for call in (lambda text: hvd.broadcast(text, 0), hvd.allreduce):
+            with pytest.raises(tf.errors.InvalidArgumentError, match="an array of"):
+                call(text)
+            with pytest.raises(tf.errors.OpError, match="an array of"):
+                tf.function(call)(text)
+
+
+def check_objects_with_the_arguments_of_tensorflow() -> None:
+    with tf.Graph().as_default(), v1.Session() as session:
+        assert hvd.broadcast_object({"rank": hvd.rank()}, 0, session) == {"rank": 0}
+        assert hvd.allgather_object(hvd.rank(), session) == list(range(hvd.size()))
+    assert hvd.broadcast_object(hvd.rank(), 0, None, "named") == 0
+    assert hvd.broadcast_object_fn(0, None, "named")(hvd.rank()) == 0
+    with pytest.raises(ValueError, match="a name is a string"):
+        hvd.broadcast_object(hvd.rank(), 0, None, hvd.global_process_set)
+
+
 def check_differences_raise_on_every_rank() -> None:
     last = hvd.rank() == hvd.size() - 1
     with pytest.raises(hvd.HorovodInternalError, match="Mismatched shapes"):
@@ -283,8 +302,9 @@ def check_an_optimizer_of_tensorflow_1_trains_as_one_process() -> None:
         rtol = 1e-2 if "compression" in options else 1e-5
         for one, many in zip(expected, found, strict=True):
             np.testing.assert_allclose(many, one, rtol=rtol, err_msg=str(options))
-    accumulated = train(True, 6, 0, backward_passes_per_step=2, average_aggregated_gradients=True)
-    for one, many in zip(expected, accumulated, strict=True):
+    step, *accumulated = train(True, 6, 0, backward_passes_per_step=2, average_aggregated_gradients=True)
+    assert step == 6, "it counts the runs"
+    for one, many in zip(expected[1:], accumulated, strict=True):
         np.testing.assert_allclose(many, one, rtol=1e-5)
 
 
