@@ -13,7 +13,7 @@ from phalanx.horovod.gradient_reduction import GradientReduction
 from phalanx.horovod.operations import Average
 from phalanx.horovod.tensorflow import elastic, mpi_ops
 from phalanx.horovod.tensorflow.compression import Compression
-from phalanx.horovod.tensorflow.functions import (
+from phalanx.horovod.tensorflow.functions import (  # type: ignore[assignment]  # two take more arguments here
     BroadcastGlobalVariablesHook,
     allgather_object,
     broadcast_global_variables,
