@@ -24,6 +24,7 @@ from phalanx.transport.address import Address
 from phalanx.transport.decoding import Decoder, decode_message
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
+from phalanx.transport.listener import Listener
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class RemoteTimelineSink:
 _decoder: Decoder[_Message] = Decoder(_Message)
 _PING = msgspec.msgpack.encode(_Ping())
 _EVENTS = msgspec.msgpack.encode(_Events())
-_relay: TimelineRelay | None = None
+_relay: tuple[Listener, TimelineRelay] | None = None  # while this process writes for others
 
 
 def start_recording(node: Node, path: Path, *, overwrite: bool = False, marks_cycles: bool = False) -> None:
@@ -180,8 +181,8 @@ def start_recording(node: Node, path: Path, *, overwrite: bool = False, marks_cy
             timeline.create(path, config.job_id, overwrite=overwrite)
         sink: timeline.TimelineSink = timeline.TimelineFileSink(path, config.job_id)
         if node.listener is not None and len(membership.hosts) > 1:
-            _relay = TimelineRelay(timeline.TimelineFileSink(path, config.job_id))
-            node.listener.register(TIMELINE, _relay)
+            _relay = node.listener, TimelineRelay(timeline.TimelineFileSink(path, config.job_id))
+            node.listener.register(TIMELINE, _relay[1])
         offset = uncertainty = 0.0
     else:
         writer = _find_writer(membership.members[0], node.identity)
@@ -217,8 +218,10 @@ def stop_recording() -> None:
     """Stop recording; rank 0 waits a moment for the last events of other hosts. Safe to call twice."""
     global _relay
     timeline.stop()
-    relay, _relay = _relay, None
-    if relay is not None:
+    served, _relay = _relay, None
+    if served is not None:
+        listener, relay = served
+        listener.unregister(TIMELINE)  # who begins with the next timeline waits until rank 0 does, too
         relay.wait_until_idle(DRAIN_TIMEOUT_S)
 
 

@@ -7,15 +7,19 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from phalanx.cluster import timeline_relay
+from phalanx.cluster.membership import Member, Membership
 from phalanx.cluster.timeline_relay import TIMELINE, RemoteTimelineSink, TimelineRelay
 from phalanx.errors import LinkClosedError
 from phalanx.monitoring import timeline
 from phalanx.transport.address import Address
 from phalanx.transport.credentials import Credentials
-from phalanx.transport.dial import dial
+from phalanx.transport.dial import RefusedError, dial
 from phalanx.transport.handshake import Hello
 from phalanx.transport.listener import Listener
 from tests.cluster.conftest import wait_until
@@ -114,3 +118,20 @@ def test_a_writer_that_is_gone_ends_the_recording_and_nothing_else(
         assert not timeline.current.on
         recorder.stop()
     assert "the timeline of rank 1 cannot be written" in caplog.text
+
+
+def test_a_timeline_that_has_ended_takes_no_events_of_the_next_one(tmp_path: Path) -> None:
+    """Another host may begin with the next one before rank 0 does, and must wait for it."""
+    with Listener(
+        [socket.create_server(("127.0.0.1", 0))], task="worker/0", credentials=Credentials(SECRET)
+    ) as listener:
+        members = tuple(Member(rank, f"worker/{rank}", f"host{rank}", "", 1) for rank in range(2))
+        identity = SimpleNamespace(config=SimpleNamespace(job_id="job"), tasks=[])
+        node: Any = SimpleNamespace(membership=Membership(1, 0, members), identity=identity, listener=listener)
+        timeline_relay.start_recording(node, tmp_path / "first.json")
+        try:
+            remote(listener).close()
+        finally:
+            timeline_relay.stop_recording()
+        with pytest.raises(RefusedError, match="does not serve 'timeline', or not yet"):
+            remote(listener)
