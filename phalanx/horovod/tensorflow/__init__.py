@@ -15,9 +15,9 @@ from phalanx.horovod.tensorflow import elastic, mpi_ops
 from phalanx.horovod.tensorflow.compression import Compression
 from phalanx.horovod.tensorflow.functions import (  # type: ignore[assignment]  # two take more arguments here
     BroadcastGlobalVariablesHook,
-    allgather_object,
+    allgather_object,  # noqa: F401  # in the shared `__all__`
     broadcast_global_variables,
-    broadcast_object,
+    broadcast_object,  # noqa: F401
     broadcast_object_fn,
     broadcast_variables,
 )

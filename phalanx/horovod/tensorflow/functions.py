@@ -88,14 +88,14 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """See `phalanx.horovod.torch.broadcast_object`; with the arguments of `horovod.tensorflow`. `session` is ignored."""
+    """See `phalanx.horovod.torch.broadcast_object`; the arguments are TensorFlow's. `session` is ignored."""
     return object_collectives.broadcast_object(obj, root_rank, name, process_set)
 
 
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """See `phalanx.horovod.torch.allgather_object`; with the arguments of `horovod.tensorflow`. `session` is ignored."""
+    """See `phalanx.horovod.torch.allgather_object`; the arguments are TensorFlow's. `session` is ignored."""
     return object_collectives.allgather_object(obj, name, process_set)
 
 

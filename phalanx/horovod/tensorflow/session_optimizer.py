@@ -65,8 +65,8 @@ class SessionOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         return list(zip(reduced, variables, strict=True))
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """See the wrapped optimizer. While gradients accumulate, this changes the global step alone: it counts the runs,
-        as in Horovod."""
+        """See the wrapped optimizer. While gradients accumulate, this changes the global step alone, which counts the
+        runs, as in Horovod."""
         pairs = list(grads_and_vars)
 
         def apply() -> Any:
