@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from keras import layers, optimizers
 
-from tests.training.scenarios.common import BATCH, compiled, features, fitted, fitted_on, labels
+from tests.training.scenarios.common import BATCH, CLASSES, FEATURES, compiled, features, fitted, fitted_on, labels
 from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, add, scenario
 
 
@@ -113,6 +113,37 @@ def hyperparameter_between_fits_of_other_batches(setting: Setting) -> dict[str, 
     found["other size"] = fitted(model, batch_size=11)
     model.optimizer.momentum = 0.0
     return found | {"sizes as before": fitted(model), "other again": fitted(model, batch_size=3)} | _state(model)
+
+
+@scenario(quick=("jax",))
+def loss_scale_factor_between_fits_of_other_batches(setting: Setting) -> dict[str, Any]:
+    """On JAX, batches of 7 samples get the new factor, although their parts on some replicas are as large as those of
+    8, which keep the old one."""
+    model = compiled(setting, optimizer=optimizers.SGD(0.1, loss_scale_factor=16.0))
+    found = {"first": fitted(model, batch_size=8)}
+    model.optimizer.loss_scale_factor = None
+    return found | {"other": fitted(model, batch_size=7), "as before": fitted(model, batch_size=8)} | _state(model)
+
+
+class _Weighted(keras.Model):
+    """Its step multiplies the loss by an attribute, which a compiled step keeps."""
+
+    factor = 1.0
+
+    def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.factor * super().compute_loss(*arguments, **keywords)
+
+
+@scenario(quick=("jax",))
+def attribute_between_fits_of_other_batches(setting: Setting) -> dict[str, Any]:
+    """As `loss_scale_factor_between_fits_of_other_batches`, with an attribute of the program's own."""
+    with setting.scope():
+        inputs = keras.Input((FEATURES,))
+        model = _Weighted(inputs, layers.Dense(CLASSES, "softmax")(inputs))
+        model.compile(optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+    found = {"first": fitted(model, batch_size=8)}
+    model.factor = 3.0
+    return found | {"other": fitted(model, batch_size=7), "as before": fitted(model, batch_size=8)} | _state(model)
 
 
 @scenario(quick=("tensorflow",))

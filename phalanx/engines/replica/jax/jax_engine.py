@@ -41,13 +41,11 @@ Array = np.ndarray[Any, Any]
 Values = list[Any]
 
 
-class _CompiledSteps(NamedTuple):
-    """What is compiled for the batches of one structure."""
+class _FirstHalf(NamedTuple):
+    """What is compiled for one kind of global batches, up to the merge."""
 
     functions: StepFunctions
     local: LocalStep
-    test: CompiledStep
-    update: CompiledUpdate
 
 
 class JaxEngine(ReplicaEngine):
@@ -60,26 +58,51 @@ class JaxEngine(ReplicaEngine):
         self._packing: OutputPacking | None = None  # likewise
         self._compiler = ModelCompiler(model)
         self._predict = self._compiler.jit(model.predict_step)
-        self._compiled: dict[ElementStructure, _CompiledSteps] = {}  # by what the model's own steps get
+        # By the kind of global batch (`batch_kind`): Keras traces its step once for each, and keeps what the program
+        # had set then. The same local batch may be part of several.
+        self._first_halves: dict[Hashable, _FirstHalf] = {}
         self._known_hyperparameters: dict[Hashable, Hyperparameters] = {}
+        # By what the model's own steps get.
+        self._updates: dict[ElementStructure, CompiledUpdate] = {}
+        self._tests: dict[ElementStructure, CompiledStep] = {}
 
     def retrace(self) -> None:
-        self._compiled.clear()
+        self._first_halves.clear()
+        self._updates.clear()
+        self._tests.clear()
 
-    def _steps(self) -> _CompiledSteps:
-        form = self._batches.form
-        found = self._compiled.get(form)
+    def _first_half(self, data: Batch, variables: int) -> _FirstHalf:
+        kind = batch_kind(data, self._batches.form, self._merge.global_size, variables)
+        found = self._first_halves.get(kind)
         if found is None:
-            model, merge, compiler = self._model, self._merge, self._compiler
-            origins = self.origins, self._test_origins
-            functions = StepFunctions(model, merge, compiler, self._batches, self.metric_rules, origins)
-            found = self._compiled[form] = _CompiledSteps(
-                functions,
-                LocalStep(model, merge, functions, compiler),
-                CompiledStep(functions.test, compiler.jit, merge, donate=(2,)),
-                CompiledUpdate(functions, model, self._known_hyperparameters),
+            # Hyperparameters of then, not of now: plain Keras keeps those that it compiled for a batch of this size.
+            known = self._known_hyperparameters.get(kind)
+            if known is None:
+                known = self._known_hyperparameters[kind] = Hyperparameters([self._model.optimizer])
+            functions = self._functions(known)
+            local = LocalStep(self._model, self._merge, functions, self._compiler)
+            found = self._first_halves[kind] = _FirstHalf(functions, local)
+        return found
+
+    def _update(self) -> CompiledUpdate:
+        found = self._updates.get(self._batches.form)
+        if found is None:
+            found = self._updates[self._batches.form] = CompiledUpdate(self._model)
+        return found
+
+    def _test(self) -> CompiledStep:
+        found = self._tests.get(self._batches.form)
+        if found is None:
+            functions = self._functions(Hyperparameters([]))
+            found = self._tests[self._batches.form] = CompiledStep(
+                functions.test, self._compiler.jit, self._merge, donate=(2,)
             )
         return found
+
+    def _functions(self, hyperparameters: Hyperparameters) -> StepFunctions:
+        origins = self.origins, self._test_origins
+        batches, rules = self._batches, self.metric_rules
+        return StepFunctions(self._model, self._merge, self._compiler, batches, rules, origins, hyperparameters)
 
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=self._batches.for_keras(map_leaves(_in_jax_dtype, data)))
@@ -88,19 +111,17 @@ class JaxEngine(ReplicaEngine):
     def train(self, data: Batch, share: float) -> None:
         trainable, non_trainable, optimizer, metrics = self._arguments.get(with_optimizer=True)
         arguments = (trainable, non_trainable, optimizer, metrics, data)
-        steps = self._steps()
+        functions, step = self._first_half(data, len(trainable) + len(optimizer))
         # Not kept before the update: if the merge raises, the arguments are those from before the step.
-        local = steps.local(share, *arguments)
+        local = step(share, *arguments)
         if isinstance(local, AppliedResults):
             trainable, optimizer = local.trainable, local.optimizer
-        packing = self._packing = steps.functions.packing_of(*arguments)
+        packing = self._packing = functions.packing_of(*arguments)
         # `np.asarray` waits for the gradients, and on CPUs gives a view of JAX's memory, which the merge only reads.
         flats = self._merge(packing.travelling, [np.asarray(array) for array in local.merged], share)
         # To a device large arrays are sent one by one, in parallel.
         merged = flats if self._compiler.pinned is None else packing.travelling.cut(flats)
-        variables = len(trainable) + len(optimizer)
-        kind = batch_kind(data, self._batches.form, self._merge.global_size, variables)
-        update = steps.update.choose(packing, flats, kind)
+        update = self._update().choose(functions, packing, flats)
         # Where servers make the update, the optimizer's variables stay as they are here, and need not pass through.
         moved = [] if self._merge.updates else optimizer
         trainable, updated, metrics, state, self._logs = update(trainable, moved, metrics, merged)
@@ -111,12 +132,14 @@ class JaxEngine(ReplicaEngine):
         self._arguments.keep(trainable, non_trainable, optimizer, metrics)
 
     def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
-        return self._steps().local.prepare(share, *self._arguments.get(with_optimizer=True), data)
+        trainable, non_trainable, optimizer, metrics = self._arguments.get(with_optimizer=True)
+        step = self._first_half(data, len(trainable) + len(optimizer)).local
+        return step.prepare(share, trainable, non_trainable, optimizer, metrics, data)
 
     def test(self, data: Batch, share: float) -> None:
         trainable, non_trainable, _, metrics = self._arguments.get(with_optimizer=False)
         start = metrics if share else [jnp.copy(value) for value in metrics]  # the function consumes its own
-        new_metrics, changed, self._test_logs = self._steps().test(share, trainable, non_trainable, start, data)
+        new_metrics, changed, self._test_logs = self._test()(share, trainable, non_trainable, start, data)
         self._share = share
         if share:
             metrics = new_metrics

@@ -75,7 +75,12 @@ class TraceResults(NamedTuple):
 
 
 class StepFunctions:
-    """Functions for JAX to compile; each is traced when it is first called with arguments of new shapes."""
+    """Functions for JAX to compile; each is traced when it is first called with arguments of new shapes.
+
+    Args:
+        hyperparameters: what the functions of training steps are compiled with; without compilation, each step takes
+            the present ones.
+    """
 
     def __init__(
         self,
@@ -85,6 +90,7 @@ class StepFunctions:
         batches: BatchPacking,
         rules: MetricRules,
         origins: tuple[LogOrigins, LogOrigins],
+        hyperparameters: Hyperparameters,
     ) -> None:
         self._model = model
         self._rules = rules
@@ -98,6 +104,8 @@ class StepFunctions:
         self._different: dict[OutputPacking, OutputPacking] = {}
         self._only: OutputPacking | None = None  # all of them are this one, as a rule
         self._origins, self._test_origins = origins  # of the logs of training and of test steps
+        self.hyperparameters = hyperparameters
+        self._held = hyperparameters.in_place if compiler.compiles else nullcontext
 
     def packing_of(self, *arguments: Any) -> OutputPacking:
         """How the first half of a step packs its results for such arguments, for which it was traced."""
@@ -117,7 +125,7 @@ class StepFunctions:
         collectives = step_collectives.current()
         assert isinstance(collectives, MergeCollectives), "a CompiledStep runs it"
         merging = merging_stateless_applies(self._model, collectives.merge_gradients)
-        with merging as applied, self._watched("train_step", self._origins) as find:
+        with self._held(), merging as applied, self._watched("train_step", self._origins) as find:
             state = (trainable, non_trainable, optimizer, self._start(metrics))
             logs, new_state = self._model.train_step(state, self._batches.pack(data))
             logs = find(logs)
@@ -162,18 +170,14 @@ class StepFunctions:
         self._only = packing if len(self._different) == 1 else None
         return LocalResults(packing.join(values), private)
 
-    def compile_update(
-        self, packing: OutputPacking, silent: frozenset[str], hyperparameters: Hyperparameters
-    ) -> Callable[..., Any]:
+    def compile_update(self, packing: OutputPacking, silent: frozenset[str]) -> Callable[..., Any]:
         """Compile the second half of a step: everything after the merge.
 
         Args:
             packing: of the first half.
             silent: names of the metrics that no step has updated so far.
-            hyperparameters: what it is compiled with; without compilation, each step takes the present ones.
         """
         read = packing.read if self._compiler.pinned is None else packing.read_travelled
-        held = hyperparameters.in_place if self._compiler.compiles else nullcontext
         # A step of the program's own without gradients has applied its optimizers. Keras's own step on JAX applies the
         # optimizer also if no weight is trained: loss scaling counts it.
         applies = packing.gradients or not model_state.overrides(self._model, "train_step")
@@ -184,7 +188,7 @@ class StepFunctions:
             if self._merge.updates:
                 trainable = gradients
             elif applies:
-                with held():
+                with self._held():
                     trainable, optimizer = self._model.optimizer.stateless_apply(optimizer, gradients, trainable)
             # The start counts once, on every rank; what was merged is what all batches have added.
             metrics = [
@@ -218,7 +222,7 @@ class StepFunctions:
         """The model's own `train_step`, without the update."""
         is_custom = model_state.overrides(self._model, "train_step")
         probed = probe(self._model.optimizer, is_custom=is_custom)
-        with probed as calls, self._watched("train_step", self._origins) as find:
+        with self._held(), probed as calls, self._watched("train_step", self._origins) as find:
             state = (trainable, non_trainable, optimizer, metrics)
             logs, new_state = self._model.train_step(state, self._batches.pack(data))
             logs = find(logs)
@@ -237,44 +241,36 @@ class StepFunctions:
 
 class CompiledUpdate:
     """The compiled second half of a step, which depends on how the first half packs its results, on which metrics the
-    steps have updated so far, and on the optimizer's hyperparameters when batches like this one first came.
+    steps have updated so far, and on the hyperparameters of the first half.
 
     Args:
-        functions: to compile.
         model: compiled.
-        known: the hyperparameters of each kind of batches so far.
     """
 
-    def __init__(self, functions: StepFunctions, model: Any, known: dict[Hashable, Hyperparameters]) -> None:
-        self._functions = functions
+    def __init__(self, model: Any) -> None:
         self._model = model
         self._silent: frozenset[str] | None = None
-        self._known = known
-        # By packing (its id: `StepFunctions` holds it), and by hyperparameters or kind of batch.
-        self._compiled: dict[Hashable, Callable[..., Any]] = {}
-        self._chosen: dict[Hashable, Callable[..., Any]] = {}
+        self._compiled: dict[Hashable, Callable[..., Any]] = {}  # by packing and hyperparameters
+        # By packing (its id: its `StepFunctions` hold it), which is a matter of one dictionary in each step.
+        self._chosen: dict[int, Callable[..., Any]] = {}
 
-    def choose(self, packing: OutputPacking, flats: Sequence[Any], kind: Hashable) -> Callable[..., Any]:
-        """The function for a step whose merged buffers are `flats`, of a global batch of this kind."""
+    def choose(self, functions: StepFunctions, packing: OutputPacking, flats: Sequence[Any]) -> Callable[..., Any]:
+        """The function for a step whose first half `functions` computed, and whose merged buffers are `flats`."""
         if self._silent is None or (self._silent and packing.logs):
             before, merged = self._silent, packing.read(flats)[2]
             self._silent = step_logs.still_silent(before, self._model, merged)
             if self._silent != before:
                 self._compiled.clear()
                 self._chosen.clear()
-        return self._chosen.get((id(packing), kind)) or self._compile(packing, kind)
+        return self._chosen.get(id(packing)) or self._compile(functions, packing)
 
-    def _compile(self, packing: OutputPacking, kind: Hashable) -> Callable[..., Any]:
+    def _compile(self, functions: StepFunctions, packing: OutputPacking) -> Callable[..., Any]:
         assert self._silent is not None, "choose has set it"
-        # Hyperparameters of then, not of now: plain Keras keeps those that it compiled for a batch of this size.
-        known = self._known.get(kind)
-        if known is None:
-            known = self._known[kind] = Hyperparameters([self._model.optimizer])
-        key = id(packing), known.key
+        key = packing, functions.hyperparameters.key
         function = self._compiled.get(key)
         if function is None:
-            function = self._compiled[key] = self._functions.compile_update(packing, self._silent, known)
-        self._chosen[id(packing), kind] = function
+            function = self._compiled[key] = functions.compile_update(packing, self._silent)
+        self._chosen[id(packing)] = function
         return function
 
 
