@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from phalanx.keras_compat import model_state
+from phalanx.keras_compat.global_gradients import is_overwritten
 
 
 def accumulation_steps(model: Any) -> int:
@@ -21,6 +22,15 @@ def accumulation_steps(model: Any) -> int:
         and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     )
     return (getattr(optimizer, "gradient_accumulation_steps", None) or 1) if simple else 1
+
+
+def accumulators(optimizer: Any) -> list[Any]:
+    """The variables in which an optimizer without another inside accumulates gradients; none before it is built.
+
+    Scales of float8 have such variables too, which stay zero: the optimizer overwrites these weights at every step.
+    """
+    pairs = zip(optimizer._trainable_variables, getattr(optimizer, "_accumulated_gradients", ()), strict=False)
+    return [accumulator for variable, accumulator in pairs if not is_overwritten(variable)]
 
 
 def constant_loss_scale(model: Any) -> float:

@@ -9,7 +9,7 @@ from phalanx.engines.engine import Engine
 from phalanx.training.joint_batches import JointBatch
 from phalanx.training.replica import Replica
 from phalanx.training.steps.gradient_merge import MergeMode, StepMerge
-from phalanx.training.steps.optimizer_properties import accumulation_steps, inner_optimizer, loss_scale
+from phalanx.training.steps.optimizer_properties import accumulation_steps, accumulators, inner_optimizer, loss_scale
 from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
 
 
@@ -29,7 +29,7 @@ class SynchronousStepper(ReplicaStepper):
         inner = inner_optimizer(optimizer)
         self._steps = accumulation_steps(model) if accumulates else 1
         self._iterations = getattr(inner, "_iterations", None)
-        self._accumulators = list(getattr(inner, "_accumulated_gradients", ())) if self._steps > 1 else []
+        self._accumulators = accumulators(inner) if self._steps > 1 else []
         self._watched = False
 
     def begin(self, *, watched: bool, entering: bool = False) -> None:

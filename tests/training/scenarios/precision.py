@@ -67,14 +67,16 @@ def _float8_classifier() -> Any:
     return model
 
 
-def _trained_in_float8(setting: Setting, batch_size: int = 11, **arguments: Any) -> dict[str, Any]:
+def _trained_in_float8(setting: Setting, batch_size: int = 11, epochs: int = 2, **arguments: Any) -> dict[str, Any]:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model = compiled(setting, arguments.pop("build", _float8_classifier), loss=loss, **arguments)
-    model.fit(features(), labels(), batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
+    model.fit(features(), labels(), batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0)
     scales = [v for v in model.trainable_variables if v.overwrite_with_gradient]
     assert len(scales) == 18
     assert all(np.any(keras.ops.convert_to_numpy(v) != 1) for v in scales)
-    return {"weights": model.get_weights(), "evaluate": model.evaluate(features(), labels(), verbose=0)}
+    optimizer = [keras.ops.convert_to_numpy(variable) for variable in model.optimizer.variables]
+    evaluated = model.evaluate(features(), labels(), verbose=0)
+    return {"weights": model.get_weights(), "optimizer": optimizer, "evaluate": evaluated}
 
 
 @scenario(quick=BACKENDS)
@@ -90,4 +92,5 @@ def float8_with_ranks_without_samples(setting: Setting) -> dict[str, Any]:
 
 @scenario()
 def float8_with_accumulated_gradients(setting: Setting) -> dict[str, Any]:
-    return _trained_in_float8(setting, optimizer=keras.optimizers.SGD(0.2, gradient_accumulation_steps=2))
+    """Those of the last batch are left in the optimizer."""
+    return _trained_in_float8(setting, epochs=3, optimizer=keras.optimizers.SGD(0.2, gradient_accumulation_steps=2))
