@@ -5,10 +5,13 @@ Variables have the names, shapes and initial distributions that they had there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+
+from phalanx.errors import UnsupportedError
 
 v1 = tf.compat.v1
 ZEROS, ONES = tf.zeros_initializer(), tf.ones_initializer()
@@ -159,45 +162,85 @@ def batch_normalization(
     gamma_initializer: Any = ONES,
     moving_mean_initializer: Any = ZEROS,
     moving_variance_initializer: Any = ONES,
-    *,
+    beta_regularizer: Any = None,
+    gamma_regularizer: Any = None,
+    beta_constraint: Any = None,
+    gamma_constraint: Any = None,
     training: Any = False,
     trainable: bool = True,
     name: str | None = None,
     reuse: Any = None,
+    renorm: bool = False,
+    renorm_clipping: Any = None,
+    renorm_momentum: float = 0.99,
+    fused: bool | None = None,
+    virtual_batch_size: int | None = None,
+    adjustment: Any = None,
 ) -> Any:
     """Batch normalization. The arguments are those of `tf.layers.batch_normalization`.
 
     The updates of the moving averages are in the collection `tf.GraphKeys.UPDATE_OPS`, as there: run them with the
-    training operation.
+    training operation. For images, the moving variance is that of the population of which the batch is a sample, as
+    there, unless `fused` is False.
+
+    Raises: UnsupportedError: renorm, virtual_batch_size or adjustment.
     """
+    if renorm or virtual_batch_size is not None or adjustment is not None:
+        raise UnsupportedError("tf.layers.batch_normalization has no renorm, virtual_batch_size and adjustment here.")
     inputs = tf.convert_to_tensor(inputs)
     axis %= inputs.shape.rank
     with v1.variable_scope(name, "batch_normalization", [inputs], reuse=reuse):
-        shape = [int(inputs.shape[axis])]
-
-        def variable(kind: str, initializer: Any, learned: bool = True) -> Any:
-            return v1.get_variable(kind, shape, inputs.dtype, initializer, trainable=trainable and learned)
-
-        gamma = variable("gamma", gamma_initializer) if scale else None
-        beta = variable("beta", beta_initializer) if center else None
-        mean = variable("moving_mean", moving_mean_initializer, False)
-        variance = variable("moving_variance", moving_variance_initializer, False)
-        others = [each for each in range(inputs.shape.rank) if each != axis]
-        of_batch = tf.nn.moments(inputs, others)
-        used = _where(training, lambda: list(of_batch), lambda: [tf.identity(mean), tf.identity(variance)])
-        # Outside of training the updates change nothing: what is in the collection cannot depend on a tensor.
-        rate = tf.cast(tf.where(training, 1.0 - momentum, 0.0), inputs.dtype)
-        for moving, batch in zip((mean, variance), of_batch, strict=True):
-            v1.add_to_collection(v1.GraphKeys.UPDATE_OPS, moving.assign_sub((moving - batch) * rate))
-        wide = [1] * axis + shape + [1] * (inputs.shape.rank - axis - 1)
+        make = functools.partial(_of_channels, inputs, axis)
+        gamma = make("gamma", gamma_initializer, trainable, gamma_regularizer, gamma_constraint) if scale else None
+        beta = make("beta", beta_initializer, trainable, beta_regularizer, beta_constraint) if center else None
+        mean = make("moving_mean", moving_mean_initializer, False)
+        variance = make("moving_variance", moving_variance_initializer, False)
+        is_fused = fused is not False and inputs.shape.rank == 4 and axis in (1, 3)
+        used = _moments(inputs, axis, (mean, variance), training, 1.0 - momentum, is_sample=is_fused)
+        wide = [1] * axis + [-1] + [1] * (inputs.shape.rank - axis - 1)
         parts = [None if each is None else tf.reshape(each, wide) for each in (*used, beta, gamma)]
         return tf.nn.batch_normalization(inputs, *parts, epsilon)
+
+
+def _of_channels(
+    inputs: Any, axis: int, name: str, initializer: Any, trainable: bool, regularizer: Any = None, limit: Any = None
+) -> Any:
+    """A variable with one value for each channel."""
+    shape = [int(inputs.shape[axis])]
+    return v1.get_variable(name, shape, inputs.dtype, initializer, regularizer, trainable=trainable, constraint=limit)
+
+
+def _moments(
+    inputs: Any, axis: int, moving: Sequence[Any], training: Any, rate: float, *, is_sample: bool
+) -> Sequence[Any]:
+    """Mean and variance of the batch in training, else the moving ones, whose updates this adds to the graph.
+
+    Args:
+        inputs: the batch.
+        axis: of its channels.
+        moving: moving mean and variance.
+        training: whether this is training.
+        rate: the batch's share of the moving averages.
+        is_sample: whether the moving variance is that of the population of which the batch is a sample.
+    """
+    mean, variance = tf.nn.moments(inputs, [each for each in range(inputs.shape.rank) if each != axis])
+    used: Sequence[Any] = _where(training, lambda: [mean, variance], lambda: [tf.identity(each) for each in moving])
+    if is_sample:
+        count = tf.cast(tf.size(inputs) // inputs.shape[axis], inputs.dtype)
+        variance *= count / tf.maximum(count - 1, 1)
+    # Outside of training the updates change nothing: what is in the collection cannot depend on a tensor.
+    share = tf.cast(tf.where(training, rate, 0.0), inputs.dtype)
+    for average, batch in zip(moving, (mean, variance), strict=True):
+        v1.add_to_collection(v1.GraphKeys.UPDATE_OPS, average.assign_sub((average - batch) * share))
+    return used
 
 
 def _activated(outputs: Any, activation: Activation, regularizer: Any) -> Any:
     result = outputs if activation is None else activation(outputs)
     if regularizer is not None:
-        v1.add_to_collection(v1.GraphKeys.REGULARIZATION_LOSSES, regularizer(result))
+        penalty = regularizer(result)
+        batch_size = tf.cast(tf.shape(result)[0], penalty.dtype)  # as in TensorFlow, the mean over the samples
+        v1.add_to_collection(v1.GraphKeys.REGULARIZATION_LOSSES, penalty / batch_size)
     return result
 
 

@@ -92,6 +92,30 @@ def check_a_chief_that_does_not_come_is_named() -> None:
         supervisor.summary_computed(None, b"")  # not the chief: nothing
 
 
+def check_options_of_layers() -> None:
+    random = np.random.default_rng(0)
+    images, rows = random.normal(size=(2, 3, 3, 4)), random.normal(size=(6, 4))
+    with tf.Graph().as_default():
+        options = {"training": True, "momentum": 0.5, "gamma_regularizer": tf.nn.l2_loss, "beta_constraint": abs}
+        tf.layers.batch_normalization(tf.constant(images), fused=True, **options)
+        tf.layers.batch_normalization(tf.constant(images), fused=False, **options)
+        tf.layers.batch_normalization(tf.constant(rows), beta_regularizer=tf.nn.l2_loss, **options)
+        dense = tf.layers.dense(tf.constant(rows), 3, activity_regularizer=tf.nn.l2_loss)
+        with pytest.raises(NotImplementedError, match="renorm"):
+            tf.layers.batch_normalization(tf.constant(rows), renorm=True)
+        losses = tf.get_collection(tf.GraphKeys.REGULARIZATION_LOSSES)
+        variances = [each for each in tf.global_variables() if "moving_variance" in each.name]
+        with tf.Session() as session:
+            session.run(tf.global_variables_initializer())
+            session.run(tf.get_collection(tf.GraphKeys.UPDATE_OPS))
+            found, outputs, penalties = session.run([variances, dense, losses])
+    pixels = images.reshape(-1, 4)
+    for variance, expected in zip(found, (pixels.var(0, ddof=1), pixels.var(0), rows.var(0)), strict=True):
+        np.testing.assert_allclose(variance, 0.5 + 0.5 * expected, rtol=1e-6)
+    # gamma of one, beta of zero; and the mean of the samples' penalties
+    np.testing.assert_allclose(penalties, [2, 2, 2, 0, (outputs**2).sum() / 2 / 6], rtol=1e-6)
+
+
 def check_layers() -> None:
     random = np.random.default_rng(0)
     images = random.normal(size=(2, 6, 6, 3)).astype("float32")
@@ -144,7 +168,7 @@ def check_layers() -> None:
     np.testing.assert_array_equal(before, [np.zeros(4), np.ones(4)])
     statistics = [small.mean(axis=(0, 1, 2)), small.var(axis=(0, 1, 2))]
     np.testing.assert_allclose(after[0], 0.01 * statistics[0], rtol=1e-4)
-    np.testing.assert_allclose(after[1], 0.99 + 0.01 * statistics[1], rtol=1e-4)
+    np.testing.assert_allclose(after[1], 0.99 + 0.01 * statistics[1] * 18 / 17, rtol=1e-4)  # of 18 pixels
     np.testing.assert_allclose(batch, (small - statistics[0]) / np.sqrt(statistics[1] + 1e-3), rtol=1e-3, atol=1e-3)
     assert ((zeros == 0) | np.isclose(zeros, 2 * batch.reshape(2, -1), rtol=1e-4)).all()
     assert 0 < (zeros == 0).sum() < zeros.size
