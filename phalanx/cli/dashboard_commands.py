@@ -21,6 +21,7 @@ def dashboard(job: str | None, port: int | None, control: bool, listen_fd: int |
     ssh -L 8787:localhost:8787 HOST
     """
     from phalanx.launcher.dashboard_process import DashboardLink, check_packages, open_link
+    from phalanx.launcher.status_report import choose_job
 
     check_packages()
     from phalanx.config.environment import process_environment
@@ -31,6 +32,8 @@ def dashboard(job: str | None, port: int | None, control: bool, listen_fd: int |
         link = DashboardLink(socket.socket(fileno=listen_fd), process_environment()[DASHBOARD_TOKEN])
         serve(link.listener, link.token, job=job, control=control, until=wait_for_launcher)
         return
+    if job is not None:
+        choose_job(job)
     link = open_link(port)
     click.echo(f"Dashboard: {link}   (Ctrl-C ends it; jobs continue)")
     serve(link.listener, link.token, job=job, control=control)

@@ -76,5 +76,6 @@ def main() -> None:
         write_whole(sys.stderr, f"phalanx: {error}\n")
         sys.exit(error.exit_code)
     except PhalanxError as error:
-        write_whole(sys.stderr, f"phalanx: {type(error).__name__}: {error}\n")
+        kind = "" if type(error) is PhalanxError else f"{type(error).__name__}: "
+        write_whole(sys.stderr, f"phalanx: {kind}{error}\n")
         sys.exit(error.exit_code)

@@ -40,7 +40,7 @@ class LinkType(click.ParamType):  # type: ignore[type-arg]
         except ValueError:
             rate = 0.0
         if not rate > 0:
-            self.fail(f"{value!r} is no rate of a link. Write a number with its unit: 100Mbit, 10Gbit.", param, ctx)
+            self.fail(f"{value!r} is not a link rate. Write a number with its unit: 100Mbit, 10Gbit.", param, ctx)
         return rate
 
 
@@ -176,7 +176,8 @@ def measure_step(
     environment = {**thread_settings(share.threads), **process_environment()}
     if backend is not None:
         environment[KERAS_BACKEND] = backend
-    click.echo(f"Measuring a step as one of {replicas:,} replicas ...", err=True)
+    what = f"one of {replicas:,} replicas" if replicas > 1 else "the only replica"
+    click.echo(f"Measuring a step of {what} ...", err=True)
     with _request(replicas) as request:
         return examine(_command(program, module), request, StepMeasurement, environment, timeout_s, cores=share.cores)
 

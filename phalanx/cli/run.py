@@ -49,7 +49,7 @@ class _WorkersType(click.ParamType):  # type: ignore[type-arg]
             maximum = int(second if colon else first)
             minimum = int(first) if colon else None
         except ValueError:
-            self.fail(f"{value!r} is no number of workers. Write --workers 4, or --workers 2:4.", param, ctx)
+            self.fail(f"{value!r} is not a number of workers. Write --workers 4, or --workers 2:4.", param, ctx)
         if maximum < 1 or (minimum is not None and not 1 <= minimum <= maximum):
             self.fail(f"{value!r}: at least 1 worker is needed, and the minimum comes first, as in 2:4.", param, ctx)
         if maximum > MAX_WORKERS:
@@ -113,8 +113,8 @@ _OPTIONS = (
         "--devices-per-worker",
         type=_COUNT,
         metavar="N",
-        help="On JAX: devices of each worker, for one program over all of them: GPUs, or without any parts of the CPU. "
-        "Default: one.",
+        help="On JAX: devices of each worker, for one program over all of them: GPUs, or parts of the CPU if there are "
+        "none. Default: one.",
     ),
     _option(_HOSTS, "-H", "--hosts", metavar="A:2,B:2", help="Hosts and their workers, started through ssh."),
     _option(

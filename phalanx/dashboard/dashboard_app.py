@@ -162,11 +162,11 @@ class Dashboard:
         async for piece in request.stream():
             body += piece
             if len(body) > MAX_BODY_BYTES:
-                return JSONResponse({"refusal": f"This is no request: it has more than {MAX_BODY_BYTES} bytes."}, 413)
+                return JSONResponse({"refusal": f"A request has at most {MAX_BODY_BYTES} bytes."}, 413)
         try:
             asked = decode_json(body, _Act)
         except FrameError as error:
-            return JSONResponse({"refusal": f"This is no request: {error}."}, 400)
+            return JSONResponse({"refusal": f"This is not a request: {error}."}, 400)
         if asked.action not in ACTIONS:
             return JSONResponse({"refusal": f"There is no action {asked.action!r}."}, 400)
         job = self.hub.find(asked.job or "")

@@ -10,6 +10,7 @@ from phalanx.errors import ConfigurationError
 from phalanx.launcher.failure_report import log_name
 from phalanx.launcher.job_follower import read_view
 from phalanx.monitoring.console import plain_text
+from phalanx.monitoring.job_events import EVENTS_FILE
 
 REPORT_FILE = "report.html"
 OUTPUT_BYTES = 64 * 1024
@@ -26,6 +27,8 @@ def write(log_dir: Path, path: Path | None = None) -> Path:
     Raises: ConfigurationError if the directory is not of a job, or the file cannot be written.
     """
     path = path or log_dir / REPORT_FILE
+    if not path.name:
+        raise ConfigurationError(f"{str(path)!r} is not the name of a file for the report.")
     document = render(log_dir)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -40,6 +43,8 @@ def write(log_dir: Path, path: Path | None = None) -> Path:
 def render(log_dir: Path) -> str:
     """The report of a job as an HTML document. Raises: see `write`."""
     view = read_view(log_dir)
+    if view.started is None:
+        raise ConfigurationError(f"{log_dir / EVENTS_FILE} does not say which job ran: it is empty or damaged.")
     data = browser_view.message(view, live=False)
     data["outputs"] = {task: _end_of(log_dir / log_name(task)) for task in view.members}
     return page.render(data)

@@ -21,7 +21,9 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
+from phalanx.cluster.software_versions import keras_backend
 from phalanx.config.environment import process_environment
+from phalanx.config.environment_variables import KERAS_BACKEND
 from phalanx.config.keras_backends import BACKENDS, installed_backends
 from phalanx.devices.gpu_count import ON_DEMAND_ALLOCATION
 from phalanx.errors import PhalanxError, RendezvousError
@@ -92,7 +94,8 @@ def run(hosts: Sequence[HostShare] = ()) -> int:
     found = []
     with console.status("importing the backends"):
         backends = probe_backends(environment)
-    for finding in (*judge(machine, backends), _check_port(), *_check_hosts(hosts, console)):
+    chosen = judge_choice(keras_backend(environment), [backend.name for backend in backends])
+    for finding in (*judge(machine, backends), *chosen, _check_port(), *_check_hosts(hosts, console)):
         found.append(finding)
         colour = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}[finding.verdict]
         line = f"[{colour}]{finding.verdict.value:<8}[/] {escape(finding.text)}"
@@ -155,6 +158,16 @@ def _judge_backend(machine: Machine, backend: BackendProbe) -> Finding:
     return Finding(Verdict.OK, text)
 
 
+def judge_choice(chosen: str, installed: Sequence[str]) -> Iterator[Finding]:
+    """What there is to say of the backend that Keras runs on if `--backend` names none."""
+    if installed and chosen not in installed:
+        why = "not installed" if chosen in BACKENDS else "not a backend that Phalanx trains on"
+        yield Finding(
+            Verdict.NOTE,
+            f"Keras is set to run on {chosen}, which is {why}: pass --backend {installed[0]}, or set KERAS_BACKEND",
+        )
+
+
 def probe_backends(environment: Mapping[str, str]) -> list[BackendProbe]:
     """Import each installed backend, in a process of its own."""
     installed = installed_backends()
@@ -170,7 +183,8 @@ def probe_backend(name: str, environment: Mapping[str, str]) -> BackendProbe:
             capture_output=True,
             text=True,
             timeout=IMPORT_TIMEOUT_S,
-            env={**environment, **ON_DEMAND_ALLOCATION, **QUIET},
+            # TensorFlow imports Keras, which must not look for the backend of the user's choice.
+            env={**environment, **ON_DEMAND_ALLOCATION, **QUIET, KERAS_BACKEND: name},
         )
     except subprocess.TimeoutExpired:
         return BackendProbe(name, "", (), f"the import takes longer than {IMPORT_TIMEOUT_S:g} s")

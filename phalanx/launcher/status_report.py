@@ -52,8 +52,10 @@ def choose_job(job: str | None) -> RegisteredJob:
     """
     known_jobs = running()
     jobs = [entry for entry in known_jobs if (entry.is_here if job is None else entry.job == job)]
-    if len(jobs) == 1:
+    if len(jobs) == 1 and jobs[0].is_here:
         return jobs[0]
+    if len(jobs) == 1:
+        raise ConfigurationError(f"Job {job} runs on {jobs[0].host}. Run this command there.")
     known = ", ".join(entry.job for entry in known_jobs if entry.is_here)
     if job is not None:
         raise ConfigurationError(f"No job {job} is running here; running: {known or 'none'}.")

@@ -103,5 +103,5 @@ def check_script(script: str) -> None:
         raise ConfigurationError(f"Leave out {script!r}: `phalanx run` starts the script with the Python that it has.")
     raise ConfigurationError(
         f"There is no script {script} (looked in {Path.cwd()}). "
-        f"Name an existing file, or use `phalanx run ... -m {script}` for a module."
+        f"Name an existing file, or put -m before the name of a module."
     )

@@ -97,7 +97,7 @@ def parse_topology(text: str) -> DeviceTopology:
     kind, _, shape = text.strip().lower().partition(":")
     accelerator = ACCELERATORS.get(kind)
     if accelerator is None and kind != CPU:
-        raise ConfigurationError(f"{text!r} is no topology that phalanx plan knows. Write one such as {_KNOWN}.")
+        raise ConfigurationError(f"{text!r} is not a topology that `phalanx plan` knows. Write one such as {_KNOWN}.")
     dimensions = 1 if accelerator is None else accelerator.dimensions
     most = MAX_GPUS if accelerator and accelerator.gpu else MAX_DEVICES
     sizes = [int(size) for size in shape.split("x")] if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) else []

@@ -137,11 +137,11 @@ def _failure(program: Sequence[str], code: int, output: str, timeout_s: float) -
     name = " ".join(program[:2] if program[0].startswith("-") else program[:1])
     if code == 0:
         return (
-            f"{name} ended without a fit() of a model that was made or compiled under a strategy's scope(), which is "
-            f"what `phalanx plan` examines. Its last lines:{shown}"
+            f"{name} ended without a fit() of a model that was created or compiled under a strategy's scope(), which "
+            f"`phalanx plan` examines. Its last lines:{shown}"
         )
     if code == -9:
-        cause = f"did not come to a fit() and take a few steps within {timeout_s:g} s (--timeout)"
+        cause = f"did not reach a fit() and take a few steps within {timeout_s:g} s (--timeout)"
     else:
         cause = f"failed before its fit() was examined, with exit code {code}"
     return f"{name} {cause}. Its last lines:{shown}"

@@ -75,6 +75,14 @@ def test_a_report_needs_the_log_directory_of_a_job(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="--log-dir"):
         report.write(tmp_path)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / EVENTS_FILE).write_bytes(b'{"type":"job_sta')
+    with pytest.raises(ConfigurationError, match="empty or damaged"):
+        report.write(tmp_path)
+
+
+def test_a_report_needs_a_file_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="not the name of a file"):
+        report.write(tmp_path, Path(""))
 
 
 def test_prometheus_gets_each_figure_with_its_job_and_task() -> None:

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from phalanx.cli.dashboard_commands import dashboard
 from phalanx.config.environment_variables import JOBS_DIRECTORY
 from phalanx.dashboard import access
 from phalanx.dashboard.dashboard_app import Dashboard
 from phalanx.dashboard.job_hub import JobHub
+from phalanx.errors import ConfigurationError
 from phalanx.launcher.dashboard_process import DashboardLink
 from phalanx.launcher.job_control import JobControl
 from phalanx.launcher.job_recorder import JobRecorder
@@ -210,6 +212,12 @@ def test_the_page_says_that_a_launcher_is_silent_or_gone(running: object, hub: J
     assert [head["problem"] for head in heads] == ["", "launcher does not answer", "", "launcher gone"]
     assert [head["live"] for head in heads] == [True, False, True, False]
     assert over == ("over", {})
+
+
+@pytest.mark.timeout(60)
+def test_a_job_that_does_not_run_has_no_dashboard(running: object) -> None:
+    with pytest.raises(ConfigurationError, match="No job nope is running here; running: j0b"):
+        dashboard.main(["--job", "nope", "--port", "0"], standalone_mode=False)
 
 
 def test_without_a_job_the_page_waits_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

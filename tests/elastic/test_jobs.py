@@ -186,7 +186,7 @@ def test_all_are_killed(tmp_path):
 
 @pytest.mark.parametrize(
     ("workers", "text"),
-    [("3:2", "the minimum comes first"), ("0:2", "at least 1 worker is needed"), ("a:b", "no number of workers")],
+    [("3:2", "the minimum comes first"), ("0:2", "at least 1 worker is needed"), ("a:b", "not a number of workers")],
 )
 def test_wrong_numbers_of_workers(workers, text):
     done = subprocess.run(

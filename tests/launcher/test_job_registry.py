@@ -60,6 +60,8 @@ def test_only_what_was_killed_here_is_removed(folder: Path, capsys: pytest.Captu
         assert "runs on another-host" in capsys.readouterr().out
         with pytest.raises(ConfigurationError, match="No job is running here"):
             scale(None, 2)
+        with pytest.raises(ConfigurationError, match="runs on another-host"):
+            scale("job", 2)
         change(path, processes=job_registry._processes())
         assert running() == []
         assert not path.exists()

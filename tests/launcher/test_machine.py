@@ -18,7 +18,7 @@ from phalanx.launcher import machine_check
 from phalanx.launcher.environment_report import render, shown_variables
 from phalanx.launcher.host_slots import HostShare
 from phalanx.launcher.machine import Machine, describe_machine, gpu_models
-from phalanx.launcher.machine_check import BackendProbe, Verdict, judge, probe_backend
+from phalanx.launcher.machine_check import BackendProbe, Verdict, judge, judge_choice, probe_backend
 from tests.launcher.conftest import Launcher
 from tests.launcher.test_ssh_host import install_ssh
 
@@ -119,8 +119,18 @@ def test_a_backend_is_imported_to_know_that_it_works(tmp_path: Path) -> None:
     package.write_text("__version__ = '9'\nclass _Cpu: platform = 'cpu'\ndef devices(): return [_Cpu()]\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     assert probe_backend("jax", environment) == BackendProbe("jax", "9", [], "")
+    package.write_text("import os\nif os.environ['KERAS_BACKEND'] != 'jax': raise ImportError\n" + package.read_text())
+    assert probe_backend("jax", environment | {"KERAS_BACKEND": "mxnet"}).error == "", "TensorFlow imports Keras"
     package.write_text("raise ImportError('libmkl is missing')")
     assert probe_backend("jax", environment).error == "ImportError: libmkl is missing"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "text"), [("jax", None), ("tensorflow", "not installed: pass --backend jax"), ("mxnet", "not a backend")]
+)
+def test_a_backend_that_programs_would_miss_is_named(chosen: str, text: str | None) -> None:
+    found = [finding.text for finding in judge_choice(chosen, ["jax"])]
+    assert not found if text is None else text in found[0]
 
 
 DOCTOR = """

@@ -149,6 +149,7 @@ class LineChart {
     const values = known.map((point) => point[1]);
     let low = Math.min(...values), high = Math.max(...values);
     if (low >= 0 && low < high * 0.5) low = 0;
+    if (low === 0 && high === 0) high = 1;
     if (high - low < Math.abs(high) * 1e-6 + 1e-12) [low, high] = [low - Math.abs(low) * 0.1 - 1e-9, high + Math.abs(high) * 0.1 + 1e-9];
     const span = high - low;
     high += span * 0.06;
