@@ -168,16 +168,17 @@ def _report_end(target: str, task: str, others: Mapping[str, Address]) -> None:
 
 def _queue_on(task: str) -> Any:
     """In the present graph: the queue in which one server gets the names of the tasks that have finished."""
-    with tf.device(_device(task) + "/device:CPU:0"):
+    with tf.device(device_of(task) + "/device:CPU:0"):
         return tf.queue.FIFOQueue(MAX_TASKS, tf.string, [[]], shared_name="phalanx_finished_tasks")
 
 
 def _reaching(*tasks: str) -> Any:
     """The configuration of a session that needs no other tasks than these."""
-    return v1.ConfigProto(device_filters=list(map(_device, tasks)), operation_timeout_in_ms=REPORT_MS)
+    return v1.ConfigProto(device_filters=list(map(device_of, tasks)), operation_timeout_in_ms=REPORT_MS)
 
 
-def _device(task: str) -> str:
+def device_of(task: str) -> str:
+    """How TensorFlow names the devices of a task."""
     job, _, index = task.partition("/")
     return f"/job:{job}/task:{index}"
 

@@ -16,7 +16,7 @@ from phalanx.config.environment_variables import (
 )
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import PeerLostError, RendezvousError
-from phalanx.tensorflow1.graph_server import PS, Server, server_of
+from phalanx.tensorflow1.graph_server import PS, Server, device_of, server_of
 from phalanx.tensorflow1.task_probe import Answer, probe, wait_for_tasks
 from phalanx.transport.address import Address
 
@@ -55,7 +55,8 @@ def await_tasks(master: Any, config: Any) -> None:
 
 
 def with_filters(master: Any, config: Any, graph: Any) -> Any:
-    """The configuration of a session that needs only the tasks that operations of its graph are placed on.
+    """The configuration of a session that needs only the tasks that operations of its graph are placed on; if none is
+    placed yet, all parameter servers.
 
     Without `device_filters`, TensorFlow waits for all tasks of the cluster, also for workers that have finished, and
     has no bound for it.
@@ -73,12 +74,12 @@ def with_filters(master: Any, config: Any, graph: Any) -> Any:
         copy.CopyFrom(config)
     if not copy.device_filters:
         # This task itself is needed in any case: its server is the session's master.
-        job, _, index = server.task.partition("/")
-        filters = {f"/job:{job}/task:{index}"}
-        for device in {operation.device for operation in graph.get_operations()}:
-            spec = tf.DeviceSpec.from_string(device)
-            if spec.job is not None:
-                filters.add(f"/job:{spec.job}" + ("" if spec.task is None else f"/task:{spec.task}"))
+        filters = {device_of(server.task)}
+        specs = [tf.DeviceSpec.from_string(device) for device in {each.device for each in graph.get_operations()}]
+        jobs = [each for each in specs if each.job is not None]
+        placed = {f"/job:{each.job}" + ("" if each.task is None else f"/task:{each.task}") for each in jobs}
+        # A graph that is placed nowhere yet is built after its session: on the servers, as most are.
+        filters |= placed or {device_of(task) for task in server.other_tasks if task.startswith(PS)}
         copy.device_filters.extend(sorted(filters))
     return copy
 

@@ -62,7 +62,11 @@ def check_servers_that_do_not_come_are_named() -> None:
             # Only the tasks of the graph are needed, so worker/1 is not waited for.
             filters = with_filters(server.target, None, graph).device_filters
             assert list(filters) == ["/job:ps/task:0", "/job:worker/task:0"]
+            # Unless there is no graph yet.
+            filters = with_filters(server.target, None, tf.Graph()).device_filters
+            assert list(filters) == ["/job:ps/task:0", "/job:worker/task:0"]
             for enter in (
+                lambda: tf.Session(server.target, tf.Graph()),
                 lambda: tf.Session(server.target),
                 lambda: tf.train.MonitoredTrainingSession(server.target),
                 lambda: tf.train.MonitoredTrainingSession(server.target, is_chief=False),
