@@ -1,6 +1,6 @@
 """Compressed sums of a model's gradients, step after step, with the state that lies between the steps.
 
-The reducer keeps two things for the arrays of one layout:
+The reducer keeps two things for each list of arrays that are summed together:
 
 - *own*: this rank's error feedback, which has not yet gone into a sum. It is in units of the sum, so that it keeps its
   meaning if the ranks' shares, or their number, change. A rank that joins starts without any.
@@ -11,7 +11,7 @@ The reducer keeps two things for the arrays of one layout:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -40,7 +40,8 @@ class CompressedReducer:
 
     def __init__(self, compression: Compression) -> None:
         self.compression = compression
-        self._memory: dict[str, _Memory] = {}  # by `name_of` the shapes that were summed together
+        self._memory: dict[str, _Memory] = {}  # by `_key_of`
+        self._owners: dict[str, list[Hashable]] = {}  # by the shapes of their arrays, in the order of their first sum
         self._pending: dict[str, _Memory] = {}  # what `commit` makes of it
 
     def all_reduce(
@@ -51,6 +52,7 @@ class CompressedReducer:
         out: Sequence[Array],
         *,
         unit: float = 1.0,
+        owner: Hashable = None,
     ) -> None:
         """Put the sums over all ranks of `scale * array` into `out`; all ranks must call this.
 
@@ -61,8 +63,10 @@ class CompressedReducer:
             out: arrays that receive the sums.
             unit: the factor that the arrays already contain (the scale of the loss). The state is divided by it, so
                 that it may change between the steps.
+            owner: tells lists of arrays of the same shapes apart, such as the gradients of two optimizers. All ranks
+                must begin with them in the same order.
         """
-        key = name_of([array.shape for array in arrays])
+        key = self._key_of(arrays, owner)
         memory = self._memory.get(key, _NOTHING)
         self._pending.pop(key, None)  # Left by a step that failed.
         brought = [_brought(array, scale) for array, scale in zip(arrays, scales, strict=True)]
@@ -111,6 +115,7 @@ class CompressedReducer:
             for key in {**own, **shared}
         }
         self._pending = {}
+        self._owners = {}  # all ranks do this between two steps, and so number the owners alike again
 
     def synchronise(self, communicator: Communicator, root: int = 0) -> None:
         """Give every rank the shared state of rank `root`; each keeps its own error feedback. All ranks must call
@@ -126,6 +131,16 @@ class CompressedReducer:
     def load_pooled(self, state: State, ranks: int) -> None:
         """Continue on so many ranks from what `pooled` returned. The error feedback keeps its weight."""
         self.load({name: array / ranks if name.startswith(OWN) else array for name, array in state.items()})
+
+    def _key_of(self, arrays: Sequence[Array], owner: Hashable) -> str:
+        """The name of what is kept for these arrays: the same on all ranks, and when training resumes."""
+        shapes = [array.shape for array in arrays]
+        name = name_of(shapes)
+        owners = self._owners.setdefault(name, [])
+        if owner not in owners:
+            owners.append(owner)
+        number = owners.index(owner)
+        return name_of([*shapes, ("list", number)]) if number else name
 
     def _parts(self) -> tuple[dict[str, Array], dict[str, Array]]:
         """The state of this rank, and the state shared by all."""

@@ -60,7 +60,7 @@ class MergeCollectives:
         weights = gradient_weights([variables[i] for i in present])
 
         def merge(arrays: Sequence[Array]) -> list[Array]:
-            layout = StepLayout.of(arrays, weights)
+            layout = StepLayout.of(arrays, weights, variables)
             return [np.array(array) for array in layout.cut(self._merge(layout, arrays, self.share))]
 
         merged = list(gradients)

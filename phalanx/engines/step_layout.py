@@ -52,19 +52,29 @@ def gradient_weights(variables: Sequence[Any]) -> list[MergeWeight]:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Shapes, dtypes and weights of the arrays of one merge, in order."""
+    """Shapes, dtypes and weights of the arrays of one merge, in order.
+
+    Attributes:
+        owners: tells apart, in one process, the merges of a step that has several (of one optimizer each).
+    """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     weights: tuple[MergeWeight, ...]
+    owners: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, arrays: Sequence[Any], weights: Sequence[MergeWeight]) -> StepLayout:
-        """The layout of arrays (or anything with `shape` and `dtype`)."""
+    def of(cls, arrays: Sequence[Any], weights: Sequence[MergeWeight], variables: Sequence[Any] = ()) -> StepLayout:
+        """The layout of arrays (or anything with `shape` and `dtype`).
+
+        Args:
+            variables: whose gradients the arrays are, if a step may merge several lists of gradients.
+        """
         return cls(
             tuple(tuple(int(n) for n in array.shape) for array in arrays),
             tuple(str(np.dtype(array.dtype)) for array in arrays),
             tuple(weights),
+            tuple(map(id, variables)),
         )
 
     def chosen(self, indices: Sequence[int]) -> StepLayout:
@@ -77,7 +87,7 @@ class StepLayout:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.shapes, self.dtypes, self.weights))
+        return hash((self.shapes, self.dtypes, self.weights, self.owners))
 
     def __hash__(self) -> int:  # cached: layouts are looked up at every step
         return self._hash

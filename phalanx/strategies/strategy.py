@@ -534,7 +534,7 @@ def _merge_gradients(gradients: list[Any], variables: list[Any]) -> list[Any]:
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]
     merged = list(gradients)
     merge = strategy._merge
-    values = strategy._tensors.merge_gradients(merge, merge.gather, [gradients[i] for i in present])
+    values = strategy._tensors.merge_gradients(merge.of(variables), merge.gather, [gradients[i] for i in present])
     for i, value in zip(present, values, strict=True):
         merged[i] = value
     return merged

@@ -23,6 +23,7 @@ from tests.training.scenarios.common import (
 )
 from tests.training.scenarios.precision import _policy
 from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, Table
+from tests.training.scenarios.steps import _gradients
 
 SCENARIOS = Table()
 scenario = SCENARIOS.scenario
@@ -131,6 +132,59 @@ def compressed_with_own_codec(setting: Setting) -> dict[str, Any]:
             return parts[0]
 
     return fitted(compiled(_compressed(setting, Whole()), _wide_without_state))
+
+
+class Twins(keras.Model):
+    """Two parts of the same shapes, each with an optimizer of its own; nothing depends on the second one's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)]) for _ in range(2))
+        self.other_optimizer = keras.optimizers.SGD(0.1)
+
+    def call(self, x: Any) -> Any:
+        return self.one(x) + 0.0 * self.other(x)
+
+    def train_step(self, *arguments: Any) -> Any:
+        *state, data = arguments
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        if state:
+            return self._stateless_step(*state[0], x)
+        for part, optimizer in ((self.one, self.optimizer), (self.other, self.other_optimizer)):
+            loss, gradients = _gradients(lambda: keras.ops.mean(self(x) ** 2), part.trainable_variables)
+            optimizer.apply(gradients, part.trainable_variables)
+        return {"own_loss": loss}
+
+    def _stateless_step(self, trainable: Any, others: Any, optimizer: Any, metrics: Any, x: Any) -> Any:
+        import jax
+
+        def loss_of(one: Any, other: Any) -> Any:
+            outputs = [part.stateless_call(own, [], x)[0] for part, own in ((self.one, one), (self.other, other))]
+            return keras.ops.mean((outputs[0] + 0.0 * outputs[1]) ** 2)
+
+        one, other = trainable[:2], trainable[2:]
+        loss, gradients = jax.value_and_grad(loss_of)(one, other)
+        one, optimizer = self.optimizer.stateless_apply(optimizer, gradients, one)
+        gradients = jax.grad(lambda part: loss_of(one, part))(other)
+        other, others = self.other_optimizer.stateless_apply(others, gradients, other)
+        return {"own_loss": loss}, ([*one, *other], others, optimizer, metrics)
+
+
+@scenario(quick=ONE_BACKEND)
+def compressed_for_two_optimizers(setting: Setting) -> dict[str, Any]:
+    """What is kept of one optimizer's gradients is not added to those of another whose weights have the same shapes."""
+    setting = _compressed(setting, phalanx.compression.TopK(0.1, values=None))
+    with setting.scope():
+        model = Twins()
+        model.compile(keras.optimizers.SGD(0.1))
+        for part, optimizer in ((model.one, model.optimizer), (model.other, model.other_optimizer)):
+            optimizer.build(part.trainable_variables)
+        model.state = list(model.other_optimizer.variables)  # for Keras on JAX
+    before = model.other.get_weights()
+    x = np.random.default_rng(0).standard_normal((32, 64)).astype("float32")
+    history = model.fit(x, np.zeros(32), batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    changes = [np.abs(a - b).max() for a, b in zip(model.other.get_weights(), before, strict=True)]
+    return {"own_history": history, "changes": changes}
 
 
 # Gradients that the optimizer accumulates.

@@ -286,6 +286,28 @@ def test_a_rank_that_joins_is_given_what_all_have_in_common() -> None:
     assert len(set(on_ranks(body))) == 1
 
 
+def test_lists_of_the_same_shapes_are_told_apart_also_after_a_resumption() -> None:
+    """Two optimizers of one step."""
+
+    def body(communicator: HostCommunicator) -> bool:
+        first, second, resumed = (CompressedReducer(PowerSGD(2)) for _ in range(3))
+        shapes = SHAPES[:2]
+        for step in range(4):
+            if step == 2:
+                resumed.load({name: np.array(array) for name, array in first.state().items()})
+            for number in range(2):
+                arrays = gradients(communicator.rank, 2 * step + number, shapes)
+                both = [first, resumed] if step >= 2 else [first]
+                found = [sums(each, communicator, arrays, [1.0, 1.0], owner=id(each) + number) for each in both]
+                if number == 1:  # as if it were the only one
+                    found.append(sums(second, communicator, arrays, [1.0, 1.0]))
+                if any(a.tobytes() != b.tobytes() for each in found for a, b in zip(found[0], each, strict=True)):
+                    return False
+        return True
+
+    assert on_ranks(body, 2) == [True, True]
+
+
 def test_bytes_are_counted() -> None:
     """Half the bytes with 16 bits, a quarter with 8, and a fraction with factors or few values."""
 

@@ -7,7 +7,7 @@ merged: see `MergeMode`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -157,7 +157,7 @@ class StepMerge(Merge):
         has_accumulated = self._mode is MergeMode.UPDATE and (self._kept.gradients or self._kept.counts)
         if accumulates or has_accumulated or self._reducer or layout.has_extremes:
             self._merge_extremes(layout, arrays, views)
-            self._merge_partly(self._groups_of(layout), list(arrays), list(scales), views)
+            self._merge_partly(layout, list(arrays), list(scales), views)
         else:
             self._all_reduce(arrays, scales, views)
         progress.enter("update")
@@ -251,8 +251,10 @@ class StepMerge(Merge):
         if self._reducer is not None:
             self._reducer.synchronise(self._replica.communicator)
 
-    def _merge_partly(self, groups: _Groups, arrays: list[Array], scales: list[float], views: Sequence[Array]) -> None:
-        mode, unit = self._mode, self.unit
+    def _merge_partly(
+        self, layout: StepLayout, arrays: list[Array], scales: list[float], views: Sequence[Array]
+    ) -> None:
+        groups, mode, unit = self._groups_of(layout), self._mode, self.unit
         gradients, counts = (_chosen(group, arrays) for group in (groups.gradients, groups.counts))
         factors, weights = (_chosen(group, scales) for group in (groups.gradients, groups.counts))
         # From here: what is compressed, what is merged at full size, and what is only added to this rank's sums.
@@ -277,6 +279,7 @@ class StepMerge(Merge):
                     self._replica.communicator,
                     *(_chosen(groups.compressed, of) for of in (arrays, scales, views)),
                     unit=unit,
+                    owner=layout.owners,
                 )
         if merged or self._replica.notice is not None:
             self._all_reduce(_chosen(merged, arrays), tuple(_chosen(merged, scales)), _chosen(merged, views))
@@ -355,13 +358,23 @@ class GradientMerge:
     def __init__(self, replica: Replica, compression: Compression | None = None) -> None:
         self._replica = replica
         self._merge = None if compression is None else StepMerge(replica, compression)
+        self._generation = replica.generation
 
-    def __call__(self, gradients: Sequence[Array]) -> list[Array]:
-        """The sums; all ranks must call with gradients of the same variables, in the same order."""
-        if self._merge is None:
-            return self._replica.all_reduce(gradients)
-        layout = StepLayout.of(gradients, [MergeWeight.GRADIENT] * len(gradients))
-        return [np.array(array) for array in layout.cut(self._merge(layout, gradients, 1.0))]
+    def of(self, variables: Sequence[Any]) -> Callable[[Sequence[Array]], list[Array]]:
+        """What sums gradients of these variables. All ranks must call it, with those of the same variables, in the same
+        order."""
+
+        def merge(gradients: Sequence[Array]) -> list[Array]:
+            if self._merge is None:
+                return self._replica.all_reduce(gradients)
+            # A member that has joined has nothing of what a compression keeps, some of it of steps that were undone.
+            if self._generation != self._replica.generation:
+                self._generation = self._replica.generation
+                self._merge.forget_compression()
+            layout = StepLayout.of(gradients, [MergeWeight.GRADIENT] * len(gradients), variables)
+            return [np.array(array) for array in layout.cut(self._merge(layout, gradients, 1.0))]
+
+        return merge
 
     def gather(self, rows: Sequence[GradientRows]) -> list[GradientRows]:
         """The rows of all ranks, of gradients that are single rows; all ranks must call. See `Merge.gather`."""

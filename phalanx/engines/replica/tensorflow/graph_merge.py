@@ -67,7 +67,7 @@ class GraphMerge:
         sparse = self.gather_slices(merged)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None and i not in sparse]
         tensors = [merged[i] for i in present]
-        values = self.merge(tensors, gradient_weights([weights[i] for i in present]))
+        values = self.merge(tensors, gradient_weights([weights[i] for i in present]), variables=weights)
         for i, value in [*zip(present, values, strict=True), *sparse.items()]:
             merged[i] = value
         return merged
@@ -103,6 +103,7 @@ class GraphMerge:
         tensors: Sequence[Any],
         weights: Sequence[MergeWeight],
         look: Callable[[StepLayout, Sequence[Array]], None] | None = None,
+        variables: Sequence[Any] = (),
     ) -> list[Any]:
         """The tensors, merged over all ranks.
 
@@ -110,6 +111,7 @@ class GraphMerge:
             tensors: of known shapes.
             weights: how each counts in the sum.
             look: called with the layout and the merged flat buffers, on the host.
+            variables: see `StepLayout.of`.
         """
         if not tensors:
             return []
@@ -119,7 +121,7 @@ class GraphMerge:
             # The first run knows the shapes; all later runs of this trace have the same.
             nonlocal layout
             if layout is None:
-                layout = StepLayout.of(arrays, weights)
+                layout = StepLayout.of(arrays, weights, variables)
             flats = self._merge(layout, arrays, self.share)
             if look is not None:
                 look(layout, flats)

@@ -163,7 +163,7 @@ class TorchEngine(ReplicaEngine):
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         if present:
             arrays = all_to_host([gradients[i] for i in present])
-            layout = StepLayout.of(arrays, gradient_weights([weights[i] for i in present]))
+            layout = StepLayout.of(arrays, gradient_weights([weights[i] for i in present]), weights)
             for i, tensor in zip(present, self._merged(layout, arrays)[1], strict=True):
                 merged[i] = tensor
         return merged
