@@ -18,6 +18,7 @@ import os
 import re
 import select
 import sys
+import unicodedata
 from collections.abc import Callable, Sequence
 from typing import BinaryIO, Protocol
 
@@ -63,8 +64,14 @@ def without_escapes(text: str) -> str:
 
 
 def width(text: str) -> int:
-    """Columns that a text without line breaks needs (one for each character)."""
-    return len(without_escapes(text))
+    """Columns that a text without line breaks needs.
+
+    Source: Unicode Standard Annex 11; East Asian characters and emoji take two columns, combining characters none.
+    """
+    shown = without_escapes(text)
+    if shown.isascii():
+        return len(shown)
+    return sum(2 if unicodedata.east_asian_width(each) in "WF" else not unicodedata.combining(each) for each in shown)
 
 
 def plain_text(content: bytes) -> str:

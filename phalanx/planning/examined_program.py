@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -34,6 +35,7 @@ from phalanx.config.plan_request import PlanRequest
 from phalanx.errors import PhalanxError
 from phalanx.planning.accelerators import DeviceTopology, parse_topology
 from phalanx.runtime.core_affinity import bind
+from phalanx.runtime.exit_codes import describe_exit
 from phalanx.transport.decoding import decode_json
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -84,24 +86,27 @@ def examine(
             start_new_session=True,  # Ctrl-C is this process's, which then ends it
         )
         try:
-            _wait(process, request.result, timeout_s)
+            is_late = _wait(process, request.result, timeout_s)
         finally:
             _end(process)
         if request.result.exists():
             return decode_json(request.result.read_bytes(), kind)
         output.seek(0)
-        raise PhalanxError(_failure(program, process.returncode, output.read().decode(errors="replace"), timeout_s))
+        text = output.read().decode(errors="replace")
+        raise PhalanxError(_failure(program, process.returncode, text, timeout_s if is_late else None))
 
 
-def _wait(process: subprocess.Popen[bytes], result: Path, timeout_s: float) -> None:
+def _wait(process: subprocess.Popen[bytes], result: Path, timeout_s: float) -> bool:
+    """Wait for the result, or the end of the program; returns whether it still runs without a result."""
     deadline = time.monotonic() + timeout_s
     while process.poll() is None and not result.exists() and time.monotonic() < deadline:
         time.sleep(POLL_S)
     if result.exists():
-        try:
+        # A program that catches SystemExit and continues: the answer is there already.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(EXIT_S)
-        except subprocess.TimeoutExpired:
-            return  # a program that catches SystemExit and continues: the answer is there already
+        return False
+    return process.poll() is None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -129,7 +134,7 @@ def _topology_variables(topology: DeviceTopology) -> dict[str, str]:
     return on_cpu | topology.tpu_variables
 
 
-def _failure(program: Sequence[str], code: int, output: str, timeout_s: float) -> str:
+def _failure(program: Sequence[str], code: int, output: str, timeout_s: float | None) -> str:
     lines = output.strip().splitlines()
     own_error = next((number for number, line in enumerate(lines) if line.startswith("phalanx.errors.")), 0)
     lines = lines[own_error:][-SHOWN_LINES:]  # an error of Phalanx says what its traceback would
@@ -140,8 +145,8 @@ def _failure(program: Sequence[str], code: int, output: str, timeout_s: float) -
             f"{name} ended without a fit() of a model that was created or compiled under a strategy's scope(), which "
             f"`phalanx plan` examines. Its last lines:{shown}"
         )
-    if code == -9:
+    if timeout_s is not None:
         cause = f"did not reach a fit() and take a few steps within {timeout_s:g} s (--timeout)"
     else:
-        cause = f"failed before its fit() was examined, with exit code {code}"
+        cause = f"{describe_exit(code)} before its fit() was examined"
     return f"{name} {cause}. Its last lines:{shown}"

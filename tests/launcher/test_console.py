@@ -129,9 +129,10 @@ def test_a_bar_that_ends_with_a_return_is_drawn_over_afterwards_too() -> None:
 
 
 def test_a_bar_wider_than_the_terminal_is_erased_whole() -> None:
-    live = LiveLine("[0] ")
-    live.feed("x" * 50)
-    assert live.above("line\n", columns=20).startswith("\r\x1b[2A\x1b[J")
+    for bar in ("x" * 50, "精度" * 12 + "xx", "x\u0301" * 50):  # 50 columns, as a terminal counts them
+        live = LiveLine("[0] ")
+        live.feed(bar)
+        assert live.above("line\n", columns=20).startswith("\r\x1b[2A\x1b[J")
 
 
 def test_a_character_cut_in_two_is_put_together() -> None:

@@ -67,6 +67,13 @@ def test_a_program_that_fails_is_an_error_with_its_last_lines(tmp_path: Path) ->
         examine(["-c", "import sys; print('no such file'); sys.exit(3)"], request, StepMeasurement, {}, BOUND_S)
 
 
+def test_a_program_that_is_killed_has_not_run_out_of_time(tmp_path: Path) -> None:
+    """The kernel kills one that needs more memory than there is."""
+    request = PlanRequest(tmp_path / "result")
+    with pytest.raises(PhalanxError, match="was killed by SIGKILL before its fit"):
+        examine(["-c", "import os; os.kill(os.getpid(), 9)"], request, StepMeasurement, {}, BOUND_S)
+
+
 def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     request = PlanRequest(tmp_path / "result")
     hangs = "import time; print('waits', flush=True); time.sleep(600)"
