@@ -10,7 +10,7 @@ import numpy as np
 from phalanx.collectives.communicator import Array, Communicator, ReduceOp
 from phalanx.collectives.fusion_layout import ranges
 from phalanx.collectives.host.argument_checks import native, output_arrays, scale_factors
-from phalanx.collectives.reduction import cast, check_reducible, merge_rows, wire_dtype
+from phalanx.collectives.reduction import cast, check_reducible, load, merge_rows, wire_dtype
 from phalanx.errors import CollectiveMismatchError, ConfigurationError
 
 
@@ -108,8 +108,9 @@ class ReductionToOneDevice:
     Args:
         reduce_to_device: the rank that merges; a device name such as `cpu:1` means the rank at its end. None for
             rank 0.
-        accumulation_fn: merges a list of arrays of equal shapes, one of each rank in rank order, into one array. `op`
-            may then be SUM or MEAN, which divides the result by the number of ranks. None to merge by `op`.
+        accumulation_fn: merges a list of arrays of equal shapes, one of each rank in rank order, into one array.
+            Floats of up to 16 bits come as float32. `op` may then be SUM or MEAN, which divides the result by the
+            number of ranks. None to merge by `op`.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class ReductionToOneDevice:
         return communicator.broadcast(results, self._root, out=results)
 
     def _reduce(self, communicator: Communicator, source: Array, op: ReduceOp, result: Array) -> None:
-        """Send `source` to the root, which stores the merged arrays in `result`."""
+        """Send `source`, in the wire dtype, to the root, which stores the merged arrays in `result`."""
         flat = source.reshape(-1)
         nothing = flat[:0]
         outgoing = [flat if rank == self._root else nothing for rank in range(communicator.world_size)]
@@ -166,12 +167,7 @@ class ReductionToOneDevice:
             np.copyto(result, merged if divisor == 1 else merged / divisor, casting="unsafe")
             return
         with np.errstate(all="ignore"):
-            merge_rows(
-                [cast(row, wire_dtype(row.dtype)) for row in rows],
-                result.reshape(-1),
-                op,
-                divisor,
-            )
+            merge_rows(rows, result.reshape(-1), op, divisor)
 
 
 def _agree(communicator: Communicator, op: ReduceOp, arrays: Sequence[Array]) -> None:
@@ -189,9 +185,14 @@ def _agree(communicator: Communicator, op: ReduceOp, arrays: Sequence[Array]) ->
 
 
 def _scaled(array: Array, factor: float) -> Array:
+    """`factor * array` in the wire dtype, in which ranks' values are merged before they are rounded."""
+    wire = wire_dtype(array.dtype)
     if factor == 1.0:
-        return array
-    return np.zeros_like(array) if factor == 0.0 else (array * factor).astype(array.dtype)
+        return cast(array, wire)
+    scaled = np.empty(array.shape, wire)
+    with np.errstate(all="ignore"):
+        load(array, factor, scaled)
+    return scaled
 
 
 def _rank_of(device: str | int | None) -> int:

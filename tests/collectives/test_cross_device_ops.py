@@ -112,6 +112,22 @@ def test_one_device_takes_what_a_communicator_takes(kind: Kind) -> None:
     assert all(kind.run(body))
 
 
+@kinds
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
+def test_one_device_rounds_narrow_floats_once(kind: Kind, dtype: Any) -> None:
+    """As the other algorithms do: not what a factor makes of each rank's part, which may be too large for the dtype."""
+
+    def body(communicator: HostCommunicator) -> bool:
+        largest = float(ml_dtypes.finfo(dtype).max)
+        sign = 1 if communicator.rank % 2 == 0 else -1
+        values = np.array([1.0, 0.3, -2.7, sign * 0.75 * largest], np.float32).astype(dtype)
+        (expected,) = communicator.all_reduce([values], scale=1.7)
+        (found,) = ReductionToOneDevice().all_reduce(communicator, [values], scale=1.7)
+        return found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
+
+    assert all(kind.run(body))
+
+
 def test_arguments_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="must be a rank"):
         ReductionToOneDevice("the big one")
