@@ -176,7 +176,8 @@ class _GradientReduction:
         """See `torch.optim.Optimizer.load_state_dict`."""
         self._hvd_reducer.reset()
         self._hvd_is_synchronized = False
-        super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        with _groups_kept(self):
+            super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
 class _StepReduction:
@@ -191,6 +192,11 @@ class _StepReduction:
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Gradients of any number of backward passes add up before a step; nothing needs to be set."""
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """See `torch.optim.Optimizer.load_state_dict`."""
+        with _groups_kept(self):
+            super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def synchronize(self) -> None:
         """Nothing is reduced before the step."""
@@ -225,6 +231,19 @@ class _StepReduction:
             lambda: grouped_allreduce_(changes, name="steps", op=Adasum, process_set=self._hvd_reduction.process_set),  # type: ignore[no-any-return]
             applied=True,
         )
+
+
+@contextmanager
+def _groups_kept(optimizer: Any) -> Iterator[None]:
+    """Inside, a state is loaded. Its options go into the parameter groups that there are, in which a scheduler that was
+    made for the original optimizer sets the learning rate; PyTorch would replace them."""
+    groups = optimizer.param_groups
+    yield
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        if loaded is not group:
+            group.clear()
+            group.update(loaded)
+    optimizer.param_groups = groups
 
 
 def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Parameter]] | None) -> dict[Parameter, str]:

@@ -577,6 +577,25 @@ def check_learning_rate_schedulers_may_be_made_before() -> None:
         assert hvd.allgather(next(model.parameters())[:1].detach()).unique(dim=0).shape[0] == 1
 
 
+def check_a_scheduler_that_was_made_before_outlives_loaded_states() -> None:
+    for op in (hvd.Average, hvd.Adasum):
+        model = nn.Linear(2, 1)
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+        scheduler = torch.optim.lr_scheduler.StepLR(sgd, step_size=1, gamma=0.5)
+        optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), op=op)
+        rates = []
+        for from_root in (True, False):
+            if from_root:
+                hvd.broadcast_optimizer_state(optimizer, 0)
+            else:
+                optimizer.load_state_dict(optimizer.state_dict())
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # there was no step
+                scheduler.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        assert hvd.allgather_object(rates) == [[0.5, 0.25]] * hvd.size()
+
+
 def check_a_closure_that_computes_nothing_takes_what_was_merged() -> None:
     model, reference = nn.Linear(600, 600), nn.Linear(600, 600)
     hvd.broadcast_parameters(model.state_dict(), 0)
