@@ -150,7 +150,9 @@ class Dashboard:
 
     async def show_metrics(self, request: Request) -> Response:
         await self.refresh()
-        content, kind = prometheus_metrics.expose([job.view for job in self.hub.jobs.values()])
+        # The last figures of a job whose launcher was killed, or does not answer, are not those of now.
+        views = [job.view for job in self.hub.jobs.values() if not job.follower.problem]
+        content, kind = prometheus_metrics.expose(views)
         return Response(content, media_type=kind)
 
     async def act(self, request: Request) -> Response:

@@ -207,6 +207,10 @@ def test_the_page_says_that_a_launcher_is_silent_or_gone(running: object, hub: J
         return found + [_parse(event) async for event in stream]
 
     job.follower.update = list  # type: ignore[method-assign]
+    assert "j0b" in client(hub).get("/metrics").text
+    job.follower.is_gone = True
+    assert "j0b" not in client(hub).get("/metrics").text
+    job.follower.is_gone = False
     _, *messages, over = asyncio.run(asyncio.wait_for(read(), 60))
     heads = [message["head"] for _, message in messages]
     assert [head["problem"] for head in heads] == ["", "launcher does not answer", "", "launcher gone"]

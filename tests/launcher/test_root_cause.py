@@ -68,7 +68,8 @@ def test_who_does_not_go_down_after_its_own_error_is_the_cause() -> None:
 
 
 def test_a_job_without_failure_succeeds() -> None:
-    assert find_root_cause([end(0, 0, 0), end(1, 0, 1)]).success
+    verdict = find_root_cause([end(0, 0, 0), end(1, 0, 1)])
+    assert (verdict.success, verdict.reason) == (True, "all tasks ended without error")
 
 
 def test_an_error_of_its_own_is_the_cause_even_if_it_was_seen_last() -> None:
