@@ -220,7 +220,7 @@ class HorovodJob:
             return
         flush = not process_exit.has_failed()
         timeline_relay.stop_recording()
-        telemetry.current.watch_traffic(None)
+        telemetry.leave()
         self._end(flush=flush)
         self._node.close(flush=flush)
 

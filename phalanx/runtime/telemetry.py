@@ -70,8 +70,9 @@ class Telemetry:
         self._logs: dict[str, float | None] = {}
         self._finished_epoch: FinishedEpoch | None = None
         self._read_traffic: Callable[[], Traffic] | None = None
-        self._waited_s = 0.0  # of all that was read so far
-        self._computed_s = 0.0
+        # Of all that was read so far: a process may join another job, whose traffic begins at 0.
+        self._waited_s = self._computed_s = 0.0
+        self._bytes_sent = self._bytes_on_links = 0
         self._last_at = time.monotonic()
         self._last_traffic: Traffic | None = None
 
@@ -95,22 +96,15 @@ class Telemetry:
 
     def measure(self) -> WorkerFigures:
         """The figures now. Called regularly, by one thread at a time."""
-        read = self._read_traffic  # once: the main thread may leave the job meanwhile
-        now, traffic = time.monotonic(), None if read is None else read()
-        passed_s, self._last_at = now - self._last_at, now
-        before_s = 0.0 if self._last_traffic is None else self._last_traffic.waited_s
-        self._last_traffic = traffic
-        # Collectives in the background count twice, and one that ends just now may be missed once.
-        waited_s = 0.0 if traffic is None else min(max(0.0, traffic.waited_s - before_s), passed_s)
-        self._waited_s, self._computed_s = self._waited_s + waited_s, self._computed_s + passed_s - waited_s
+        self.count()
         self.are_logs_due = True
         return WorkerFigures(
             computed_s=round(self._computed_s, 6),
             waited_s=round(self._waited_s, 6),
             steps=progress.steps(),
             samples=self.samples,
-            bytes_sent=0 if traffic is None else traffic.bytes_sent,
-            bytes_on_links=0 if traffic is None else traffic.bytes_on_links,
+            bytes_sent=self._bytes_sent,
+            bytes_on_links=self._bytes_on_links,
             memory=resident_bytes(),
             gpu=None if self.read_gpu is None else self.read_gpu(),
             logs=self._logs,
@@ -118,6 +112,21 @@ class Telemetry:
             checkpoint=self.checkpoint,
             server=None if self.read_server is None else self.read_server(),
         )
+
+    def count(self) -> None:
+        """Add what the process has sent, waited for and computed since the last time. By one thread at a time."""
+        read = self._read_traffic  # once: the main thread may leave the job meanwhile
+        now, traffic = time.monotonic(), None if read is None else read()
+        passed_s, self._last_at = now - self._last_at, now
+        before, self._last_traffic = self._last_traffic or WorkerTraffic(0, 0, 0.0), traffic
+        if traffic is None:
+            self._computed_s += passed_s
+            return
+        # Collectives in the background count twice, and one that ends just now may be missed once.
+        waited_s = min(max(0.0, traffic.waited_s - before.waited_s), passed_s)
+        self._waited_s, self._computed_s = self._waited_s + waited_s, self._computed_s + passed_s - waited_s
+        self._bytes_sent += max(0, traffic.bytes_sent - before.bytes_sent)
+        self._bytes_on_links += max(0, traffic.bytes_on_links - before.bytes_on_links)
 
 
 current = Telemetry()
@@ -138,6 +147,14 @@ def announce(read_traffic: Callable[[], Traffic] | None = None) -> None:
         current.start()
         atexit.register(_write)  # what the last beat has missed
         threading.Thread(target=_beat, name="phalanx-telemetry", daemon=True).start()
+
+
+def leave() -> None:
+    """The process leaves its job: what it has sent since the last beat counts, too."""
+    if _announcing_pid == os.getpid():  # as in `_write`
+        with _writing:
+            current.count()
+    current.watch_traffic(None)
 
 
 def resident_bytes() -> int:

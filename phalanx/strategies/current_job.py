@@ -220,5 +220,5 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions, devices: Seq
         raise
     telemetry.current.read_gpu = gpu_figures.read
     telemetry.announce(lambda: communicator.statistics)
-    job.before_leaving(lambda: telemetry.current.watch_traffic(None))
+    job.before_leaving(telemetry.leave)
     return job

@@ -53,7 +53,24 @@ def test_time_is_computing_or_waiting_and_the_job_may_be_joined_again(now: list[
     waited[0] = 0.0  # another communicator
     own.watch_traffic(None)
     now[0] += 1.0
-    assert own.measure().computed_s == 1.75
+    figures = own.measure()
+    assert (figures.computed_s, figures.bytes_sent, figures.bytes_on_links) == (1.75, 10, 3)
+    own.watch_traffic(lambda: WorkerTraffic(2, 1, waited[0]))
+    figures = own.measure()
+    assert (figures.bytes_sent, figures.bytes_on_links) == (12, 4)
+
+
+def test_what_was_sent_just_before_a_process_leaves_its_job_counts(
+    now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Telemetry()
+    monkeypatch.setattr(telemetry, "current", own)
+    monkeypatch.setattr(telemetry, "_announcing_pid", os.getpid())
+    own.watch_traffic(lambda: WorkerTraffic(10, 3, 0.5))
+    now[0] += 2.0
+    telemetry.leave()
+    figures = own.measure()
+    assert (figures.bytes_sent, figures.bytes_on_links, figures.waited_s) == (10, 3, 0.5)
 
 
 def test_imports_and_the_wait_for_the_other_processes_are_no_computing(
