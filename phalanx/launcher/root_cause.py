@@ -142,8 +142,8 @@ def find_root_cause(ends: Sequence[WorkerExit], *, interrupted_by: int | None = 
         meaning = exit_codes.meaning(code)
         return RootCause(code, None, f"it was stopped from outside: {meaning.sentence}", True)
     if not own:
-        lost = [end for end in ends if end.failed and not end.by_launcher]
-        return RootCause(0, None, "the others finished the job" if lost else "all tasks ended without error")
+        is_whole = not any(end.failed and not end.by_launcher for end in ends)
+        return RootCause(0, None, "all tasks ended without error" if is_whole else "the others finished the job")
     lost = _falsely_successful(ends, own)
     if lost is not None:
         how = "and did not end" if lost.stalled else "with exit code 0"
