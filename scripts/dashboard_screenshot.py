@@ -16,7 +16,7 @@ from playwright.sync_api import sync_playwright
 
 from phalanx.dashboard import browser_view, page
 from phalanx.launcher.job_follower import read_events
-from phalanx.monitoring.job_events import JobEnded, TaskExited
+from phalanx.monitoring.job_events import JobEnded, JobEvent, TaskExited
 from phalanx.monitoring.job_view import replay
 
 WIDTH, HEIGHT = 1280, 1160
@@ -28,9 +28,8 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     parser.add_argument("--dark", action="store_true")
     arguments = parser.parse_args()
-    events = list(read_events(arguments.log_dir))
-    while events and (isinstance(events[-1], JobEnded) or (isinstance(events[-1], TaskExited) and not events[-1].code)):
-        events.pop()
+    # Figures of tasks that still run come between the exits of the others.
+    events = [each for each in read_events(arguments.log_dir) if not is_of_the_end(each)]
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         document = Path(folder) / "page.html"
         document.write_text(page.render(browser_view.message(replay(events), control=True)))
@@ -42,6 +41,10 @@ def main() -> None:
         shown.wait_for_timeout(500)
         shown.screenshot(path=arguments.picture)
         browser.close()
+
+
+def is_of_the_end(event: JobEvent) -> bool:
+    return isinstance(event, JobEnded) or (isinstance(event, TaskExited) and not event.code)
 
 
 if __name__ == "__main__":
