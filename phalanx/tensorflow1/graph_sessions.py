@@ -111,13 +111,26 @@ def naming_absent_chief(max_wait_s: float | None) -> Iterator[float]:
         ) from error
 
 
+class ChiefSessionCreator(tf.compat.v1.train.ChiefSessionCreator):  # type: ignore[misc]
+    """Creates the chief's session of a `tf.train.MonitoredSession`, with TensorFlow's arguments and bounded waits."""
+
+    def create_session(self) -> Any:
+        """Wait for the tasks, and initialize or restore the variables; returns the session.
+
+        Raises: RendezvousError or PeerLostError naming who is missing.
+        """
+        self._config: Any = with_filters(self._master, self._config, v1.get_default_graph())
+        await_tasks(self._master, self._config)
+        return super().create_session()
+
+
 class WorkerSessionCreator(tf.compat.v1.train.SessionCreator):  # type: ignore[misc]
     """Creates the session of a worker that is not the chief, as that of TensorFlow.
 
     Args:
         scaffold: as for TensorFlow.
         master: target of the server.
-        config: of the session, from `with_filters`.
+        config: of the session, as for `Session`.
         max_wait_secs: seconds to wait for the chief; None: PHALANX_RENDEZVOUS_TIMEOUT.
     """
 
@@ -133,8 +146,9 @@ class WorkerSessionCreator(tf.compat.v1.train.SessionCreator):  # type: ignore[m
         Raises: RendezvousError or PeerLostError naming who is missing.
         """
         scaffold = self._scaffold
+        config = with_filters(self._master, self._config, v1.get_default_graph())
         scaffold.finalize()
-        await_tasks(self._master, self._config)
+        await_tasks(self._master, config)
         manager = v1.train.SessionManager(
             local_init_op=scaffold.local_init_op,
             ready_op=scaffold.ready_op,
@@ -143,7 +157,7 @@ class WorkerSessionCreator(tf.compat.v1.train.SessionCreator):  # type: ignore[m
             recovery_wait_secs=POLL_CHIEF_S,
         )
         with naming_absent_chief(self._max_wait_secs) as bound_s:
-            return manager.wait_for_session(self._master, self._config, bound_s)
+            return manager.wait_for_session(self._master, config, bound_s)
 
 
 def MonitoredTrainingSession(*args: Any, **kwargs: Any) -> Any:

@@ -37,6 +37,9 @@ def check_a_local_server() -> None:
             assert session.run(following) == 1
         with tf.Session(server.target) as session:
             assert session.run(count) == 0
+        for create in (tf.train.ChiefSessionCreator, tf.train.WorkerSessionCreator):
+            with tf.train.MonitoredSession(create(master=server.target)) as session:
+                assert session.run(following) == 1
     with pytest.raises(ConfigurationError, match="found no cluster"):
         tf.train.Server()
     with pytest.raises(ConfigurationError, match="Add the workers"):
@@ -70,6 +73,8 @@ def check_servers_that_do_not_come_are_named() -> None:
                 lambda: tf.Session(server.target),
                 lambda: tf.train.MonitoredTrainingSession(server.target),
                 lambda: tf.train.MonitoredTrainingSession(server.target, is_chief=False),
+                lambda: tf.train.MonitoredSession(tf.train.ChiefSessionCreator(master=server.target)),
+                lambda: tf.train.MonitoredSession(tf.train.WorkerSessionCreator(master=server.target)),
                 lambda: tf.train.Supervisor().managed_session(server.target).__enter__(),
             ):
                 with pytest.raises(RendezvousError, match=r"ps/0 at 127.0.0.1:\d+ refuses connections"):

@@ -8,9 +8,14 @@ import tensorflow.compat.v1.train as _tensorflow
 
 from phalanx.compat.unsupported_names import missing_attribute
 from phalanx.tensorflow1.graph_server import Server
-from phalanx.tensorflow1.graph_sessions import MonitoredTrainingSession, Supervisor
+from phalanx.tensorflow1.graph_sessions import (
+    ChiefSessionCreator,
+    MonitoredTrainingSession,
+    Supervisor,
+    WorkerSessionCreator,
+)
 
-__all__ = ["MonitoredTrainingSession", "Server", "Supervisor"]
+__all__ = ["ChiefSessionCreator", "MonitoredTrainingSession", "Server", "Supervisor", "WorkerSessionCreator"]
 
 
 def __getattr__(name: str) -> Any:
