@@ -133,7 +133,8 @@ class Dashboard:
                     if view.started is not None and (view is not before or problem != former):
                         yield _event(browser_view.message(view, before, control=self._control, problem=problem))
                         before = view
-                    if view.status != RUNNING or is_gone:  # it has ended, or its launcher was killed
+                    # It has ended, or its launcher was killed. Other jobs may begin, which the page lists.
+                    if (view.status != RUNNING or is_gone) and self.hub.only is not None:
                         yield _event({}, "over")
                         return
                 if self._is_closing:

@@ -38,11 +38,12 @@ class JobHub:
         only: the id of the one job to follow; None for all.
 
     Attributes:
+        only: as given.
         jobs: by id, the newest last. Replaced by `update`, and never changed: other threads may go through it.
     """
 
     def __init__(self, only: str | None = None):
-        self._only = only
+        self.only = only
         self._updating = threading.Lock()  # a follower that two threads ask at once gets the same events twice
         self.jobs: dict[str, FollowedJob] = {}
 
@@ -51,7 +52,7 @@ class JobHub:
         with self._updating:
             jobs = dict(self.jobs)
             for entry in running():
-                if entry.is_here and entry.job not in jobs and self._only in (None, entry.job):
+                if entry.is_here and entry.job not in jobs and self.only in (None, entry.job):
                     jobs[entry.job] = FollowedJob(entry, JobFollower(entry.socket_path))
             for job in jobs.values():
                 job.follower.update()

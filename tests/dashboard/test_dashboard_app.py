@@ -46,7 +46,7 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[J
 
 @pytest.fixture
 def hub(running: tuple[JobRecorder, Job]) -> JobHub:
-    hub = JobHub()
+    hub = JobHub("j0b")
     hub.update()
     return hub
 
@@ -191,6 +191,29 @@ def test_the_stream_says_what_changes_until_the_job_is_over(hub: JobHub, running
     assert news["feed"][-1][2] == "news"
     assert "points" not in news
     assert (end["head"]["status"], end["head"]["page"], over) == ("failed", "why", "over")
+
+
+def test_the_page_lists_jobs_that_begin_after_the_one_that_it_shows(running: tuple[JobRecorder, Job]) -> None:
+    recorder, _ = running
+    hub = JobHub()
+    hub.update()
+
+    async def read() -> list[tuple[str, Any]]:
+        dashboard = Dashboard(hub, token=TOKEN, port=PORT)
+        stream = dashboard.events("")
+        found = [_parse(await anext(stream)) for _ in range(2)]
+        recorder.record(events.JobEnded(120.0, 0, "over"))
+        await dashboard.refresh()
+        found.append(_parse(await anext(stream)))
+        with registered("next", ["train.py"]):
+            await dashboard.refresh()
+        found.append(_parse(await anext(stream)))
+        dashboard.close()
+        return found + [_parse(event) async for event in stream]
+
+    _, _, (_, end), (listed, jobs) = asyncio.run(asyncio.wait_for(read(), 60))
+    assert (end["head"]["status"], listed) == ("succeeded", "jobs")
+    assert ([each["job"] for each in jobs["jobs"]], jobs["job"]) == (["j0b", "next"], "j0b")
 
 
 def test_the_page_says_that_a_launcher_is_silent_or_gone(running: object, hub: JobHub) -> None:
