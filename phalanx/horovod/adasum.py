@@ -53,7 +53,11 @@ def combine(left: Array, right: Array, dots: Array) -> Array:
     both, of_left, of_right = (float(value) for value in dots)
     left_factor = 1.0 - both / (2.0 * of_left) if of_left >= TINY else 1.0
     right_factor = 1.0 - both / (2.0 * of_right) if of_right >= TINY else 1.0
-    return (left_factor * left + right_factor * right).astype(left.dtype, copy=False)
+    # A gradient that nearly vanishes beside the other has a factor that float32 may not hold, while the product does.
+    is_held = max(abs(left_factor), abs(right_factor)) <= float(np.finfo(left.dtype).max)
+    dtype = left.dtype if is_held else np.float64
+    combined = left_factor * left.astype(dtype, copy=False) + right_factor * right.astype(dtype, copy=False)
+    return combined.astype(left.dtype, copy=False)
 
 
 def _merge(vectors: Sequence[Array], communicator: Communicator) -> list[Array]:

@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.cluster.membership import Membership
 from phalanx.collectives import connect
-from phalanx.horovod.adasum import adasum
+from phalanx.horovod.adasum import adasum, combine
 from tests.support.processes import run_ranks, values
 
 SHAPES = ((1000,), (3, 5), (), (0,), (257,))
@@ -46,3 +46,12 @@ def test_adasum_is_that_of_the_paper(size: int, dtype: str, rtol: float) -> None
         for merged in results:
             np.testing.assert_allclose(merged[index].astype(np.float64), expected, rtol=rtol, atol=rtol)
             np.testing.assert_array_equal(merged[index], results[0][index])
+
+
+def test_a_gradient_that_nearly_vanishes_beside_the_other() -> None:
+    tiny, large = np.full(4, 1e-40, np.float32), np.ones(4, np.float32)
+    for left, right in ((tiny, large), (large, tiny)):
+        dots = [np.dot(a.astype(np.float64), b) for a, b in ((left, right), (left, left), (right, right))]
+        combined = combine(left, right, np.array(dots))
+        assert combined.dtype == np.float32
+        np.testing.assert_allclose(combined, 0.5, rtol=1e-6)  # the mean, since they are parallel
