@@ -19,10 +19,10 @@ from typing import Any
 
 import keras
 import numpy as np
-from sklearn.datasets import load_digits
 
 import phalanx
 from tests.elastic.program import Log, Watch, life_of, model
+from tests.support.digits import load_digits
 from tests.support.seeds import set_random_seed
 
 BATCH = 64
@@ -68,7 +68,7 @@ def main() -> None:
     set_random_seed(3)
     strategy = phalanx.MultiWorkerMirroredStrategy()
     signal.signal(signal.SIGUSR1, lambda *_: break_off(strategy))
-    images, labels = load_digits(return_X_y=True)
+    images, labels = load_digits()
     x, y = (images / 16).reshape(-1, 8, 8, 1).astype("float32")[: options.samples], labels[: options.samples]
     with strategy.scope():
         net = model(False)

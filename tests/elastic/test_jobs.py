@@ -120,6 +120,7 @@ def test_one_that_returns_draws_as_the_others_have_drawn(tmp_path):
     assert all(counts == [1] for counts in run.result["ledger"].values())
 
 
+@pytest.mark.slow
 def test_one_that_returns_takes_part(tmp_path, undisturbed):
     """The job waits for it, as two members are needed."""
     run = Run(tmp_path / "run", FIRST, "3:3", "--kill", "worker/2:1:10th")

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sklearn.datasets import load_digits
+
+from tests.support.digits import load_digits
 
 Arrays = tuple[np.ndarray, np.ndarray]
 
 
 def digits(training: int = 480, testing: int = 160) -> tuple[Arrays, Arrays]:
     """Handwritten digits of 8 x 8 pixels from 0 to 16, to train on and to test on, as MNIST comes."""
-    found = load_digits()
-    images, labels = found.images.astype("float32"), found.target.astype("int64")
+    images, labels = load_digits()
+    images, labels = images.reshape(-1, 8, 8).astype("float32"), labels.astype("int64")
     return (images[:training], labels[:training]), (images[-testing:], labels[-testing:])
 
 

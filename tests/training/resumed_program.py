@@ -13,9 +13,9 @@ from pathlib import Path
 
 import keras
 import numpy as np
-from sklearn.datasets import load_digits
 
 import phalanx
+from tests.support.digits import load_digits
 from tests.support.seeds import set_random_seed
 
 EPOCHS, BATCH = 4, 100
@@ -47,7 +47,7 @@ class AtStep(keras.callbacks.Callback):
 def main() -> None:
     folder, result = Path(sys.argv[1]), Path(sys.argv[2])
     set_random_seed(1)
-    x, y = load_digits(return_X_y=True)
+    x, y = load_digits()
     x, y = (x[: STEPS * BATCH] / 16).astype("float32"), y[: STEPS * BATCH]
     if "diloco" in sys.argv:
         strategy: phalanx.MultiWorkerMirroredStrategy = phalanx.DiLoCoStrategy(4, compression="float16")

@@ -12,10 +12,10 @@ from typing import Any
 
 import keras
 import numpy as np
-from sklearn.datasets import load_digits
 
 import phalanx
 from phalanx.strategies.current_job import current_replica
+from tests.support.digits import load_digits
 from tests.support.seeds import set_random_seed
 
 BATCH, EPOCHS = 128, 2
@@ -56,7 +56,7 @@ def main(path: Path, kind: str) -> None:
         coordinator.join()
         path.write_text(json.dumps({"values": coordinator.fetch(values)}))
         return
-    images, labels = load_digits(return_X_y=True)
+    images, labels = load_digits()
     x, y = (images / 16).astype("float32"), labels
     with strategy.scope():
         net = keras.Sequential([keras.layers.Input((64,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)])
