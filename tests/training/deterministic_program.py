@@ -36,18 +36,27 @@ def mlp(dropout: float) -> Any:
     return model
 
 
-def train_mlp(model: Any) -> dict[str, Any]:
+def data_of_mlp() -> tuple[Any, Any, Any]:
     random = np.random.default_rng(0)
     x = random.normal(size=(103, 20)).astype("float32")
-    y = (x[:, :1] > 0).astype("float32")
-    weights = random.uniform(size=103)
+    return x, (x[:, :1] > 0).astype("float32"), random.uniform(size=103)
+
+
+def fit_mlp(model: Any) -> dict[str, Any]:
+    x, y, weights = data_of_mlp()
     validation = (x[:71], y[:71], weights[:71])
     history = model.fit(
         x, y, 40, epochs=2, sample_weight=weights, validation_data=validation, validation_batch_size=33, verbose=0
     )
+    return {"history": history.history}
+
+
+def train_mlp(model: Any) -> dict[str, Any]:
+    found = fit_mlp(model)
+    x, y, _ = data_of_mlp()
     more = model.fit(x, y, 40, class_weight={0: 1.0, 1: 3.0}, verbose=0).history
     return {
-        "history": history.history,
+        **found,
         "of weighted classes": more,
         "train_on_batch": model.train_on_batch(x[:7], y[:7]),
         "test_on_batch": model.test_on_batch(x[:31], y[:31]),
@@ -115,6 +124,7 @@ def train_convolution(model: Any) -> dict[str, Any]:
 
 MODELS = {
     "mlp": (mlp, train_mlp),
+    "mlp_in_fit": (mlp, fit_mlp),
     "sequence": (sequence, train_sequence),
     "rows": (rows, train_rows),
     "convolution": (convolution, train_convolution),
