@@ -9,7 +9,7 @@ import keras
 from keras import ops, optimizers
 
 from tests.training.scenarios.common import BATCH, classifier, compiled, features, fitted, labels
-from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, add, scenario
+from tests.training.scenarios.registry import EACH_KIND, ONE_BACKEND, Setting, add, scenario
 from tests.training.scenarios.steps import STEPS
 
 
@@ -97,7 +97,7 @@ CUSTOM: dict[str, Callable[[], Any]] = {
     "around_another": Delegating,
     "loss_scale_factor": lambda: optimizers.SGD(0.2, momentum=0.9, loss_scale_factor=8.0),
 }
-QUICK = {"apply": BACKENDS, "apply_gradients": ("tensorflow", "torch"), "around_another": ("jax", "torch")}
+QUICK = {"apply": EACH_KIND, "apply_gradients": ("tensorflow", "torch"), "around_another": ONE_BACKEND}
 """Keras calls `apply_gradients` on TensorFlow alone; the state of an optimizer inside is an argument on JAX alone."""
 
 

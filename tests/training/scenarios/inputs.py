@@ -23,7 +23,7 @@ from tests.training.scenarios.common import (
     labels,
     weights,
 )
-from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, ON_TENSORFLOW, ONE_BACKEND, Setting, scenario
 
 
 def _generate(rounds: int = 1) -> Iterator[Any]:
@@ -34,7 +34,7 @@ def _generate(rounds: int = 1) -> Iterator[Any]:
             yield x[rows], y[rows], weight[rows]
 
 
-@scenario(needs=("tensorflow",), quick=ONE_BACKEND)
+@scenario(needs=("tensorflow",), quick=ON_TENSORFLOW)
 def tf_dataset(setting: Setting) -> dict[str, Any]:
     import tensorflow as tf
 
@@ -47,7 +47,7 @@ def tf_dataset(setting: Setting) -> dict[str, Any]:
     }
 
 
-@scenario(needs=("tensorflow",), quick=ONE_BACKEND)
+@scenario(needs=("tensorflow",), quick=ON_TENSORFLOW)
 def validation_data_without_a_batch(setting: Setting) -> dict[str, Any]:
     import tensorflow as tf
 
@@ -105,7 +105,7 @@ class Copier(keras.Sequential):  # type: ignore[misc]
         return keras.ops.mean(keras.ops.square(x - y_pred))
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=ONE_BACKEND)
 def generator_whose_elements_have_absent_parts(setting: Setting) -> dict[str, Any]:
     """They reach a custom `train_step`, so that `x, y = data` works."""
     found = {}

@@ -598,7 +598,7 @@ def batch_normalization_over_all_replicas_in_a_step_of_its_own(setting: Setting)
     return {"entropy": found["history"]["entropy"], "weights": found["weights"]}
 
 
-@scenario(backends=("jax", "tensorflow"), quick=("jax", "tensorflow"), worlds=(2,))
+@scenario(backends=("jax", "tensorflow"), quick=("jax",), worlds=(2,))
 def stateful_layers(setting: Setting) -> dict[str, Any]:
     """A sample of a batch continues the sample at its place in the batch before, on the same replica. (On
     PyTorch Keras itself cannot train them.)"""

@@ -50,7 +50,7 @@ def loss_reduction_mean_with_sample_weight(setting: Setting) -> dict[str, Any]:
     return fitted(model, y=numbers(), sample_weight=weights()) | observed(model, y=numbers(), sample_weight=weights())
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=ONE_BACKEND)
 def negative_sample_weights(setting: Setting) -> dict[str, Any]:
     """The weights of a rank's part of a batch sum to nothing, or to less."""
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
@@ -291,7 +291,7 @@ def _one_number(
     return run
 
 
-add("loss_that_is_one_number", _one_number(_summed, adds=True, weighted=True), quick=BACKENDS)
+add("loss_that_is_one_number", _one_number(_summed, adds=True, weighted=True), quick=ONE_BACKEND)
 add("loss_that_is_a_mean_with_added_losses", _one_number(_averaged, adds=True), quick=ONE_BACKEND)
 add("loss_of_compute_loss_that_is_one_number", _one_number(_summed, computes=True), quick=ONE_BACKEND)
 
@@ -311,7 +311,7 @@ def a_loss_of_each_sample_that_depends_on_others(setting: Setting) -> dict[str, 
     return fitted(model, y=np.abs(features())[:, :CLASSES])
 
 
-@scenario(quick=BACKENDS, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "OverGlobalBatch")))
+@scenario(quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "OverGlobalBatch")))
 def a_loss_with_its_own_call_that_relates_samples(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, partial(_mapper, normalizes=False), loss=SupervisedContrastive())
     return fitted(model, y=np.abs(features())[:, :CLASSES])

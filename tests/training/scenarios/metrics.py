@@ -274,7 +274,7 @@ def metric_function_of_the_whole_batch(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, regressor, loss="mse", metrics=["mae", root_error]), y=numbers())
 
 
-@scenario(quick=BACKENDS, error=_refused("The metric 'correlation' (PearsonCorrelation) cannot be merged"))
+@scenario(quick=ONE_BACKEND, error=_refused("The metric 'correlation' (PearsonCorrelation) cannot be merged"))
 def metric_over_the_samples_of_a_batch(setting: Setting) -> dict[str, Any]:
     correlation = metrics.PearsonCorrelation(axis=0, name="correlation")
     return observed(compiled(setting, regressor, loss="mse", metrics=[correlation]), y=numbers())

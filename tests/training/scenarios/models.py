@@ -21,7 +21,7 @@ from tests.training.scenarios.common import (
     regressor,
     weights,
 )
-from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, scenario
 
 
 @scenario(quick=ONE_BACKEND)
@@ -30,7 +30,7 @@ def sequential_adam(setting: Setting) -> dict[str, Any]:
     return fitted(model) | observed(model)
 
 
-@scenario(quick=BACKENDS, quick_of_three=True)
+@scenario(quick=ONE_BACKEND, quick_of_three=True)
 def functional_sgd_momentum_sample_weight(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
         inputs = keras.Input((FEATURES,))
@@ -59,7 +59,7 @@ class Subclassed(keras.Model):
         return self.out(self.hidden(inputs))
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=EACH_KIND)
 def subclassed_adam_class_weight(setting: Setting) -> dict[str, Any]:
     model = compiled(
         setting,

@@ -10,7 +10,7 @@ import keras
 from keras import layers, ops
 
 from tests.training.scenarios.common import BATCH, FEATURES, compiled, features, fitted, numbers
-from tests.training.scenarios.registry import BACKENDS, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
 
 
 def _refused(text: str) -> dict[str, tuple[str, str]]:
@@ -48,7 +48,7 @@ def _trained(setting: Setting, build: Callable[[], Any], **arguments: Any) -> di
     return fitted(compiled(setting, build, loss="mse", **arguments), y=numbers())
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=ONE_BACKEND)
 def layer_that_averages(setting: Setting) -> dict[str, Any]:
     return _trained(setting, _with(Tracking))
 
@@ -58,7 +58,7 @@ def layer_that_sums(setting: Setting) -> dict[str, Any]:
     return _trained(setting, _with(lambda: Tracking(sums=True)))
 
 
-@scenario(quick=BACKENDS, error=_refused("'centering') computes something of all samples"))
+@scenario(quick=ONE_BACKEND, error=_refused("'centering') computes something of all samples"))
 def layer_that_uses_the_mean_of_the_batch(setting: Setting) -> dict[str, Any]:
     return _trained(setting, _with(lambda: layers.Dense(4), Centering))
 
@@ -308,7 +308,7 @@ def _validated(model: Any) -> dict[str, Any]:
     return fitted(model, features(), numbers(), validation_data=(features(BATCH, seed=1), numbers(BATCH, seed=1)))
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=ONE_BACKEND)
 def own_test_step_that_logs_a_mean(setting: Setting) -> dict[str, Any]:
     return _evaluated(setting, lambda error: {"square": ops.mean(ops.square(error)), "error": ops.mean(error)})
 

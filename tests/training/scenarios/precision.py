@@ -11,7 +11,7 @@ import numpy as np
 from keras import layers
 
 from tests.training.scenarios.common import CLASSES, FEATURES, compiled, features, fitted, labels
-from tests.training.scenarios.registry import BACKENDS, Setting, scenario
+from tests.training.scenarios.registry import EACH_KIND, Setting, scenario
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def _trained_in_float8(setting: Setting, batch_size: int = 11, epochs: int = 2, 
     return {"weights": model.get_weights(), "optimizer": optimizer, "evaluate": evaluated}
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=EACH_KIND)
 def float8(setting: Setting) -> dict[str, Any]:
     """The largest value of the global batch decides on the scales, and gradients are rounded as they are there."""
     return _trained_in_float8(setting)

@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.training.scenarios.common import BATCH, FEATURES, SAMPLES, classifier, compiled, features, fitted_on, labels
 from tests.training.scenarios.inputs import ShortPages
-from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, add, scenario
+from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ON_TENSORFLOW, ONE_BACKEND, Setting, add, scenario
 
 BATCHES = 6
 SIZE = 4
@@ -36,7 +36,7 @@ class Refilled(keras.utils.PyDataset):
         return self._x, self._y
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=EACH_KIND)
 def py_dataset_that_fills_one_buffer(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, metrics=["accuracy"])
     found = fitted_on(model, Refilled(), validation_data=Refilled())
@@ -52,7 +52,7 @@ def _refilled() -> Iterator[Any]:
         yield data[index]
 
 
-@scenario(quick=EACH_KIND)
+@scenario(quick=ONE_BACKEND)
 def generator_that_fills_one_buffer(setting: Setting) -> dict[str, Any]:
     model = compiled(setting)
     found = fitted_on(model, _refilled(), epochs=1)
@@ -236,7 +236,7 @@ for _name, _arguments in {"without_an_end": (None, 3), "to_its_end": (4, None), 
     add(f"generator_for_validation_{_name}", _validated(*_arguments), backends=EACH_KIND, quick=_quick)
 
 
-@scenario(backends=("jax", "tensorflow"), quick=("jax",))
+@scenario(backends=("jax", "tensorflow"))
 def generator_for_validation_that_ends(setting: Setting) -> dict[str, Any]:
     data = _numbered(4, [])
     return fitted_on(compiled(setting), features(), y=labels(), epochs=3, batch_size=BATCH, validation_data=data)
@@ -286,14 +286,13 @@ PARTIAL_GROUPS: dict[str, tuple[Callable[[list[int]], Any], dict[str, Any]]] = {
     "of_a_generator": (lambda taken: _numbered(9, taken), {"backends": ("jax",)}),
     "of_unknown_length": (_of_unknown_length, {"backends": ("jax", "tensorflow"), "needs": ("tensorflow",)}),
 }
-QUICK_GROUPS = {("of_pages", "all"), ("of_a_generator", "3")}
 for _data, (_make, _options) in PARTIAL_GROUPS.items():
     for _name, _number in {"3": 3, "5": 5, "all": None}.items():
-        _quick = ("jax",) if (_data, _name) in QUICK_GROUPS else ()
+        _quick = ("jax",) if (_data, _name) == ("of_pages", "all") else ()
         add(f"partial_groups_{_data}_in_epochs_of_{_name}_steps", _groups(_make, _number), quick=_quick, **_options)
 
 
-@scenario(needs=("tensorflow",), quick=BACKENDS)
+@scenario(needs=("tensorflow",), quick=ON_TENSORFLOW)
 def epochs_that_end_where_data_of_unknown_length_do(setting: Setting) -> dict[str, Any]:
     import tensorflow as tf
 
@@ -324,7 +323,7 @@ def data_loader_that_pads_to_the_longest_sample(setting: Setting) -> dict[str, A
     return fitted_on(compiled(setting, build), data)
 
 
-@scenario(needs=("tensorflow",), quick=ONE_BACKEND)
+@scenario(needs=("tensorflow",), quick=ON_TENSORFLOW)
 def files_are_read_as_by_one_process(setting: Setting) -> dict[str, Any]:
     import tensorflow as tf
 

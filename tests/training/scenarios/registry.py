@@ -11,6 +11,8 @@ from typing import Any
 BACKENDS = ("jax", "tensorflow", "torch")
 ONE_BACKEND = ("torch",)
 """For `quick`: what lies in code that is the same for all backends runs on the one that compiles nothing."""
+ON_TENSORFLOW = ("tensorflow",)
+"""For `quick`: data of TensorFlow, whose import costs the other backends more than the rest of a scenario."""
 EACH_KIND = ("jax", "torch")
 """For `quick`: one backend for each kind of engine. What they read is read alike on TensorFlow and PyTorch."""
 

@@ -455,7 +455,7 @@ class OptimizerInside(TwoOptimizersCalled):
             del self.head_optimizer
 
 
-@scenario(backends=("tensorflow", "torch"), quick=BACKENDS)
+@scenario(backends=("tensorflow", "torch"), quick=ONE_BACKEND)
 def optimizer_of_a_model_inside(setting: Setting) -> dict[str, Any]:
     return _two_optimizers(setting, OptimizerInside)
 
