@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ __all__ = ["launcher"]
 pytestmark = pytest.mark.timeout(900)
 
 SLOW = pytest.mark.slow
-QUICK = ("adam", "own_train_step", "early_stopping", "single_batches")
+QUICK = {"jax": ("adam",), FIRST: ("adam", "own_train_step", "early_stopping", "single_batches")}
+"""Who stores the variables is the same for all backends; one case shows that compiled steps train with it."""
 Found = dict[str, Any]
 TOLERANCE = 1e-4
 BOUND_S = 300
@@ -84,8 +86,14 @@ def _run(backend: str, folder: Path, names: Sequence[str], *before: str) -> None
     assert code == 0, f"exit code {code}\n{(folder / 'said').read_text()[-6000:]}"
 
 
-@pytest.mark.parametrize("backend", [name if name == "jax" else pytest.param(name, marks=SLOW) for name in BACKENDS])
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in NAMES])
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        pytest.param(backend, name, marks=[] if name in QUICK.get(backend, ()) else SLOW)
+        for backend in BACKENDS
+        for name in NAMES
+    ],
+)
 def test_the_numbers_are_those_of_one_process(found: Callable[..., list[Found]], backend: str, name: str) -> None:
     first, second = found(backend, name)
     for key, expected in first["plain"].items():
@@ -120,9 +128,10 @@ TRAINING = """
 """
 
 
-def start(launcher: Launcher, then: str = "pass", epochs: int = 1_000_000) -> subprocess.Popen[str]:
+def start(launcher: Launcher, then: str = "pass", epochs: int = 1_000_000, **variables: str) -> subprocess.Popen[str]:
     # Time for a failing replica to end by itself on a loaded machine.
-    launcher.environment |= {"KERAS_BACKEND": FIRST, "TF_CPP_MIN_LOG_LEVEL": "3", "PHALANX_GRACE": "15"}
+    launcher.environment |= environment(FIRST) | {"PHALANX_GRACE": "15"} | variables
+    launcher.popen = partial(fork_server.popen, starts_others=True)  # the other replica
     return launcher.start(launcher.script(TRAINING.format(then=then, epochs=epochs)))
 
 
@@ -167,8 +176,7 @@ def test_signals_end_all_of_it(launcher: Launcher, number: signal.Signals) -> No
 
 @pytest.mark.slow
 def test_a_stopped_replica_ends_the_job_after_the_bound(launcher: Launcher) -> None:
-    launcher.environment["PHALANX_TIMEOUT"] = "5"
-    process = start(launcher)
+    process = start(launcher, PHALANX_TIMEOUT="5")
     trains(launcher)
     os.kill(int((launcher.folder / "epoch-1").read_text()), signal.SIGSTOP)
     code, said = ended(launcher, process)
@@ -220,7 +228,8 @@ def test_a_job_on_several_hosts_is_refused(launcher: Launcher) -> None:
 
 
 def test_a_single_replica_is_plain_keras(launcher: Launcher) -> None:
-    launcher.environment["KERAS_BACKEND"] = FIRST
+    launcher.environment |= environment(FIRST)
+    launcher.popen = fork_server.popen
     program = launcher.script(
         """
         import phalanx

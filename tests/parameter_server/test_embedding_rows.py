@@ -22,12 +22,12 @@ pytestmark = pytest.mark.timeout(600)
 Found = dict[str, Any]
 TOLERANCE = 1e-4
 
-QUICK = "alone alone_in_pieces"
+QUICK = "alone alone_in_pieces bounded_staleness"
 
 
 def cases(*, exact: bool) -> list[Any]:
     names = [name for name, case in CASES.items() if case.exact is exact and name != "lazy_adam"]
-    return [pytest.param(n, marks=[] if n in QUICK.split() or not exact else pytest.mark.slow) for n in names]
+    return [pytest.param(n, marks=[] if n in QUICK.split() else pytest.mark.slow) for n in names]
 
 
 each_backend = pytest.mark.parametrize(
