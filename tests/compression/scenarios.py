@@ -206,7 +206,7 @@ def accumulated_compressed_and_scaled(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, _wide_without_state, optimizer=optimizer))
 
 
-@scenario(plain=False, quick=BACKENDS)
+@scenario(plain=False, quick=ONE_BACKEND)
 def accumulating_meets_once_per_update(setting: Setting) -> dict[str, Any]:
     """8 more steps of an epoch are 8 / k more collectives, in `fit` with updates after k steps."""
     more = {}

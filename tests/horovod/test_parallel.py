@@ -26,13 +26,11 @@ JOBS = [
 OF_KERAS_IN_A_GRAPH = frozenset(
     {
         "check_fit_trains_as_one_process_on_the_global_batches",
-        "check_options_of_the_optimizer",
         "check_backward_passes_per_step",
         "check_loss_scaling_takes_the_same_decisions_on_every_rank",
         "check_loops_of_ones_own",
         "check_functions_of_tensors",
         "check_sync_batch_normalization_trains_as_one_process",
-        "check_elastic_state_of_a_model",
     }
 )
 """What has code of its own in a graph. The other cases take the path that PyTorch takes, and are slow elsewhere."""

@@ -185,7 +185,7 @@ def gather_of_a_scalar(setting: Setting) -> dict[str, Any]:
     return {}
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=ONE_BACKEND)
 def values_of_replicas(setting: Setting) -> dict[str, Any]:
     strategy = setting.strategy
 
@@ -562,7 +562,7 @@ def variables_of_a_custom_loop_are_the_jobs(setting: Setting) -> dict[str, Any]:
     return {"sum": host(written["sum"])}
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=ONE_BACKEND)
 def what_variables_have_before_run_uses_them_is_the_jobs(setting: Setting) -> dict[str, Any]:
     strategy, world = setting.strategy, setting.world_size
     with strategy.scope():
@@ -788,7 +788,7 @@ def a_function_is_traced_apart_in_run_and_outside(setting: Setting) -> dict[str,
     return {}
 
 
-@scenario(plain=False)
+@scenario(plain=False, quick=ONE_BACKEND)
 def average_loss(setting: Setting) -> dict[str, Any]:
     losses, weights = tensor(np.array([1.0, 2.0, 3.0], "float32")), tensor(np.array([1.0, 0.5, 0.0], "float32"))
     assert float(host(phalanx.compute_average_loss(losses, global_batch_size=10))) == np.float32(0.6)

@@ -15,7 +15,7 @@ import pytest
 import phalanx
 from phalanx.errors import ConfigurationError
 from tests.support import fork_server
-from tests.support.backends import BACKENDS
+from tests.support.backends import slow_after_the_first
 from tests.support.commands import finish
 from tests.support.programs import environment
 
@@ -66,7 +66,7 @@ def check(folder: Path, backend: str, plain: dict[str, Any], devices: str, ops: 
         np.testing.assert_allclose(found["history"][name], values, rtol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", slow_after_the_first())
 def test_a_program_started_by_python_trains_as_one_process(backend: str, tmp_path: Path, plain_of: Plain) -> None:
     check(tmp_path, backend, plain_of(backend), *ONE_OF_EACH_FORM[0])
 
@@ -74,9 +74,7 @@ def test_a_program_started_by_python_trains_as_one_process(backend: str, tmp_pat
 @pytest.mark.parametrize(
     ("devices", "ops", "words"), [pytest.param(*ONE_OF_EACH_FORM[1], marks=pytest.mark.slow), *ONE_OF_EACH_FORM[2:]]
 )
-@pytest.mark.parametrize(
-    "backend", [name if name == "torch" else pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS]
-)
+@pytest.mark.parametrize("backend", slow_after_the_first())
 def test_each_form_of_the_arguments(
     backend: str, devices: str, ops: str, words: str, tmp_path: Path, plain_of: Plain
 ) -> None:

@@ -22,7 +22,7 @@ import pytest
 
 from phalanx.errors import PeerLostError
 from tests.support import fork_server
-from tests.support.backends import BACKENDS
+from tests.support.backends import BACKENDS, FIRST
 from tests.support.commands import ROOT
 from tests.support.programs import environment
 
@@ -147,7 +147,8 @@ def _kill_one(
 @pytest.mark.parametrize("victim", [0, pytest.param(WORLD_SIZE - 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", _backends())
 def test_survivors_of_a_killed_worker_end_and_name_it(tmp_path: Path, backend: str, victim: int) -> None:
-    _kill_one(tmp_path, backend, victim, random.random())
+    # That all survivors end is the same for all backends; how one is interrupted in a step is not.
+    _kill_one(tmp_path, backend, victim, random.random(), world_size=WORLD_SIZE if victim or backend == FIRST else 2)
 
 
 @pytest.mark.tensorflow

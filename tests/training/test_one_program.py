@@ -15,13 +15,13 @@ TABLE = "tests.training.scenarios"
 BOUND_S = 1200
 
 QUICK = [
-    "masked_sequences_with_sample_weight",
     "batch_normalization_over_all_replicas",
-    "loss_that_relates_samples_with_a_mask",
     "two_optimizers_on_jax",
     "saved_while_gradients_accumulate",
 ]
 MORE = [
+    "masked_sequences_with_sample_weight",
+    "loss_that_relates_samples_with_a_mask",
     "single_batches",
     "own_train_step_and_test_step",
     "mixed_float16",
