@@ -21,6 +21,7 @@ import numpy as np
 import phalanx
 from phalanx.engines.spmd.global_arrays import fetch
 from phalanx.training import joint_batches
+from tests.support.seeds import set_random_seed
 
 SAMPLES, BATCH, LENGTH, WIDTH = 43, 8, 6, 32  # the last batch has three samples
 VOCABULARY = 40
@@ -59,7 +60,7 @@ def train_alone(folder: Path) -> None:
 
 def transformer() -> Any:
     """Of one block; built alike wherever it is built."""
-    keras.utils.set_random_seed(3)
+    set_random_seed(3)
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = keras.layers.Embedding(VOCABULARY, WIDTH)(tokens)
     x = keras.layers.LayerNormalization()(x + keras.layers.MultiHeadAttention(2, WIDTH // 2)(x, x))

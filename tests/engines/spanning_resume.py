@@ -11,6 +11,7 @@ STRATEGY is an expression such as "ShardedStrategy(level=3)", or "plain". What h
     DIE, VICTIM  after this step of the job's first attempt this rank is killed
     DELAY        so many seconds later, whatever it does then
     EVERY        the interval of the checkpoints, in steps; each is finished before the next step is over
+    EPOCHS       how many
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ from phalanx.config.job_config import run_of_job
 from phalanx.engines.spmd import placement
 from phalanx.engines.spmd.global_arrays import fetch
 from phalanx.errors import PreemptedError
+from tests.support.seeds import set_random_seed
 
-EPOCHS, BATCH, SAMPLES, WIDTH = 6, 8, 44, 32
+BATCH, SAMPLES, WIDTH = 8, 44, 32
 STEPS = 6  # in an epoch; the last batch has four samples
+EPOCHS = int(os.environ.get("EPOCHS", "6"))
 EVERY = int(os.environ.get("EVERY", "2"))
 WRITTEN_BOUND_S = 60.0
 TRANSFERRED = "transferred.npz"
@@ -81,7 +84,7 @@ def main(folder: Path, expression: str) -> None:
         config.update("jax_num_cpu_devices", int(os.environ["DEVICES"]))
     strategy = None if expression == "plain" else eval(f"phalanx.{expression}", {"phalanx": phalanx})
     rank = 0 if strategy is None else strategy.rank
-    keras.utils.set_random_seed(1)
+    set_random_seed(1)
     model = build(strategy)
     transferred = phalanx.ShardedCheckpoint(folder / "transferred", keep=1)
     if transferred.restore(model) is not None:

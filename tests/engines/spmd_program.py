@@ -14,6 +14,7 @@ import pytest
 import phalanx
 from phalanx.engines.spmd.step_programs import ahead_of_time
 from phalanx.errors import ConfigurationError
+from tests.support.seeds import set_random_seed
 
 DEVICES = 4
 WIDTH = 128
@@ -60,7 +61,7 @@ def check_where_variables_lie() -> None:
 def check_a_loop_of_the_program() -> None:
     """It takes the steps of `train_on_batch`, and leaves weights and optimizer state where they lie."""
     strategy = phalanx.ShardedStrategy(1)
-    keras.utils.set_random_seed(1)
+    set_random_seed(1)
     with strategy.scope():
         model, other = perceptron(), perceptron()
         other.set_weights(model.get_weights())

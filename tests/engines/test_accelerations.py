@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.engines.accelerations.registry import KNOWN, enabled_accelerations
 from phalanx.errors import ConfigurationError
-from tests.support.backends import BACKENDS
+from tests.support.backends import FIRST
 from tests.support.programs import run_python
 
 
@@ -52,6 +52,6 @@ print(len(updater.groups))
 
 @pytest.mark.parametrize(("text", "groups"), [("none", 2), ("-torch_fused_adam", 1)])
 def test_engines_ask_the_variable(text: str, groups: int) -> None:
-    code, output = run_python("-c", PROGRAM, backend=BACKENDS[-1], variables={"PHALANX_ACCELERATIONS": text})
+    code, output = run_python("-c", PROGRAM, backend=FIRST, variables={"PHALANX_ACCELERATIONS": text})
     assert code == 0, output
     assert output.split()[-1] == str(groups)

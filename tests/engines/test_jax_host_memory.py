@@ -14,6 +14,7 @@ import jax, keras, numpy as np
 from types import SimpleNamespace
 from jax.sharding import SingleDeviceSharding
 from phalanx.engines.replica.jax import jax_engine, model_compiler
+from tests.support.seeds import set_random_seed
 
 arrived = []
 
@@ -45,7 +46,7 @@ class Servers(Merge):
 
 
 def trained(merge_of):
-    keras.utils.set_random_seed(3)
+    set_random_seed(3)
     big = keras.layers.Dense(300, activation="relu")  # its kernel is large for a CPU, small for the bus
     model = keras.Sequential([keras.Input((40,)), big, keras.layers.BatchNormalization(), keras.layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

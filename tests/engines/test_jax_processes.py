@@ -26,7 +26,8 @@ def run(*arguments: str, options: tuple[str, ...] = ()) -> tuple[int | None, str
     return finish(command, environment("jax"), bound_s=BOUND_S, start=fork_server.popen)
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow  # `test_spanning_fit` trains a model on them
+@pytest.mark.parametrize("devices", [1, 4])
 def test_a_program_spans_the_devices_of_all_processes(devices: int) -> None:
     options = () if devices == 1 else ("--devices-per-worker", str(devices))
     code, output = run(str(devices), options=options)

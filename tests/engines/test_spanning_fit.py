@@ -49,3 +49,4 @@ def test_two_processes_train_as_one_with_a_last_batch_that_does_not_divide(
     code, output = finish(command, environment("jax"), bound_s=BOUND_S, start=fork_server.popen)
     assert code == 0, output
     assert output.count(f"agrees; {divided} weights are divided") == 2, output
+    assert "[Gloo]" not in output

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 BOUND_S = 400.0
 PROGRAM = ("-m", "tests.engines.spanning_resume")
-EPOCHS, STEPS, EVERY = 6, 6, 2  # see the program
+FEW_EPOCHS, STEPS, EVERY = 3, 6, 2  # see the program
 ELASTIC = ("-m", "phalanx", "run", "--workers", "1:2", "--devices-per-worker", "1", "--backend", "jax")
 TWO = ("-m", "phalanx", "run", "--workers", "2", "--backend", "jax")
 
@@ -47,9 +47,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def briefly_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in `FEW_EPOCHS`."""
+    folder = tmp_path_factory.mktemp("briefly") / "undisturbed"
+    folder.mkdir()
+    run(folder, "plain", EPOCHS=FEW_EPOCHS)
+    return folder
+
+
 @pytest.fixture
-def folder(undisturbed: Path, request: pytest.FixtureRequest) -> Path:
-    folder = undisturbed.with_name(re.sub(r"\W", "-", request.node.name))
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "job"
     folder.mkdir()
     return folder
 
@@ -80,14 +89,16 @@ def test_after_a_kill_the_job_starts_again_and_continues_from_its_checkpoint(fol
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
-def test_a_kill_at_any_moment_costs_no_more_than_the_interval(seed: int, folder: Path, undisturbed: Path) -> None:
+def test_a_kill_at_any_moment_costs_no_more_than_the_interval(
+    seed: int, folder: Path, briefly_undisturbed: Path
+) -> None:
     drawn = random.Random(seed)
-    victim, step, delay_s = drawn.randint(0, 1), drawn.randint(EVERY, EPOCHS * STEPS - 4), drawn.uniform(0.0, 0.2)
-    output = run(folder, "ShardedStrategy(3)", ELASTIC, DIE=step, VICTIM=victim, DELAY=delay_s)
+    victim, step, delay_s = drawn.randint(0, 1), drawn.randint(EVERY, FEW_EPOCHS * STEPS - 4), drawn.uniform(0.0, 0.2)
+    output = run(folder, "ShardedStrategy(3)", ELASTIC, DIE=step, VICTIM=victim, DELAY=delay_s, EPOCHS=FEW_EPOCHS)
     assert f"worker/{victim} (rank {victim}" in output
     assert "was killed by SIGKILL. Starting the whole job again (1 of 10)" in output
-    assert_ends_as(folder, undisturbed)
-    expected = {number: loss for _, number, loss in steps(undisturbed, 0)}
+    assert_ends_as(folder, briefly_undisturbed)
+    expected = {number: loss for _, number, loss in steps(briefly_undisturbed, 0)}
     for rank in range(2):
         found = steps(folder, rank)
         for _, number, loss in found:

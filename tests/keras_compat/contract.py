@@ -22,6 +22,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from tests.support.seeds import set_random_seed
+
 CHECKS: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {}
 ALL = ("jax", "tensorflow", "torch")
 
@@ -730,7 +732,7 @@ def arrays_are_standardized() -> None:
 def shuffled_passes_visit_every_sample() -> None:
     from phalanx.keras_compat.data_adapters import shuffled_orders
 
-    keras.utils.set_random_seed(1)
+    set_random_seed(1)
     orders = shuffled_orders(10, 4, True, peeked=True)
     assert all(sorted(next(orders)) == list(range(10)) for _ in range(2))
 

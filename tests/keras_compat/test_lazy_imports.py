@@ -17,19 +17,21 @@ from tests.support.programs import check_python
 BOUND_S = 120.0
 
 
-def loaded(folder: Path, after: str) -> list[str]:
-    """Which of some modules are loaded when a worker's program has imported Keras, and then done this."""
-    program = folder / "program.py"
-    program.write_text(
-        f"""
+PRELUDE = """
 import json, sys, types
 import keras
-{after}
-import phalanx.keras_compat.lazy_imports as lazy_imports
-executed = [name for name in lazy_imports.DEFERRED if type(sys.modules.get(name)) is types.ModuleType]
-print(json.dumps(executed + [name for name in ("sklearn", "matplotlib.pyplot", "pandas") if name in sys.modules]))
+
+def show_loaded():
+    import phalanx.keras_compat.lazy_imports as lazy_imports
+    executed = [name for name in lazy_imports.DEFERRED if type(sys.modules.get(name)) is types.ModuleType]
+    print(json.dumps(executed + [name for name in ("sklearn", "matplotlib.pyplot", "pandas") if name in sys.modules]))
 """
-    )
+
+
+def loaded(folder: Path, *parts: str) -> list[list[str]]:
+    """Which of some modules are loaded after each of these parts of a worker's program, which has imported Keras."""
+    program = folder / "program.py"
+    program.write_text("\n".join([PRELUDE, *(f"{part}\nshow_loaded()" for part in parts)]))
     done = subprocess.run(
         [sys.executable, "-m", "phalanx", "run", "--workers", "1", str(program)],
         env={**os.environ, "KERAS_BACKEND": FIRST},
@@ -38,8 +40,7 @@ print(json.dumps(executed + [name for name in ("sklearn", "matplotlib.pyplot", "
         timeout=BOUND_S,
         check=True,
     )
-    found: list[str] = json.loads(done.stdout.strip().splitlines()[-1].removeprefix("[worker/0] "))
-    return found
+    return [json.loads(line.removeprefix("[worker/0] ")) for line in done.stdout.splitlines()[-len(parts) :]]
 
 
 TRAINED = """
@@ -60,16 +61,13 @@ assert array_slicing.can_slice_array(table) and not array_slicing.can_slice_arra
 """
 
 
-def test_a_worker_imports_neither_wrappers_nor_pictures_nor_tables_with_keras(tmp_path):
-    assert loaded(tmp_path, TRAINED) == []
-
-
-def test_they_are_there_when_the_program_uses_them_or_has_tables(tmp_path):
+def test_a_worker_imports_wrappers_pictures_and_tables_when_the_program_uses_them_and_not_with_keras(tmp_path):
     pytest.importorskip("pandas")
     pytest.importorskip("sklearn")
     used = "assert keras.wrappers.SKLearnClassifier and keras.visualization.plot_image_gallery"
-    found = loaded(tmp_path, TRAINED + TRAINED_ON_TABLES + used)
-    assert {"pandas", "sklearn", "keras.wrappers", "keras.visualization"} <= set(found)
+    before, after = loaded(tmp_path, TRAINED, TRAINED_ON_TABLES + used)
+    assert before == []
+    assert {"pandas", "sklearn", "keras.wrappers", "keras.visualization"} <= set(after)
 
 
 def test_there_is_all_that_is_deferred():

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 import phalanx
+from tests.support.seeds import set_random_seed
 
 found = {}
 rng = np.random.default_rng(0)
@@ -68,7 +69,7 @@ def squared_error(true, predicted):
 
 
 def make():
-    keras.utils.set_random_seed(1)
+    set_random_seed(1)
     body = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.BatchNormalization()])
     model = Regressor(body, double_tanh)
     compile_(model)
@@ -96,7 +97,7 @@ def train(model, name):
 
 
 def twin(seed):
-    keras.utils.set_random_seed(seed)
+    set_random_seed(seed)
     model = keras.Sequential([keras.Input((3,), name="x"), keras.layers.Dense(1, name="y")], name="twin")
     model.compile("sgd", "mse")
     return model

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 import phalanx
+from tests.support.seeds import set_random_seed
 
 
 def main(kind: str, out: Path) -> None:
@@ -20,7 +21,7 @@ def main(kind: str, out: Path) -> None:
         strategy = phalanx.MirroredStrategy(
             devices=json.loads(os.environ["DEVICES"]), cross_device_ops=eval(os.environ.get("OPS", "None"))
         )
-    keras.utils.set_random_seed(1)
+    set_random_seed(1)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(50, 6)).astype("float32")
     y = (x.sum(axis=1) > 0).astype("int32")

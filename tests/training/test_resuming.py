@@ -232,6 +232,7 @@ BACKUPS = """
 import keras
 import numpy as np
 import phalanx
+from tests.support.seeds import set_random_seed
 
 class Broken(Exception):
     pass
@@ -250,7 +251,7 @@ strategy = phalanx.MultiWorkerMirroredStrategy()
 x = np.random.default_rng(0).normal(size=(100, 6)).astype("float32")
 
 def fit(folder, step, **options):
-    keras.utils.set_random_seed(3)
+    set_random_seed(3)
     with strategy.scope():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.Adam(0.01), "mse")
