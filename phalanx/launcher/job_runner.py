@@ -83,11 +83,16 @@ def run_job(job: JobRequest) -> int:
         watched = stack.enter_context(WatchedJob(job, console.message))
         start = describe_start(job.tasks, len(job.shares), at_most=job.elastic is not None, reason=job.size_reason)
         console.message(f"phalanx: {start}")
+
+        def say(text: str) -> None:
+            console.message(f"phalanx: {text}")
+            watched.recorder.noticed(text)
+
         try:
             run = secrets.token_hex(8)
             outcome = _run_with_restarts(
                 lambda attempt: _run_once(job, console, watched, signals, f"{run}:{attempt}"),
-                console,
+                say,
                 job.config.max_restarts,
             )
         except OSError as error:
@@ -138,11 +143,15 @@ def _page(outcome: JobOutcome, log_dir: Path | None) -> str:
     return failure_report.render(outcome.verdict, outcome.ends, log_dir=log_dir)
 
 
-def _run_with_restarts(run_once: Callable[[int], JobOutcome], console: Console, max_restarts: int) -> JobOutcome:
+def _run_with_restarts(
+    run_once: Callable[[int], JobOutcome], say: Callable[[str], None], max_restarts: int
+) -> JobOutcome:
     """Run the job, and again as a whole after a failure, as long as that may help.
 
     Args:
         run_once: runs it; its argument is the number of attempts before this one.
+        say: shows a line to the user, and to those who watch the job.
+        max_restarts: how often it may be started again.
     """
     policy = RestartPolicy(max_restarts, elastic=True)  # of one task, rank 0: the job. Its error may be a host's
     has_run = False  # an attempt has found its hosts
@@ -156,7 +165,7 @@ def _run_with_restarts(run_once: Callable[[int], JobOutcome], console: Console, 
             # a restart after a loss: the code of the error itself says that another attempt is of no use.
             if not has_run or policy.delay_s(0, PeerLostError.exit_code, SHORT_LIFE_S) is None:
                 raise
-            console.message(f"phalanx: {error} Trying to start the job again ({policy.describe(0)})")
+            say(f"{error} Trying to start the job again ({policy.describe(0)})")
             time.sleep(GATHER_AGAIN_S)
             continue
         has_run = True
@@ -166,9 +175,9 @@ def _run_with_restarts(run_once: Callable[[int], JobOutcome], console: Console, 
         delay_s = policy.delay_s(0, verdict.code, lived_s) if has_failed else None
         if delay_s is None:
             if has_failed and max_restarts:
-                console.message(f"phalanx: the job is not started again, after {policy.describe(0)} restarts")
+                say(f"the job is not started again, after {policy.describe(0)} restarts")
             return outcome
-        console.message(f"phalanx: {verdict.reason}. Starting the whole job again ({policy.describe(0)})")
+        say(f"{verdict.reason}. Starting the whole job again ({policy.describe(0)})")
         time.sleep(delay_s)
 
 

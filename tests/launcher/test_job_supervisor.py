@@ -5,7 +5,6 @@ from __future__ import annotations
 import selectors
 import signal
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import pytest
 
@@ -599,13 +598,12 @@ def test_hosts_that_were_there_are_waited_for_as_long_as_restarts_are_left(
             raise RendezvousError("the host does not answer")
         return done if attempt else lost
 
-    console = SimpleNamespace(message=lambda text: None)
     if absences == 3:  # one of the three restarts began after the loss
         with pytest.raises(RendezvousError):
-            job_runner._run_with_restarts(run_once, console, 3)  # type: ignore[arg-type]
+            job_runner._run_with_restarts(run_once, lambda text: None, 3)
         assert attempts == [0, 1, 2, 3]
     else:
-        assert job_runner._run_with_restarts(run_once, console, 3) is done  # type: ignore[arg-type]
+        assert job_runner._run_with_restarts(run_once, lambda text: None, 3) is done
         assert attempts == list(range(absences + 2))
 
 
@@ -614,7 +612,7 @@ def test_hosts_that_were_never_there_are_not_waited_for_again() -> None:
         raise RendezvousError("the host does not answer")
 
     with pytest.raises(RendezvousError):
-        job_runner._run_with_restarts(run_once, SimpleNamespace(message=pytest.fail), 3)  # type: ignore[arg-type]
+        job_runner._run_with_restarts(run_once, pytest.fail, 3)
 
 
 @pytest.mark.parametrize(
@@ -633,7 +631,8 @@ def test_a_job_that_lost_all_members_is_started_again(verdict: RootCause, runs: 
         attempts.append(attempt)
         return outcomes[attempt]
 
-    console = SimpleNamespace(message=lambda text: None)
-    outcome = job_runner._run_with_restarts(run_once, console, 3)  # type: ignore[arg-type]
+    said: list[str] = []
+    outcome = job_runner._run_with_restarts(run_once, said.append, 3)
     assert attempts == list(range(runs))
+    assert any(verdict.reason in text for text in said) == (runs == 2)
     assert outcome is outcomes[runs - 1]
