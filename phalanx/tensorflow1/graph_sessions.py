@@ -25,7 +25,26 @@ STOP_GRACE_S = 10
 chief never stops by itself: it waits for gradients of workers that have finished."""
 
 
-class Session(tf.compat.v1.Session):  # type: ignore[misc]
+class _BoundedSession:
+    """Precedes a session of TensorFlow among the bases."""
+
+    def __init__(self, target: str = "", graph: Any = None, config: Any = None):
+        self._phalanx_target = target
+        self._session = None  # TensorFlow's __del__ reads it, also if what follows fails
+        config = with_filters(target, config, graph or v1.get_default_graph())
+        await_tasks(target, config)
+        super().__init__(target, graph, config)  # type: ignore[call-arg]
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """See TensorFlow.
+
+        Raises: PeerLostError naming a parameter server that is lost.
+        """
+        with naming_lost_tasks(self._phalanx_target):
+            return super().run(*args, **kwargs)  # type: ignore[misc]
+
+
+class Session(_BoundedSession, tf.compat.v1.Session):  # type: ignore[misc]
     """`tf.Session` of TensorFlow 1. On a server of the job, it first waits for the tasks that the graph is placed on.
 
     Args:
@@ -36,20 +55,9 @@ class Session(tf.compat.v1.Session):  # type: ignore[misc]
     Raises: RendezvousError naming the tasks that do not start in time.
     """
 
-    def __init__(self, target: str = "", graph: Any = None, config: Any = None):
-        self._phalanx_target = target
-        self._session = None  # TensorFlow's __del__ reads it, also if what follows fails
-        config = with_filters(target, config, graph or v1.get_default_graph())
-        await_tasks(target, config)
-        super().__init__(target, graph, config)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """See TensorFlow.
-
-        Raises: PeerLostError naming a parameter server that is lost.
-        """
-        with naming_lost_tasks(self._phalanx_target):
-            return super().run(*args, **kwargs)
+class InteractiveSession(_BoundedSession, tf.compat.v1.InteractiveSession):  # type: ignore[misc]
+    """`tf.InteractiveSession` of TensorFlow 1, with the arguments and the bounded waits of `Session`."""
 
 
 class Supervisor(tf.compat.v1.train.Supervisor):  # type: ignore[misc]

@@ -37,6 +37,9 @@ def check_a_local_server() -> None:
             assert session.run(following) == 1
         with tf.Session(server.target) as session:
             assert session.run(count) == 0
+        session = tf.InteractiveSession(server.target)
+        assert count.eval() == 0
+        session.close()
         for create in (tf.train.ChiefSessionCreator, tf.train.WorkerSessionCreator):
             with tf.train.MonitoredSession(create(master=server.target)) as session:
                 assert session.run(following) == 1
@@ -71,6 +74,7 @@ def check_servers_that_do_not_come_are_named() -> None:
             for enter in (
                 lambda: tf.Session(server.target, tf.Graph()),
                 lambda: tf.Session(server.target),
+                lambda: tf.InteractiveSession(server.target),
                 lambda: tf.train.MonitoredTrainingSession(server.target),
                 lambda: tf.train.MonitoredTrainingSession(server.target, is_chief=False),
                 lambda: tf.train.MonitoredSession(tf.train.ChiefSessionCreator(master=server.target)),

@@ -1,7 +1,8 @@
 """TensorFlow 1's programs: `import phalanx.compat.v1 as tf` instead of `import tensorflow as tf`.
 
 All names of `tensorflow.compat.v1`, in the mode of TensorFlow 1 (graphs and sessions), where those of distributed
-training are Phalanx's: `tf.train.Server`, `Supervisor`, `MonitoredTrainingSession` and `tf.Session`.
+training are Phalanx's: `tf.Session` and `InteractiveSession`, `tf.train.Server`, `Supervisor` and
+`MonitoredTrainingSession`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import tensorflow.compat.v1 as _tensorflow
 
 from phalanx.compat.unsupported_names import missing_attribute
 from phalanx.compat.v1 import layers, train
-from phalanx.tensorflow1.graph_sessions import Session
+from phalanx.tensorflow1.graph_sessions import InteractiveSession, Session
 
-__all__ = ["Session", "layers", "train"]
+__all__ = ["InteractiveSession", "Session", "layers", "train"]
 
 # What these programs are written for; every name that they use next depends on it.
 _tensorflow.disable_v2_behavior()
