@@ -9,14 +9,15 @@ from phalanx.cluster.membership import Membership
 from phalanx.collectives.communicator import Array, CommunicatorStatistics, ReduceOp
 from phalanx.collectives.host.collective_thread import PendingHandle
 from phalanx.collectives.host.host_communicator import HostCommunicator
-from phalanx.elastic.elastic_group import ElasticGroup
+from phalanx.elastic.elastic_group import ElasticGroup, copied
 
 
 class ElasticCommunicator:
     """See `communicator.Communicator` for the contract and `elastic_group` for what is added: if the members change,
     all of them raise `MembershipChangedError` at the same collective, which they can then call again.
 
-    A result, `out` included, must stay unchanged until the next collective is over: another member may lack it still.
+    What is in `out` must stay unchanged until the next collective is over: another member may lack it still, and a copy
+    would cost a pass over all gradients in each step.
 
     Attributes:
         group: this process's part in the generations of the job.
@@ -54,7 +55,9 @@ class ElasticCommunicator:
         scale: float | Sequence[float] = 1.0,
         out: Sequence[Array] | None = None,
     ) -> list[Array]:
-        return self.group.run(lambda inner: inner.all_reduce(arrays, op, scale=scale, out=out), _copy_into(out))
+        return self.group.run(
+            lambda inner: inner.all_reduce(arrays, op, scale=scale, out=out), _copy_into(out), _kept(out)
+        )
 
     def all_reduce_async(
         self,
@@ -81,7 +84,7 @@ class ElasticCommunicator:
             inner.barrier()
             return result
 
-        return self.group.run(call, _copy_into(out))
+        return self.group.run(call, _copy_into(out), _kept(out))
 
     def broadcast_bytes(self, payload: bytes, root: int = 0) -> bytes:
         def call(inner: HostCommunicator) -> bytes:
@@ -115,9 +118,14 @@ def _copy_into(out: Sequence[Array] | None) -> Callable[[list[Array]], list[Arra
 
     def copy(result: list[Array]) -> list[Array]:
         if out is None:
-            return result
+            return copied(result)  # type: ignore[no-any-return]
         for target, array in zip(out, result, strict=True):
             target[...] = array
         return list(out)
 
     return copy
+
+
+def _kept(out: Sequence[Array] | None) -> Callable[[list[Array]], list[Array]]:
+    """What is kept of a result for another member that may lack it."""
+    return copied if out is None else lambda result: result

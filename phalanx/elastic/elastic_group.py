@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
+
 from phalanx.cluster import timeline_relay
 from phalanx.cluster.membership_messages import EntryBegan, EntryFinished, PastEntry
 from phalanx.collectives.communicator import CommunicatorStatistics
@@ -30,6 +32,13 @@ from phalanx.monitoring import timeline
 from phalanx.transport.serialization import decode, encode
 
 T = TypeVar("T")
+
+
+def copied(result: Any) -> Any:
+    """The result of a collective in other memory."""
+    if isinstance(result, list):
+        return [copied(item) for item in result]
+    return result.copy() if isinstance(result, np.ndarray) else result
 
 
 class RegroupingError(PhalanxError):
@@ -58,9 +67,7 @@ class ElasticGroup:
         self.inner: HostCommunicator = self._connect()
         self._former = CommunicatorStatistics()  # in former generations
         self._completed = 0
-        # The result of the last collective, for members that have not finished it. Not a copy, which would cost a pass
-        # over all gradients in each step: callers keep their `out` unchanged until the next collective is over.
-        self._last: Any = None
+        self._last: Any = None  # what `run` has kept of the last collective, for members that have not finished it
         # Of the collective that a loss has interrupted: whether others may join before it, and its result in a list of
         # one, if another member has handed it over.
         self._boundary = True
@@ -124,12 +131,19 @@ class ElasticGroup:
 
     # Collectives.
 
-    def run(self, call: Callable[[HostCommunicator], T], receive: Callable[[Any], T] = lambda result: result) -> T:
+    def run(
+        self,
+        call: Callable[[HostCommunicator], T],
+        receive: Callable[[Any], T] = copied,
+        keep: Callable[[T], Any] = copied,
+    ) -> T:
         """Run a collective that returns the same result on all members.
 
         Args:
             call: the collective.
-            receive: turns the result that another member has handed over into that of `call`.
+            receive: turns what another member has handed over into the result of `call`.
+            keep: what to hand over of a result. What the caller may change before the next collective is over must not
+                be in it.
 
         Raises: MembershipChangedError if the members have changed; the collective must be called again.
         """
@@ -151,7 +165,7 @@ class ElasticGroup:
             self._raises_next = True
             return receive(self._handed_over[0])
         self._completed += 1
-        self._last = result
+        self._last = keep(result)
         return result
 
     def run_with_barrier(self, call: Callable[[HostCommunicator], T]) -> T:
@@ -171,7 +185,7 @@ class ElasticGroup:
             self._raises_next = False  # this call raises instead
             raise self._membership_changed()
 
-        return self.run(with_barrier, refuse)
+        return self.run(with_barrier, refuse, keep=lambda result: None)
 
     # See `Participant`.
 

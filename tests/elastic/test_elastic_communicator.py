@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from phalanx.cluster import membership_messages
+from phalanx.cluster.membership import Member, Membership
 from phalanx.cluster.membership_messages import COORDINATOR, LAUNCHER, EntryBegan, EntryFinished, PastEntry
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts
@@ -515,6 +516,34 @@ def test_a_large_result_is_kept_for_one_that_comes_later():
                     assert late.query_entry(0) == PastEntry(0, result)
         finally:
             server.close()
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda communicator, array: communicator.all_reduce([array])[0],
+        lambda communicator, array: communicator.broadcast([array])[0],
+        lambda communicator, array: communicator.all_gather(array)[0],
+    ],
+    ids=["all_reduce", "broadcast", "all_gather"],
+)
+def test_what_a_program_does_to_a_result_does_not_reach_a_member_that_lacks_it(collective):
+    """`total /= n` on what `strategy.reduce` returns, or a sum in the arrays that were gathered."""
+    node: Any = SimpleNamespace(
+        membership=Membership(1, 0, (Member(0, "worker/0", "here", "", os.getpid()),)),
+        config=SimpleNamespace(collectives=CollectiveConfig()),
+        coordinator=SimpleNamespace(is_lost=False),
+        is_candidate=False,
+        is_regroup_requested=False,
+    )
+    group = ElasticGroup(node, CommunicationOptions())
+    result = collective(ElasticCommunicator(group), np.arange(3.0))
+    result *= 10
+    handed_over = []
+    group.inner = mock.Mock(rank=0, broadcast_bytes=lambda payload, root: handed_over.append(payload) or payload)
+    node.addresses = [SimpleNamespace(completed=1), SimpleNamespace(completed=0)]  # the second one lacks the result
+    group._hand_over()
+    np.testing.assert_array_equal(decode(handed_over[0])[0], np.arange(3.0))
 
 
 def test_a_worker_that_a_crowded_launcher_drops_from_its_handshake_dials_again(monkeypatch):
