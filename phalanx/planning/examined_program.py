@@ -34,7 +34,7 @@ from phalanx.config.environment_variables import (
 from phalanx.config.plan_request import PlanRequest
 from phalanx.errors import PhalanxError
 from phalanx.planning.accelerators import DeviceTopology, parse_topology
-from phalanx.runtime.core_affinity import bind
+from phalanx.runtime.core_affinity import children_bound_to
 from phalanx.runtime.exit_codes import describe_exit
 from phalanx.transport.decoding import decode_json
 
@@ -76,15 +76,15 @@ def examine(
     Raises: PhalanxError if it ends, or the time is up, before it has written a result.
     """
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            [sys.executable, *program],
-            env=_environment(request, environment),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            preexec_fn=lambda: bind(cores),
-            start_new_session=True,  # Ctrl-C is this process's, which then ends it
-        )
+        with children_bound_to(cores):
+            process = subprocess.Popen(
+                [sys.executable, *program],
+                env=_environment(request, environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is this process's, which then ends it
+            )
         try:
             is_late = _wait(process, request.result, timeout_s)
         finally:

@@ -5,9 +5,10 @@ Two local replicas that each use every core are slower than one, so every worker
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,6 +88,22 @@ def bind(cores: Sequence[int]) -> None:
     except OSError:
         # A sandbox may forbid it, or the cores were taken away since: slower, but not wrong.
         return
+
+
+@contextlib.contextmanager
+def children_bound_to(cores: Sequence[int]) -> Iterator[None]:
+    """Processes that this thread starts meanwhile run on `cores` alone; on any if there are none."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)  # the calling thread's, which its children inherit
+    with contextlib.suppress(OSError):  # as in `bind`
+        os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, before)
 
 
 def _physical_core(core: int) -> tuple[int, int]:

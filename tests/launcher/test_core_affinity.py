@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,13 @@ def test_without_a_quota_file_there_is_no_quota(tmp_path: Path) -> None:
 
 def test_the_available_cores_are_those_of_the_affinity() -> None:
     assert set(core_affinity.available_cores()) == os.sched_getaffinity(0)
+
+
+def test_processes_that_are_started_meanwhile_are_bound_and_the_thread_is_not_afterwards() -> None:
+    program = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
+    before = os.sched_getaffinity(0)
+    for cores in ([min(before)], []):
+        with core_affinity.children_bound_to(cores):
+            output = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True).stdout
+        assert output.strip() == str(sorted(cores or before))
+        assert os.sched_getaffinity(0) == before

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from phalanx.config.environment import process_environment
 from phalanx.config.plan_request import PlanRequest
 from phalanx.errors import ConfigurationError, PhalanxError
+from phalanx.planning import examined_program
 from phalanx.planning.examined_program import MAX_REPLICAS, examine
 from phalanx.planning.step_measurement import StepMeasurement
 from tests.support import fork_server
@@ -46,7 +49,9 @@ def test_a_program_is_measured_and_ended_before_it_writes_anything(tmp_path: Pat
 
 
 @pytest.mark.timeout(560)
-def test_what_a_step_merges_is_known_to_the_byte(tmp_path: Path) -> None:
+def test_what_a_step_merges_is_known_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forking = SimpleNamespace(**{**vars(subprocess), "Popen": fork_server.popen})
+    monkeypatch.setattr(examined_program, "subprocess", forking)
     request = PlanRequest(tmp_path / "result", replicas=4)
     found = examine([PROGRAM, str(tmp_path)], request, StepMeasurement, environment(FIRST), BOUND_S)
     assert (found.replicas, found.local_batch, found.global_batch, found.cycle) == (4, 3, 12, 1)
