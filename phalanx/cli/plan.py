@@ -99,14 +99,14 @@ def _option(group: str, *flags: str, **settings: Any) -> Callable[[Callable[...,
     default=DEFAULT_TIMEOUT_S,
     show_default=True,
     metavar="S",
-    help="Seconds until the program must have come to its fit() and taken a few steps.",
+    help="Seconds within which the program must reach its fit() and take a few steps.",
 )
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [-- ARGS]...")
 def plan(**options: Any) -> None:
     """Predict a job without its machines.
 
     Runs SCRIPT here until its first fit() under a strategy, takes a few steps or compiles one, and ends it. No callback
-    runs, and nothing is saved. Options of SCRIPT stand behind `--`.
+    runs, and nothing is saved. Options of SCRIPT come after `--`.
 
     \b
         phalanx plan train.py --machines 64 --link 10Gbit

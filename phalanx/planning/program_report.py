@@ -63,7 +63,7 @@ def render(measurement: ProgramMeasurement, topology: DeviceTopology) -> str:
 
 def _lines(measurement: ProgramMeasurement, topology: DeviceTopology) -> Iterator[str]:
     yield (
-        f"{measurement.weights:,} weights and {measurement.global_batch:,} samples in a step, on {topology.devices} "
+        f"{measurement.weights:,} weights and {measurement.global_batch:,} samples per step, on {topology.devices} "
         f"devices {measurement.mesh}."
     )
     yield f"Compiled for {topology.name}, not run. All figures are of one device."
@@ -79,7 +79,7 @@ def _lines(measurement: ProgramMeasurement, topology: DeviceTopology) -> Iterato
         yield ""
         yield "A step takes at least"
         yield render_rows([(f"  {each.what}", milliseconds(each.seconds), each.reason) for each in found], "<><")
-        yield f"Its bound is {found[0].what}."
+        yield f"Limited by: {found[0].what}."
     if measurement.host_calls:
         yield ""
         calls = ", ".join(sorted(set(measurement.host_calls)))
@@ -90,9 +90,9 @@ def _memory_lines(measurement: ProgramMeasurement, topology: DeviceTopology) -> 
     parts = (
         ("arguments", measurement.argument_bytes, "weights, optimizer, metrics and the batch"),
         ("outputs", measurement.output_bytes - measurement.alias_bytes, "those that do not replace arguments"),
-        ("temporaries", measurement.temporary_bytes, "activations and gradients, at most at one time"),
+        ("temporaries", measurement.temporary_bytes, "activations and gradients, at their peak"),
         ("program", measurement.code_bytes, ""),
-        ("together", measurement.needed_bytes, _verdict(measurement, topology)),
+        ("total", measurement.needed_bytes, _verdict(measurement, topology)),
     )
     yield "Memory"
     yield render_rows([(f"  {name}", byte_count(nbytes), note) for name, nbytes, note in parts], "<><")

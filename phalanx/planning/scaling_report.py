@@ -51,18 +51,18 @@ def describe_measurement(measurement: StepMeasurement) -> str:
     period = "" if measurement.cycle == 1 else f", as the mean of {measurement.cycle} steps"
     return (
         f"{measurement.weights:,} weights on {measurement.backend}; a replica merges "
-        f"{byte_count(measurement.merged_bytes)} in a step{period}"
+        f"{byte_count(measurement.merged_bytes)} per step{period}"
     )
 
 
 def describe_costs(costs: CollectiveCosts) -> str:
     """What bounds the bytes, in a line."""
     software = 1 / costs.software.link_byte_s
-    link = costs.link.bytes_per_s
+    link, latency = costs.link.bytes_per_s, milliseconds(costs.link.latency_s)
     slower = "the link" if link < software else "the core"
     return (
-        f"a link carries {byte_count(link)}/s, {milliseconds(costs.link.latency_s)} under way, and a core encrypts and "
-        f"merges {byte_count(software)}/s: {slower} is the bound of large merges"
+        f"a link carries {byte_count(link)}/s with a latency of {latency}, and a core encrypts "
+        f"and merges {byte_count(software)}/s: {slower} limits large merges"
     )
 
 

@@ -195,7 +195,7 @@ def test_the_bound_is_what_takes_longest() -> None:
     ]
     assert bounds(measured, parse_topology("cpu:8")) == []
     report = render(measured, topology)
-    assert "Its bound is compute." in report
+    assert "Limited by: compute." in report
     assert "all-reduce" in report
     assert "it fits" in report
 
