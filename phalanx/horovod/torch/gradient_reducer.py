@@ -6,7 +6,6 @@ bucket is left to `reduce`, which follows at once and does it without another th
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -57,9 +56,10 @@ class GradientReducer:
         self._optimizer = optimizer  # not its groups: `load_state_dict` replaces their list
         self.names = dict(names)
         self._reduction = reduction
-        # Counted among those of the same parameters: ranks may come to use several optimizers in different orders.
-        own = [(self.names[each], *each.shape) for group in optimizer.param_groups for each in group["params"]]
-        self._number = InstanceNumber(f"torch.optimizer.{zlib.crc32(repr(own).encode()):08x}", reduction.process_set)
+        # Counted among those whose first parameter has the same name: ranks may come to use several optimizers in
+        # different orders. (Not by all of its parameters: where these differ, ranks must meet to say so.)
+        first = next((self.names[each] for group in optimizer.param_groups for each in group["params"]), "")
+        self._number = InstanceNumber(f"torch.optimizer.{first}", reduction.process_set)
         self._unsent = 0  # buckets that are not complete yet in this step
         self._in_backward = False  # for the timeline: whether a gradient of this step has been computed
         # A process that is alone in an elastic job now may have peers later.

@@ -424,6 +424,16 @@ def check_ranks_use_two_optimizers_first_in_different_orders() -> None:
         assert [parameter.tolist() for parameter in tower] == [[-users, -users]] * 3
 
 
+def check_parameters_that_differ_between_ranks_are_told() -> None:
+    last = hvd.rank() == hvd.size() - 1
+    for width, depth in ((3 if last else 2, 1), (2, 2 if last else 1)):
+        model = nn.ModuleList(nn.Linear(2, width) for _ in range(depth))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+        sum(parameter.sum() for parameter in model.parameters()).backward()
+        with pytest.raises(hvd.HorovodInternalError, match=r"Mismatched (shapes|groups)"):
+            optimizer.step()
+
+
 def check_layers_frozen_and_unfrozen_after_the_optimizer_was_made() -> None:
     model = _model()
     first = next(layer for layer in model if isinstance(layer, nn.Linear))
