@@ -31,6 +31,7 @@ class Tasks:
         arguments: of the program, as after `python`.
         chief: whether there is a task `chief` besides the workers.
         cases: how many cases the program runs, one after another.
+        starts_others: whether the program starts Python programs itself.
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class Tasks:
         settings: dict[str, str] | None = None,
         chief: bool = False,
         cases: int = 1,
+        starts_others: bool = False,
     ):
         self.folder = folder
         self._bound_s = BOUND_S + CASE_S * (cases - 1)
         self._arguments = arguments
         self._backend = backend
+        self._starts_others = starts_others
         self._settings = {"PHALANX_SECRET": secrets.token_hex(), **(settings or {})}
         self.names = [
             *(["chief/0"] if chief else []),
@@ -88,6 +91,7 @@ class Tasks:
         with open(self._log(name), "ab") as log:
             return fork_server.popen(
                 [sys.executable, *self._arguments],
+                starts_others=self._starts_others,
                 env={**environment(self._backend), **self._settings, **own},
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,

@@ -25,7 +25,10 @@ ONE_HOST = {"worker": ["a:1", "a:2"]}
 @pytest.mark.parametrize("backend", slow_after_the_first())
 def test_two_tasks_of_two_replicas_train_as_one_process_does(tmp_path: Path, backend: str) -> None:
     program = ["-m", "tests.strategies.task_program", str(tmp_path)]
-    with Tasks(tmp_path, program, servers=0, workers=2, backend=backend, settings={TASK_REPLICAS: "2"}) as tasks:
+    settings = {TASK_REPLICAS: "2"}
+    with Tasks(
+        tmp_path, program, servers=0, workers=2, backend=backend, settings=settings, starts_others=True
+    ) as tasks:
         assert set(tasks.ends().values()) == {0}, tasks.everything()
         started = [tasks.processes[name].pid for name in ("worker/0", "worker/1")]
         said = tasks.everything()
