@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,11 @@ def check_plot(path: Path) -> None:
     """Raises: ConfigurationError if a plot cannot be written to this file."""
     if path.suffix.lower() not in (".svg", ".png"):
         raise ConfigurationError(f"--plot {path}: write a file name that ends with .svg or .png.")
-    if not path.absolute().parent.is_dir():
-        raise ConfigurationError(f"--plot {path}: there is no directory {path.absolute().parent}.")
+    directory = path.absolute().parent
+    if not directory.is_dir():
+        raise ConfigurationError(f"--plot {path}: there is no directory {directory}.")
+    if not os.access(directory, os.W_OK):
+        raise ConfigurationError(f"--plot {path}: the directory {directory} is not writable.")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -102,6 +106,8 @@ def plot(predictions: Sequence[StepPrediction], marked: int, path: Path, title: 
         marked: number of machines that the user asked for.
         path: an SVG or PNG file.
         title: shown above.
+
+    Raises: ConfigurationError if the file cannot be written.
     """
     import matplotlib
 
@@ -126,8 +132,12 @@ def plot(predictions: Sequence[StepPrediction], marked: int, path: Path, title: 
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:  # the measurements took minutes, and are shown already
+        raise ConfigurationError(f"--plot {path}: the file cannot be written: {error.strerror}.") from error
+    finally:
+        pyplot.close(figure)
 
 
 def _label_powers(axis: Any, counts: Sequence[int]) -> None:

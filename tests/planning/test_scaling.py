@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from phalanx.collectives.host.recording_algorithm import RecordedCall
 from phalanx.collectives.host.ring_algorithm import CHUNK_BYTES, PACK_BYTES
+from phalanx.errors import ConfigurationError
 from phalanx.planning.collective_costs import CollectiveCosts, Machines, NetworkLink, SoftwareCosts
 from phalanx.planning.scaling import ScalingModel, interpolate, machine_counts, measured_counts
-from phalanx.planning.scaling_report import byte_count, milliseconds, render_table
+from phalanx.planning.scaling_report import byte_count, milliseconds, plot, render_table
 from phalanx.planning.step_measurement import StepMeasurement
 
 FREE = SoftwareCosts(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -111,6 +114,14 @@ def test_counts_and_lines() -> None:
     assert interpolate([(1, 5)], 9) == 5
     assert interpolate([(1, 1), (2, 2), (4, 8)], 3) == 5
     assert interpolate([(1, 1), (2, 2), (4, 8)], 6) == 14
+
+
+def test_a_plot_that_cannot_be_written_is_an_error_of_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    model = ScalingModel([measured(1, 64, 64, 1.0)], costs())
+    (tmp_path / "plan.svg").mkdir()
+    with pytest.raises(ConfigurationError, match="the file cannot be written: Is a directory"):
+        plot([model.predict(Machines(count)) for count in (1, 2)], 2, tmp_path / "plan.svg", "title")
 
 
 def test_the_table_compares_samples_per_second_with_one_machine() -> None:
