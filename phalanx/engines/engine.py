@@ -60,8 +60,8 @@ class Merge(ABC):
             model.
         synchronizes_batch_norm: whether all batch normalization is over the batches of all ranks; set before an engine
             is made.
-        global_size: the number of samples of the step's global batch, set before each step; None if each rank takes
-            steps on batches of its own.
+        global_size: the number of samples of the global batch, set before each step of training, evaluation and
+            prediction; None if each rank takes steps on batches of its own.
         fixed_size: the size of every global batch of the step's input, if Keras on TensorFlow would know it in advance.
     """
 

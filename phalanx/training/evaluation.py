@@ -67,6 +67,7 @@ def _pass(
             for batch in batches:
                 timeline.current.enter("forward")
                 engine.expect(source.structure)
+                replica_model.merge.expect(batch)
                 if deterministic is not None:
                     logs = deterministic.test(batch, start)
                 else:

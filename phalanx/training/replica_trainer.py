@@ -172,6 +172,7 @@ class ReplicaTrainer:
         with self._running_engine() as engine:
             timeline.current.enter("forward")
             start = engine.metric_rules.values()
+            self._replica_model.merge.expect(batch)
             if (deterministic := self._replica_model.deterministic) is not None:
                 logs = deterministic.test(batch, start)
             else:

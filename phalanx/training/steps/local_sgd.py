@@ -109,6 +109,7 @@ class LocalSGDStepper(ReplicaStepper):
     def train(self, batch: JointBatch, *, last: bool | None = None) -> None:
         """See `Stepper.train`."""
         if batch.size:
+            self._merge.expect(batch)
             with self._merge.in_mode(MergeMode.LOCAL):
                 self._engine.train(batch.data, batch.share)
         elif self._iterations is not None:  # schedules proceed, as on the other ranks

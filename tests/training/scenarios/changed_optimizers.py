@@ -1,5 +1,5 @@
-"""Programs that change their optimizer: between calls of `fit`, from callbacks, and by learning-rate schedules that
-Keras could not create again. The optimizer that updates is the program's own object, as it is at each step."""
+"""Programs that change their optimizer or model: between calls of `fit`, from callbacks, and by learning-rate schedules
+that Keras could not create again. The optimizer that updates is the program's own object, as it is at each step."""
 
 from __future__ import annotations
 
@@ -125,25 +125,31 @@ def loss_scale_factor_between_fits_of_other_batches(setting: Setting) -> dict[st
     return found | {"other": fitted(model, batch_size=7), "as before": fitted(model, batch_size=8)} | _state(model)
 
 
-class _Weighted(keras.Model):
-    """Its step multiplies the loss by an attribute, which a compiled step keeps."""
+class _Times(layers.Layer):
+    """Multiplies by an attribute, which a compiled step keeps."""
 
     factor = 1.0
 
-    def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
-        return self.factor * super().compute_loss(*arguments, **keywords)
+    def call(self, inputs: Any) -> Any:
+        return self.factor * inputs
 
 
 @scenario(quick=("jax",))
-def attribute_between_fits_of_other_batches(setting: Setting) -> dict[str, Any]:
-    """As `loss_scale_factor_between_fits_of_other_batches`, with an attribute of the program's own."""
+def attribute_between_calls_with_other_batches(setting: Setting) -> dict[str, Any]:
+    """As `loss_scale_factor_between_fits_of_other_batches`, with an attribute of the program's own, in all methods."""
+    times = _Times()
     with setting.scope():
         inputs = keras.Input((FEATURES,))
-        model = _Weighted(inputs, layers.Dense(CLASSES, "softmax")(inputs))
+        model = keras.Model(inputs, layers.Dense(CLASSES, "softmax")(times(inputs)))
         model.compile(optimizers.SGD(0.1), "sparse_categorical_crossentropy")
-    found = {"first": fitted(model, batch_size=8)}
-    model.factor = 3.0
-    return found | {"other": fitted(model, batch_size=7), "as before": fitted(model, batch_size=8)} | _state(model)
+    found: dict[str, Any] = {}
+    for factor, batch_size in [(1.0, 8), (3.0, 7), (3.0, 8), (0.5, 5), (0.5, 7)]:
+        times.factor = factor
+        name = f"{factor:g}, {batch_size}"
+        found[f"fit {name}"] = fitted(model, batch_size=batch_size)
+        found[f"evaluate {name}"] = model.evaluate(features(), labels(), batch_size=batch_size, verbose=0)
+        found[f"predict {name}"] = model.predict(features(), batch_size=batch_size, verbose=0)
+    return found
 
 
 @scenario(quick=("tensorflow",))

@@ -57,14 +57,13 @@ class JaxEngine(ReplicaEngine):
         self._logs: dict[str, Any] = {}  # of the newest training step
         self._packing: OutputPacking | None = None  # likewise
         self._compiler = ModelCompiler(model)
-        self._predict = self._compiler.jit(model.predict_step)
-        # By the kind of global batch (`batch_kind`): Keras traces its step once for each, and keeps what the program
+        # By the kind of global batch (`batch_kind`): Keras traces its steps once for each, and keeps what the program
         # had set then. The same local batch may be part of several.
         self._first_halves: dict[Hashable, _FirstHalf] = {}
         self._known_hyperparameters: dict[Hashable, Hyperparameters] = {}
-        # By what the model's own steps get.
-        self._updates: dict[ElementStructure, CompiledUpdate] = {}
-        self._tests: dict[ElementStructure, CompiledStep] = {}
+        self._tests: dict[Hashable, CompiledStep] = {}
+        self._predictions: dict[Hashable, Callable[..., Any]] = {}
+        self._updates: dict[ElementStructure, CompiledUpdate] = {}  # by what the model's own steps get
 
     def retrace(self) -> None:
         self._first_halves.clear()
@@ -90,13 +89,19 @@ class JaxEngine(ReplicaEngine):
             found = self._updates[self._batches.form] = CompiledUpdate(self._model)
         return found
 
-    def _test(self) -> CompiledStep:
-        found = self._tests.get(self._batches.form)
+    def _test(self, data: Batch, variables: int) -> CompiledStep:
+        kind = batch_kind(data, self._batches.form, self._merge.global_size, variables)
+        found = self._tests.get(kind)
         if found is None:
             functions = self._functions(Hyperparameters([]))
-            found = self._tests[self._batches.form] = CompiledStep(
-                functions.test, self._compiler.jit, self._merge, donate=(2,)
-            )
+            found = self._tests[kind] = CompiledStep(functions.test, self._compiler.jit, self._merge, donate=(2,))
+        return found
+
+    def _prediction(self, data: Batch, form: ElementStructure, variables: int) -> Callable[..., Any]:
+        kind = batch_kind(data, form, self._merge.global_size, variables)
+        found = self._predictions.get(kind)
+        if found is None:
+            found = self._predictions[kind] = self._compiler.jit(self._model.predict_step)
         return found
 
     def _functions(self, hyperparameters: Hyperparameters) -> StepFunctions:
@@ -139,7 +144,8 @@ class JaxEngine(ReplicaEngine):
     def test(self, data: Batch, share: float) -> None:
         trainable, non_trainable, _, metrics = self._arguments.get(with_optimizer=False)
         start = metrics if share else [jnp.copy(value) for value in metrics]  # the function consumes its own
-        new_metrics, changed, self._test_logs = self._test()(share, trainable, non_trainable, start, data)
+        step = self._test(data, len(trainable))
+        new_metrics, changed, self._test_logs = step(share, trainable, non_trainable, start, data)
         self._share = share
         if share:
             metrics = new_metrics
@@ -165,7 +171,8 @@ class JaxEngine(ReplicaEngine):
 
     def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
         trainable, non_trainable, _, metrics = self._arguments.get(with_optimizer=False)
-        outputs, non_trainable = self._predict((trainable, non_trainable), self._batches.pack(data, form))
+        step = self._prediction(data, form, len(trainable))
+        outputs, non_trainable = step((trainable, non_trainable), self._batches.pack(data, form))
         self._arguments.keep(trainable, list(non_trainable), None, metrics)
         return tree.map_structure(np.asarray, outputs)
 
