@@ -14,15 +14,10 @@ from typing import Any
 
 
 class TrainableFlags:
-    """The flags of a model's layers and variables as they are now.
-
-    Attributes:
-        key: equal for equal flags of the same objects.
-    """
+    """The flags of a model's layers and variables as they are now."""
 
     def __init__(self, model: Any) -> None:
         self._flags = [(each, each._trainable) for each in (*model._flatten_layers(), *model.variables)]
-        self.key = tuple((id(each), flag) for each, flag in self._flags)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -370,7 +370,6 @@ def layers_and_variables_keep_whether_they_are_trainable() -> None:
     with flags.in_place():
         assert len(model.trainable_weights) == 4
     assert len(model.trainable_weights) == 2
-    assert TrainableFlags(model).key != flags.key
 
 
 @check()

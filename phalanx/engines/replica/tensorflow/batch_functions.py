@@ -9,8 +9,6 @@ import tensorflow as tf
 from keras import tree
 
 from phalanx.arrays.tree import map_leaves
-from phalanx.data.dataset_elements import ElementStructure
-from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch
 from phalanx.engines.replica.tensorflow.concrete_calls import ConcreteCall
 
@@ -52,36 +50,22 @@ class BatchFunction:
         if tf.config.functions_run_eagerly() or not isinstance(function, tf.types.experimental.PolymorphicFunction):
             return function(tensors)
         kind = batch_kind(data)
-        if self._last is not None and self._last[0] == kind:
-            return self._last[1](tensors)
-        results = function(tensors)
-        self._last = kind, ConcreteCall(function.get_concrete_function(tensors), tensors)
-        return results
-
-
-class FunctionOfForms:
-    """A function of batches whose structure for the model's own steps may change: one `BatchFunction` for each.
-
-    Args:
-        batches: knows the structure.
-        make: makes the function for the present one.
-    """
-
-    def __init__(self, batches: BatchPacking, make: Callable[[], BatchFunction]) -> None:
-        self._batches = batches
-        self._make = make
-        self._made: dict[ElementStructure, BatchFunction] = {}
-
-    def __call__(self, data: Batch) -> Any:
-        form = self._batches.form
-        if form not in self._made:
-            self._made[form] = self._make()
-        return self._made[form](data)
+        if self._last is None or self._last[0] != kind:
+            # For batches of any size from the first one on: a second trace, for another size, could be made when the
+            # program has changed something since, which Keras's own trace keeps.
+            traced = function.get_concrete_function(map_leaves(spec_of_batch, data))
+            self._last = kind, ConcreteCall(traced, tensors)
+        return self._last[1](tensors)
 
 
 def runs_eagerly(model: Any) -> bool:
     """Whether TensorFlow calls the functions of a model without tracing them."""
     return bool(model.run_eagerly or tf.config.functions_run_eagerly())
+
+
+def spec_of_batch(array: Any, size: int | None = None) -> Any:
+    """The `tf.TensorSpec` of an array whose first axis are samples; of any number of them if `size` is None."""
+    return tf.TensorSpec([size, *array.shape[1:]] if array.shape else [], tf.as_dtype(array.dtype))
 
 
 def to_tensors(data: Batch) -> Batch:

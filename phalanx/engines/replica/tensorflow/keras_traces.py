@@ -1,8 +1,8 @@
 """Which of its traces Keras's own step function would use for a batch, and what that was made with.
 
-A trace has the optimizer's plain numbers, its learning-rate schedule and which weights are trained as they were when it
-was made. Keras traces for what it knows of its data before it reads them; a replica's part of a batch has another size
-than the batch, so the traces of its own step say nothing about Keras's.
+A trace has the optimizer's plain numbers, its learning-rate schedule, which weights are trained, and the attributes of
+the program's own layers as they were when it was made. Keras traces for what it knows of its data before it reads them;
+a replica's part of a batch has another size than the batch, so the traces of its own step say nothing about Keras's.
 """
 
 from __future__ import annotations
@@ -14,25 +14,21 @@ from typing import Any
 import tensorflow as tf
 
 from phalanx.arrays.tree import map_leaves
+from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch, Merge
 from phalanx.engines.replica.hyperparameters import Hyperparameters
-from phalanx.engines.replica.tensorflow.batch_functions import BatchFunction, batch_kind, runs_eagerly
+from phalanx.engines.replica.tensorflow.batch_functions import BatchFunction, batch_kind, runs_eagerly, spec_of_batch
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.trainable_flags import TrainableFlags
 
 
 class TraceConditions:
-    """What a trace of a model's step is made with, as it is now.
-
-    Attributes:
-        key: equal for equal conditions.
-    """
+    """What a trace of a model's step is made with, as it is now."""
 
     def __init__(self, model: Any) -> None:
         self._hyperparameters = Hyperparameters(model_state.optimizers(model))
         self._flags = TrainableFlags(model)
-        self.key = self._hyperparameters.key, self._flags.key
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -42,19 +38,21 @@ class TraceConditions:
 
 
 class KerasTraces:
-    """The traces of one model's step function.
+    """The traces of one of a model's step functions.
 
     Args:
-        model: compiled.
+        model: see below.
         batches: knows the structure in which Keras has its batches.
         merge: knows the size of every global batch, where Keras does in advance.
+        form: the structure of all batches; None: that which `batches` expects.
 
     Attributes:
         model: see above.
     """
 
-    def __init__(self, model: Any, batches: BatchPacking, merge: Merge) -> None:
+    def __init__(self, model: Any, batches: BatchPacking, merge: Merge, form: ElementStructure | None = None) -> None:
         self.model = model
+        self._form = form
         self._batches = batches
         self._merge = merge
         # TensorFlow's own rules decide (`reduce_retracing`, as Keras has it), of a function that does nothing.
@@ -65,24 +63,23 @@ class KerasTraces:
         self._newest: tuple[Any, tuple[Hashable, TraceConditions]] | None = None
 
     def find(self, data: Batch) -> tuple[Hashable, TraceConditions]:
-        """What tells a function for this local batch from others, and what that is made with."""
-        form, fixed_size = self._batches.form, self._merge.fixed_size
+        """Keras's trace for the global batch of this local one, and what it is made with."""
+        form, fixed_size = self._form or self._batches.form, self._merge.fixed_size
         kind = batch_kind(data), form, fixed_size
         if self._newest is None or self._newest[0] != kind:
-            conditions = self._of_batch(data, fixed_size)
-            self._newest = kind, ((form, conditions.key), conditions)
+            self._newest = kind, self._of_batch(data, form, fixed_size)
         return self._newest[1]
 
-    def _of_batch(self, data: Batch, fixed_size: int | None) -> TraceConditions:
-        def spec(array: Any) -> Any:
-            return tf.TensorSpec([fixed_size, *array.shape[1:]], tf.as_dtype(array.dtype))
+    def _of_batch(
+        self, data: Batch, form: ElementStructure, fixed_size: int | None
+    ) -> tuple[Hashable, TraceConditions]:
+        specs = map_leaves(lambda array: spec_of_batch(array, fixed_size), data)
+        trace = self._function.get_concrete_function(self._batches.pack(specs, form))
+        return (form, trace), self._made_with.setdefault(trace, TraceConditions(self.model))
 
-        trace = self._function.get_concrete_function(self._batches.pack(map_leaves(spec, data)))
-        return self._made_with.setdefault(trace, TraceConditions(self.model))
 
-
-class TrainingFunctions:
-    """A training step, traced under the conditions that Keras's would have for a batch.
+class StepFunctions:
+    """The functions of one step: one for each trace that Keras's would have, made under the same conditions.
 
     Args:
         traces: of Keras.

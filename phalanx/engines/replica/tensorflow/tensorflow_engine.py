@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import keras
@@ -26,10 +27,10 @@ from phalanx.engines.accelerations.tensorflow_fused_adam import fused_adam
 from phalanx.engines.engine import Batch, Merge, MicroBatchKept
 from phalanx.engines.replica.model_variables import ModelVariables, variables_of_optimizers, weights_of_present
 from phalanx.engines.replica.replica_engine import ReplicaEngine
-from phalanx.engines.replica.tensorflow.batch_functions import BatchFunction, FunctionOfForms, runs_eagerly, to_tensors
+from phalanx.engines.replica.tensorflow.batch_functions import BatchFunction, runs_eagerly
 from phalanx.engines.replica.tensorflow.graph_merge import GraphMerge, HostCallNeeded, complete
 from phalanx.engines.replica.tensorflow.host_calls import take_failure
-from phalanx.engines.replica.tensorflow.keras_traces import KerasTraces, TrainingFunctions
+from phalanx.engines.replica.tensorflow.keras_traces import KerasTraces, StepFunctions
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.keras_compat import model_state
@@ -60,7 +61,9 @@ class TensorFlowEngine(ReplicaEngine):
         self._state: list[Any] = []  # of the layers; known after `build`
         self._logs: _Logs = {}, {}, {}  # of the newest training step
         self._silent: frozenset[str] | None = None
-        self._keras_traces = KerasTraces(model, self._batches, merge)
+        self._train_traces = KerasTraces(model, self._batches, merge)
+        self._test_traces = KerasTraces(model, self._batches, merge)
+        self._predictions: dict[ElementStructure, StepFunctions] = {}
         self._graph = graph = GraphMerge(merge)
         self._losses = GloballyScaledLosses()
         self._contexts: tuple[AbstractContextManager[Any], ...] = (
@@ -72,17 +75,14 @@ class TensorFlowEngine(ReplicaEngine):
         )
         trace_apart(trace_key)
         self._fused = registry.choose("tensorflow_fused_adam", fused_adam, nullcontext)
-        self._predict = self._function(model.predict_step, jit_compile=model.jit_compile)
         self._make_functions(xla=bool(model.jit_compile) and not model.run_eagerly)
 
     def _make_functions(self, *, xla: bool) -> None:
         self._graph.xla = xla
         is_overridden = model_state.overrides(self._model, "train_step")
         step = self._train_overridden if is_overridden else self._train_own
-        self._train = TrainingFunctions(self._keras_traces, step, self._function)
-        # By the weights that are trained: a trace has gradients of those alone.
-        self._compiled_parts: dict[tuple[int, ...], Callable[[Batch], Any]] = {}
-        self._test = FunctionOfForms(self._batches, lambda: self._function(self._test_step, jit_compile=xla))
+        self._train = StepFunctions(self._train_traces, step, self._function)
+        self._test = StepFunctions(self._test_traces, self._test_step, partial(self._function, jit_compile=xla))
 
     def _function(self, function: Callable[..., Any], *, jit_compile: bool = False) -> BatchFunction:
         return BatchFunction(
@@ -141,7 +141,16 @@ class TensorFlowEngine(ReplicaEngine):
             self._variables.write(self._metrics, before)
 
     def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
-        return tree.map_structure(np.asarray, self._predict.traced(self._batches.pack(to_tensors(data), form)))
+        functions = self._predictions.get(form)
+        if functions is None:
+            functions = self._predictions[form] = self._prediction(form)
+        return tree.map_structure(np.asarray, functions(data))
+
+    def _prediction(self, form: ElementStructure) -> StepFunctions:
+        model, batches = self._model, self._batches
+        traces = KerasTraces(model, batches, self._merge, form)
+        make = partial(self._function, jit_compile=model.jit_compile)
+        return StepFunctions(traces, lambda data: model.predict_step(batches.pack(data, form)), make)
 
     def logs(self) -> Mapping[str, Any]:
         averages, results, derived = self._logs
@@ -179,10 +188,7 @@ class TensorFlowEngine(ReplicaEngine):
         model, graph = self._model, self._graph
         before = self._start_metrics()
         weights = model.trainable_weights
-        trained = tuple(map(id, weights))
-        if trained not in self._compiled_parts:
-            self._compiled_parts[trained] = self._function(self._gradients, jit_compile=graph.xla).traced
-        gradients, logs = self._compiled_parts[trained](data)
+        gradients, logs = self._function(self._gradients, jit_compile=graph.xla).traced(data)
         if self._merge.updates:
             gradients = complete(gradients, weights)
         sparse = graph.gather_slices(gradients)
