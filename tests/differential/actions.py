@@ -246,6 +246,12 @@ CHANGES = (
     "model.optimizer.clipnorm = 0.1",
     "model.optimizer.weight_decay = 0.1",
     "model.optimizer.momentum = 0.5",
+    "model.optimizer.loss_scale_factor = 4.0",
+    """
+    for layer in model._flatten_layers():
+        if type(layer) is layers.Dense:
+            layer.activation = keras.activations.tanh
+    """,
     "model.reset_metrics()",
     "compile",
     "freeze",
