@@ -166,7 +166,7 @@ def attribute_between_calls_with_other_batches(setting: Setting) -> dict[str, An
     def arrays(size: int) -> dict[str, Any]:
         return {"x": features(24), "y": labels(24), "batch_size": size}
 
-    return _with_attribute(setting, arrays, [8, 7, 8, 5, 7])
+    return _with_attribute(setting, arrays, [8, 7, 8])
 
 
 @scenario(backends=("tensorflow",), quick=("tensorflow",))
@@ -178,7 +178,7 @@ def attribute_between_calls_with_datasets_of_other_batches(setting: Setting) -> 
         data = tf.data.Dataset.from_tensor_slices((features(24), labels(24)))
         return {"x": data.batch(size, drop_remainder=True)}
 
-    return _with_attribute(setting, dataset, [8, 7, 8, 5, 7])
+    return _with_attribute(setting, dataset, [8, 7, 8])
 
 
 @scenario(quick=("tensorflow",))
