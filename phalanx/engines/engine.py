@@ -60,14 +60,18 @@ class Merge(ABC):
             model.
         synchronizes_batch_norm: whether all batch normalization is over the batches of all ranks; set before an engine
             is made.
-        global_size: the number of samples of the global batch, set before each step of training, evaluation and
-            prediction; None if each rank takes steps on batches of its own.
+        global_size: the number of samples of the step's global batch (see `expect`); None if each rank takes steps on
+            batches of its own.
         fixed_size: the size of every global batch of the step's input, if Keras on TensorFlow would know it in advance.
     """
 
     updates = once_per_step = repeats = in_micro_batches = synchronizes_batch_norm = False
     global_size: int | None = None
     fixed_size: int | None = None
+
+    def expect(self, global_size: int | None, fixed_size: int | None = None) -> None:
+        """The next step, of training, evaluation or prediction, is on such a batch."""
+        self.global_size, self.fixed_size = global_size, fixed_size
 
     @property
     def separate(self) -> bool:

@@ -237,7 +237,7 @@ class ElasticRecovery:
         low, high = local_range(batch.global_size or batch.size, world_size - 1, world_size)
         part = _resized(batch.data, max(1, high - low))
         progress.report("compilation")
-        self._model.merge.global_size = batch.global_size
+        self._model.merge.expect(batch.global_size)
         engine.begin()
         engine.train(part, 1.0 / replica.world_size)
         engine.end()

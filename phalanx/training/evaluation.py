@@ -6,11 +6,12 @@ that counts once. Metrics that weigh each batch by shares of its own, and micro-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 
+from phalanx.collectives.communicator import Array
 from phalanx.data import ShardedInput
 from phalanx.errors import MembershipChangedError
 from phalanx.keras_compat.keras_internals import pythonify_logs
@@ -18,7 +19,7 @@ from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import callback_list
 from phalanx.training.fit_arguments import FitArguments
-from phalanx.training.joint_batches import JointBatches, batch_groups
+from phalanx.training.joint_batches import JointBatch, JointBatches, batch_groups
 from phalanx.training.replica_model import ReplicaModel
 
 
@@ -59,21 +60,14 @@ def _pass(
     source.position.reset()  # every evaluation begins with the first batch, also with `validation_steps`
     engine.begin()
     start = engine.metric_rules.values()
-    deterministic = replica_model.deterministic
-    every_batch = engine.metric_rules.merge_every_batch or deterministic is not None
+    every_batch = engine.metric_rules.merge_every_batch or replica_model.deterministic is not None
     try:
         for first, last, batches in batch_groups(JointBatches(source, 0, replica), model.steps_per_execution):
             callbacks.on_test_batch_begin(first)
             for batch in batches:
                 timeline.current.enter("forward")
                 engine.expect(source.structure)
-                replica_model.merge.expect(batch)
-                if deterministic is not None:
-                    logs = deterministic.test(batch, start)
-                else:
-                    engine.test(batch.data, batch.share)
-                    if every_batch:
-                        logs = engine.merged_metrics(batch.share, start, final=True)
+                logs = evaluate_batch(replica_model, batch, start, merges=every_batch)
                 timeline.current.leave()
                 own_samples += batch.size
                 all_samples += batch.global_size
@@ -117,3 +111,19 @@ def evaluate_on_worker(evaluate: Callable[..., Any], arguments: FitArguments, ca
         verbose=0,
     )
     return logs
+
+
+def evaluate_batch(
+    replica_model: ReplicaModel, batch: JointBatch, start: Sequence[Array], *, merges: bool
+) -> Mapping[str, Any]:
+    """Add this rank's part of a batch to the metrics, which had the values `start`.
+
+    Args:
+        merges: whether the ranks merge them now; else there are no logs yet.
+    """
+    replica_model.merge.expect(batch.global_size, batch.fixed_size)
+    if (deterministic := replica_model.deterministic) is not None:
+        return deterministic.test(batch, start)
+    engine = replica_model.engine
+    engine.test(batch.data, batch.share)
+    return engine.merged_metrics(batch.share, start, final=True) if merges else {}

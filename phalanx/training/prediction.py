@@ -77,7 +77,7 @@ def local_outputs(
     replica_model: ReplicaModel, batch: JointBatch, form: ElementStructure = ElementStructure.PARTS
 ) -> Any:
     """The outputs for this rank's part of a batch; see `Engine.predict`."""
-    replica_model.merge.expect(batch)
+    replica_model.merge.expect(batch.global_size, batch.fixed_size)
     if replica_model.deterministic is None:
         return replica_model.engine.predict(batch.data, form, batch.share)
     return replica_model.deterministic.predict(batch, form)

@@ -21,7 +21,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.keras_internals import class_weight_to_sample_weights, pythonify_logs
 from phalanx.monitoring import timeline
 from phalanx.training import callback_list
-from phalanx.training.evaluation import evaluate_on_replicas
+from phalanx.training.evaluation import evaluate_batch, evaluate_on_replicas
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.fit_loop import FitLoop
 from phalanx.training.fit_resumption import FitResumption, resumable
@@ -172,12 +172,7 @@ class ReplicaTrainer:
         with self._running_engine() as engine:
             timeline.current.enter("forward")
             start = engine.metric_rules.values()
-            self._replica_model.merge.expect(batch)
-            if (deterministic := self._replica_model.deterministic) is not None:
-                logs = deterministic.test(batch, start)
-            else:
-                engine.test(batch.data, batch.share)
-                logs = engine.merged_metrics(batch.share, start, final=True)
+            logs = evaluate_batch(self._replica_model, batch, start, merges=True)
         return self._single_batch_result(logs, return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:

@@ -47,7 +47,7 @@ class DeterministicStepper(ReplicaStepper):
             self._engine.train(micro.data, micro.share)
 
         # By it the hyperparameters of the update are chosen (`batch_kind`): Keras would have a batch of this size.
-        self._merge.expect(batch)
+        self._merge.expect(batch.global_size, batch.fixed_size)
         with self._randomness.step():
             self._sums.run(batch, compute)
 

@@ -21,7 +21,6 @@ from phalanx.engines.step_layout import EXTREMES, MergeWeight, StepLayout, absen
 from phalanx.errors import UnsupportedError
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
-from phalanx.training.joint_batches import JointBatch
 from phalanx.training.replica import Replica
 from phalanx.training.steps.accumulation import GradientAccumulator
 from phalanx.training.steps.gradient_rows import join_rows
@@ -126,10 +125,6 @@ class StepMerge(Merge):
     def gather(self) -> Gather | None:
         """None where gradients are accumulated: Keras sums their rows, too."""
         return None if self.accumulates else self._gather
-
-    def expect(self, batch: JointBatch) -> None:
-        """The next step, of any kind, is on this batch."""
-        self.global_size, self.fixed_size = batch.global_size, batch.fixed_size
 
     @contextmanager
     def in_mode(self, mode: MergeMode) -> Iterator[None]:

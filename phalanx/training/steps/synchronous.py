@@ -43,7 +43,7 @@ class SynchronousStepper(ReplicaStepper):
             # The scale of this step: gradients of several steps can only be added, or compressed with what is left of
             # earlier ones, in one unit.
             self._merge.unit = float(self._engine.read([self._scale])[0])
-        self._merge.expect(batch)
+        self._merge.expect(batch.global_size, batch.fixed_size)
         with self._merge.in_mode(self._mode(last)):
             self._engine.train(batch.data, batch.share)
 

@@ -78,7 +78,7 @@ class KerasTraces:
         return (form, trace), self._made_with.setdefault(trace, TraceConditions(self.model))
 
 
-class StepFunctions:
+class FunctionsByTrace:
     """The functions of one step: one for each trace that Keras's would have, made under the same conditions.
 
     Args:

@@ -30,7 +30,7 @@ from phalanx.engines.replica.replica_engine import ReplicaEngine
 from phalanx.engines.replica.tensorflow.batch_functions import BatchFunction, runs_eagerly
 from phalanx.engines.replica.tensorflow.graph_merge import GraphMerge, HostCallNeeded, complete
 from phalanx.engines.replica.tensorflow.host_calls import take_failure
-from phalanx.engines.replica.tensorflow.keras_traces import KerasTraces, StepFunctions
+from phalanx.engines.replica.tensorflow.keras_traces import FunctionsByTrace, KerasTraces
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.keras_compat import model_state
@@ -63,7 +63,7 @@ class TensorFlowEngine(ReplicaEngine):
         self._silent: frozenset[str] | None = None
         self._train_traces = KerasTraces(model, self._batches, merge)
         self._test_traces = KerasTraces(model, self._batches, merge)
-        self._predictions: dict[ElementStructure, StepFunctions] = {}
+        self._predictions: dict[ElementStructure, FunctionsByTrace] = {}
         self._graph = graph = GraphMerge(merge)
         self._losses = GloballyScaledLosses()
         self._contexts: tuple[AbstractContextManager[Any], ...] = (
@@ -81,8 +81,8 @@ class TensorFlowEngine(ReplicaEngine):
         self._graph.xla = xla
         is_overridden = model_state.overrides(self._model, "train_step")
         step = self._train_overridden if is_overridden else self._train_own
-        self._train = StepFunctions(self._train_traces, step, self._function)
-        self._test = StepFunctions(self._test_traces, self._test_step, partial(self._function, jit_compile=xla))
+        self._train = FunctionsByTrace(self._train_traces, step, self._function)
+        self._test = FunctionsByTrace(self._test_traces, self._test_step, partial(self._function, jit_compile=xla))
 
     def _function(self, function: Callable[..., Any], *, jit_compile: bool = False) -> BatchFunction:
         return BatchFunction(
@@ -146,11 +146,11 @@ class TensorFlowEngine(ReplicaEngine):
             functions = self._predictions[form] = self._prediction(form)
         return tree.map_structure(np.asarray, functions(data))
 
-    def _prediction(self, form: ElementStructure) -> StepFunctions:
+    def _prediction(self, form: ElementStructure) -> FunctionsByTrace:
         model, batches = self._model, self._batches
         traces = KerasTraces(model, batches, self._merge, form)
         make = partial(self._function, jit_compile=model.jit_compile)
-        return StepFunctions(traces, lambda data: model.predict_step(batches.pack(data, form)), make)
+        return FunctionsByTrace(traces, lambda data: model.predict_step(batches.pack(data, form)), make)
 
     def logs(self) -> Mapping[str, Any]:
         averages, results, derived = self._logs
