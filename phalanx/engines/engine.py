@@ -216,6 +216,11 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def merge_metrics(self, share: float, start: Sequence[Array]) -> None:
+        """Merge the metrics' state over all ranks, of batches that have no logs; the arguments are those of
+        `merged_metrics`."""
+
+    @abstractmethod
     def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
         """The model's outputs for a local batch, a structure of NumPy arrays; `form` as in `expect`. One program over
         several processes returns those for the global batch, of which `data` is this share."""

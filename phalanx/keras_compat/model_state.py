@@ -121,6 +121,11 @@ def own_layers(model: Any) -> list[Any]:
     ]
 
 
+def has_metrics_of_layers(model: Any) -> bool:
+    """Whether there are layers with metrics, which count whenever a layer is called: also while the model predicts."""
+    return any(layer.metrics for layer in model._flatten_layers(include_self=False))
+
+
 def regularizes_activity(layer: Any) -> bool:
     """Whether a layer has an activity regularizer that may be no sum over the samples."""
     regularizer = getattr(layer, "activity_regularizer", None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ from keras import tree
 
 from phalanx.data import ShardedInput
 from phalanx.data.dataset_elements import ElementStructure
-from phalanx.errors import UnsupportedError
+from phalanx.errors import MembershipChangedError, UnsupportedError
+from phalanx.keras_compat import model_state
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import callback_list
@@ -46,13 +48,15 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
     outputs = LocalOutputs.of(batches, replica_model)
     gathered: list[Any] = []  # as callbacks see them
     engine.begin()
+    counts = LayerCounts(replica_model, outputs)
     try:
         for first, last, group in batch_groups(batches, model.steps_per_execution):
             if has_hooks:
                 callbacks.on_predict_batch_begin(first)
             for batch in group:
                 timeline.current.enter("forward")
-                outputs.add(local_outputs(replica_model, batch, source.structure), batch)
+                with counts.of(batch):
+                    outputs.add(local_outputs(replica_model, batch, source.structure), batch)
                 timeline.current.leave()
                 if bar is not None:
                     bar.count(batch.global_size)
@@ -62,6 +66,10 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
                 callbacks.on_predict_batch_end(last, {"outputs": gathered[-1] if watched else outputs.parts[-1]})
             if stops or (watched and replica.any(model.stop_predicting)):
                 break
+        counts.merge()
+    except MembershipChangedError:
+        counts.forget()  # the prediction begins again
+        raise
     finally:
         engine.end()
     if outputs.parts:
@@ -81,6 +89,43 @@ def local_outputs(
     if replica_model.deterministic is None:
         return replica_model.engine.predict(batch.data, form, batch.share)
     return replica_model.deterministic.predict(batch, form)
+
+
+class LayerCounts:
+    """What the metrics of layers count while a model predicts: merged, as if one process had predicted all samples.
+
+    Args:
+        replica_model: whose engine has begun.
+        outputs: of the same prediction.
+    """
+
+    def __init__(self, replica_model: ReplicaModel, outputs: LocalOutputs) -> None:
+        self._engine = replica_model.engine
+        apart = not outputs.is_whole and replica_model.deterministic is None
+        self._counts = apart and model_state.has_metrics_of_layers(replica_model.model)
+        self._start = self._engine.metric_rules.values() if self._counts else []
+        self._own_samples = self._all_samples = 0
+
+    @contextmanager
+    def of(self, batch: JointBatch) -> Iterator[None]:
+        """Inside, this rank predicts its part of a batch."""
+        is_placeholder = self._counts and not batch.size
+        before = self._engine.metric_rules.values() if is_placeholder else []
+        yield
+        if is_placeholder:
+            self._engine.metric_rules.set_values(before)
+        self._own_samples += batch.size
+        self._all_samples += batch.global_size
+
+    def merge(self) -> None:
+        """All batches are predicted; all ranks must call."""
+        if self._counts and self._all_samples:
+            self._engine.merge_metrics(self._own_samples / self._all_samples, self._start)
+
+    def forget(self) -> None:
+        """Leave the metrics as they were."""
+        if self._counts:
+            self._engine.metric_rules.set_values(self._start)
 
 
 class LocalOutputs:
@@ -106,6 +151,11 @@ class LocalOutputs:
             return cls(replica_model.replica)
         # From the shapes of the model, which are the same on all ranks: all read whole batches from here on, or none.
         return cls(batches.take_whole())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank predicts all samples, or one program does."""
+        return self._replica.is_alone
 
     def add(self, outputs: Any, batch: JointBatch) -> None:
         """Note the outputs for this rank's part of a batch: none where that is a placeholder of one sample."""

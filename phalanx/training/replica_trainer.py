@@ -27,7 +27,7 @@ from phalanx.training.fit_loop import FitLoop
 from phalanx.training.fit_resumption import FitResumption, resumable
 from phalanx.training.fit_setup import prepare_fit
 from phalanx.training.joint_batches import JointBatch, JointBatches
-from phalanx.training.prediction import LocalOutputs, local_outputs, predict_on_replicas
+from phalanx.training.prediction import LayerCounts, LocalOutputs, local_outputs, predict_on_replicas
 from phalanx.training.replica import EntryOverError, Replica
 from phalanx.training.replica_coordination import ReplicaCoordination
 from phalanx.training.replica_model import ReplicaModel
@@ -181,7 +181,10 @@ class ReplicaTrainer:
         outputs = LocalOutputs.of(batches, self._replica_model)
         batch = _only(batches)
         with self._running_engine():
-            outputs.add(local_outputs(self._replica_model, batch, ElementStructure.ALONE), batch)
+            counts = LayerCounts(self._replica_model, outputs)
+            with counts.of(batch):
+                outputs.add(local_outputs(self._replica_model, batch, ElementStructure.ALONE), batch)
+            counts.merge()
         return outputs.gather()
 
     # Their parts.

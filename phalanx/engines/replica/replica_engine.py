@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import keras
@@ -31,6 +32,11 @@ class ReplicaEngine(Engine):
         self._share = 1.0  # of the newest step
         self._test_logs: Mapping[str, Any] = {}
         self._test_origins = LogOrigins(model)
+
+    @cached_property
+    def _layers_count(self) -> bool:
+        """Whether predictions change metrics."""
+        return model_state.has_metrics_of_layers(self._model)
 
     @property
     def _metrics(self) -> list[Any]:
@@ -68,6 +74,12 @@ class ReplicaEngine(Engine):
             results = keras.tree.map_structure(_number, results)
             rules.set_values(own)
         return results
+
+    def merge_metrics(self, share: float, start: Sequence[Array]) -> None:
+        rules = self.metric_rules
+        arrays = rules.added(rules.values(), start)
+        layout = StepLayout.of(arrays, rules.weights)
+        rules.set_values(rules.with_start(layout.cut(self._merge(layout, arrays, share)), start))
 
 
 def _to_host(value: Any) -> Array:

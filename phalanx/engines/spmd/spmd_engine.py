@@ -94,6 +94,9 @@ class SpmdEngine(Engine):
             chosen: Mapping[str, Any] = self._model._get_metrics_result_or_logs(logs)
         return chosen
 
+    def merge_metrics(self, share: float, start: Sequence[Array]) -> None:
+        """See `merged_metrics`."""
+
     def _warn_of_whole_batches(self, data: Batch, share: float) -> None:
         """Say so if a batch of this size, the first one, is computed whole by every device."""
         rows, parts = round(model_state.samples(data) / share), self._placement.data_shards

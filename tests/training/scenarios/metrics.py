@@ -294,3 +294,32 @@ def metric_of_the_products(setting: Setting) -> dict[str, Any]:
             return ops.convert_to_tensor(self.product)
 
     return fitted(compiled(setting, regressor, loss="mse", metrics=[Product()]), y=numbers())
+
+
+class _Watching(layers.Layer):
+    """Counts in metrics of its own whenever it is called: by samples, and by batches."""
+
+    def __init__(self) -> None:
+        super().__init__(name="watching")
+        self.size = metrics.Mean(name="size")
+        self.square = metrics.Mean(name="square")
+
+    def call(self, inputs: Any) -> Any:
+        self.size.update_state(ops.abs(inputs))
+        self.square.update_state(ops.mean(ops.square(inputs)))
+        return inputs
+
+
+@scenario(backends=("tensorflow", "torch"), quick=("torch",))
+def predictions_count_in_metrics_of_layers(setting: Setting) -> dict[str, Any]:
+    """Also where some replicas have no sample of a batch. (Plain Keras on JAX has no such metrics after a step.)"""
+
+    def build() -> Any:
+        return keras.Sequential([keras.Input((FEATURES,)), _Watching(), layers.Dense(1)])
+
+    model = compiled(setting, build, loss="mse")
+    model.fit(features(8), numbers(8), batch_size=3, shuffle=False, verbose=0)
+    found: dict[str, Any] = {"predict": model.predict(features(7), batch_size=2, verbose=0)}
+    found["after predict"] = {name: float(value) for name, value in model.get_metrics_result().items()}
+    found["predict_on_batch"] = model.predict_on_batch(features(4))
+    return found | {"at last": {name: float(value) for name, value in model.get_metrics_result().items()}}

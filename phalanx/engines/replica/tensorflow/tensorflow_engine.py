@@ -144,7 +144,11 @@ class TensorFlowEngine(ReplicaEngine):
         functions = self._predictions.get(form)
         if functions is None:
             functions = self._predictions[form] = self._prediction(form)
-        return tree.map_structure(np.asarray, functions(data))
+        self._graph.begin_step(share)
+        _, means, _, _ = self._contexts
+        with means if self._layers_count else nullcontext():
+            outputs = functions(data)
+        return tree.map_structure(np.asarray, outputs)
 
     def _prediction(self, form: ElementStructure) -> FunctionsByTrace:
         model, batches = self._model, self._batches

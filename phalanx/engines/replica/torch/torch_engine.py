@@ -237,7 +237,9 @@ class TorchEngine(ReplicaEngine):
         self._test_logs = logs if differ else {}
 
     def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
-        with torch.no_grad(), self._products:
+        self._share = share
+        _, means, _, products = self._contexts
+        with torch.no_grad(), products, means if self._layers_count else nullcontext():
             outputs = self._model.predict_step(self._batches.pack(_to_device(data), form))
         return tree.map_structure(to_host, outputs)
 
