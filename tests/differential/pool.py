@@ -127,7 +127,10 @@ class Pool:
         found = []
         for seed in seeds:
             self._team(None).send(path, folder / f"noise{seed}", seed)
-            found += self._team(None).receive(time.monotonic() + TIMEOUT_S)
+            outcomes = self._team(None).receive(time.monotonic() + TIMEOUT_S)
+            if None in outcomes:  # it died, perhaps for want of memory, or still runs
+                self._end(None)
+            found += outcomes
         shutil.rmtree(folder)
         return found
 

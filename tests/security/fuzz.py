@@ -19,6 +19,7 @@ import resource
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -290,7 +291,8 @@ def control_answers(content: bytes) -> None:
         ),
         None,
     )
-    control._answer(content)
+    control._followers, control._answered = {}, threading.Condition()
+    control._answer(content, 1)
 
 
 def special_targets() -> dict[str, Target]:
