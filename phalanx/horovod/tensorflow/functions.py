@@ -88,14 +88,37 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """See `phalanx.horovod.torch.broadcast_object`; the arguments are TensorFlow's. `session` is ignored."""
+    """Send a Python object from one rank to all.
+
+    Args:
+        obj: the object; ignored on other ranks than the root.
+        root_rank: rank in the job whose object is sent.
+        session: ignored; kept for programs written for Horovod.
+        name: identifies the operation; equal on all ranks.
+        process_set: the ranks that take part.
+
+    Returns: the object of the root.
+
+    Raises: ConfigurationError in a job without a secret, or whose connections are not encrypted.
+    """
     return object_collectives.broadcast_object(obj, root_rank, name, process_set)
 
 
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """See `phalanx.horovod.torch.allgather_object`; the arguments are TensorFlow's. `session` is ignored."""
+    """Gather a Python object from each rank.
+
+    Args:
+        obj: this rank's object.
+        session: ignored; kept for programs written for Horovod.
+        name: identifies the operation; equal on all ranks.
+        process_set: the ranks that take part.
+
+    Returns: the objects in rank order.
+
+    Raises: ConfigurationError in a job without a secret, or whose connections are not encrypted.
+    """
     return object_collectives.allgather_object(obj, name, process_set)
 
 
