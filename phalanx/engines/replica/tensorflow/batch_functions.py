@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
-from keras import tree
 
 from phalanx.arrays.tree import map_leaves
 from phalanx.engines.engine import Batch
@@ -20,12 +19,12 @@ class BatchFunction:
         function: gets `(x, y, sample_weight)` in tensors.
         eager: whether the model runs eagerly.
         jit_compile: whether XLA compiles it.
-        for_each_size: whether batches of each size have a trace of their own. Otherwise it depends on the sizes that
+        for_each_shape: whether samples of each shape have a trace of their own. Otherwise it depends on the shapes that
             came before which trace a batch gets, and so may the last bits of its results.
     """
 
     def __init__(
-        self, function: Callable[..., Any], *, eager: bool, jit_compile: bool = False, for_each_size: bool = False
+        self, function: Callable[..., Any], *, eager: bool, jit_compile: bool = False, for_each_shape: bool = False
     ) -> None:
         # The kind of the last batch, and its trace. One is enough: batches of a pass are alike but for the last one.
         self._last: tuple[Any, ConcreteCall] | None = None
@@ -33,13 +32,10 @@ class BatchFunction:
         if eager:
             return
 
-        def of_any_size(data: Batch) -> Any:
-            return function(tree.map_structure(_of_any_size, data))
-
         self.traced = tf.function(
-            tf.autograph.experimental.do_not_convert(of_any_size),
+            tf.autograph.experimental.do_not_convert(function),
             jit_compile=jit_compile,
-            reduce_retracing=not for_each_size,
+            reduce_retracing=not for_each_shape,
         )
         # The warning counts calls that trace again; it does not see the others, which `__call__` makes directly.
         self.traced._omit_frequent_tracing_warning = True  # type: ignore[attr-defined]
@@ -51,8 +47,9 @@ class BatchFunction:
             return function(tensors)
         kind = batch_kind(data)
         if self._last is None or self._last[0] != kind:
-            # For batches of any size from the first one on: a second trace, for another size, could be made when the
-            # program has changed something since, which Keras's own trace keeps.
+            # For batches of any size from the first one on, as in Keras: what a model computes with the number of
+            # samples must not become a constant, and a second trace, for another size, could be made when the program
+            # has changed something since, which Keras's own trace keeps.
             traced = function.get_concrete_function(map_leaves(spec_of_batch, data))
             self._last = kind, ConcreteCall(traced, tensors)
         return self._last[1](tensors)
@@ -72,14 +69,6 @@ def to_tensors(data: Batch) -> Batch:
     """A batch of arrays in tensors."""
     converted: Batch = map_leaves(tf.convert_to_tensor, data)
     return converted
-
-
-def _of_any_size(tensor: Any) -> Any:
-    """The tensor with the size of its batch unknown, as in Keras's own functions: what a model computes with the
-    number of samples must not become a constant of the first batch that is traced."""
-    if tensor is None or not tensor.shape.rank:
-        return tensor
-    return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
 
 
 def batch_kind(data: Any) -> Any:

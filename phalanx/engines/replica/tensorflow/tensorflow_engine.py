@@ -89,7 +89,7 @@ class TensorFlowEngine(ReplicaEngine):
             function,
             eager=self._model.run_eagerly,
             jit_compile=jit_compile,
-            for_each_size=self._merge.in_micro_batches,
+            for_each_shape=self._merge.in_micro_batches,
         )
 
     @property
