@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -148,6 +149,11 @@ class Engine(ABC):
     def builds_from_a_batch(self) -> bool:
         """Whether Keras's own `fit` would now read a batch ahead, to build model or metrics from it."""
         return model_state.is_unbuilt(self._model)
+
+    @cached_property
+    def counts_in_predictions(self) -> bool:
+        """Whether predictions change the model's metrics."""
+        return model_state.has_metrics_of_layers(self._model)
 
     @property
     def in_variables(self) -> bool:

@@ -12,7 +12,6 @@ from keras import tree
 from phalanx.data import ShardedInput
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.errors import MembershipChangedError, UnsupportedError
-from phalanx.keras_compat import model_state
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import callback_list
@@ -102,7 +101,7 @@ class LayerCounts:
     def __init__(self, replica_model: ReplicaModel, outputs: LocalOutputs) -> None:
         self._engine = replica_model.engine
         apart = not outputs.is_whole and replica_model.deterministic is None
-        self._counts = apart and model_state.has_metrics_of_layers(replica_model.model)
+        self._counts = apart and self._engine.counts_in_predictions
         self._start = self._engine.metric_rules.values() if self._counts else []
         self._own_samples = self._all_samples = 0
 

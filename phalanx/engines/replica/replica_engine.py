@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from typing import Any
 
 import keras
@@ -32,11 +31,6 @@ class ReplicaEngine(Engine):
         self._share = 1.0  # of the newest step
         self._test_logs: Mapping[str, Any] = {}
         self._test_origins = LogOrigins(model)
-
-    @cached_property
-    def _layers_count(self) -> bool:
-        """Whether predictions change metrics."""
-        return model_state.has_metrics_of_layers(self._model)
 
     @property
     def _metrics(self) -> list[Any]:
@@ -62,10 +56,9 @@ class ReplicaEngine(Engine):
         rules, origins = self.metric_rules, self.origins if training else self._test_origins
         logs, last = (self._own_logs(), share) if training else (self._test_logs, self._share)
         own = rules.values()
-        arrays = [*rules.added(own, start), *step_logs.weigh_last(list(map(_to_host, logs.values())), last, share)]
-        layout = StepLayout.of(arrays, [*rules.weights, *[MergeWeight.SHARE] * len(logs)])
-        values = layout.cut(self._merge(layout, arrays, share)) if arrays else []
-        merged, averages = values[: len(own)], dict(zip(logs, values[len(own) :], strict=True))
+        weighed = step_logs.weigh_last(list(map(_to_host, logs.values())), last, share)
+        merged, means = self._merge_added(share, rules.added(own, start), weighed)
+        averages = dict(zip(logs, means, strict=True))
         silent = step_logs.silent_metrics(self._model, merged)
         rules.set_values(rules.with_start(merged, start))
         with self._reading_metrics():
@@ -77,9 +70,17 @@ class ReplicaEngine(Engine):
 
     def merge_metrics(self, share: float, start: Sequence[Array]) -> None:
         rules = self.metric_rules
-        arrays = rules.added(rules.values(), start)
-        layout = StepLayout.of(arrays, rules.weights)
-        rules.set_values(rules.with_start(layout.cut(self._merge(layout, arrays, share)), start))
+        merged, _ = self._merge_added(share, rules.added(rules.values(), start), ())
+        rules.set_values(rules.with_start(merged, start))
+
+    def _merge_added(
+        self, share: float, added: Sequence[Array], logs: Sequence[Array]
+    ) -> tuple[list[Array], list[Array]]:
+        """What all ranks have added to the metrics, and the means of their logs."""
+        arrays = [*added, *logs]
+        layout = StepLayout.of(arrays, [*self.metric_rules.weights, *[MergeWeight.SHARE] * len(logs)])
+        values = layout.cut(self._merge(layout, arrays, share)) if arrays else []
+        return values[: len(added)], values[len(added) :]
 
 
 def _to_host(value: Any) -> Array:

@@ -95,7 +95,7 @@ class SpmdEngine(Engine):
         return chosen
 
     def merge_metrics(self, share: float, start: Sequence[Array]) -> None:
-        """See `merged_metrics`."""
+        """Do nothing; see `merged_metrics`."""
 
     def _warn_of_whole_batches(self, data: Batch, share: float) -> None:
         """Say so if a batch of this size, the first one, is computed whole by every device."""

@@ -46,7 +46,7 @@ class DeterministicStepper(ReplicaStepper):
             self._randomness.enter(micro.number)
             self._engine.train(micro.data, micro.share)
 
-        # By it the hyperparameters of the update are chosen (`batch_kind`): Keras would have a batch of this size.
+        # Of the whole batch, not of a micro-batch: Keras would have traced its step for it.
         self._merge.expect(batch.global_size, batch.fixed_size)
         with self._randomness.step():
             self._sums.run(batch, compute)

@@ -146,7 +146,7 @@ class TensorFlowEngine(ReplicaEngine):
             functions = self._predictions[form] = self._prediction(form)
         self._graph.begin_step(share)
         _, means, _, _ = self._contexts
-        with means if self._layers_count else nullcontext():
+        with means if self.counts_in_predictions else nullcontext():
             outputs = functions(data)
         return tree.map_structure(np.asarray, outputs)
 

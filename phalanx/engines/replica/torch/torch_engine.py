@@ -239,7 +239,7 @@ class TorchEngine(ReplicaEngine):
     def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
         self._share = share
         _, means, _, products = self._contexts
-        with torch.no_grad(), products, means if self._layers_count else nullcontext():
+        with torch.no_grad(), products, means if self.counts_in_predictions else nullcontext():
             outputs = self._model.predict_step(self._batches.pack(_to_device(data), form))
         return tree.map_structure(to_host, outputs)
 
