@@ -37,11 +37,10 @@ from phalanx.elastic.elastic_node import ElasticNode
 from phalanx.elastic.member_table import MembershipLimits
 from phalanx.errors import HandshakeError, LinkClosedError, MembershipChangedError
 from phalanx.transport.address import Address
-from phalanx.transport.arrivals import Arrival
 from phalanx.transport.credentials import Credentials
 from phalanx.transport.decoding import Decoder
 from phalanx.transport.dial import dial
-from phalanx.transport.handshake import Hello
+from phalanx.transport.handshake import Handshake, Hello, Role
 from phalanx.transport.link import Link
 from phalanx.transport.serialization import decode, encode
 from phalanx.transport.tls import load_tls
@@ -550,14 +549,14 @@ def test_a_worker_that_a_crowded_launcher_drops_from_its_handshake_dials_again(m
     """The launcher drops connections at random while too many are pending; the worker sees what a wrong secret is."""
     dropped = []
 
-    def drop_the_first(arrival: Arrival) -> Hello | None:
-        if arrival.waits_for_us and not dropped:
-            dropped.append(arrival)
+    def drop_the_first(handshake: Handshake, data: bytes) -> None:
+        if handshake._role is Role.LISTENER and handshake.waits_for_proof and not dropped:
+            dropped.append(handshake)
             raise HandshakeError("too many connected at once")
-        return advance(arrival)
+        receive_data(handshake, data)
 
-    advance = Arrival.advance
-    monkeypatch.setattr(Arrival, "advance", drop_the_first)
+    receive_data = Handshake.receive_data
+    monkeypatch.setattr(Handshake, "receive_data", drop_the_first)
     limits = MembershipLimits(1, 1, 1, start_s=BOUND_S, timeout_s=BOUND_S)
     port = socket.create_server(("127.0.0.1", 0))
     config = JobConfig(secret=SECRET, job_id="job", elastic_coordinator=f"127.0.0.1:{port.getsockname()[1]}")
