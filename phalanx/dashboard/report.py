@@ -7,8 +7,8 @@ from pathlib import Path
 
 from phalanx.dashboard import browser_view, page
 from phalanx.errors import ConfigurationError
-from phalanx.launcher.failure_report import log_name
 from phalanx.launcher.job_follower import read_view
+from phalanx.launcher.log_directory import log_name
 from phalanx.monitoring.console import plain_text
 from phalanx.monitoring.job_events import EVENTS_FILE
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from phalanx.config.keras_backends import BACKENDS, installed_backends
-from phalanx.errors import ConfigurationError
 from phalanx.launcher.host_messages import STOPPED, WorkerDiagnostics
+from phalanx.launcher.log_directory import JSON_FILE, PAGE_FILE, open_no_link
 from phalanx.launcher.root_cause import RootCause, WorkerExit, waited_for
 from phalanx.runtime import exit_codes
 
-PAGE_FILE = "failure.txt"
-JSON_FILE = "failure.json"
 # Keeps the report to one page; the files have everything.
 STACK_LINES_ON_TERMINAL = 16
 TRACEBACK_LINES_ON_TERMINAL = 16
@@ -26,7 +21,6 @@ TASKS_ON_TERMINAL = 6
 # Of a traceback that is cut: where the program began, and whom it called.
 _FIRST_LINES = 2
 _RULE = "-" * 78
-_LOG = re.compile(r"(chief|worker|ps|evaluator)-\d+\.log")
 
 _STATES = {
     "R": "it was computing",
@@ -174,44 +168,6 @@ def write(folder: Path, verdict: RootCause, ends: Sequence[WorkerExit]) -> None:
     for name, content in ((PAGE_FILE, page), (JSON_FILE, fields)):
         with open(folder / name, "wb", opener=open_no_link) as file:
             file.write(content)
-
-
-def open_no_link(path: str, flags: int) -> int:
-    """In a directory that others may write to, a link of theirs would lead to another file of this user.
-
-    Raises: OSError if the file is a symbolic link.
-    """
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
-def log_name(task: str) -> str:
-    """The file in the log directory that has the output of a task."""
-    return f"{task.replace('/', '-')}.log"
-
-
-@contextlib.contextmanager
-def open_logs(folder: Path | None, tasks: Sequence[str]) -> Iterator[list[BinaryIO]]:
-    """One open file for the output of each task, in a directory that is created if needed; none without a directory.
-
-    Raises: ConfigurationError if they cannot be written.
-    """
-    with contextlib.ExitStack() as stack:
-        logs: list[BinaryIO] = []
-        try:
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                names = [log_name(task) for task in tasks]
-                logs_before = {path.name for path in folder.iterdir() if _LOG.fullmatch(path.name)}
-                # Files of an earlier job would be taken for this one's.
-                for old in (PAGE_FILE, JSON_FILE, *(logs_before - set(names))):
-                    (folder / old).unlink(missing_ok=True)
-                logs = [stack.enter_context(open(folder / name, "wb", 0, opener=open_no_link)) for name in names]
-        except OSError as error:
-            raise ConfigurationError(
-                f"The log directory {folder} cannot be written to: {error.strerror}. "
-                "Name a directory that can be created or written to."
-            ) from error
-        yield logs
 
 
 def _check(verdict: RootCause, ends: Sequence[WorkerExit]) -> str:

@@ -34,6 +34,7 @@ from phalanx.launcher.job_reporter import JobReporter
 from phalanx.launcher.job_request import JobRequest
 from phalanx.launcher.job_size import describe_start
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
+from phalanx.launcher.log_directory import open_logs
 from phalanx.launcher.orphan_reaper import adopt_orphans, end_orphans
 from phalanx.launcher.restart_policy import SHORT_LIFE_S, RestartPolicy
 from phalanx.launcher.stop_signals import stop_signals, stopped_by_signals
@@ -69,7 +70,7 @@ def run_job(job: JobRequest) -> int:
         set_variables(QUIET, overwrite=False)  # workers inherit them, on other hosts too
     _raise_file_limit(len(job.tasks))
     log_dir = job.config.log_dir
-    with failure_report.open_logs(log_dir, job.tasks) as logs, contextlib.ExitStack() as stack:
+    with open_logs(log_dir, job.tasks) as logs, contextlib.ExitStack() as stack:
         is_terminal = sys.stdout.isatty()
         console = Console(
             job.tasks,
@@ -77,10 +78,10 @@ def run_job(job: JobRequest) -> int:
             sys.stdout if os.path.samestat(os.fstat(1), os.fstat(2)) else sys.stderr,
             columns=shutil.get_terminal_size().columns if is_terminal else None,
             colour=is_terminal and allows_colour(),
-            logs=logs,
+            logs=logs.outputs,
             quiet=not job.config.verbose,
         )
-        watched = stack.enter_context(WatchedJob(job, console.message))
+        watched = stack.enter_context(WatchedJob(job, console.message, logs.events))
         start = describe_start(job.tasks, len(job.shares), at_most=job.elastic is not None, reason=job.size_reason)
         console.message(f"phalanx: {start}")
 

@@ -20,6 +20,7 @@ from phalanx.launcher.job_recorder import JobRecorder
 from phalanx.launcher.job_reporter import JobReporter
 from phalanx.launcher.job_size import describe_start
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
+from phalanx.launcher.log_directory import open_logs
 from phalanx.launcher.root_cause import WorkerExit
 from phalanx.launcher.worker_placement import WorkerRecipe, check_start_timeout, place, task_names
 from phalanx.monitoring.console import NOTEBOOK, Console
@@ -107,9 +108,9 @@ def _run(name: str, recipe: WorkerRecipe) -> JobOutcome:
 
     tasks, config = recipe.tasks, recipe.config
     shares = [HostShare("localhost", len(tasks))]
-    with failure_report.open_logs(config.log_dir, tasks) as logs, selectors.DefaultSelector() as selector:
-        console = _console(tasks, logs)
-        with WatchedJob(JobRequest([name], tasks, shares, config), console.message) as watched:
+    with open_logs(config.log_dir, tasks) as logs, selectors.DefaultSelector() as selector:
+        console = _console(tasks, logs.outputs)
+        with WatchedJob(JobRequest([name], tasks, shares, config), console.message, logs.events) as watched:
             watched.begin()
             placements = place(shares, recipe, selector, OutputStreams(merged=True), console.message)
             observer = ObserverGroup(_observer(console, watched.recorder), watched.recorder)

@@ -9,14 +9,12 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO
 
 from phalanx.config.task_names import trains
-from phalanx.errors import ConfigurationError, PhalanxError
+from phalanx.errors import PhalanxError
 from phalanx.launcher.dashboard_process import DashboardProcess
-from phalanx.launcher.failure_report import open_no_link
 from phalanx.launcher.job_control import JobControl
 from phalanx.launcher.job_recorder import JobRecorder
 from phalanx.launcher.job_registry import registered, socket_path
@@ -38,24 +36,23 @@ class WatchedJob:
     Args:
         request: the job.
         say: shows a line to the user.
+        events: the file for all events; None to write none.
 
     Attributes:
         job: its id, as `phalanx status` shows it.
         recorder: records what happens.
     """
 
-    def __init__(self, request: JobRequest, say: Callable[[str], None]):
+    def __init__(self, request: JobRequest, say: Callable[[str], None], events: BinaryIO | None = None):
         self._say = say
         self.job = secrets.token_hex(4)
         self._request = request
         self._stack = contextlib.ExitStack()
-        self.recorder = JobRecorder()
+        self.recorder = JobRecorder(events)
         self._control: JobControl | None = None
 
     def __enter__(self) -> WatchedJob:
         with contextlib.ExitStack() as stack:
-            if (log_dir := self._request.config.log_dir) is not None:
-                self.recorder = JobRecorder(stack.enter_context(_open_events(log_dir)))
             with contextlib.suppress(RuntimeError):  # a user without a home
                 stack.enter_context(registered(self.job, self._request.arguments))
                 self._control = stack.enter_context(JobControl(socket_path(self.job), self.recorder))
@@ -154,15 +151,3 @@ class _RunningJob:
     def drain(self, host: str) -> None:
         assert self._pool is not None, "`why_not` has refused"
         self._pool.drain(host)
-
-
-def _open_events(log_dir: Path) -> BinaryIO:
-    """Raises: ConfigurationError if the file cannot be written."""
-    path = log_dir / events.EVENTS_FILE
-    try:
-        return open(path, "wb", 0, opener=open_no_link)
-    except OSError as error:
-        raise ConfigurationError(
-            f"The log directory {log_dir} cannot be written to: {path.name}: {error.strerror}. "
-            "Name a directory that can be created or written to."
-        ) from error

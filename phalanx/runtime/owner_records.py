@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import glob
 import os
 import secrets
@@ -14,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from phalanx.storage.file_locks import lock, unlock
 from phalanx.storage.files import write_file
 from phalanx.storage.paths import StoragePath
 from phalanx.storage.remote_path import RemotePath
@@ -21,7 +20,6 @@ from phalanx.storage.remote_path import RemotePath
 LOCK_S = 120.0
 """How long another process may take to put a file in its place."""
 POLL_S = 0.05
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class OwnerRecord(Protocol):
@@ -101,7 +99,7 @@ class OwnerFile:
         deadline = time.monotonic() + LOCK_S
         while True:
             with open(self._lock_path, "ab") as file:
-                if _lock(file):
+                if lock(file.fileno()):
                     try:
                         is_current = os.path.samestat(os.fstat(file.fileno()), os.stat(self._lock_path))
                     except FileNotFoundError:
@@ -110,7 +108,7 @@ class OwnerFile:
                         try:
                             yield
                         finally:
-                            _unlock(file)
+                            unlock(file.fileno())
                         return
             if time.monotonic() > deadline:
                 reason = "Another process has locked it, and may be stopped"
@@ -119,7 +117,7 @@ class OwnerFile:
 
     def is_alive(self) -> bool:
         with open(self.path, "ab") as file:
-            return not _lock(file)
+            return not lock(file.fileno())
 
     def take(self, content: bytes) -> None:
         for left in self.path.parent.glob(f"{glob.escape(self.path.name)}.*"):  # of a killed process
@@ -127,7 +125,7 @@ class OwnerFile:
         temporary = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")
         file = open(temporary, "wb")  # noqa: SIM115  # open, and so locked, for as long as the claim lasts
         try:
-            _lock(file)  # before it has its name: there is no moment at which the owner's file is not locked
+            lock(file.fileno())  # before it has its name: there is no moment at which the owner's file is not locked
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -141,24 +139,6 @@ class OwnerFile:
     def drop(self) -> None:
         if self._alive is not None:
             if self.is_mine:  # a fork would unlock it for its parent
-                _unlock(self._alive)
+                unlock(self._alive.fileno())
             self._alive.close()
             self._alive = None
-
-
-def _unlock(file: BinaryIO) -> None:
-    # Not only closed: a child that was forked meanwhile has the lock too.
-    with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(file.fileno(), fcntl.LOCK_UN)
-
-
-def _lock(file: BinaryIO) -> bool:
-    """Lock a file until it is closed; whether that succeeded. True on a file system without locks."""
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-    return True

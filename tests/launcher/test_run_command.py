@@ -581,6 +581,21 @@ def test_a_later_success_leaves_nothing_of_an_earlier_failure(launcher: Launcher
     assert sorted(path.name for path in logs.iterdir()) == ["events.jsonl", "mine-1.log", "worker-0.log"]
 
 
+def test_two_jobs_do_not_write_to_one_log_directory(launcher: Launcher) -> None:
+    logs = launcher.folder / "logs"
+    first = launcher.start_run("-n", "1", "--log-dir", "logs", launcher.script("print('first'); wait_for('end')"))
+    wait_until(lambda: (logs / "worker-0.log").exists() and (logs / "worker-0.log").read_text())
+    second = launcher.run("-n", "2", "--log-dir", "logs", launcher.script("print('second')", "second.py"))
+    assert second.code == 64
+    assert "Another job writes its logs to logs" in second.err
+    (launcher.folder / "end").touch()
+    assert first.wait() == 0
+    assert sorted(path.name for path in logs.iterdir()) == ["events.jsonl", "worker-0.log"]
+    assert (logs / "worker-0.log").read_text() == "first\n"
+    assert launcher.run("-n", "2", "--log-dir", "logs", launcher.script("print('second')", "second.py")).code == 0
+    assert (logs / "worker-0.log").read_text() == "second\n"
+
+
 def test_a_full_disk_ends_the_logs_and_not_the_job(launcher: Launcher) -> None:
     logs = launcher.folder / "logs"
     logs.mkdir()

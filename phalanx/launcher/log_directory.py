@@ -1,0 +1,78 @@
+"""The log directory of a job (`--log-dir`): the output of each task, all events, and a report if the job fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from phalanx.errors import ConfigurationError
+from phalanx.monitoring.job_events import EVENTS_FILE
+from phalanx.storage.file_locks import lock, unlock
+
+PAGE_FILE = "failure.txt"
+JSON_FILE = "failure.json"
+_TASK_LOG = re.compile(r"(chief|worker|ps|evaluator)-\d+\.log")
+
+
+class JobLogs(NamedTuple):
+    """Open files.
+
+    Attributes:
+        outputs: one for each task; none without a log directory.
+        events: for `phalanx report`; None without a log directory.
+    """
+
+    outputs: Sequence[BinaryIO]
+    events: BinaryIO | None
+
+
+def log_name(task: str) -> str:
+    """The file in the log directory that has the output of a task."""
+    return f"{task.replace('/', '-')}.log"
+
+
+@contextlib.contextmanager
+def open_logs(folder: Path | None, tasks: Sequence[str]) -> Iterator[JobLogs]:
+    """Create the directory if needed, take it for this job, and remove what an earlier one has left there.
+
+    Raises: ConfigurationError if it cannot be written to, or another job that runs writes there.
+    """
+    if folder is None:
+        yield JobLogs([], None)
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # Locked before anything is removed: until then it may be another job's.
+            events = stack.enter_context(open(folder / EVENTS_FILE, "ab", 0, opener=open_no_link))
+            if not lock(events.fileno()):
+                raise ConfigurationError(
+                    f"Another job writes its logs to {folder} (`phalanx status` lists the jobs that run). "
+                    "Name another directory."
+                )
+            stack.callback(unlock, events.fileno())
+            events.truncate(0)
+            names = [log_name(task) for task in tasks]
+            logs_before = {path.name for path in folder.iterdir() if _TASK_LOG.fullmatch(path.name)}
+            # Files of an earlier job would be taken for this one's.
+            for old in (PAGE_FILE, JSON_FILE, *(logs_before - set(names))):
+                (folder / old).unlink(missing_ok=True)
+            outputs = [stack.enter_context(open(folder / name, "wb", 0, opener=open_no_link)) for name in names]
+        except OSError as error:
+            raise ConfigurationError(
+                f"The log directory {folder} cannot be written to: {error.strerror}. "
+                "Name a directory that can be created or written to."
+            ) from error
+        yield JobLogs(outputs, events)
+
+
+def open_no_link(path: str, flags: int) -> int:
+    """In a directory that others may write to, a link of theirs would lead to another file of this user.
+
+    Raises: OSError if the file is a symbolic link.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
