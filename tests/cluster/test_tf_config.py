@@ -125,7 +125,7 @@ def test_spaces_around_addresses_do_not_matter() -> None:
     assert resolver(config).cluster_spec() == TWO
 
 
-def test_the_variable_is_read_anew_each_time() -> None:
+def test_the_variable_is_read_each_time() -> None:
     environ = {"TF_CONFIG": json.dumps(with_task({"type": "worker", "index": 0}))}
     ours = TFConfigClusterResolver(environ=environ)
     assert ours.task_id == 0

@@ -143,7 +143,7 @@ def test_with_steps_the_iterator_goes_on_across_epochs():
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_steps_that_end_with_the_data_begin_it_anew(known):
+def test_steps_that_end_with_the_data_restart_it(known):
     make = dataset if known else lambda: dataset().filter(lambda x, y: True)
     sharded = shard_input(make(), steps_per_epoch=3, rank=0, world_size=2, seed=0)
     firsts = [[batch.data[1][0] for batch in sharded.epoch(epoch)] for epoch in range(3 if known else 4)]
@@ -170,7 +170,7 @@ def test_peek_takes_nothing_away():
     assert [batch.size for batch in sharded.epoch(0)] == [2, 2, 2, 2, 2, 1]
 
 
-def test_peek_can_open_the_data_anew_as_keras_does_when_it_builds_a_model():
+def test_peek_can_open_the_data_again_as_keras_does_when_it_builds_a_model():
     plain = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(23, seed=4).batch(23)
     first, *later = (next(iter(plain))[1].numpy().tolist() for _ in range(3))
     # On TensorFlow Keras opens the data once more, as it makes its iterator.

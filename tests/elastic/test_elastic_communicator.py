@@ -469,7 +469,7 @@ def test_two_that_cannot_reach_each_other_part(members):
     assert "worker/1 was evicted: the network between it and other members is cut" in job.notes
 
 
-def test_a_connection_of_which_one_end_knows_nothing_is_made_anew(members):
+def test_a_connection_of_which_one_end_knows_nothing_is_made_again(members):
     """Long before the timeout: the coordinator tells who waits that the generation is over."""
 
     def body(communicator: ElasticCommunicator, number: int) -> Any:
@@ -573,14 +573,14 @@ def test_a_worker_that_a_crowded_launcher_drops_from_its_handshake_dials_again(m
 
 
 @pytest.mark.parametrize("implementation", ["AUTO", "RING"])
-def test_values_that_differ_between_ranks_are_exchanged_anew(members, implementation):
+def test_values_that_differ_between_ranks_are_exchanged_again(members, implementation):
     """Killed at any moment of an all-to-all and a gathering: all who are left repeat both."""
 
     def body(communicator: ElasticCommunicator, number: int) -> Any:
         if number == 2:
             threading.Timer(0.05 + 0.05 * np.random.default_rng(os.getpid()).random(), die).start()
         totals = []
-        while len(totals) < 500:
+        while len(totals) < 200:
             try:
                 rows = [np.full(1000, 2.0**number, np.float32)] * communicator.world_size
                 total = sum(float(row[0]) for row in communicator.all_to_all(rows))

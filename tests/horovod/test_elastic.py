@@ -49,7 +49,7 @@ def of_kind(events: list[Event], kind: str, life: str | None = None) -> list[Eve
 
 
 @pytest.mark.timeout(BOUND_S + 30)
-def test_ranks_names_and_process_sets_are_made_anew(tmp_path: Path) -> None:
+def test_ranks_names_and_process_sets_are_formed_again(tmp_path: Path) -> None:
     events, story = run(tmp_path, "numpy_program.py", FIRST, "-np", "3", "--min-np", "2", "--max-np", "4")
     assert len(of_kind(events, "killed")) == 1, story
     ends = of_kind(events, "finished")

@@ -34,7 +34,7 @@ def test_the_next_failure_after_its_return_blacklists_it_for_longer() -> None:
     assert blacklist.worker_failed("a", 36.0) == BlacklistedHost(25.0, "a worker failed again")
 
 
-def test_one_that_has_done_well_for_long_begins_anew() -> None:
+def test_one_that_has_done_well_for_long_starts_over() -> None:
     blacklist = HostBlacklist((10.0, 25.0))
     assert blacklist.unreachable("a", 0.0) == 10.0
     assert not blacklist.is_blacklisted("a", 10.0)

@@ -534,7 +534,7 @@ def test_who_asks_for_an_order_hears_of_the_end_and_of_a_new_beginning() -> None
     assert isinstance(schedule.wait_for_order(0, 1, 2, BOUND_S), FitOver)
 
 
-def test_what_the_chief_tells_once_holds_and_what_it_tells_anew_replaces() -> None:
+def test_what_the_chief_tells_once_holds_and_what_it_tells_again_replaces() -> None:
     schedule = begun(1)
     announcements = ChiefAnnouncements(schedule.members)
     first, second = [np.zeros(1, np.uint8)], [np.ones(1, np.uint8)]
@@ -559,7 +559,7 @@ def test_a_chief_that_was_started_again_counts_from_what_it_has_restored() -> No
     assert schedule.global_step == 34
 
 
-def test_a_worker_that_makes_its_link_anew_is_expected_for_a_while() -> None:
+def test_a_worker_that_reconnects_is_expected_for_a_while() -> None:
     now = [100.0]
     schedule = schedule_of(("worker/0", "worker/1"), start_s=60.0, relink_s=6.0, clock=lambda: now[0])
     schedule.members.attach(1, "first")
@@ -621,7 +621,7 @@ def test_a_process_that_was_left_out_and_links_again_is_not_waited_for() -> None
     assert table.is_present(1)
 
 
-def test_a_chief_that_only_linked_anew_is_no_other_chief() -> None:
+def test_a_chief_that_only_reconnected_is_no_other_chief() -> None:
     schedule = schedule_of(("chief", "worker"), start_s=BOUND_S)
     schedule.members.attach(0, link_name("life", 0))
     schedule.begin_fit(rules(), 0, 0)

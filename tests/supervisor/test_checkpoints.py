@@ -107,7 +107,7 @@ def test_a_damaged_newest_is_skipped_with_a_warning(
     assert newest.with_name(newest.name + ".damaged").exists()
 
 
-def test_if_all_are_damaged_nothing_begins_anew(tmp_path: Path, trained: Any) -> None:
+def test_if_all_are_damaged_nothing_starts_over(tmp_path: Path, trained: Any) -> None:
     directory = CheckpointDirectory(tmp_path)
     for step in (1, 2):
         cut_off(directory.save(trained, step))

@@ -353,7 +353,7 @@ def test_what_a_killed_evaluator_left_is_removed_by_the_next_one(
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"monitor": "loss", "metrics": null}'])
-def test_a_damaged_record_of_the_best_is_told_and_begun_anew(
+def test_a_damaged_record_of_the_best_is_reported_and_started_over(
     content: str, saved: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(saved[0], tmp_path)
