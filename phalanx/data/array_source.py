@@ -17,7 +17,6 @@ from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.data.batch_split import LocalShare, local_range, should_be_aligned
 from phalanx.data.dataset_elements import Array, describe, to_numpy
 from phalanx.data.input_request import InputRequest
-from phalanx.data.shuffling import Shuffling
 from phalanx.data.source import PassOrder, SourceTraits
 from phalanx.data.source_registry import unaccepted
 from phalanx.errors import ConfigurationError
@@ -145,6 +144,8 @@ class ArraySource:
         return self._slices(self._permutation(key) if self._shuffle else None, start, stop)
 
     def peek(self, *, restart: bool = False) -> LocalShare:
+        if restart and self._shuffle and self._shuffling is not None:
+            self._keras_orders = self._orders(peeked=True)
         return next(self._slices(None, 0, 1))
 
     def _slices(self, order: Array | None, start: int, stop: int) -> Iterator[LocalShare]:
@@ -192,28 +193,18 @@ class ArraySource:
 
     def _new_order(self, key: int) -> Array:
         if self._shuffling is not None:
-            return self._agreed(self._shuffling)
+            if self._keras_orders is None:
+                self._keras_orders = self._orders(peeked=False)
+            # Every process draws, so that what a seeded program draws after it is the same everywhere.
+            return self._shuffling.from_chief(next(self._keras_orders).astype(np.int64))
         random = np.random.default_rng([self._seed, key])
         if self._shuffle == "batch":
             # Sorting batch number + a fraction shuffles each batch in itself, all batches at once.
             return np.argsort(np.arange(self.samples) // self._batch_size + random.random(self.samples), kind="stable")
         return random.permutation(self.samples)
 
-    def draw_without_a_pass(self) -> None:
-        """See `ShardedInput.draw_without_a_pass`."""
-        if self._shuffle and self._shuffling is not None:
-            self._start_orders(self._shuffling)
-
-    def _agreed(self, shuffling: Shuffling) -> Array:
-        orders = self._keras_orders or self._start_orders(shuffling)
-        # Every process draws, so that what a seeded program draws after it is the same everywhere.
-        return shuffling.from_chief(next(orders).astype(np.int64))
-
-    def _start_orders(self, shuffling: Shuffling) -> Iterator[Array]:
-        self._keras_orders = orders = data_adapters.shuffled_orders(
-            self.samples, self._batch_size, self._shuffle, peeked=shuffling.peeked()
-        )
-        return orders
+    def _orders(self, *, peeked: bool) -> Iterator[Array]:
+        return data_adapters.shuffled_orders(self.samples, self._batch_size, self._shuffle, peeked=peeked)
 
 
 def make_source(request: InputRequest) -> ArraySource:

@@ -109,7 +109,6 @@ class PyDatasetSource:
         self._rank = request.rank
         self._world_size = request.world_size
         self.order = PassOrder()
-        self._is_first = True  # the next pass is the first one of this `fit`
         self._knows_shapes = not data_adapters.loaders_are_read_by_tf_data()
         self._is_pooled = dataset.workers > 1 or (dataset.workers > 0 and dataset.use_multiprocessing)
         length = self.num_batches
@@ -173,18 +172,12 @@ class PyDatasetSource:
         if shuffling is None:
             return np.random.default_rng([self._request.seed, key]).permutation(count)
         # Every process draws, so that what a seeded program draws after it is the same everywhere.
-        self.draw_without_a_pass()
-        order = shuffling.from_chief(_shuffled(count))
-        self._is_first = False
-        return order
-
-    def draw_without_a_pass(self) -> None:
-        """See `ShardedInput.draw_without_a_pass`."""
-        shuffling, count = self._request.shuffling, self.num_batches
-        if self._request.shuffle and self._is_first and shuffling and count and shuffling.peeked():
-            _shuffled(count)
+        return shuffling.from_chief(_shuffled(count))
 
     def peek(self, *, restart: bool = False) -> LocalShare:
+        request, count = self._request, self.num_batches
+        if restart and request.shuffle and request.shuffling is not None and count is not None:
+            _shuffled(count)  # before the model is built, which may draw from the same generator
         share = self._reader([0]).share(0)
         self._learn_shapes(1)
         return share

@@ -122,19 +122,13 @@ class ShardedInput:
 
     # Batches.
 
-    def draw_without_a_pass(self) -> None:
-        """Draw the random numbers that Keras draws in a `fit` without an epoch, which may build the model."""
-        draw: Callable[[], None] | None = getattr(self.source, "draw_without_a_pass", None)
-        if draw is not None:
-            draw()
-
     def peek(self, *, restart: bool = False) -> LocalBatch:
         """A first local batch, for building a model: of streams the one that the next epoch will yield again.
 
         Args:
-            restart: whether the next epoch opens the dataset again, which has then drawn once from the seeds of its
-                shuffles. Keras does this on JAX and PyTorch in the first `fit` of a model; only so do the epochs of a
-                dataset that shuffles itself come in the order that they have without Phalanx.
+            restart: whether the next epoch opens the data again, which have then drawn the random numbers of one
+                shuffle. Keras does this on JAX and PyTorch in the first `fit` of a model; only so do what building the
+                model draws, and the order of each epoch, come out as without Phalanx.
 
         Raises: ConfigurationError if there is no data.
         """

@@ -14,12 +14,9 @@ class Shuffling:
 
     Attributes:
         is_chief: whether this process decides.
-        peeked: called when the first pass begins; returns whether Keras's own `fit` would have read a batch before it,
-            to build the model.
         from_chief: takes this process's numbers, int64, and returns the chief's, of the same shape. Called once when a
             pass begins.
     """
 
     is_chief: bool
-    peeked: Callable[[], bool]
     from_chief: Callable[[Array], Array]

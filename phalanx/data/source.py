@@ -83,8 +83,8 @@ class Source(Protocol):
         """The first share of a pass, which `read` will yield again.
 
         Args:
-            restart: whether `read` opens the data again, where that is possible: a dataset with another order for each
-                pass has then used up one.
+            restart: whether `read` opens the data again, where that is possible: data with another order for each pass
+                have then used up one, and drawn its random numbers.
 
         Raises: StopIteration if there is no data.
         """

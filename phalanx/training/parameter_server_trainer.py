@@ -108,7 +108,7 @@ class ParameterServerTrainer:
             remote_model.is_training = False
 
     def _open_input(self, fit: int, arguments: FitArguments, batches: TicketBatches) -> ShardedInput:
-        worker, remote_model = self._worker, self._remote_model
+        worker = self._worker
         request = InputRequest(
             arguments.x,
             arguments.y,
@@ -118,9 +118,7 @@ class ParameterServerTrainer:
             shuffle=arguments.shuffle,
             class_weight=arguments.class_weight,
             steps_per_execution=self._model.steps_per_execution,
-            shuffling=Shuffling(
-                worker.is_chief, peeked=lambda: remote_model.builds_from_a_batch, from_chief=batches.agree_on_order
-            ),
+            shuffling=Shuffling(worker.is_chief, from_chief=batches.agree_on_order),
             # `hash` would differ between processes.
             seed=zlib.crc32(f"{worker.seed} {fit}".encode()),
         )

@@ -43,7 +43,6 @@ class RemoteModel:
         merge: takes gradients to the servers, and new values back.
         embeddings: of which only the rows that a batch uses travel, if there are any.
         is_training: whether a `fit` runs.
-        builds_from_a_batch: whether Keras's own `fit` would read a batch ahead (`Engine.builds_from_a_batch`).
     """
 
     def __init__(self, model: Any, worker: ParameterServerWorker) -> None:
@@ -51,7 +50,6 @@ class RemoteModel:
         self.merge = ParameterServerMerge(worker)
         self.embeddings: SparseEmbeddings | None = None
         self.is_training = False
-        self.builds_from_a_batch = False
         self._worker = worker
         self._engine: Engine | None = None
         self._variables: RemoteVariables | None = None
@@ -86,8 +84,7 @@ class RemoteModel:
         if self._engine is None:
             self._engine = make_engine(model, self.merge)
         engine = self._engine
-        self.builds_from_a_batch = engine.builds_from_a_batch
-        self._sample = source.peek(restart=self.builds_from_a_batch).data
+        self._sample = source.peek(restart=engine.builds_from_a_batch).data
         engine.expect(source.structure)
         engine.build(self._sample)
         self._probes.run(engine, self._sample, source.structure, ["train_step"])

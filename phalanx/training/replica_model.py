@@ -66,7 +66,6 @@ class ReplicaModel:
         self._local_sgd: LocalSGDStepper | None = None
         self._deterministic: DeterministicStepper | None = None
         self._is_synchronised = False
-        self._peeked = False
         self._announced: set[Any] = set()
         self._seeds_given = 0
         self._probes = ProgramProbes(model, ChiefFinds(replica))
@@ -120,7 +119,6 @@ class ReplicaModel:
     def _shuffling(self) -> Shuffling:
         return Shuffling(
             is_chief=self.replica.is_chief,
-            peeked=lambda: self._peeked,
             from_chief=lambda own: self.replica.communicator.broadcast([own])[0],
         )
 
@@ -174,7 +172,7 @@ class ReplicaModel:
             validates: whether a `fit` evaluates data like these as well.
         """
         self._make_engine(source, method)
-        self._peeked = self.engine.builds_from_a_batch
+        rereads = self.engine.builds_from_a_batch
         # As in Keras no batch is read that is not needed: a dataset may draw random numbers for each.
         data: Batch = (None, None, None)
         trains = method in ("fit", "train_on_batch")
@@ -182,7 +180,7 @@ class ReplicaModel:
         if trains and self.policy.period is None:  # of local SGD no one expects the numbers of one process
             steps.append("train_step")
         if _needs_a_batch(self.model) or self._probes.need_a_batch(self.engine, steps):
-            first = source.peek(restart=self._peeked)
+            first = source.peek(restart=rereads)
             self.engine.expect(source.structure)
             check_batch_size(self.model, first, self.replica.world_size)
             data = first.data

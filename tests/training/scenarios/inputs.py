@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras import layers
 
 import phalanx
 from tests.support.seeds import set_random_seed
@@ -89,6 +90,22 @@ def py_dataset(setting: Setting) -> dict[str, Any]:
         "evaluate": model.evaluate(Pages(workers=1), verbose=0, return_dict=True),
         "predict": model.predict(Pages(workers=1), verbose=0),
     }
+
+
+class DrawsWhenBuilt(layers.Layer):
+    def build(self, input_shape: Any) -> None:
+        self.inner = layers.Dense(CLASSES, activation="softmax")  # its seed is drawn now
+        self.inner.build(input_shape)
+
+    def call(self, inputs: Any) -> Any:
+        return self.inner(inputs)
+
+
+@scenario(quick=("torch",), worlds=(2,))
+def shuffled_batches_from_which_a_model_is_built(setting: Setting) -> dict[str, Any]:
+    """Keras shuffles a `PyDataset` and draws the seeds of weights from one generator, in this order."""
+    set_random_seed(3)
+    return fitted_on(compiled(setting, lambda: keras.Sequential([DrawsWhenBuilt()])), Pages(), shuffle=True)
 
 
 class Copier(keras.Sequential):  # type: ignore[misc]
