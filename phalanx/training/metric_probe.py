@@ -33,6 +33,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.metric_kinds import compiled_metrics, counts_samples
 from phalanx.keras_compat.step_means import WeightedStepMeans
+from phalanx.training.program_state import ProgramState
 
 Array = np.ndarray[Any, Any]
 States = list[Array]
@@ -73,12 +74,12 @@ def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] 
         return rules.rules
     own = {id(variable): metric for metric in probed for variable in metric.variables}
     numbers = [number for number, variable in enumerate(rules.variables) if id(variable) in own]
-    # The probe runs on the model's own metrics; nothing of it may be left in them.
-    before = rules.values()
+    # The probe runs on the model and its own metrics; nothing of it may be left in them.
+    state = ProgramState(model)
     try:
         trials = _trials_that_tell(rules, _batch_of(engine, data), partial(_update, model), numbers)
     finally:
-        rules.set_values(before)
+        state.restore()
     decided = list(rules.rules)
     for number in numbers:
         rule = _rule_of(decided[number], trials[number]) if number in trials else decided[number]

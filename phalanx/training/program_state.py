@@ -42,6 +42,7 @@ class ProgramState:
         parts = [*model._flatten_layers(include_self=False), *model_state.optimizers(model), *model.metrics]
         # What an unbuilt part gets when it is built stays.
         parts = [model, *[part for part in parts if getattr(part, "built", True)]]
+        self.keep(variable for part in parts for variable in _held_variables(vars(part)))
         self._attributes = [_Attributes(part) for part in {id(part): part for part in parts}.values()]
         self._random = random.getstate(), np.random.get_state(), random_state(), _tensorflow_random()
 
@@ -108,6 +109,20 @@ class ProgramState:
             torch.manual_seed(OTHER_SEED)
 
 
+def _held_variables(value: Any, depth: int = 4) -> Iterator[Any]:
+    """The variables in the attributes of a part, also those that Keras does not track, as states of recurrent layers.
+
+    Args:
+        value: the attributes, or what is in one of them.
+        depth: so many collections within each other are looked through.
+    """
+    if isinstance(value, keras.Variable):
+        yield value
+    elif depth and isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _held_variables(each, depth - 1)
+
+
 class _Attributes:
     """The attributes of an object that a step may count or collect in."""
 
@@ -161,12 +176,21 @@ def _content_of_collection(value: Any) -> Callable[[], None]:
     extend = kind.extend if kind in (list, deque) else kind.update  # type: ignore[union-attr]
 
     def restore() -> None:  # past Keras's tracking of what is in it
-        kind.clear(value)
-        extend(value, items)  # type: ignore[operator]
+        for each in _stores(value):
+            kind.clear(each)
+            extend(each, items)  # type: ignore[operator]
         for each in inside:
             each()
 
     return restore
+
+
+def _stores(collection: Any) -> list[Any]:
+    """What has its items: TensorFlow wraps dictionaries in attributes of layers, and keeps those of lists twice."""
+    if hasattr(collection, "__wrapped__"):
+        return [collection.__wrapped__]
+    storage = getattr(collection, "_storage", None)
+    return [collection] if storage is None else [collection, storage]
 
 
 def _content_of_tensor(value: Any) -> Callable[[], None] | None:

@@ -185,6 +185,30 @@ def maximum_of_single_predictions_in_half_precision(setting: Setting) -> dict[st
     return fitted(model, features()[:12], numbers()[:12], batch_size=2)["history"]  # type: ignore[no-any-return]
 
 
+class CountsCalls(layers.Layer):
+    """Its outputs grow with each call, also of `predict`."""
+
+    def build(self, input_shape: Any) -> None:
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs: Any) -> Any:
+        self.calls.assign_add(1.0)
+        return inputs * (1.0 + 0.1 * self.calls)
+
+
+@scenario(quick=("tensorflow", "torch"), worlds=(2,))
+def metric_that_is_tried_beside_a_stateful_layer(setting: Setting) -> dict[str, Any]:
+    """How a metric is merged is found out on predictions, which leave nothing in the layers."""
+
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        return keras.Model(inputs, {"out": layers.Dense(1)(CountsCalls()(inputs))})
+
+    # TensorFlow wraps the dictionary, which is an attribute of the model.
+    model = compiled(setting, build, loss={"out": "mse"}, metrics={"out": Largest()})
+    return fitted(model, y={"out": numbers()})
+
+
 @scenario(quick=ONE_BACKEND)
 def metric_that_is_not_reset(setting: Setting) -> dict[str, Any]:
     """Every epoch and evaluation begins with what the last one has counted, which counts once."""
