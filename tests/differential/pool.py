@@ -23,6 +23,8 @@ COLLECTIVE_TIMEOUT_S = 240.0
 """Phalanx's own, whose error says more than that a program did not end. Generous: the ranks compile side by side."""
 TIMEOUT_S = COLLECTIVE_TIMEOUT_S + 60.0
 """Of one program. It takes a second or two on a free core."""
+AFTER_FAILURE_S = 30.0
+"""How long replicas may take to end with a program that plain Keras did not run."""
 
 
 @dataclass
@@ -113,7 +115,11 @@ class Pool:
         plain.send(path, folder / "plain")
         team.send(path, folder / "together")
         deadline = time.monotonic() + TIMEOUT_S
-        result = Result(plain.receive(deadline)[0], team.receive(deadline))
+        alone = plain.receive(deadline)[0]
+        if alone is not None and alone.error is not None:
+            # As in plain Keras, one rank may have failed, in a callback of the chief; the others would wait for it.
+            deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
+        result = Result(alone, team.receive(deadline))
         if result.plain is not None:
             shutil.rmtree(folder)
         for size, outcomes in ((None, [result.plain]), (world_size, result.ranks)):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -93,33 +93,39 @@ def run(path: Path, folder: Path, scope: Callable[[], Any], noise: int | None) -
             _keep_added_losses(stack)
         if noise is not None:
             _disturb(stack, np.random.default_rng(noise))
+        taken: dict[int, int] = {}
         try:
             exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
             if "tensorflow" not in sys.modules:  # Keras would import it for the seed alone
                 stack.enter_context(mock.patch("keras.src.utils.rng_utils.tf", SimpleNamespace(available=False)))
-            for label, value in module.program(scope, folder):
+            running = module.program(scope, folder)
+            for label, value in running:
                 outcome.values[f"{len(outcome.values)}. {label}"] = flatten(value)
+                taken = _optimizer_steps(running.gi_frame)
         except BaseException as error:
             kind = type(error).__name__
             outcome.error = (kind, str(error), traceback.format_exc())
-            outcome.steps = _steps_since(outcome, error)
+            outcome.steps = _steps_since(taken, error)
     return outcome
 
 
-def _steps_since(outcome: Outcome, error: BaseException) -> int:
+def _optimizer_steps(frame: FrameType) -> dict[int, int]:
+    """The steps of the optimizers of all models that a program has at hand, by the optimizer's id."""
+    models = [value for value in frame.f_locals.values() if isinstance(value, keras.Model)]
+    optimizers = [optimizer for model in models if (optimizer := getattr(model, "optimizer", None)) is not None]
+    optimizers = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in optimizers]
+    return {id(optimizer): int(optimizer.iterations) for optimizer in optimizers}
+
+
+def _steps_since(taken: dict[int, int], error: BaseException) -> int:
     """The optimizer steps since the last label."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_frame.f_code.co_name != "program":
-        frame = frame.tb_next
-    model = frame.tb_frame.f_locals.get("model") if frame is not None else None
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_name != "program":
+        trace = trace.tb_next
+    if trace is None:
         return 0
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    values = (item for label in outcome.values.values() for item in label.items())
-    before = [value for place, value in values if "iterations" in place]
-    taken, seen = int(optimizer.iterations), int(before[-1] if before else 0)
-    return taken - seen if taken >= seen else taken  # an optimizer that was compiled since begins at 0
+    # An optimizer that was compiled since begins at 0.
+    return sum(steps - taken.get(number, 0) for number, steps in _optimizer_steps(trace.tb_frame).items())
 
 
 def _keep_added_losses(stack: contextlib.ExitStack) -> None:
