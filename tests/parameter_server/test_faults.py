@@ -111,7 +111,7 @@ def test_a_killed_server_ends_the_workers_with_its_name(start: Start) -> None:
 
 
 def test_a_killed_chief_ends_the_others_with_its_name(start: Start) -> None:
-    tasks = start("asynchronous", epochs=10_000, timeout_s=20)
+    tasks = start("asynchronous", epochs=10_000, timeout_s=10)
     trains(tasks)
     tasks.send("worker/0", signal.SIGKILL)
     assert tasks.ends("worker/1") == {"worker/1": PeerLostError.exit_code}
