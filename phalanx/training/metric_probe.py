@@ -75,7 +75,7 @@ def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] 
     own = {id(variable): metric for metric in probed for variable in metric.variables}
     numbers = [number for number, variable in enumerate(rules.variables) if id(variable) in own]
     # The probe runs on the model and its own metrics; nothing of it may be left in them.
-    state = ProgramState(model)
+    state = ProgramState(model, trains=False)
     try:
         trials = _trials_that_tell(rules, _batch_of(engine, data), partial(_update, model), numbers)
     finally:

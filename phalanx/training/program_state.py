@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from phalanx.engines import buffers
 from phalanx.engines.random_state import random_state, set_random_state
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.keras_internals import global_seed_generator, in_stateless_scope
@@ -32,17 +33,24 @@ class ProgramState:
     That is: the variables, also those that are created or first assigned since then; attributes that are numbers,
     texts, arrays or collections; and the states of random number generators. Files, and what else a step does outside
     of its model, are not undone.
+
+    Args:
+        model: whose parts that are not built yet keep what they get when they are built.
+        trains: whether weights and optimizers may change too. Without, no copy of them is made.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, trains: bool = True) -> None:
         self._model = model
         # By id, with the variable itself, so that no other object gets this id meanwhile.
         self._variables: dict[int, tuple[Any, Array]] = {}
-        self.keep([*variables_of(model), *model.metrics_variables])
-        parts = [*model._flatten_layers(include_self=False), *model_state.optimizers(model), *model.metrics]
-        # What an unbuilt part gets when it is built stays.
-        parts = [model, *[part for part in parts if getattr(part, "built", True)]]
-        self.keep(variable for part in parts for variable in _held_variables(vars(part)))
+        layers = model._flatten_layers()
+        parts = [*layers, *model.metrics, *(model_state.optimizers(model) if trains else [])]
+        parts = [part for part in parts if part is model or getattr(part, "built", True)]
+        weights = set() if trains else {id(weight) for layer in layers for weight in layer._trainable_variables}
+        held = [variable for part in parts for variable in _held_variables(vars(part))]
+        own = variables_of(model) if trains else [*model.non_trainable_variables, *buffers(model)]
+        variables = [*own, *model.metrics_variables, *held]
+        self.keep(variable for variable in variables if id(variable) not in weights)
         self._attributes = [_Attributes(part) for part in {id(part): part for part in parts}.values()]
         self._random = random.getstate(), np.random.get_state(), random_state(), _tensorflow_random()
 
