@@ -132,8 +132,9 @@ class Pool:
         path, folder = self._write(source)
         found = []
         for seed in seeds:
-            self._team(None).send(path, folder / f"noise{seed}", seed)
-            outcomes = self._team(None).receive(time.monotonic() + TIMEOUT_S)
+            plain = self._team(None)  # once: asked again, it may be a new one, which nothing was sent to
+            plain.send(path, folder / f"noise{seed}", seed)
+            outcomes = plain.receive(time.monotonic() + TIMEOUT_S)
             if None in outcomes:  # it died, perhaps for want of memory, or still runs
                 self._end(None)
             found += outcomes
