@@ -172,7 +172,6 @@ class ReplicaModel:
             validates: whether a `fit` evaluates data like these as well.
         """
         self._make_engine(source, method)
-        rereads = self.engine.builds_from_a_batch
         # As in Keras no batch is read that is not needed: a dataset may draw random numbers for each.
         data: Batch = (None, None, None)
         trains = method in ("fit", "train_on_batch")
@@ -180,7 +179,7 @@ class ReplicaModel:
         if trains and self.policy.period is None:  # of local SGD no one expects the numbers of one process
             steps.append("train_step")
         if _needs_a_batch(self.model) or self._probes.need_a_batch(self.engine, steps):
-            first = source.peek(restart=rereads)
+            first = source.peek(restart=self.engine.builds_from_a_batch)
             self.engine.expect(source.structure)
             check_batch_size(self.model, first, self.replica.world_size)
             data = first.data
