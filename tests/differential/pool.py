@@ -10,7 +10,6 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -127,19 +126,16 @@ class Pool:
                 self._end(size)
         return result
 
-    def plain_again(self, source: str, seeds: Sequence[int | None]) -> list[Outcome | None]:
-        """What plain Keras does with rounding errors of these seeds; None: as it is."""
+    def plain_again(self, source: str, seed: int | None) -> Outcome | None:
+        """What plain Keras does with rounding errors of this seed; None: as it is."""
         path, folder = self._write(source)
-        found = []
-        for seed in seeds:
-            plain = self._team(None)  # once: asked again, it may be a new one, which nothing was sent to
-            plain.send(path, folder / f"noise{seed}", seed)
-            outcomes = plain.receive(time.monotonic() + TIMEOUT_S)
-            if None in outcomes:  # it died, perhaps for want of memory, or still runs
-                self._end(None)
-            found += outcomes
+        plain = self._team(None)
+        plain.send(path, folder / "noise", seed)
+        (outcome,) = plain.receive(time.monotonic() + TIMEOUT_S)
+        if outcome is None:  # it died, perhaps for want of memory, or still runs
+            self._end(None)
         shutil.rmtree(folder)
-        return found
+        return outcome
 
     def renew(self) -> None:
         self.sources.clear()

@@ -59,8 +59,8 @@ class _Pool:
         plain, ours = ({"0. loss": {"": np.array([value])}} for value in (1.0, self._factor))
         return Result(Outcome(plain), [Outcome(ours)] * world_size)
 
-    def plain_again(self, source, seeds):
-        return []
+    def plain_again(self, source, seed):
+        return None
 
     def renew(self):
         self.sources.clear()
