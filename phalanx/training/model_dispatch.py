@@ -22,6 +22,7 @@ from phalanx.keras_compat.patching import set_untracked
 from phalanx.keras_compat.trainer_hook import KerasMethod
 from phalanx.training import callback_list, shared_saving
 from phalanx.training.central_storage_trainer import CentralStorageTrainer, CentralStorageWorker
+from phalanx.training.common_random_state import common_afterwards
 from phalanx.training.fit_resumption import has_checkpoint
 from phalanx.training.model_checks import check_served
 from phalanx.training.nested_calls import in_method
@@ -227,11 +228,12 @@ def _entering(member: Member, model: Any, method: str, arguments: dict[str, Any]
         return
     is_nested = member.calling_thread is not None  # the others come to it by themselves
     with in_method(member, method):
-        if member.calls is None or is_nested:
+        if is_nested:
             yield
-        else:
-            with member.calls.calling(model, method, arguments):
-                yield
+            return
+        calling = nullcontext() if member.calls is None else member.calls.calling(model, method, arguments)
+        with calling, common_afterwards(member, method):
+            yield
 
 
 def forget_trainer(model: Any) -> None:

@@ -224,6 +224,30 @@ def data_loader_shuffled_with_workers(setting: Setting) -> dict[str, Any]:
     return _fitted_twice(setting, classifier, _shuffled_loader(setting, num_workers=1, batch_size=11))
 
 
+@scenario(backends=("torch",), worlds=(2, 3))
+def data_drawn_from_torch_between_methods(setting: Setting) -> dict[str, Any]:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset, random_split
+
+    def draw(samples: int) -> Any:
+        return torch.randn(samples, FEATURES).numpy()
+
+    model = compiled(setting, metrics=["accuracy"])
+    single = [model.train_on_batch(draw(6), labels(6), return_dict=True) for _ in range(3)]
+    part, rest = random_split(TensorDataset(torch.from_numpy(features()), torch.from_numpy(labels())), [23, 10])
+    loaders = DataLoader(part, batch_size=BATCH, shuffle=True), DataLoader(rest, batch_size=BATCH)
+    result = fitted_on(model, loaders[0], validation_data=loaders[1])
+    evaluated = model.evaluate(draw(7), labels(7), verbose=0, return_dict=True)
+    model.predict(draw(5), verbose=0)
+    # What a layer draws differs between the replicas, and from one process; what the program draws next is the same.
+    dropout = compiled(setting, lambda: keras.Sequential([layers.Dropout(0.5), layers.Dense(3, "softmax")]))
+    for _ in range(2):
+        dropout.train_on_batch(draw(6), labels(6))
+    dropout.fit(draw(8), labels(8), verbose=0)
+    dropout.fit(draw(8), labels(8), verbose=0)
+    return {"single": single, "evaluate": evaluated, **result}
+
+
 @scenario(needs=("torch",), quick=ONE_BACKEND)
 def data_loader(setting: Setting) -> dict[str, Any]:
     import torch
