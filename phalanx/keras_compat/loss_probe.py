@@ -195,14 +195,14 @@ class _Probe:
                 index = next((i for i, each in enumerate(compiled) if each is loss), None)
                 if verdict == "sum" and index is not None:
                     sums.add(index)
-                elif verdict in ("sum", "other"):
+                elif verdict in ("sum", "unscaled sum", "other"):
                     return Findings([], {}, error=_error(f"The loss {loss.name!r} of {model.name!r}", verdict))
         is_sum = False
         if _computes_own_loss(model):
             with _noted([compiled[index] for index in sums]):
                 verdict = _verdict(partial(self._compute_loss, model), whole, parts, rows, model)
             is_sum = verdict == "sum"
-            if verdict == "other" or (is_sum and overrides(model, "train_step")):
+            if verdict in ("unscaled sum", "other") or (is_sum and overrides(model, "train_step")):
                 return Findings([], {}, error=_error(f"What compute_loss of {type(model).__name__} returns", verdict))
         return Findings(sorted(sums), {}, is_sum)
 
@@ -258,7 +258,7 @@ class _Probe:
 
 def _verdict(function: Loss, whole: Any, parts: Sequence[Any], rows: Sequence[int], loss: Any) -> str:
     """How ranks with these parts would combine a loss: to the loss of the whole ("mean"), to that if it is noted as a
-    sum ("sum"), to another ("other"), or nothing can be said ("nothing")."""
+    sum ("sum"), to another although it is one ("unscaled sum") or not ("other"), or nothing can be said ("nothing")."""
     # Computed twice: a loss that draws random numbers differs from itself.
     (expected, _), (once_more, _) = (_merged(function, [whole], [sum(rows)]) for _ in range(2))
     if not np.isfinite([expected, once_more]).all() or not _close(expected, once_more, expected):
@@ -272,8 +272,11 @@ def _verdict(function: Loss, whole: Any, parts: Sequence[Any], rows: Sequence[in
         return "mean"
     # Now as if it were a sum; the note is taken back, whatever comes of it.
     with _noted([loss]):
-        merged, sizes = _merged(function, parts, rows)
-    return "sum" if _close(expected, merged, *sizes, tolerance=tolerance) else "other"
+        scaled, of_parts = _merged(function, parts, rows)
+    if _close(expected, scaled, *of_parts, tolerance=tolerance):
+        return "sum"
+    # Steps scale what `Loss.__call__` returns, which a loss with a `__call__` of its own may not call.
+    return "unscaled sum" if _close(expected, sum(sizes), *sizes, tolerance=tolerance) else "other"
 
 
 def _merged(function: Loss, parts: Sequence[Any], rows: Sequence[int]) -> tuple[float, list[float]]:
@@ -405,7 +408,7 @@ def _with_zeros(values: Any, rows: slice, step: int) -> Any:
 
 
 def _error(what: str, verdict: str) -> str:
-    if verdict == "sum":
+    if verdict in ("sum", "unscaled sum"):
         return (
             f"{what} is the sum over the batch as one number, which the replicas would average. Return a mean over the "
             f"samples; or apply a keras.losses.Loss with reduction='sum', which is summed over the replicas."

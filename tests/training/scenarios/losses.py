@@ -317,6 +317,15 @@ def a_loss_with_its_own_call_that_relates_samples(setting: Setting) -> dict[str,
     return fitted(model, y=np.abs(features())[:, :CLASSES])
 
 
+@scenario(worlds=(2,), error=dict.fromkeys(BACKENDS, ("UnsupportedError", "is the sum over the batch as one number")))
+def a_loss_with_its_own_call_that_is_a_sum(setting: Setting) -> dict[str, Any]:
+    class Summed(keras.losses.Loss):  # type: ignore[misc]
+        def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            return ops.sum(ops.square(y - y_pred))
+
+    return fitted(compiled(setting, regressor, loss=Summed()), y=numbers())
+
+
 @scenario(quick=ONE_BACKEND)
 def a_compute_loss_that_calls_a_loss_over_the_global_batch(setting: Setting) -> dict[str, Any]:
     class Contrastive(keras.losses.Loss):  # type: ignore[misc]
