@@ -54,5 +54,11 @@ def draw_own_numbers(chiefs: Sequence[Array], rank: int) -> None:
     import torch  # nowhere else is there such a state
 
     chiefs_own = chiefs[0]
-    seed = np.random.SeedSequence([rank, *chiefs_own.view(np.uint32).tolist()[-16:], *chiefs_own[:64].tolist()])
-    torch.manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
+    words = np.concatenate([[rank], chiefs_own.view(np.uint32)[-16:], chiefs_own[:64]]).astype(np.uint32)
+    seed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
+    # Not `torch.manual_seed`, which takes a millisecond to note the seed for devices that are not there.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
