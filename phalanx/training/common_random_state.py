@@ -48,10 +48,11 @@ def common_afterwards(replica: Replica, method: str) -> Iterator[None]:
 def _next(before: State, replica: Replica) -> State:
     """The chief's state, because it alone draws the order of a `DataLoader`; all ranks must call.
 
-    Where they had different states before, as a custom training loop may give them, each keeps its own.
+    A rank to which the program has given another state before keeps that, as a custom training loop does for dropout.
+    In an elastic job it may be a rank that has joined since, and takes the chief's.
     """
     chiefs_before, chiefs = decode(replica.communicator.broadcast_bytes(encode([before, random_state()])))
-    return before if replica.any(_differ(before, chiefs_before)) else chiefs
+    return before if replica.elastic is None and _differ(before, chiefs_before) else chiefs
 
 
 @contextmanager
