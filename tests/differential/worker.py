@@ -114,7 +114,9 @@ def _optimizer_steps(frame: FrameType) -> dict[int, int]:
     models = [value for value in frame.f_locals.values() if isinstance(value, keras.Model)]
     optimizers = [optimizer for model in models if (optimizer := getattr(model, "optimizer", None)) is not None]
     optimizers = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in optimizers]
-    return {id(optimizer): int(optimizer.iterations) for optimizer in optimizers}
+    # On JAX a `fit` of plain Keras that fails leaves variables without a value.
+    counts = {id(optimizer): optimizer.iterations for optimizer in optimizers}
+    return {number: int(count) for number, count in counts.items() if count._value is not None}
 
 
 def _steps_since(taken: dict[int, int], error: BaseException) -> int:
