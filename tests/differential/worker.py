@@ -25,7 +25,7 @@ from tests.differential.comparison import flatten
 from tests.support.commands import die_with_parent
 
 REFUSALS = ("UnsupportedError", "ConfigurationError")
-STACKS_AFTER_S = 200.0
+STACKS_AFTER_S = 440.0
 """The stacks of a program that takes longer are written to the log."""
 MODULE = "differential_program"
 ROUNDING = {"float64": 2.0**-52, "bfloat16": 2.0**-8, "float16": 2.0**-10}
