@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import linecache
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -80,7 +81,8 @@ def run(path: Path, folder: Path, scope: Callable[[], Any], noise: int | None) -
 
     Args:
         folder: for the files that the program writes.
-        noise: seed of changes to the weights as large as their rounding, which show how far it drives the results.
+        noise: seed of changes to weights and gradients as large as their rounding, which show how far it drives the
+            results.
     """
     folder.mkdir(parents=True, exist_ok=True)
     outcome = Outcome()
@@ -92,7 +94,10 @@ def run(path: Path, folder: Path, scope: Callable[[], Any], noise: int | None) -
         if scope is contextlib.nullcontext:
             _keep_added_losses(stack)
         if noise is not None:
-            _disturb(stack, np.random.default_rng(noise))
+            random = np.random.default_rng(noise)
+            _disturb_gradients(stack, random)
+            if noise % 2:  # not always: some optimizers treat weights apart that are zero
+                _disturb_weights(stack, random)
         taken: dict[int, int] = {}
         try:
             exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
@@ -136,7 +141,7 @@ def _keep_added_losses(stack: contextlib.ExitStack) -> None:
     stack.enter_context(mock.patch.object(keras.Layer, "stateless_call", replacement))
 
 
-def _disturb(stack: contextlib.ExitStack, random: np.random.Generator) -> None:
+def _disturb_weights(stack: contextlib.ExitStack, random: np.random.Generator) -> None:
     """Change a model's weights by about their rounding before it trains, evaluates or predicts."""
     trainer = keras.Model
 
@@ -154,6 +159,32 @@ def _disturb(stack: contextlib.ExitStack, random: np.random.Generator) -> None:
 
     for name in ("make_train_function", "make_test_function", "make_predict_function"):
         stack.enter_context(mock.patch.object(trainer, name, disturbed(getattr(trainer, name))))
+
+
+def _disturb_gradients(stack: contextlib.ExitStack, random: np.random.Generator) -> None:
+    """Change gradients by the rounding of the largest of them: one that is zero, because what samples contribute
+    cancels out, need not be zero in another order of the sum."""
+    original = keras.optimizers.Optimizer.apply
+
+    def apply(optimizer: Any, gradients: Sequence[Any], trainable_variables: Any = None) -> Any:
+        sizes = [keras.ops.max(keras.ops.abs(each)) for each in gradients if _is_dense(each)]
+        largest = functools.reduce(keras.ops.maximum, [keras.ops.cast(size, "float32") for size in sizes], 0.0)
+
+        def disturbed(gradient: Any) -> Any:
+            if not _is_dense(gradient):
+                return gradient
+            rounding = ROUNDING.get(keras.backend.standardize_dtype(gradient.dtype), 2.0**-23)
+            noise = (random.normal(size=tuple(gradient.shape)) * rounding).astype("float32")
+            return gradient + keras.ops.cast(largest * noise, gradient.dtype)
+
+        return original(optimizer, list(map(disturbed, gradients)), trainable_variables)
+
+    stack.enter_context(mock.patch.object(keras.optimizers.Optimizer, "apply", apply))
+
+
+def _is_dense(gradient: Any) -> bool:
+    """Whether it is neither absent nor, on TensorFlow, rows of an embedding."""
+    return gradient is not None and type(gradient).__name__ != "IndexedSlices"
 
 
 def _forget() -> None:
