@@ -35,7 +35,11 @@ OF_RANKS = {
     "pipelines_of_three_ranks_merge_as_one_batch",
 }
 """They say what ranks do, of which there is one here."""
-TOO_SMALL = {"a_rank_whose_samples_are_all_masked", "layer_used_twice_and_embedding"}
+TOO_SMALL = {
+    "a_rank_whose_samples_are_all_masked",
+    "layer_used_twice_and_embedding",
+    "masked_sequences_with_a_loss_of_the_program",
+}
 """No variable of their models can be divided."""
 ALL = [
     s.name for s in SCENARIOS.values() if "jax" in s.backends and s.has_reference and s.name not in OF_RANKS | TOO_SMALL
