@@ -18,6 +18,7 @@ QUICK = [
     "batch_normalization_over_all_replicas",
     "two_optimizers_on_jax",
     "saved_while_gradients_accumulate",
+    "what_steps_get_of_single_batches",
 ]
 MORE = [
     "masked_sequences_with_sample_weight",
