@@ -121,7 +121,7 @@ def _optimizer_steps(frame: FrameType) -> dict[int, int]:
     optimizers = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in optimizers]
     # On JAX a `fit` of plain Keras that fails leaves variables without a value.
     counts = {id(optimizer): optimizer.iterations for optimizer in optimizers}
-    return {number: int(count) for number, count in counts.items() if count._value is not None}
+    return {number: int(count) for number, count in counts.items() if getattr(count, "_value", count) is not None}
 
 
 def _steps_since(taken: dict[int, int], error: BaseException) -> int:
