@@ -12,7 +12,6 @@ To look at a step without running it, on the mesh's devices or on others that ar
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from phalanx.arrays.tree import map_leaves
 from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch
+from phalanx.engines.replica.jax.model_compiler import without_traces
 from phalanx.engines.spmd.placed_model import PlacedModel, making_placed
 from phalanx.engines.spmd.placement import Axes, Placement
 from phalanx.keras_compat.variable_layouts import laying_out_gradients
@@ -77,7 +77,7 @@ class StepPrograms:
         # Other processes can read only what every device has.
         leave = self._whole if jax.process_count() > 1 else None
         compiled: Callable[..., Any] = jax.jit(
-            _of_its_own(self._predict), out_shardings=(leave, shardings.non_trainable), static_argnums=2
+            without_traces(self._predict), out_shardings=(leave, shardings.non_trainable), static_argnums=2
         )
         return compiled
 
@@ -95,7 +95,7 @@ class StepPrograms:
         # The state goes out as it came in, so the next step is not compiled again, and its memory can be the old one's.
         # Logs are wanted by every process.
         compiled: Callable[..., Any] = jax.jit(
-            _of_its_own(function), donate_argnums=0, out_shardings=(self._whole, state)
+            without_traces(function), donate_argnums=0, out_shardings=(self._whole, state)
         )
         return compiled
 
@@ -139,17 +139,6 @@ class StepPrograms:
 
     def _constrain(self, value: Any, axes: Axes) -> Any:
         return jax.lax.with_sharding_constraint(value, NamedSharding(self._mesh, PartitionSpec(*axes)))
-
-
-def _of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function without traces. JAX finds them by the function, and a method is equal to itself: it would find those
-    in which batches had another structure, or the program other hyperparameters."""
-
-    @functools.wraps(function)
-    def traced_here(*arguments: Any) -> Any:
-        return function(*arguments)
-
-    return traced_here
 
 
 def ahead_of_time(model: Any, placement: Placement, data: Batch, devices: Sequence[Any] | None = None) -> AheadOfTime:

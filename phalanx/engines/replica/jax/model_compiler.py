@@ -46,17 +46,26 @@ class ModelCompiler:
         if not self.compiles:
             return function
 
-        # JAX finds traces by the function. A method of the model is equal to itself when the model is compiled again,
-        # and perhaps changed: its former trace must not be found, which lives as long as anything holds the old engine.
-        @functools.wraps(function)
-        def traced_here(*arguments: Any) -> Any:
-            return function(*arguments)
-
         compiled: Callable[..., Any] = jax.jit(
-            traced_here, donate_argnums=donate, out_shardings=leave, compiler_options=options
+            without_traces(function), donate_argnums=donate, out_shardings=leave, compiler_options=options
         )
         return compiled
 
     def first_part_to_host(self, kind: Any) -> Any:
         """`leave` for a function that returns a named tuple of this kind, whose first part goes to the host."""
         return None if self.pinned is None else kind(self.pinned, *[None] * (len(kind._fields) - 1))
+
+
+def without_traces(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, as one that JAX has not traced.
+
+    JAX finds traces by the function, and a method is equal to itself when the model is compiled again, and perhaps
+    changed, or gets batches of another structure. Its former trace must not be found, which lives as long as anything
+    holds the old engine.
+    """
+
+    @functools.wraps(function)
+    def traced_here(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    return traced_here
