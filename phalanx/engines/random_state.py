@@ -58,7 +58,8 @@ def draw_own_numbers(chiefs: Sequence[Array], rank: int) -> None:
     seed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
     # Not `torch.manual_seed`, which takes a millisecond to note the seed for devices that are not there.
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed(seed)
+    for devices in (torch.cuda, torch.xpu):
+        if devices.is_available():
+            devices.manual_seed_all(seed)
     if torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
