@@ -13,6 +13,9 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
+_NEXT = 2**31
+"""No rank, and no micro-batch, has this number."""
+
 
 def random_state() -> list[Array]:
     """The state of each kind of device, of shape (bytes,), uint8; empty if the backend keeps none."""
@@ -63,3 +66,13 @@ def draw_own_numbers(chiefs: Sequence[Array], rank: int) -> None:
             devices.manual_seed_all(seed)
     if torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
+
+
+def draw_next_numbers(former: Sequence[Array]) -> None:
+    """Set the state that follows, on all ranks alike, on `former`, from which each has drawn numbers of its own."""
+    draw_own_numbers(former, _NEXT)
+
+
+def differ(state: Sequence[Array], other: Sequence[Array]) -> bool:
+    """Whether the states of a kind of device differ that both have: one may have begun to use a GPU since."""
+    return any((one != another).any() for one, another in zip(state, other, strict=False))

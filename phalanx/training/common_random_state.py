@@ -12,14 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.engines.random_state import draw_own_numbers, random_state, set_random_state
+from phalanx.engines.random_state import differ, draw_next_numbers, draw_own_numbers, random_state, set_random_state
 from phalanx.training.replica import Replica
 from phalanx.transport.serialization import decode, encode
 
 State = list[np.ndarray[Any, Any]]
-
-NEXT_BATCH = 2**31
-"""No rank has this number: what follows a method of a single batch in which numbers were drawn."""
 
 
 @contextmanager
@@ -52,7 +49,7 @@ def _next(before: State, replica: Replica) -> State:
     In an elastic job it may be a rank that has joined since, and takes the chief's.
     """
     chiefs_before, chiefs = decode(replica.communicator.broadcast_bytes(encode([before, random_state()])))
-    return before if replica.elastic is None and _differ(before, chiefs_before) else chiefs
+    return before if replica.elastic is None and differ(before, chiefs_before) else chiefs
 
 
 @contextmanager
@@ -64,11 +61,7 @@ def _of_a_batch(before: State, rank: int) -> Iterator[None]:
     try:
         yield
     finally:
-        is_drawn = _differ(own, random_state())
+        is_drawn = differ(own, random_state())
         set_random_state([before], 0)
         if is_drawn:
-            draw_own_numbers(before, NEXT_BATCH)
-
-
-def _differ(state: State, other: State) -> bool:
-    return any((one != another).any() for one, another in zip(state, other, strict=False))
+            draw_next_numbers(before)

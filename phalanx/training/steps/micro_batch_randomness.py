@@ -7,11 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from phalanx.engines.engine import Engine
-from phalanx.engines.random_state import draw_own_numbers, random_state, set_random_state
+from phalanx.engines.random_state import differ, draw_next_numbers, draw_own_numbers, random_state, set_random_state
 from phalanx.training.state_sync import seed_generators, shifted_seed
-
-NEXT_STEP = 2**31
-"""No micro-batch has this number: what the next step starts from, where this one has drawn numbers."""
 
 
 class MicroBatchRandomness:
@@ -39,8 +36,8 @@ class MicroBatchRandomness:
             # Word 0 of a Keras seed is the seed, which `shifted_seed` changes; the others count draws. All
             # micro-batches draw equally often, so the last one's count is everyone's.
             old[1:] = new[1:]  # how often a micro-batch has drawn
-        if any((old != new).any() for old, new in zip(self._entered, random_state(), strict=True)):
-            draw_own_numbers(self._process_state, NEXT_STEP)
+        if differ(self._entered, random_state()):
+            draw_next_numbers(self._process_state)
             self._process_state = random_state()
         self._restore()
 
