@@ -19,8 +19,8 @@ from typing import Any
 from tests.differential.worker import Outcome, serve
 
 COLLECTIVE_TIMEOUT_S = 480.0
-"""Phalanx's own, whose error says more than that a program did not end. Generous: the ranks compile side by
-side, perhaps beside other searches."""
+"""Phalanx's own, whose error says more than that a program did not end. Generous: the ranks compile side by side,
+perhaps beside other searches."""
 TIMEOUT_S = COLLECTIVE_TIMEOUT_S + 60.0
 """Of one program. It takes a second or two on a free core."""
 AFTER_FAILURE_S = 30.0
