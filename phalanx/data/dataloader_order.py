@@ -20,10 +20,10 @@ from phalanx.transport.serialization import decode, encode
 class DataLoaderOrder:
     """The sample indices of each global batch of a pass, from the loader's own samplers (`SampleOrders`).
 
-    Samplers draw from torch's generator: on the chief as in plain Keras, on the others from the state that it had
-    there. Without a `shuffling`, torch's generator is seeded for this from `seed` and the pass. A sampler with a
-    generator of its own uses that, and gives the order that the plain DataLoader gives; ranks that join later receive
-    that generator's state (`randomness`).
+    Samplers draw from torch's generator as in plain Keras, on all ranks from the state that it has on the chief.
+    Without a `shuffling`, torch's generator is seeded for this from `seed` and the pass. A sampler with a generator of
+    its own uses that, and gives the order that the plain DataLoader gives; ranks that join later receive that
+    generator's state (`randomness`).
 
     Attributes:
         is_by_sample: whether a batch is a list of sample indices; False if the dataset makes whole batches.
@@ -123,11 +123,11 @@ class DataLoaderOrder:
 
     def _draw_as_the_chief(self, shuffling: Shuffling) -> list[Any]:
         # The state instead of the order: 5 KB, however many samples there are. It is a whole number of int64.
-        state = shuffling.from_chief(torch.get_rng_state().numpy().view(np.int64))
-        if shuffling.is_chief:
-            return self._all_batches()
-        with _torch_state_restored():
-            torch.set_rng_state(torch.from_numpy(np.array(state).view(np.uint8)))
+        own = torch.get_rng_state().numpy().view(np.int64)
+        chiefs = np.array(shuffling.from_chief(own))
+        # Both draw, so that what the program draws next is the same, unless it has given this rank another state.
+        with _torch_state_restored(unless=np.array_equal(own, chiefs)):
+            torch.set_rng_state(torch.from_numpy(chiefs.view(np.uint8)))
             return self._all_batches()
 
     def _all_batches(self) -> list[Any]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,13 @@ from phalanx.data.batch_split import LocalShare, cut, local_range
 from phalanx.data.dataloader_order import DataLoaderOrder
 from phalanx.data.dataset_elements import Array, to_numpy
 from phalanx.data.input_request import InputRequest
+from phalanx.data.reading_apart import drawing_samples
 from phalanx.data.sharding_policy import AutoShardPolicy
 from phalanx.data.source import SourceTraits, StreamSource, same_stream
 from phalanx.errors import ConfigurationError
 
 _KIND = "torch DataLoader"
+_END = object()
 
 
 def make_source(request: InputRequest) -> MapStyleSource | StreamSource:
@@ -54,7 +57,9 @@ def make_source(request: InputRequest) -> MapStyleSource | StreamSource:
             draws_as_keras=True,
         )
         shares = [f"reads the samples of its sampler, shard {r} of {world_size}" for r in range(world_size)]
-        return StreamSource(lambda key: _elements(loader), traits, request, num_batches=len(loader), shares=shares)
+        return StreamSource(
+            lambda key: _elements(loader, drawing_samples), traits, request, num_batches=len(loader), shares=shares
+        )
     batches = sampler if loader.batch_sampler is None else loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or not hasattr(batches, "__len__"):
         traits = SourceTraits(
@@ -175,7 +180,7 @@ class MapStyleSource:
         local = [
             indices[low:high] if low < high else indices[:1] for indices, (low, high) in zip(chosen, parts, strict=True)
         ]
-        elements = _elements(self._loader_of(local, num_workers))
+        elements = _elements(self._loader_of(local, num_workers), drawing_samples)
         # The fingerprint is of the indices, since no rank has the whole batch.
         for element, indices, (low, high) in zip(elements, chosen, parts, strict=True):
             yield LocalShare(element, high - low, len(indices), _checksum(indices))
@@ -207,8 +212,15 @@ def _has_known_samplers(loader: DataLoader[Any]) -> bool:
     return all(each is None or type(each).__module__.startswith("torch.") for each in samplers)
 
 
-def _elements(loader: Any) -> Iterator[Any]:
-    for element in loader:
+def _elements(loader: Any, loading: Callable[[], AbstractContextManager[None]] = nullcontext) -> Iterator[Any]:
+    """Args: loading: makes the context in which each element is loaded."""
+    with loading():
+        elements = iter(loader)
+    while True:
+        with loading():
+            element = next(elements, _END)
+        if element is _END:
+            return
         # A collated batch is a list [x, y]; Keras turns it into a tuple.
         yield map_leaves(to_numpy, tuple(element) if isinstance(element, list) else element)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -133,10 +133,10 @@ class ShardedInput:
         Raises: ConfigurationError if there is no data.
         """
         if restart:
+            _read_first(self.source)
             self.position.draw_as_keras()
         try:
-            traits = self.source.traits
-            with nullcontext() if traits.is_read_alike else reading_apart(traits.kind):
+            with _reading(self.source):
                 return self.local_batch(self.source.peek(restart=restart))
         except StopIteration:
             raise self.description.empty_error(self._rank) from None
@@ -180,6 +180,7 @@ class ShardedInput:
         """As `epoch`, with the elements in the dataset's own structure."""
         position = self.position
         if done is None:
+            _read_first(self.source)
             position.enter(index)
         seen, is_complete = done or 0, False
         try:
@@ -203,7 +204,7 @@ class ShardedInput:
             return
         while True:
             # Not around the whole loop: the caller takes its step between two elements, with collectives of all ranks.
-            with reading_apart(self.source.traits.kind):
+            with _reading(self.source):
                 share = next(shares, None)
             if share is None:
                 return
@@ -273,3 +274,15 @@ class ShardedInput:
         """Pass over `count` batches that other ranks, or an earlier process, have taken."""
         if count and self.source.cursor is not None:
             self.source.cursor.skip(0, count)
+
+
+def _read_first(source: Source) -> None:
+    """Read what Keras reads of a generator before it opens a pass: both may draw random numbers."""
+    if source.cursor is not None:
+        with _reading(source):
+            source.cursor.read_first()
+
+
+def _reading(source: Source) -> AbstractContextManager[None]:
+    """Around all that reads data."""
+    return nullcontext() if source.traits.is_read_alike else reading_apart(source.traits.kind)

@@ -210,6 +210,12 @@ class StreamCursor:
         self._last: list[Any] = []  # the element that was read last, or none
         self._recorded: list[Any] | None = None  # since `record`; None if nothing is recorded
 
+    def read_first(self) -> None:
+        """Read what begins each pass over data that cannot be read twice, unless it is known."""
+        # At once, as Keras reads it: a generator that fills its arrays again is then no different from there.
+        if self._is_once and self._first is None:
+            self._first = list(itertools.islice(self._counted(self._open_pass(0)), self._repeated))
+
     def read(self, key: int, start: int, stop: int | None) -> Iterator[Any]:
         """Elements `start` to `stop` of pass `key`, see `Source.read`."""
         running = self._running
@@ -263,10 +269,8 @@ class StreamCursor:
         elements = self._open_pass(key)
         if not self._is_once:
             return elements
-        # Read at once, as Keras reads them: a generator that fills its arrays again is then no different from there.
-        if self._first is None:
-            self._first = list(itertools.islice(self._counted(elements), self._repeated))
-        return itertools.chain(self._first, self._counted(elements))
+        self.read_first()
+        return itertools.chain(self._first or [], self._counted(elements))
 
     def _counted(self, elements: Iterator[Any]) -> Iterator[Any]:
         for element in elements:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -136,7 +137,11 @@ class Engine(ABC):
     Attributes:
         metric_rules: how the variables of the metrics are merged, and their values; known after `build`.
         origins: what the logs of training steps are made of.
+        drawing_apart: makes the context around a step, where its layers draw from a random state of the whole process
+            (`engines.random_state`).
     """
+
+    drawing_apart: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(self, model: Any, values: ModelValues) -> None:
         self._model = model

@@ -5,7 +5,9 @@ On PyTorch, Keras's dropout without a seed draws from it; JAX and TensorFlow dra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -13,13 +15,21 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
+State = list[Array]
+"""Of each kind of device, an array of shape (bytes,), uint8; empty if the backend keeps none."""
+
 _NEXT = 2**31
 """No rank, and no micro-batch, has this number."""
 
 
-def random_state() -> list[Array]:
-    """The state of each kind of device, of shape (bytes,), uint8; empty if the backend keeps none."""
-    if keras.backend.backend() != "torch":
+def keeps_random_state() -> bool:
+    """Whether the backend has such a state."""
+    return bool(keras.backend.backend() == "torch")
+
+
+def random_state() -> State:
+    """The present one."""
+    if not keeps_random_state():
         return []
     import torch
 
@@ -29,36 +39,32 @@ def random_state() -> list[Array]:
     return [np.array(state.numpy()) for state in states]
 
 
-def set_random_state(of_ranks: Sequence[Sequence[Array]], rank: int) -> None:
-    """Restore the random state of this rank.
-
-    Args:
-        of_ranks: the `random_state` of each rank. A rank that is not among them gets a new state, which follows from
-            the chief's state and the rank.
-        rank: of this process.
-    """
-    if not of_ranks or not of_ranks[0] or keras.backend.backend() != "torch":
+def set_random_state(state: Sequence[Array]) -> None:
+    """Continue from a `random_state`."""
+    if not state or not keeps_random_state():
         return
     import torch
 
-    if rank < len(of_ranks):
-        states = of_ranks[rank]
-        torch.set_rng_state(torch.from_numpy(states[0]))
-        if len(states) > 1 and torch.cuda.is_available():
-            torch.cuda.set_rng_state(torch.from_numpy(states[1]))
-        return
-    draw_own_numbers(of_ranks[0], rank)
+    torch.set_rng_state(torch.from_numpy(state[0]))
+    if len(state) > 1 and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.from_numpy(state[1]))
 
 
-def draw_own_numbers(chiefs: Sequence[Array], rank: int) -> None:
-    """Set a state that follows from the chief's `random_state` and the rank; without effect on the chief."""
-    if not chiefs or not rank:
-        return
-    import torch  # nowhere else is there such a state
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Restore the random state on exit."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
 
-    chiefs_own = chiefs[0]
-    words = np.concatenate([[rank], chiefs_own.view(np.uint32)[-16:], chiefs_own[:64]]).astype(np.uint32)
-    seed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> 1)
+
+def seed_random_state(numbers: Sequence[int]) -> None:
+    """Continue from a state that follows from these numbers, none negative; on a backend that keeps one."""
+    import torch
+
+    seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
     # Not `torch.manual_seed`, which takes a millisecond to note the seed for devices that are not there.
     torch.default_generator.manual_seed(seed)
     for devices in (torch.cuda, torch.xpu):
@@ -68,9 +74,20 @@ def draw_own_numbers(chiefs: Sequence[Array], rank: int) -> None:
         torch.mps.manual_seed(seed)
 
 
+def draw_own_numbers(chiefs: Sequence[Array], rank: int) -> None:
+    """Set a state that follows from the chief's `random_state` and the rank; without effect on the chief."""
+    if chiefs and rank:
+        seed_random_state([rank, digest(chiefs)])
+
+
 def draw_next_numbers(former: Sequence[Array]) -> None:
     """Set the state that follows, on all ranks alike, on `former`, from which each has drawn numbers of its own."""
     draw_own_numbers(former, _NEXT)
+
+
+def digest(state: Sequence[Array]) -> int:
+    """A number of 64 bits that stands for the state of the host; 0 if the backend keeps none."""
+    return int.from_bytes(hashlib.blake2b(state[0].tobytes(), digest_size=8).digest(), "big") if state else 0
 
 
 def differ(state: Sequence[Array], other: Sequence[Array]) -> bool:

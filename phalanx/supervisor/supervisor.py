@@ -273,6 +273,7 @@ class Supervisor:
                 raise
         elif isinstance(member, Replica) and member.world_size > 1:
             state_sync.synchronise(session.model, member)
+            state_sync.draw_apart(member)
             step: Any = member.broadcast_from_chief(session.global_step)
             counter.continue_from(int(step))
         elif not self._is_chief and checkpoints is not None:

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 from keras.callbacks import CallbackList, ProgbarLogger
 
+from phalanx.engines.random_state import random_state_kept
 from phalanx.keras_compat.callback_bases import (
     BatchListener,
     ChiefCallback,
@@ -22,6 +23,7 @@ from phalanx.keras_compat.callback_bases import (
 )
 from phalanx.keras_compat.patching import overridden_methods
 from phalanx.keras_compat.saver_methods import SAVERS
+from phalanx.training import program_random_state
 
 # These write files, call services or print: the chief does it once for all.
 CHIEF_ONLY = (
@@ -137,7 +139,9 @@ def on_this_rank_only() -> Iterator[None]:
     """While inside, callbacks evaluate and predict on this rank only."""
     before, _thread.is_rank_local = runs_on_this_rank_only(), True
     try:
-        yield
+        # What all ranks draw next is the same.
+        with program_random_state.kept(), random_state_kept():
+            yield
     finally:
         _thread.is_rank_local = before
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from phalanx.checkpoint.checkpoint_callback import State, write_ledger
 from phalanx.data.sample_ledger import SampleLedger
+from phalanx.engines.random_state import random_state
 from phalanx.errors import PreemptedError
 from phalanx.monitoring import timeline
 from phalanx.runtime import telemetry
@@ -21,7 +22,6 @@ from phalanx.training.fit_position import FitRecorder, restart_epoch
 from phalanx.training.fit_resumption import STATE, FitResumption, FitSnapshot, variables_beyond_weights
 from phalanx.training.fit_state import ReplicaFitState
 from phalanx.training.replica_model import ReplicaModel
-from phalanx.training.state_sync import gather_random_states
 from phalanx.training.steps.stepper import RetryOnMembershipChange
 from phalanx.transport.serialization import encode
 
@@ -152,8 +152,7 @@ class FitCheckpointing:
         )
 
     def _snapshot(self, *, is_over: bool = False) -> FitSnapshot:
-        # The collectives of a checkpoint, in this order on all ranks: `pooled`, and `gather_random_states`. `_prepared`
-        # has none: a chief may call it alone.
+        # The collectives of a checkpoint are those of `pooled`. `_prepared` has none: a chief may call it alone.
         pooled = dict(self._state.stepper.pooled())
         source = self._state.source
         return FitSnapshot(
@@ -164,7 +163,8 @@ class FitCheckpointing:
             stopped=bool(self._model.model.stop_training),
             seed=self._resumption.seed(),
             pooled=pooled,
-            random_states=gather_random_states(self._replica),
+            random_states=[random_state()],
+            streams=self._replica.own_numbers.position,
         )
 
     def _prepared(self, snapshot: FitSnapshot) -> tuple[Any, int, State]:

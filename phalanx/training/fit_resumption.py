@@ -50,7 +50,8 @@ class FitSnapshot(FitPosition):
         stopped: whether it decided so itself.
         seed: determines the orders of the data.
         variables: those that a file of weights does not have: random state of layers, metrics.
-        random_states: of each rank; see `engines.random_state`.
+        random_states: that of the program, see `engines.random_state`; of former versions, those of all ranks.
+        streams: the position of `OwnRandomNumbers`.
         pooled: see `Stepper.pooled`.
     """
 
@@ -61,6 +62,7 @@ class FitSnapshot(FitPosition):
     seed: int = 0
     variables: list[Any] = field(default_factory=list)
     random_states: list[Any] = field(default_factory=list)
+    streams: list[int] = field(default_factory=list)
     pooled: dict[str, Any] = field(default_factory=dict)
 
 
@@ -146,9 +148,10 @@ class FitResumption:
         if self._spans:
             self._load_part(Path(os.fsdecode(path)), snapshot)
         state_sync.synchronise(self._model, self._replica, metrics=True)
-        # After `synchronise`, which has given every rank a state that follows from the chief's: that of the checkpoint
-        # is the rank's own. Micro-batches draw by their numbers, so all ranks have the first rank's.
-        set_random_state(snapshot.random_states, 0 if self._replica.micro_batches else self._replica.rank)
+        if snapshot.random_states:
+            set_random_state(snapshot.random_states[0])
+        if snapshot.streams:
+            self._replica.own_numbers.position = list(snapshot.streams)
         return snapshot
 
     def check(self, snapshot: FitSnapshot, samples: int | None, batches: int | None) -> None:

@@ -22,10 +22,10 @@ from phalanx.keras_compat.patching import set_untracked
 from phalanx.keras_compat.trainer_hook import KerasMethod
 from phalanx.training import callback_list, shared_saving
 from phalanx.training.central_storage_trainer import CentralStorageTrainer, CentralStorageWorker
-from phalanx.training.common_random_state import common_afterwards
 from phalanx.training.fit_resumption import has_checkpoint
 from phalanx.training.model_checks import check_served
 from phalanx.training.nested_calls import in_method
+from phalanx.training.own_random_numbers import running_method
 from phalanx.training.parameter_server_trainer import ParameterServerTrainer
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.replica import Replica, alone, divides_batches
@@ -232,7 +232,7 @@ def _entering(member: Member, model: Any, method: str, arguments: dict[str, Any]
             yield
             return
         calling = nullcontext() if member.calls is None else member.calls.calling(model, method, arguments)
-        with calling, common_afterwards(member, method):
+        with calling, running_method(member, method):
             yield
 
 

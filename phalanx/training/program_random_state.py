@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -15,24 +17,57 @@ import numpy as np
 
 from phalanx.transport.decoding import decode_message
 
+States = tuple[Any, Any, bytes | None]
+"""Of `random`, of `np.random`, and of PyTorch; None if that is not imported."""
 
-def random_state() -> bytes:
-    """This process's."""
-    numpys: Any = np.random.get_state(legacy=True)
+
+def states() -> States:
+    """Those of this process, which can be compared."""
+    name, keys, *rest = np.random.get_state(legacy=True)
     torch = sys.modules.get("torch")
-    state = (
+    return (
         random.getstate(),
-        [part.tolist() if isinstance(part, np.ndarray) else part for part in numpys],
+        (name, np.asarray(keys).tobytes(), *rest),
         None if torch is None else torch.get_rng_state().numpy().tobytes(),
     )
-    return msgspec.msgpack.encode(state)
+
+
+def set_states(states: States) -> None:
+    """Continue from them."""
+    of_python, (name, keys, *rest), of_torch = states
+    random.setstate(of_python)
+    np.random.set_state((name, np.frombuffer(keys, np.uint32), *rest))
+    torch = sys.modules.get("torch")
+    if torch is not None and of_torch is not None:
+        torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Restore the states on exit."""
+    before = states()
+    try:
+        yield
+    finally:
+        set_states(before)
+
+
+def seed(numbers: Sequence[int]) -> None:
+    """Continue from states that follow from these numbers, none negative."""
+    words = np.random.SeedSequence(numbers).generate_state(3, np.uint64)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]) & 0xFFFFFFFF)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.manual_seed(int(words[2]) >> 1)
+
+
+def random_state() -> bytes:
+    """The states, encoded."""
+    return msgspec.msgpack.encode(states())
 
 
 def set_random_state(state: bytes) -> None:
     """Draw on as the process whose `random_state` this is."""
-    (version, numbers, gauss), numpys, torchs = decode_message(state)
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(tuple(numpys))
-    torch = sys.modules.get("torch")
-    if torch is not None and torchs is not None:
-        torch.set_rng_state(torch.frombuffer(bytearray(torchs), dtype=torch.uint8))
+    (version, numbers, gauss), of_numpy, of_torch = decode_message(state)
+    set_states(((version, tuple(numbers), gauss), of_numpy, of_torch))

@@ -95,7 +95,7 @@ class ProgramState:
         of_python, of_numpy, of_torch, of_tensorflow = self._random
         random.setstate(of_python)
         np.random.set_state(of_numpy)
-        set_random_state([of_torch], 0)
+        set_random_state(of_torch)
         if of_tensorflow is not None:
             of_tensorflow[0].setstate(of_tensorflow[1])
 

@@ -14,12 +14,11 @@ import numpy as np
 from phalanx.cluster.task_comparison import describe_difference
 from phalanx.collectives.communicator import ReduceOp
 from phalanx.engines import buffers
-from phalanx.engines.random_state import draw_own_numbers, random_state, set_random_state
+from phalanx.engines.random_state import draw_own_numbers, keeps_random_state, random_state, set_random_state
 from phalanx.errors import DisagreementError
 from phalanx.keras_compat.model_state import optimizers, sync_jax_state
 from phalanx.training.replica import Replica
 from phalanx.transport.decoding import decode_message
-from phalanx.transport.serialization import decode, encode
 
 # An odd constant far from small multiples, so that the seeds of neighbouring ranks share no low bits
 # (2**32 divided by the golden ratio; Knuth, The Art of Computer Programming, 6.4).
@@ -29,8 +28,8 @@ SEED_STRIDE = 0x9E3779B9
 def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bool = True) -> None:
     """Give every rank the chief's weights, optimizer state and layer state; call on all ranks.
 
-    Random seeds of layers (dropout), and the random state that a backend keeps for the whole process, come from the
-    chief too, shifted by the rank, so that the replicas draw different masks.
+    Random seeds of layers (dropout) come from the chief too, shifted by the rank, so that the replicas draw different
+    masks, and so does the position of the streams in `OwnRandomNumbers`.
 
     Args:
         metrics: whether to send what the metrics have counted, for ranks that join in the middle of an epoch.
@@ -47,9 +46,9 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
     variables = variables_of(model) + (list(model.metrics_variables) if metrics else [])
     _compare(_structure(variables, with_paths=not replica.has_copies), replica)
     arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
-    own = random_state()[:1]
-    received = replica.communicator.broadcast([*arrays, *own], root=0)
-    values, chiefs = received[: len(arrays)], received[len(arrays) :]
+    random = _random_state_to_share(replica)
+    received = replica.communicator.broadcast([*arrays, *random], root=0)
+    values, chiefs_random = received[: len(arrays)], received[len(arrays) :]
     if not take:
         return
     # Micro-batches have random numbers of their own, which follow from the chief's.
@@ -61,10 +60,22 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
         # Most are equal at the start of a `fit`. An assignment replaces the array on the device, and costs a transfer.
         if not np.array_equal(old, new):
             variable.assign(new)
-    if stream:
-        draw_own_numbers(chiefs, stream)
-    elif replica.micro_batches:
-        set_random_state([chiefs], 0)
+    replica.own_numbers.position = chiefs_random[0].tolist()
+    set_random_state(chiefs_random[1:])
+
+
+def _random_state_to_share(replica: Replica) -> list[np.ndarray[Any, Any]]:
+    """The position of the streams, and the backend's random state for processes that may have joined since the program
+    began, and for micro-batches, whose numbers follow from it. In other jobs a program may give its ranks different
+    states."""
+    position = np.array(replica.own_numbers.position, np.uint64)
+    return [position, *(random_state()[:1] if replica.elastic is not None or replica.micro_batches else [])]
+
+
+def draw_apart(replica: Replica) -> None:
+    """Give each rank a random state of its own, which follows from the chief's, where no trainer takes the steps."""
+    if keeps_random_state():
+        draw_own_numbers(replica.communicator.broadcast(random_state()[:1], root=0), replica.rank)
 
 
 def _synchronise_copies(model: Any, replica: Replica) -> None:
@@ -94,7 +105,7 @@ def unchanged(model: Any) -> Iterator[None]:
     before = [value_of(variable) for variable in copied]
     random = random_state()
     yield
-    set_random_state([random], 0)
+    set_random_state(random)
     for variable, value in zip(copied, before, strict=True):
         if not np.array_equal(keras.ops.convert_to_numpy(variable.value), value):
             variable.assign(value)
@@ -135,12 +146,6 @@ def average_optimizers(model: Any, replica: Replica, share: float) -> None:
     values = communicator.broadcast([a for v, a in zip(variables, arrays, strict=True) if id(v) not in chosen])
     for variable, value in [*zip(averaged, means, strict=True), *zip(rest, values, strict=True)]:
         variable.assign(value)
-
-
-def gather_random_states(replica: Replica) -> list[list[np.ndarray[Any, Any]]]:
-    """Every rank's `random_state`, in rank order; empty, without a collective, on backends that have none."""
-    own = random_state()
-    return [decode(payload) for payload in replica.communicator.all_gather_bytes(encode(own))] if own else []
 
 
 def variables_of(model: Any) -> list[Any]:

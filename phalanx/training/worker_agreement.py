@@ -107,6 +107,7 @@ class ReplicasDecide:
     def synchronise(self) -> None:
         """See `WorkerAgreement.synchronise`."""
         state_sync.synchronise(self._model, self._replica)
+        state_sync.draw_apart(self._replica)
 
     def merge_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
         """See `WorkerAgreement.merge_logs`."""

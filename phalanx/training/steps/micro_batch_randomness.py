@@ -58,4 +58,4 @@ class MicroBatchRandomness:
     def _restore(self) -> None:
         if self._seeds:
             self._engine.write(list(zip(self._seeds, self._before, strict=True)))
-        set_random_state([self._process_state], 0)
+        set_random_state(self._process_state)

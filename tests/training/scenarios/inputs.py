@@ -224,7 +224,7 @@ def data_loader_shuffled_with_workers(setting: Setting) -> dict[str, Any]:
     return _fitted_twice(setting, classifier, _shuffled_loader(setting, num_workers=1, batch_size=11))
 
 
-@scenario(backends=("torch",), worlds=(2, 3))
+@scenario(needs=("torch",), worlds=(2, 3))
 def data_drawn_from_torch_between_methods(setting: Setting) -> dict[str, Any]:
     import torch
     from torch.utils.data import DataLoader, TensorDataset, random_split
@@ -232,6 +232,7 @@ def data_drawn_from_torch_between_methods(setting: Setting) -> dict[str, Any]:
     def draw(samples: int) -> Any:
         return torch.randn(samples, FEATURES).numpy()
 
+    torch.manual_seed(6)  # on other backends it may be imported after the job has begun
     model = compiled(setting, metrics=["accuracy"])
     single = [model.train_on_batch(draw(6), labels(6), return_dict=True) for _ in range(3)]
     part, rest = random_split(TensorDataset(torch.from_numpy(features()), torch.from_numpy(labels())), [23, 10])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import sqlite3
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,18 @@ from typing import Any
 import keras
 import numpy as np
 
-from tests.training.scenarios.common import BATCH, FEATURES, SAMPLES, classifier, compiled, features, fitted_on, labels
+import phalanx
+from tests.training.scenarios.common import (
+    BATCH,
+    CLASSES,
+    FEATURES,
+    SAMPLES,
+    classifier,
+    compiled,
+    features,
+    fitted_on,
+    labels,
+)
 from tests.training.scenarios.inputs import ShortPages
 from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ON_TENSORFLOW, ONE_BACKEND, Setting, add, scenario
 
@@ -202,6 +214,80 @@ def py_dataset_that_draws_random_numbers(setting: Setting) -> dict[str, Any]:
         "predict": model.predict(Augmented(), verbose=0),
         "drawn": np.random.normal(size=3),
     }
+
+
+def _drawn(count: int, size: int = SIZE) -> Iterator[Any]:
+    import torch
+
+    for _ in range(count):
+        yield torch.randn(size, FEATURES).numpy(), torch.randint(CLASSES, (size,)).numpy()
+
+
+class Drawn(Refilled):
+    """Draws each batch from PyTorch."""
+
+    def __getitem__(self, index: int) -> Any:
+        return next(_drawn(1))
+
+
+# On TensorFlow, Keras reads ahead in a thread, and which of two generators draws first is not known.
+@scenario(backends=("jax", "torch"), needs=("torch",), worlds=(2, 3))
+def data_drawn_from_torch_while_it_is_read(setting: Setting) -> dict[str, Any]:
+    import torch
+
+    torch.manual_seed(4)
+    model = compiled(setting, metrics=["accuracy"])
+    streams = fitted_on(model, _drawn(8), epochs=2, steps_per_epoch=4, validation_data=_drawn(4), validation_steps=2)
+    datasets = fitted_on(model, Drawn(), validation_data=Drawn())
+    return {
+        "streams": streams,
+        "datasets": datasets,
+        "evaluate": model.evaluate(Drawn(), verbose=0, return_dict=True),
+        "predict": model.predict(_drawn(3), verbose=0),
+        "drawn": torch.randn(3).numpy(),
+    }
+
+
+class _Watcher(keras.callbacks.Callback):
+    """Draws on the chief alone, and predicts there."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        import torch
+
+        self.model.predict(torch.randn(3, FEATURES).numpy(), verbose=0)
+
+
+class _Noisy:
+    """A map-style dataset that draws for each sample, of which each replica loads its own."""
+
+    def __len__(self) -> int:
+        return 33
+
+    def __getitem__(self, index: int) -> Any:
+        import torch
+
+        noise = torch.randn(FEATURES) + random.random() + np.random.normal()
+        return torch.from_numpy(features()[index]) + noise, int(labels()[index])
+
+
+@scenario(needs=("torch",), worlds=(2, 3), plain=False)
+def what_one_replica_draws_from_torch_alone(setting: Setting) -> dict[str, Any]:
+    """Layers, chief callbacks and samples of a DataLoader draw, and the data read after them are the same all the
+    same."""
+    import torch
+
+    def build() -> Any:
+        return keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dropout(0.5), keras.layers.Dense(CLASSES)])
+
+    torch.manual_seed(4)
+    model = compiled(setting, build, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    watcher = phalanx.callbacks.OnChief(_Watcher())
+    first = fitted_on(model, _drawn(8), epochs=2, steps_per_epoch=4, callbacks=[watcher])
+    loader = torch.utils.data.DataLoader(_Noisy(), batch_size=BATCH, shuffle=True)
+    second = fitted_on(model, loader, epochs=2)
+    third = fitted_on(model, Drawn(), validation_data=Drawn())
+    drawn = [random.random(), np.random.normal(), *torch.randn(3).numpy()]
+    return {"first": first, "second": second, "third": third, "drawn": drawn}
 
 
 def _numbered(count: int | None, taken: list[int]) -> Iterator[Any]:

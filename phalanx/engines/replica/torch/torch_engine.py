@@ -97,7 +97,7 @@ class TorchEngine(ReplicaEngine):
             run = self._train_overridden if self._is_overridden else self._train_own
             self._begin(data, share)
             losses, means, in_step, products = self._contexts
-            with losses, means, in_step, products:
+            with losses, means, in_step, products, self.drawing_apart():
                 run(_to_device(data), metrics_before)
         except BaseException:
             self._variables.write([*changed, *self._metrics], [*state_before, *metrics_before])
@@ -230,7 +230,7 @@ class TorchEngine(ReplicaEngine):
         differ = model_state.logs_differ_from_metrics(self._model, "test_step")
         watched = self._test_origins.watched(of_interest=differ)
         losses, means, in_step, products = self._contexts
-        with torch.no_grad(), losses, means, in_step, products, watched as find:
+        with torch.no_grad(), losses, means, in_step, products, watched as find, self.drawing_apart():
             logs = find(self._model.test_step(self._batches.pack(_to_device(data))))
             if before is not None:
                 self._variables.write(self._metrics, before)
@@ -239,7 +239,8 @@ class TorchEngine(ReplicaEngine):
     def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
         self._share = share
         _, means, _, products = self._contexts
-        with torch.no_grad(), products, means if self.counts_in_predictions else nullcontext():
+        counting = means if self.counts_in_predictions else nullcontext()
+        with torch.no_grad(), products, counting, self.drawing_apart():
             outputs = self._model.predict_step(self._batches.pack(_to_device(data), form))
         return tree.map_structure(to_host, outputs)
 
