@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ def make_source(request: InputRequest) -> MapStyleSource | StreamSource:
         )
         shares = [f"reads the samples of its sampler, shard {r} of {world_size}" for r in range(world_size)]
         return StreamSource(
-            lambda key: _elements(loader, drawing_samples), traits, request, num_batches=len(loader), shares=shares
+            lambda key: _elements_apart(loader), traits, request, num_batches=len(loader), shares=shares
         )
     batches = sampler if loader.batch_sampler is None else loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or not hasattr(batches, "__len__"):
@@ -180,7 +180,7 @@ class MapStyleSource:
         local = [
             indices[low:high] if low < high else indices[:1] for indices, (low, high) in zip(chosen, parts, strict=True)
         ]
-        elements = _elements(self._loader_of(local, num_workers), drawing_samples)
+        elements = _elements_apart(self._loader_of(local, num_workers))
         # The fingerprint is of the indices, since no rank has the whole batch.
         for element, indices, (low, high) in zip(elements, chosen, parts, strict=True):
             yield LocalShare(element, high - low, len(indices), _checksum(indices))
@@ -212,17 +212,33 @@ def _has_known_samplers(loader: DataLoader[Any]) -> bool:
     return all(each is None or type(each).__module__.startswith("torch.") for each in samplers)
 
 
-def _elements(loader: Any, loading: Callable[[], AbstractContextManager[None]] = nullcontext) -> Iterator[Any]:
-    """Args: loading: makes the context in which each element is loaded."""
-    with loading():
-        elements = iter(loader)
+def _elements(loader: Any) -> Iterator[Any]:
+    return map(_standardized, loader)
+
+
+def _elements_apart(loader: Any) -> Iterator[Any]:
+    """Those of samples that no other rank loads."""
+    with drawing_samples():
+        elements = iter(loader)  # draws a seed
     while True:
-        with loading():
+        with drawing_samples() if _may_draw(loader) else nullcontext():
             element = next(elements, _END)
         if element is _END:
             return
-        # A collated batch is a list [x, y]; Keras turns it into a tuple.
-        yield map_leaves(to_numpy, tuple(element) if isinstance(element, list) else element)
+        yield _standardized(element)
+
+
+def _may_draw(loader: Any) -> bool:
+    """Whether loading samples may draw random numbers in this process."""
+    dataset = loader.dataset
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return not loader.num_workers and type(dataset) is not TensorDataset
+
+
+def _standardized(element: Any) -> Any:
+    # A collated batch is a list [x, y]; Keras turns it into a tuple.
+    return map_leaves(to_numpy, tuple(element) if isinstance(element, list) else element)
 
 
 def _checksum_of_all(indices: Array) -> int:

@@ -6,8 +6,7 @@ On PyTorch, Keras's dropout without a seed draws from it; JAX and TensorFlow dra
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -33,9 +32,7 @@ def random_state() -> State:
         return []
     import torch
 
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states.append(torch.cuda.get_rng_state())
+    states = [torch.get_rng_state(), *(each.get_rng_state() for each in _accelerators())]
     return [np.array(state.numpy()) for state in states]
 
 
@@ -46,38 +43,34 @@ def set_random_state(state: Sequence[Array]) -> None:
     import torch
 
     torch.set_rng_state(torch.from_numpy(state[0]))
-    if len(state) > 1 and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.from_numpy(state[1]))
+    for accelerator, each in zip(_accelerators(), state[1:], strict=False):
+        accelerator.set_rng_state(torch.from_numpy(each))
 
 
-@contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Restore the random state on exit."""
-    state = random_state()
-    try:
-        yield
-    finally:
-        set_random_state(state)
-
-
-def seed_random_state(numbers: Sequence[int]) -> None:
-    """Continue from a state that follows from these numbers, none negative; on a backend that keeps one."""
+def seed_random_state(seed: int) -> None:
+    """Continue from a state that follows from a seed of 63 bits, on the devices of which `random_state` tells."""
+    if not keeps_random_state():
+        return
     import torch
 
-    seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
     # Not `torch.manual_seed`, which takes a millisecond to note the seed for devices that are not there.
     torch.default_generator.manual_seed(seed)
-    for devices in (torch.cuda, torch.xpu):
-        if devices.is_available():
-            devices.manual_seed_all(seed)
-    if torch.backends.mps.is_available():
-        torch.mps.manual_seed(seed)
+    for accelerator in _accelerators():
+        accelerator.manual_seed(seed)
+
+
+def _accelerators() -> list[Any]:
+    """PyTorch's modules of the kinds of devices in use, each with the generator of its current device."""
+    import torch
+
+    found: list[Any] = [each for each in (torch.cuda, torch.xpu) if each.is_available() and each.is_initialized()]
+    return [*found, *([torch.mps] if torch.backends.mps.is_available() else [])]
 
 
 def draw_own_numbers(chiefs: Sequence[Array], rank: int) -> None:
     """Set a state that follows from the chief's `random_state` and the rank; without effect on the chief."""
     if chiefs and rank:
-        seed_random_state([rank, digest(chiefs)])
+        seed_random_state(hash_of(rank, digest(chiefs)))
 
 
 def draw_next_numbers(former: Sequence[Array]) -> None:
@@ -86,8 +79,14 @@ def draw_next_numbers(former: Sequence[Array]) -> None:
 
 
 def digest(state: Sequence[Array]) -> int:
-    """A number of 64 bits that stands for the state of the host; 0 if the backend keeps none."""
-    return int.from_bytes(hashlib.blake2b(state[0].tobytes(), digest_size=8).digest(), "big") if state else 0
+    """A number of 63 bits that stands for the state of the host."""
+    return hash_of(state[0].tobytes())
+
+
+def hash_of(*parts: int | bytes) -> int:
+    """A number of 63 bits that follows from these, the same in each process."""
+    content = b" ".join(part if isinstance(part, bytes) else b"%d" % part for part in parts)
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
 
 
 def differ(state: Sequence[Array], other: Sequence[Array]) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 import keras
 from keras.callbacks import CallbackList, ProgbarLogger
 
-from phalanx.engines.random_state import random_state_kept
 from phalanx.keras_compat.callback_bases import (
     BatchListener,
     ChiefCallback,
@@ -23,7 +22,7 @@ from phalanx.keras_compat.callback_bases import (
 )
 from phalanx.keras_compat.patching import overridden_methods
 from phalanx.keras_compat.saver_methods import SAVERS
-from phalanx.training import program_random_state
+from phalanx.training.own_random_numbers import drawing_in_callback
 
 # These write files, call services or print: the chief does it once for all.
 CHIEF_ONLY = (
@@ -139,8 +138,7 @@ def on_this_rank_only() -> Iterator[None]:
     """While inside, callbacks evaluate and predict on this rank only."""
     before, _thread.is_rank_local = runs_on_this_rank_only(), True
     try:
-        # What all ranks draw next is the same.
-        with program_random_state.kept(), random_state_kept():
+        with drawing_in_callback():
             yield
     finally:
         _thread.is_rank_local = before

@@ -151,7 +151,7 @@ class FitResumption:
         if snapshot.random_states:
             set_random_state(snapshot.random_states[0])
         if snapshot.streams:
-            self._replica.own_numbers.position = list(snapshot.streams)
+            self._replica.own_numbers.position = [int(number) for number in snapshot.streams]
         return snapshot
 
     def check(self, snapshot: FitSnapshot, samples: int | None, batches: int | None) -> None:

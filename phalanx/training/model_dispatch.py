@@ -20,7 +20,7 @@ from phalanx.keras_compat.keras_internals import keras_trainer
 from phalanx.keras_compat.model_state import sync_jax_state
 from phalanx.keras_compat.patching import set_untracked
 from phalanx.keras_compat.trainer_hook import KerasMethod
-from phalanx.training import callback_list, shared_saving
+from phalanx.training import callback_list, program_random_state, shared_saving
 from phalanx.training.central_storage_trainer import CentralStorageTrainer, CentralStorageWorker
 from phalanx.training.fit_resumption import has_checkpoint
 from phalanx.training.model_checks import check_served
@@ -111,7 +111,8 @@ class ModelDispatcher:
         # Keras's own `fit` cannot save for a `Checkpoint`; a job of one process can.
         member = member or alone()
         if member.is_chief:
-            create_on_chief(arguments.get("callbacks"))
+            with nullcontext() if is_alone else program_random_state.kept():
+                create_on_chief(arguments.get("callbacks"))
         _refuse_own_functions(model, member, method.name, validates=arguments.get("validation_data") is not None)
         with _entering(member, model, method.name, arguments):
             return getattr(_trainer_of(model, member), method.name)(**arguments)
@@ -232,7 +233,7 @@ def _entering(member: Member, model: Any, method: str, arguments: dict[str, Any]
             yield
             return
         calling = nullcontext() if member.calls is None else member.calls.calling(model, method, arguments)
-        with calling, running_method(member, method):
+        with calling, running_method(member):
             yield
 
 

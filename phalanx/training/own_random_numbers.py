@@ -1,135 +1,121 @@
 """The random numbers that a replica draws apart from the others.
 
 Python's `random`, `np.random` and PyTorch's generator are the program's, and in the same state on all ranks: what a
-program draws from them in its data, in callbacks and between two methods is the same everywhere. Steps, and samples of
-a `DataLoader` that one replica alone loads, draw from streams instead, or all replicas would drop the same units. A
-stream follows from the program's state when the method began, its number in the method, and the rank. So streams need
-not be saved: a process that joins or resumes continues to count.
+program draws from them in its data, in callbacks and between two methods is the same everywhere. What one replica does
+apart (`Apart`) draws from streams instead, or all replicas would drop the same units, and is not seen in the program's
+generators. A stream follows from their states when the method began, its number, and the rank. So streams need not be
+saved: a process that joins or resumes continues to count.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import IntEnum
+from functools import partial
+from typing import TYPE_CHECKING
 
 from phalanx.data.reading_apart import drawing_samples_from
 from phalanx.engines import random_state
+from phalanx.engines.random_state import hash_of
 from phalanx.training import program_random_state
 
 if TYPE_CHECKING:
     from phalanx.training.replica import Replica
 
 
-class _Generators(NamedTuple):
-    """Those that draw from a kind of streams while one is open."""
+class Apart(IntEnum):
+    """What one replica does apart from the others."""
 
-    state: Callable[[], Any]
-    restore: Callable[[Any], None]
-    seed: Callable[[Sequence[int]], None]
-    differ: Callable[[Any, Any], bool]
-
-
-_KINDS = (
-    _Generators(
-        random_state.random_state, random_state.set_random_state, random_state.seed_random_state, random_state.differ
-    ),
-    _Generators(
-        program_random_state.states, program_random_state.set_states, program_random_state.seed, lambda a, b: a != b
-    ),
-)
-_LAYERS, _DATA = range(2)
-
-_NEXT = 2
-"""No kind has this number."""
+    STEP = 0
+    """Of its part of a batch; on a backend whose layers draw from the state of the whole process."""
+    SAMPLES = 1
+    """Loading samples of a `DataLoader` that no other replica loads."""
+    CALLBACK = 2
+    """Running a callback of the chief alone."""
 
 
 class OwnRandomNumbers:
     """The streams of one replica."""
 
     def __init__(self) -> None:
-        self.begin()
+        self._origins: list[int] | None = None  # digests of the program's generators; None before the first stream
+        self._methods = 0  # in a row with these origins
+        self._counts = [0] * len(Apart)  # of streams
+        self._final: list[int] | None = None  # digests when the last method with streams had ended
 
     def begin(self) -> None:
         """A method begins."""
-        self._origin: int | None = None
-        self._counts = [0, 0]  # streams of each kind
-        self._is_drawn = [False, False]  # from any of each kind
+        self._origins = None
+        self._counts = [0] * len(Apart)
+
+    def end(self) -> None:
+        """A method has ended."""
+        if self._origins is not None:
+            self._final = program_random_state.digests()
 
     @property
     def position(self) -> list[int]:
-        """Of the streams to come, the same on all ranks: a digest of the state from which all follow, of 64 bits, and
-        how many there were of each kind."""
-        if self._origin is None:
-            self._origin = _digest_of_program()
-        return [self._origin, *self._counts]
+        """Of the streams to come, the same on all ranks, in numbers of 63 bits."""
+        if self._origins is None:
+            self._origins = program_random_state.digests()
+            # Unless a program has seeded its generators again, it expects other numbers than in the last method.
+            self._methods = self._methods + 1 if self._origins == self._final else 0
+        return [*self._origins, self._methods, *self._counts]
 
     @position.setter
     def position(self, position: list[int]) -> None:
-        self._origin, *self._counts = position
-
-    def of_step(self, rank: int) -> AbstractContextManager[None]:
-        """While inside, layers draw from the stream of the next step, on a backend whose layers draw from the state of
-        the whole process."""
-        return self._stream(_LAYERS, rank)
-
-    def of_data(self, rank: int) -> AbstractContextManager[None]:
-        """While inside, the program draws from the stream of what is read next."""
-        return self._stream(_DATA, rank)
+        self._origins, self._methods, self._counts = position[:3], position[3], position[4:]
 
     @contextmanager
-    def _stream(self, kind: int, rank: int) -> Iterator[None]:
-        generators = _KINDS[kind]
-        programs = generators.state()
-        self._counts[kind] += 1
-        generators.seed([rank, kind, *self.position])
-        first = None if self._is_drawn[kind] else generators.state()
-        try:
-            yield
-        finally:
-            self._is_drawn[kind] = first is None or generators.differ(first, generators.state())
-            generators.restore(programs)
+    def stream(self, what: Apart, replica: Replica) -> Iterator[None]:
+        """While inside, draw from the next stream of a kind."""
+        *origins, methods = self.position[:4]
+        self._counts[what] += 1
+        seeds = [hash_of(origin, methods, what, self._counts[what], replica.rank) for origin in origins]
+        of_backend = random_state.random_state()
+        with nullcontext() if what is Apart.STEP else program_random_state.kept():
+            if what is not Apart.STEP:
+                program_random_state.seed(seeds)
+            random_state.seed_random_state(seeds[-1])
+            try:
+                yield
+            finally:
+                random_state.set_random_state(of_backend)
 
-    def end(self, is_drawn_anywhere: Callable[[bool], bool]) -> None:
-        """A method has ended: if streams were drawn from, go on from another state, so that the next method has others.
 
-        Args:
-            is_drawn_anywhere: whether something is true on any rank.
-        """
-        # A rank may have had no sample, and so no step; but each has loaded samples, or none.
-        may_be_drawn = random_state.keeps_random_state(), self._counts[_DATA] > 0
-        for may_be, is_drawn, generators in zip(may_be_drawn, self._is_drawn, _KINDS, strict=True):
-            if may_be and is_drawn_anywhere(is_drawn):
-                generators.seed([_NEXT, _digest_of_program()])
+_running: list[Replica] = []  # whose methods run in this process, the innermost last
 
 
 @contextmanager
-def running_method(replica: Replica, method: str) -> Iterator[None]:
-    """Around a call of a model's method that all replicas make.
-
-    Args:
-        method: by name.
-    """
-    if not draws_apart(replica):
+def running_method(replica: Replica) -> Iterator[None]:
+    """Around a call of a model's method that all replicas make."""
+    if replica.is_alone and not replica.micro_batches:
         yield
         return
     own = replica.own_numbers
     own.begin()
-    with drawing_samples_from(lambda: own.of_data(replica.rank)):
-        yield
-    if method.endswith("_on_batch"):
-        # Layers have drawn on all ranks, or on none. A collective would take long next to one batch.
-        own.end(lambda is_drawn: is_drawn)
-    elif not replica.is_candidate:  # which has not taken part
-        own.end(lambda is_drawn: replica.retry(lambda: replica.any(is_drawn)))
+    _running.append(replica)
+    samples = partial(own.stream, Apart.SAMPLES, replica)
+    try:
+        with drawing_samples_from(samples) if draws_apart(replica) else nullcontext():
+            yield
+    finally:
+        _running.pop()
+        own.end()
+
+
+def drawing_in_step(replica: Replica) -> AbstractContextManager[None]:
+    """Around a step of a replica that `draws_apart`."""
+    return replica.own_numbers.stream(Apart.STEP, replica)
+
+
+def drawing_in_callback() -> AbstractContextManager[None]:
+    """Around what the chief alone does for a callback while a method runs."""
+    return _running[-1].own_numbers.stream(Apart.CALLBACK, _running[-1]) if _running else nullcontext()
 
 
 def draws_apart(replica: Replica) -> bool:
     """Whether steps and samples draw from streams. Micro-batches have random numbers of their own, the same whichever
     rank computes them, and a replica that is alone draws as Keras does."""
     return not replica.is_alone and not replica.micro_batches
-
-
-def _digest_of_program() -> int:
-    return int.from_bytes(hashlib.blake2b(program_random_state.random_state(), digest_size=8).digest(), "big")

@@ -15,28 +15,33 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from phalanx.engines.random_state import hash_of
 from phalanx.transport.decoding import decode_message
 
 States = tuple[Any, Any, bytes | None]
-"""Of `random`, of `np.random`, and of PyTorch; None if that is not imported."""
+"""Of `random`, of `np.random` (None where the program has put another bit generator into it), and of PyTorch (None if
+that is not imported)."""
+
+_WORDS = 16
+"""So many words of a Mersenne Twister, with the place in them, tell its states apart."""
 
 
 def states() -> States:
-    """Those of this process, which can be compared."""
-    name, keys, *rest = np.random.get_state(legacy=True)
+    """Those of this process."""
     torch = sys.modules.get("torch")
     return (
         random.getstate(),
-        (name, np.asarray(keys).tobytes(), *rest),
+        np.random.get_state(legacy=True) if _is_numpys_own() else None,
         None if torch is None else torch.get_rng_state().numpy().tobytes(),
     )
 
 
 def set_states(states: States) -> None:
     """Continue from them."""
-    of_python, (name, keys, *rest), of_torch = states
+    of_python, of_numpy, of_torch = states
     random.setstate(of_python)
-    np.random.set_state((name, np.frombuffer(keys, np.uint32), *rest))
+    if of_numpy is not None and _is_numpys_own():
+        np.random.set_state(of_numpy)
     torch = sys.modules.get("torch")
     if torch is not None and of_torch is not None:
         torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
@@ -52,22 +57,38 @@ def kept() -> Iterator[None]:
         set_states(before)
 
 
-def seed(numbers: Sequence[int]) -> None:
-    """Continue from states that follow from these numbers, none negative."""
-    words = np.random.SeedSequence(numbers).generate_state(3, np.uint64)
-    random.seed(int(words[0]))
-    np.random.seed(int(words[1]) & 0xFFFFFFFF)
+def digests() -> list[int]:
+    """Three numbers of 63 bits that stand for the states."""
+    (_, words, _), of_numpy, of_torch = states()
+    numpys = 0 if of_numpy is None else hash_of(of_numpy[1][:_WORDS].tobytes(), int(of_numpy[2]))
+    return [hash_of(words[-1], *words[:_WORDS]), numpys, hash_of(of_torch or b"")]
+
+
+def seed(seeds: Sequence[int]) -> None:
+    """Continue from states that follow from one seed for each, of 63 bits."""
+    of_python, of_numpy, of_torch = seeds
+    random.seed(of_python)
+    if _is_numpys_own():
+        np.random.seed(of_numpy & 0xFFFFFFFF)
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.default_generator.manual_seed(int(words[2]) >> 1)
+        torch.default_generator.manual_seed(of_torch)
 
 
 def random_state() -> bytes:
     """The states, encoded."""
-    return msgspec.msgpack.encode(states())
+    of_python, of_numpy, of_torch = states()
+    if of_numpy is not None:
+        name, words, *place = of_numpy
+        of_numpy = [name, np.asarray(words).tolist(), *place]
+    return msgspec.msgpack.encode((of_python, of_numpy, of_torch))
 
 
 def set_random_state(state: bytes) -> None:
     """Draw on as the process whose `random_state` this is."""
-    (version, numbers, gauss), of_numpy, of_torch = decode_message(state)
-    set_states(((version, tuple(numbers), gauss), of_numpy, of_torch))
+    (version, words, gauss), of_numpy, of_torch = decode_message(state)
+    set_states(((version, tuple(words), gauss), None if of_numpy is None else tuple(of_numpy), of_torch))
+
+
+def _is_numpys_own() -> bool:
+    return isinstance(np.random.get_bit_generator(), np.random.MT19937)  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import keras
@@ -25,7 +26,7 @@ from phalanx.training.consistency import compare_inputs, compare_samples
 from phalanx.training.fit_arguments import capped
 from phalanx.training.joint_batches import JointBatches, read_part
 from phalanx.training.model_checks import check_batch_size, check_normalization, check_spectrograms, stateful_layer
-from phalanx.training.own_random_numbers import draws_apart
+from phalanx.training.own_random_numbers import drawing_in_step, draws_apart
 from phalanx.training.program_probes import ChiefFinds, ProgramProbes
 from phalanx.training.replica import Replica, divides_batches, seed_from_program
 from phalanx.training.steps.deterministic import DeterministicStepper, check_deterministic
@@ -230,7 +231,7 @@ class ReplicaModel:
                 make_engine(self.model, self.merge) if placement is None else make_spmd_engine(self.model, placement)
             )
             if draws_apart(self.replica):
-                self._engine.drawing_apart = lambda: self.replica.own_numbers.of_step(self.replica.rank)
+                self._engine.drawing_apart = partial(drawing_in_step, self.replica)
         self.replica.retry(lambda: compare_inputs(source, self.replica, method))
         if method != "fit":  # which does so itself, once it knows whether it resumes somewhere
             self.replica.retry(lambda: compare_samples(source, self.replica))

@@ -144,6 +144,11 @@ def draw_source(w: Writer, architecture: Architecture, data: Data, *, only_x: bo
                 source.keywords["steps_per_epoch"] = str(one_pass)
             return source
         return Source([f"batches({given}, size={size}, samples={data.samples})"], is_endless=True)
+    if kind == "drawn":
+        w.define("rows", ROWS)
+        w.define("drawn", DRAWN)
+        position = w.one_of(_positions(w))
+        return Source([f"drawn({given}, size={size}, position=lambda: {position}({data.samples}))"], is_endless=True)
     if kind == "pydataset":
         return Source([f"{_py_dataset(w)}({given}, size={size})"])
     if kind == "tf":
@@ -175,6 +180,8 @@ def _draw_kind(w: Writer, architecture: Architecture, data: Data, *, only_x: boo
     kinds = ["arrays", "arrays", "generator", "pydataset", "tensors", "once"]
     if w.backend == "tensorflow" or w.chance(4):
         kinds.append("tf")
+    if w.backend != "tensorflow":  # there, Keras reads ahead, and so draws more than it trains on
+        kinds.append("drawn")
     if not nested and not _is_nested(architecture, data.y) and (w.backend == "torch" or w.chance(4)):
         kinds.append("loader")
     if architecture.inputs[0].kind == "vector" and not nested:
@@ -198,6 +205,25 @@ GENERATOR = """
             for start in range(0, samples, size):
                 yield tuple(rows(array, start, start + size) for array in arrays)
     """
+
+
+DRAWN = """
+    def drawn(*arrays, size, position):  # draws from the program's generators for each batch
+        while True:
+            start = int(position())
+            yield tuple(rows(array, start, start + size) for array in arrays)
+    """
+
+
+def _positions(w: Writer) -> list[str]:
+    """Functions that draw a number below their argument from a generator of the program's."""
+    w.imports.add("import random")
+    found = ["random.randrange", "np.random.randint"]
+    if w.backend == "torch":
+        w.imports.add("import torch")
+        w.define("of_torch", "def of_torch(below):\n    return torch.randint(below, ())")
+        found.append("of_torch")
+    return found
 
 
 def _py_dataset(w: Writer) -> str:

@@ -100,6 +100,9 @@ def programs(draw: st.DrawFn, backend: str) -> Program:
         w.write(draw_compile(w, architecture))
     data = draw_data(w, architecture, "", weighted=w.chance(3))
     Actions(w, architecture, data).draw()
+    w.imports |= {"import random", *(["import torch"] if backend == "torch" else [])}
+    of_torch = ", float(torch.rand(()))" if backend == "torch" else ""
+    w.write(f'yield "drawn", [random.random(), np.random.random(){of_torch}]')
     imports = [
         "import keras",
         "import numpy as np",

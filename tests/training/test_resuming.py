@@ -229,6 +229,38 @@ def test_a_job_that_dies_again_and_again_is_given_up(launcher: Launcher) -> None
     assert "(2 of 2)" in ended.out + ended.err
 
 
+FINISHED = """
+import sys
+import keras
+import numpy as np
+import phalanx
+import torch
+
+keras.utils.set_random_seed(3)
+strategy = phalanx.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.random.normal(size=(32, 6)).astype("float32")
+checkpoint = phalanx.callbacks.Checkpoint(sys.argv[1])
+model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[checkpoint])
+drawn = torch.randn(32, 6).numpy()
+history = model.fit(drawn, x[:, :1], batch_size=8, epochs=2, verbose=0).history
+if strategy.is_chief:
+    print("then", drawn[0].tolist(), history)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("torch" not in BACKENDS, reason="elsewhere, layers do not draw from the program's generators")
+def test_a_fit_that_is_over_leaves_the_random_numbers_that_it_left_when_it_ran(launcher: Launcher) -> None:
+    launcher.environment |= environment("torch")
+    script, folder = launcher.script(FINISHED), str(launcher.folder / "checkpoints")
+    first, second = (launcher.run("--workers", "2", script, folder).out for _ in range(2))
+    assert "then" in first
+    assert second == first
+
+
 BACKUPS = """
 import keras
 import numpy as np

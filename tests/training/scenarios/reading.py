@@ -251,9 +251,16 @@ def data_drawn_from_torch_while_it_is_read(setting: Setting) -> dict[str, Any]:
 class _Watcher(keras.callbacks.Callback):
     """Draws on the chief alone, and predicts there."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = [random.random()]
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         import torch
 
+        loader = torch.utils.data.DataLoader(_Noisy(), batch_size=3)
+        self.drawn += [random.random(), np.random.normal(), float(torch.randn(())), float(next(iter(loader))[0][0, 0])]
+        assert len(set(self.drawn)) == len(self.drawn)
         self.model.predict(torch.randn(3, FEATURES).numpy(), verbose=0)
 
 
@@ -281,8 +288,7 @@ def what_one_replica_draws_from_torch_alone(setting: Setting) -> dict[str, Any]:
 
     torch.manual_seed(4)
     model = compiled(setting, build, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    watcher = phalanx.callbacks.OnChief(_Watcher())
-    first = fitted_on(model, _drawn(8), epochs=2, steps_per_epoch=4, callbacks=[watcher])
+    first = fitted_on(model, _drawn(12), epochs=3, steps_per_epoch=4, callbacks=[phalanx.callbacks.OnChief(_Watcher)])
     loader = torch.utils.data.DataLoader(_Noisy(), batch_size=BATCH, shuffle=True)
     second = fitted_on(model, loader, epochs=2)
     third = fitted_on(model, Drawn(), validation_data=Drawn())
