@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -335,7 +336,9 @@ def _predicts_rows(model: Any, x: Any) -> bool:
     if stateful_layer(model) is not None:  # made for one number of samples, and so its outputs are
         return True
     try:
-        outputs = compute_output_spec(model, keras_tensors(x, any_size=True), training=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they come when the outputs are computed
+            outputs = compute_output_spec(model, keras_tensors(x, any_size=True), training=False)
     except Exception as error:
         # The model computes only with values. Then the rows of each batch tell (`LocalOutputs`).
         logger.debug("The shapes of the outputs of %r are not known before they are computed: %s", model.name, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import keras
@@ -368,6 +369,17 @@ def labels_as_they_are(setting: Setting) -> dict[str, Any]:
 @scenario()
 def untrained_model_is_evaluated(setting: Setting) -> dict[str, Any]:
     return observed(compiled(setting, regressor, loss="mse", metrics=["mae"]), y=numbers())
+
+
+@scenario(worlds=(2,))
+def predict_warns_as_often_as_keras(setting: Setting) -> dict[str, Any]:
+    with setting.scope():
+        first, second = keras.Input((2,)), keras.Input((2,))
+        model = keras.Model({"first": first, "second": second}, layers.Add()([first, second]))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        outputs = model.predict([features(5, 2), features(5, 2)], verbose=0)
+    return {"outputs": outputs, "warnings": sum("structure of `inputs`" in str(each.message) for each in found)}
 
 
 @scenario(quick=BACKENDS)
