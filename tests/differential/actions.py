@@ -186,7 +186,9 @@ class Actions:
                 w.write(draw_compile(w, self.architecture))
         elif change in ("freeze", "unfreeze"):
             with w.in_scope():
-                w.write(f"model.layers[-1].trainable = {change == 'unfreeze'}")
+                # Not all of an inner model, where normalization may be frozen that is not over the global batch.
+                layer = "model.inner.layers[-1]" if "subclass" in self.architecture.form else "model.layers[-1]"
+                w.write(f"{layer}.trainable = {change == 'unfreeze'}")
                 w.write(draw_compile(w, self.architecture))
         elif change == "lora":
             with w.in_scope():
