@@ -41,7 +41,7 @@ class DataLoaderOrder:
         self._states_before: list[Any] = []  # of the program's generators, when the running pass began
         self._worker_seed = request.seed  # of the running pass
         self._is_first = True  # the next pass
-        self._is_open = False  # Keras opens the next pass when one ends
+        self._opened: Iterator[Any] | None = None  # the next pass, which Keras opens when one ends
 
     def of_pass(self, key: int) -> list[Any]:
         """The indices of each global batch of a pass."""
@@ -71,10 +71,11 @@ class DataLoaderOrder:
     def end_pass(self) -> None:
         """A pass has ended: draw what Keras draws then."""
         if self._shuffling is not None and data_adapters.opens_one_more_pass("torch"):
-            self._draw_worker_seed()
-            self._is_open = not self._is_pass_an_epoch
-            if self._loader.num_workers and self._is_pass_an_epoch:
-                next(iter(self.batches))  # its workers ask for batches at once
+            opened = self._open()
+            if not self._is_pass_an_epoch:
+                self._opened = opened
+            elif self._loader.num_workers:
+                next(opened)  # its workers ask for batches at once
 
     def randomness(self, key: int | None) -> bytes:
         states = self._states_before
@@ -110,15 +111,13 @@ class DataLoaderOrder:
         self._states_before = [each.get_state() for each in self._program_generators()]
         if self._is_first and self._shuffling is not None and data_adapters.loaders_are_read_by_tf_data():
             self._glance()
-        if not self._is_open:
-            self._draw_worker_seed()
-        self._is_first = self._is_open = False
+        self._is_first = False
         if self._shuffling is not None:
             batches = self._draw_as_the_chief(self._shuffling)
         else:
             with _torch_state_restored():
                 _seed_torch(self._seed, key)
-                batches = self._all_batches()
+                batches = self._all_batches(self._open())
         return [list(batch) for batch in batches] if self.is_by_sample else batches
 
     def _draw_as_the_chief(self, shuffling: Shuffling) -> list[Any]:
@@ -128,10 +127,19 @@ class DataLoaderOrder:
         # Both draw, so that what the program draws next is the same, unless it has given this rank another state.
         with _torch_state_restored(unless=np.array_equal(own, chiefs)):
             torch.set_rng_state(torch.from_numpy(chiefs.view(np.uint8)))
-            return self._all_batches()
+            return self._all_batches(self._open())
 
-    def _all_batches(self) -> list[Any]:
-        batches = iter(self.batches)
+    def _open(self) -> Iterator[Any]:
+        """The batches of the next pass, as a DataLoader opens it: a sampler that shuffles when its iterator is made
+        draws first, then the workers' seed is drawn, and then what a sampler draws batch by batch."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            return opened
+        batches: Iterator[Any] = iter(self.batches)
+        self._draw_worker_seed()
+        return batches
+
+    def _all_batches(self, batches: Iterator[Any]) -> list[Any]:
         drawn = list(itertools.islice(batches, len(self.batches)))
         if self._loader.num_workers or data_adapters.loaders_are_read_by_tf_data():
             # These ask for one more batch to find the end, as Keras, which counts, does not: samplers may draw then.
@@ -139,15 +147,14 @@ class DataLoaderOrder:
         return drawn
 
     def _draw_worker_seed(self) -> None:
-        """Each pass over a plain DataLoader draws its workers' seed first, then the sampler's order."""
+        """Each pass over a plain DataLoader draws its workers' seed."""
         if self._uses_program_generator:
             drawn = torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
             self._worker_seed = int(drawn.item())
 
     def _glance(self) -> Any:
         """The indices of the first batch of a pass that is not continued."""
-        self._draw_worker_seed()
-        return next(iter(self.batches))
+        return next(self._open())
 
 
 def _seed_torch(seed: int, key: int) -> None:

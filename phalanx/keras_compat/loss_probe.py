@@ -35,7 +35,7 @@ from phalanx.keras_compat.global_losses import (
     note_added,
     note_sum,
 )
-from phalanx.keras_compat.model_state import names_in, overrides
+from phalanx.keras_compat.model_state import compiled_losses, names_in, overrides
 from phalanx.keras_compat.patching import PatchedFunction, defining_class
 from phalanx.keras_compat.step_collectives import InStep
 from phalanx.keras_compat.step_means import WeightedStepMeans
@@ -75,7 +75,7 @@ def has_open_questions(model: Any) -> bool:
 
 def note(model: Any, findings: Findings) -> None:
     """Let steps use what was found out."""
-    losses, layers = _compiled(model), model._flatten_layers()
+    losses, layers = compiled_losses(model), model._flatten_layers()
     for index, loss in enumerate(losses):
         note_sum(loss, is_sum=index in findings.sums)
     for number, kinds in findings.added.items():
@@ -90,7 +90,7 @@ def probe(model: Any, x: Any, y: Any, sample_weight: Any) -> Findings:
         model: built.
         x, y, sample_weight: arrays of a batch, as Keras's steps get them.
     """
-    for each in (*_compiled(model), model):
+    for each in (*compiled_losses(model), model):
         note_sum(each, is_sum=False)  # a loss that is compiled again may be noted already
     try:
         return _Probe(model, x, y, sample_weight).run()
@@ -179,7 +179,7 @@ class _Probe:
         yield _Part(x, map_leaves(partial(_with_zeros, rows=others, step=3), y), sample_weight, y_pred, self._rows)
 
     def _of_losses(self, whole: _Part) -> Findings:
-        model, compiled = self._model, _compiled(self._model)
+        model, compiled = self._model, compiled_losses(self._model)
         parts = [whole.of(0, self._rows // 3), whole.of(self._rows // 3, self._rows)]
         compute = self._compute_loss if _computes_own_loss(model) else _compute_compiled
         rows = [part.rows for part in parts]
@@ -422,14 +422,10 @@ def _error(what: str, verdict: str) -> str:
     )
 
 
-def _compiled(model: Any) -> list[Any]:
-    return [entry.loss for entry in getattr(model._compile_loss, "_flat_losses", None) or ()]
-
-
 def _unknown(model: Any) -> list[Any]:
     if not _calls_model(model):
         return []
-    return [loss for loss in _compiled(model) if not _is_known(loss)]
+    return [loss for loss in compiled_losses(model) if not _is_known(loss)]
 
 
 def _is_known(loss: Any) -> bool:

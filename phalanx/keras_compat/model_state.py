@@ -143,6 +143,11 @@ def has_own_steps(model: Any, step: str) -> bool:
     return any(overrides(model, method) for method in (step, "compute_loss", "compute_metrics"))
 
 
+def compiled_losses(model: Any) -> list[Any]:
+    """The losses that a model was compiled with, once they are built."""
+    return [entry.loss for entry in getattr(getattr(model, "_compile_loss", None), "_flat_losses", None) or ()]
+
+
 def has_own_code(model: Any) -> bool:
     """Whether a training step runs code of the program's own, its losses and metrics apart."""
     if has_own_steps(model, "train_step"):

@@ -33,7 +33,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.metric_kinds import compiled_metrics, counts_samples
 from phalanx.keras_compat.step_means import WeightedStepMeans
-from phalanx.training.program_state import ProgramState
+from phalanx.training.program_state import ProgramState, PythonState
 
 Array = np.ndarray[Any, Any]
 States = list[Array]
@@ -77,7 +77,11 @@ def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] 
     # The probe runs on the model and its own metrics; nothing of it may be left in them.
     state = ProgramState(model, trains=False)
     try:
-        trials = _trials_that_tell(rules, _batch_of(engine, data), partial(_update, model), numbers)
+        batch = _batch_of(engine, data)
+        trials = _trials_that_tell(rules, batch, partial(_update, model), numbers)
+        state.restore()
+        if (metric := _metric_in_python(model, probed, batch)) is not None:
+            return _refusal_of_python(metric)
     finally:
         state.restore()
     decided = list(rules.rules)
@@ -87,6 +91,32 @@ def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] 
             return _refusal(own[id(rules.variables[number])], rules.variables[number])
         decided[number] = rule
     return tuple(decided)
+
+
+def _metric_in_python(model: Any, metrics: Sequence[Any], batch: Values) -> Any:
+    """The first metric whose result depends on what it keeps outside of its variables; None if there is none, or where
+    compiled steps update metrics, in which nothing else can be kept."""
+    if keras.backend.backend() != "torch" and not model.run_eagerly:
+        return None
+    half = model_state.samples(batch) // 2
+    _update(model, map_leaves(lambda array: array[:half], batch), 0.5)
+    kept = [PythonState([metric]) for metric in metrics]
+    _update(model, map_leaves(lambda array: array[half:], batch), 0.5)
+    for metric, state in zip(metrics, kept, strict=True):
+        result = _result(metric)
+        state.restore()
+        if not np.array_equal(result, _result(metric), equal_nan=True):
+            return metric
+    return None
+
+
+def _result(metric: Any) -> Array:
+    try:
+        values = tree.flatten(metric.result())
+        return np.concatenate([np.ravel(keras.ops.convert_to_numpy(value)).astype("float64") for value in values])
+    except Exception as error:  # a metric need not have a result of so few samples
+        logger.debug("The metric %r has no result: %r", metric.name, error)
+        return np.zeros(0)
 
 
 def rules_of(values: Sequence[tuple[str, bool]]) -> tuple[MetricRule, ...]:
@@ -264,6 +294,14 @@ def _with_another(array: Array) -> Array:
 
 def _tensor(array: Array) -> Any:
     return keras.ops.convert_to_tensor(array) if array.dtype.kind not in "OSU" else array
+
+
+def _refusal_of_python(metric: Any) -> str:
+    return (
+        f"The metric {metric.name!r} ({type(metric).__name__}) cannot be merged over the replicas: its result depends "
+        f"on what update_state() keeps in Python, in an attribute or a list, where no other replica sees it. Keep it "
+        f"in variables: self.add_weight(...) in __init__() and assign_add() in update_state()."
+    )
 
 
 def _refusal(metric: Any, variable: Any) -> str:

@@ -68,14 +68,19 @@ class OwnRandomNumbers:
         self._origins, self._methods, self._counts = position[:3], position[3], position[4:]
 
     @contextmanager
-    def stream(self, what: Apart, replica: Replica) -> Iterator[None]:
-        """While inside, draw from the next stream of a kind."""
+    def stream(self, what: Apart, replica: Replica, *, in_program: bool = True) -> Iterator[None]:
+        """While inside, draw from the next stream of a kind.
+
+        Args:
+            in_program: whether code of the program runs, which may draw from any generator; else only layers of Keras
+                do.
+        """
         *origins, methods = self.position[:4]
         self._counts[what] += 1
         seeds = [hash_of(origin, methods, what, self._counts[what], replica.rank) for origin in origins]
         of_backend = random_state.random_state()
-        with nullcontext() if what is Apart.STEP else program_random_state.kept():
-            if what is not Apart.STEP:
+        with program_random_state.kept() if in_program else nullcontext():
+            if in_program:
                 program_random_state.seed(seeds)
             random_state.seed_random_state(seeds[-1])
             try:
@@ -105,9 +110,9 @@ def running_method(replica: Replica) -> Iterator[None]:
         own.end()
 
 
-def drawing_in_step(replica: Replica) -> AbstractContextManager[None]:
-    """Around a step of a replica that `draws_apart`."""
-    return replica.own_numbers.stream(Apart.STEP, replica)
+def drawing_in_step(replica: Replica, *, in_program: bool) -> AbstractContextManager[None]:
+    """Around a step of a replica that `draws_apart`; see `OwnRandomNumbers.stream`."""
+    return replica.own_numbers.stream(Apart.STEP, replica, in_program=in_program)
 
 
 def drawing_in_callback() -> AbstractContextManager[None]:

@@ -16,6 +16,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import loss_probe
 from phalanx.training import step_probe
 from phalanx.training.metric_probe import checked, find_rules, rules_of
+from phalanx.training.program_state import ProgramState
 from phalanx.training.replica import Replica, divides_batches
 
 
@@ -114,7 +115,8 @@ class ProgramProbes:
         findings: Any = None
         if agreement.is_chief:
             if not self._knows_losses():
-                self._losses = model._compile_loss, loss_probe.probe(model, *data)
+                with ProgramState(model, trains=False).kept():  # a loss may count its calls
+                    self._losses = model._compile_loss, loss_probe.probe(model, *data)
             assert self._losses is not None
             findings = list(self._losses[1])
         findings = loss_probe.Findings(*agreement.from_chief(findings))

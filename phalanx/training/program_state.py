@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CellType
 from typing import Any
 
 import keras
@@ -17,13 +18,13 @@ from phalanx.engines.random_state import random_state, set_random_state
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.keras_internals import global_seed_generator, in_stateless_scope
 from phalanx.keras_compat.patching import PatchedFunction, defining_class
+from phalanx.training.program_objects import KERAS_PARTS, ProgramObjects, is_large
 from phalanx.training.state_sync import seed_generators, value_of, variables_of
 
 Array = np.ndarray[Any, Any]
 
 OTHER_SEED = 0x5EED_0DD
 """That no program is likely to have chosen."""
-_PARTS = (keras.layers.Layer, keras.Variable, keras.optimizers.Optimizer, keras.metrics.Metric)
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -47,11 +48,12 @@ class ProgramState:
         parts = [*layers, *model.metrics, *(model_state.optimizers(model) if trains else [])]
         parts = [part for part in parts if part is model or getattr(part, "built", True)]
         weights = set() if trains else {id(weight) for layer in layers for weight in layer._trainable_variables}
-        held = [variable for part in parts for variable in _held_variables(vars(part))]
+        held_variables = [variable for part in parts for variable in _held_variables(vars(part))]
         own = variables_of(model) if trains else [*model.non_trainable_variables, *buffers(model)]
-        variables = [*own, *model.metrics_variables, *held]
+        variables = [*own, *model.metrics_variables, *held_variables]
         self.keep(variable for variable in variables if id(variable) not in weights)
-        self._attributes = [_Attributes(part) for part in {id(part): part for part in parts}.values()]
+        unique = list({id(part): part for part in parts}.values())
+        self._in_python = PythonState(unique, model_state.compiled_losses(model))
         self._random = random.getstate(), np.random.get_state(), random_state(), _tensorflow_random()
 
     def keep(self, variables: Iterable[Any]) -> None:
@@ -89,8 +91,7 @@ class ProgramState:
         for variable, value in self._variables.values():
             if not np.array_equal(value_of(variable), value):
                 variable.assign(value)
-        for each in self._attributes:
-            each.restore()
+        self._in_python.restore()
         self._model._clear_losses()
         of_python, of_numpy, of_torch, of_tensorflow = self._random
         random.setstate(of_python)
@@ -117,6 +118,26 @@ class ProgramState:
             torch.manual_seed(OTHER_SEED)
 
 
+class PythonState:
+    """What parts of a model keep in attributes, and in objects and functions of the program.
+
+    Args:
+        parts: layers, metrics and optimizers.
+        others: losses of the model.
+    """
+
+    def __init__(self, parts: Sequence[Any], others: Sequence[Any] = ()) -> None:
+        held = ProgramObjects([*parts, *others])
+        self._kept: list[_Attributes | _Cell] = [_Attributes(part) for part in parts]
+        self._kept += [_Attributes(each, is_programs=True) for each in held.objects]
+        self._kept += [_Cell(cell) for cell in held.cells]
+
+    def restore(self) -> None:
+        """Undo what has happened to it since."""
+        for each in self._kept:
+            each.restore()
+
+
 def _held_variables(value: Any, depth: int = 4) -> Iterator[Any]:
     """The variables in the attributes of a part, also those that Keras does not track, as states of recurrent layers.
 
@@ -132,28 +153,46 @@ def _held_variables(value: Any, depth: int = 4) -> Iterator[Any]:
 
 
 class _Attributes:
-    """The attributes of an object that a step may count or collect in."""
+    """The attributes of an object that a step may count or collect in.
 
-    def __init__(self, owner: Any) -> None:
+    Args:
+        is_programs: whether its class is the program's own, and no part of Keras.
+    """
+
+    def __init__(self, owner: Any, *, is_programs: bool = False) -> None:
         self._owner = owner
         self._names = set(vars(owner))
         self._kept: list[tuple[str, Any, Callable[[], None]]] = []
         for name, value in vars(owner).items():
             is_counter = isinstance(value, int | float) and not isinstance(value, bool)
-            restore = _content(value)
+            restore = None if is_programs and is_large(value) else _content(value)
             # Private attributes are mostly Keras's bookkeeping, which follows from what was built, and what was built
             # stays. Private numbers may be counters of the program.
-            if restore is not None and name != "built" and (is_counter or not name.startswith("_")):
+            if restore is not None and name != "built" and (is_programs or is_counter or not name.startswith("_")):
                 self._kept.append((name, value, restore))
 
     def restore(self) -> None:
         now = vars(self._owner)
         for name in [name for name in now if name not in self._names and not name.startswith("_")]:
-            if not isinstance(now[name], _PARTS):
+            if not isinstance(now[name], KERAS_PARTS):
                 del now[name]
         for name, value, restore in self._kept:
             now[name] = value
             restore()
+
+
+class _Cell:
+    """A variable around a function of the program, which it may count or collect in."""
+
+    def __init__(self, cell: CellType) -> None:
+        self._cell = cell
+        self._value = cell.cell_contents
+        self._restore = None if is_large(self._value) else _content(self._value)
+
+    def restore(self) -> None:
+        if self._restore is not None:
+            self._cell.cell_contents = self._value
+            self._restore()
 
 
 def _content(value: Any) -> Callable[[], None] | None:

@@ -21,7 +21,8 @@ from phalanx.engines.engine import Batch, Engine
 from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.keras_compat.keras_internals import compute_output_spec, print_msg
 from phalanx.keras_compat.layer_building import build_layers, has_built_layers, keras_tensors
-from phalanx.keras_compat.model_state import builds_in_steps, is_unbuilt
+from phalanx.keras_compat.loss_probe import has_open_questions
+from phalanx.keras_compat.model_state import builds_in_steps, has_own_code, is_unbuilt
 from phalanx.training import callback_list, state_sync
 from phalanx.training.consistency import compare_inputs, compare_samples
 from phalanx.training.fit_arguments import capped
@@ -231,8 +232,9 @@ class ReplicaModel:
             self._engine = (
                 make_engine(self.model, self.merge) if placement is None else make_spmd_engine(self.model, placement)
             )
-            if draws_apart(self.replica):
-                self._engine.drawing_apart = partial(drawing_in_step, self.replica)
+        if draws_apart(self.replica):
+            in_program = has_own_code(self.model) or has_open_questions(self.model)
+            self._engine.drawing_apart = partial(drawing_in_step, self.replica, in_program=in_program)
         self.replica.retry(lambda: compare_inputs(source, self.replica, method))
         if method != "fit":  # which does so itself, once it knows whether it resumes somewhere
             self.replica.retry(lambda: compare_samples(source, self.replica))

@@ -224,6 +224,39 @@ def data_loader_shuffled_with_workers(setting: Setting) -> dict[str, Any]:
     return _fitted_twice(setting, classifier, _shuffled_loader(setting, num_workers=1, batch_size=11))
 
 
+class _Buckets:
+    """A batch sampler that shuffles when its iterator is made, and not with the first batch."""
+
+    def __init__(self, shuffle: Any) -> None:
+        self._shuffle = shuffle
+
+    def __iter__(self) -> Any:
+        batches = [list(range(start, min(start + 8, SAMPLES))) for start in range(0, SAMPLES, 8)]
+        self._shuffle(batches)
+        return iter(batches)
+
+    def __len__(self) -> int:
+        return -(-SAMPLES // 8)
+
+
+@scenario(backends=("torch",))
+def data_loader_shuffled_by_batches_at_once(setting: Setting) -> dict[str, Any]:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    def shuffled(batches: list[Any]) -> None:
+        batches[:] = [batches[index] for index in torch.randperm(len(batches))]
+
+    set_random_seed(3)
+    samples = TensorDataset(torch.from_numpy(features()), torch.from_numpy(labels()))
+    found = {}
+    for name, shuffle in (("random", random.shuffle), ("numpy", np.random.shuffle), ("torch", shuffled)):
+        loader = DataLoader(samples, batch_sampler=_Buckets(shuffle))
+        found[name] = fitted_on(compiled(setting), loader, epochs=3)
+        found[f"{name} in parts"] = fitted_on(compiled(setting), loader, epochs=3, steps_per_epoch=2)
+    return {**found, "drawn": [random.random(), np.random.random(), float(torch.rand(()))]}
+
+
 @scenario(needs=("torch",), worlds=(2, 3))
 def data_drawn_from_torch_between_methods(setting: Setting) -> dict[str, Any]:
     import torch

@@ -390,3 +390,30 @@ def averages_over_the_global_batch(setting: Setting) -> dict[str, Any]:
         with setting.scope():  # as many programs call it
             found[f"{known}, inside"] = fitted(compiled(setting, build))
     return found
+
+
+class Annealed(keras.losses.Loss):
+    """Grows with each call, as schedules do that count in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def call(self, y: Any, y_pred: Any) -> Any:
+        self.calls += 1
+        return min(1.0, self.calls / 9) * ops.mean((ops.cast(y, y_pred.dtype) - y_pred) ** 2, axis=-1)
+
+
+# Elsewhere, steps are compiled, and count once in Python.
+@scenario(backends=("torch",))
+def loss_that_counts_its_calls(setting: Setting) -> dict[str, Any]:
+    calls = 0
+
+    def growing(y: Any, y_pred: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return min(1.0, calls / 9) * ops.mean((ops.cast(y, y_pred.dtype) - y_pred) ** 2, axis=-1)
+
+    loss = Annealed()
+    found = [fitted(compiled(setting, regressor, loss=each), y=numbers()) for each in (loss, growing)]
+    return {"of_object": found[0], "of_closure": found[1], "calls": [loss.calls, calls]}

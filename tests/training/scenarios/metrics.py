@@ -347,3 +347,23 @@ def predictions_count_in_metrics_of_layers(setting: Setting) -> dict[str, Any]:
     found["after predict"] = {name: float(value) for name, value in model.get_metrics_result().items()}
     found["predict_on_batch"] = model.predict_on_batch(features(4))
     return found | {"at last": {name: float(value) for name, value in model.get_metrics_result().items()}}
+
+
+class CountedInPython(keras.metrics.Metric):
+    def __init__(self) -> None:
+        super().__init__(name="counted")
+        self.total = self.add_weight(name="total", initializer="zeros")
+        self.count = 0
+
+    def update_state(self, y: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(ops.sum(y_pred))
+        self.count += len(y)
+
+    def result(self) -> Any:
+        return self.total / max(self.count, 1)
+
+
+# Elsewhere, steps are compiled, and count once in Python.
+@scenario(backends=("torch",), error=_refused("The metric 'counted' (CountedInPython) cannot be merged"))
+def metric_that_counts_in_python(setting: Setting) -> dict[str, Any]:
+    return fitted(compiled(setting, metrics=[CountedInPython()]))

@@ -1,0 +1,78 @@
+"""What a program keeps in Python, outside of Keras's layers, metrics and optimizers: a loss that counts its calls, a
+schedule object that a layer holds, the variables around a function."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import keras
+
+KERAS_PARTS = (keras.layers.Layer, keras.Variable, keras.optimizers.Optimizer, keras.metrics.Metric)
+
+_DEPTH = 4
+"""So many objects and collections within each other are looked through."""
+_MOST_ITEMS, _MOST_BYTES = 1000, 1 << 20
+"""Larger collections and arrays are data, not state."""
+
+
+class ProgramObjects:
+    """Those that are reachable from the attributes of others.
+
+    Attributes:
+        objects: instances of the program's own classes.
+        cells: the variables around the program's functions.
+
+    Args:
+        owners: parts of a model; or losses, which are looked at themselves.
+    """
+
+    def __init__(self, owners: Iterable[Any]) -> None:
+        self._seen: set[int] = set()
+        self.objects: list[Any] = []
+        self.cells: list[CellType] = []
+        for owner in owners:
+            if not isinstance(owner, KERAS_PARTS):
+                self._look(owner, _DEPTH)
+            self._look_at_all(vars(owner).values(), _DEPTH)
+
+    def _look(self, value: Any, depth: int) -> None:
+        if isinstance(value, MethodType):
+            value = value.__self__
+        if not depth or id(value) in self._seen:
+            return
+        if isinstance(value, dict | list | tuple):
+            if len(value) <= _MOST_ITEMS:
+                self._look_at_all(value.values() if isinstance(value, dict) else value, depth - 1)
+        elif isinstance(value, FunctionType):
+            self._seen.add(id(value))
+            # An empty cell is of a variable that has no value yet.
+            cells = [cell for cell in value.__closure__ or () if cell != CellType()]
+            self.cells += cells
+            self._look_at_all([cell.cell_contents for cell in cells], depth - 1)
+        elif hasattr(value, "__dict__") and not isinstance(value, KERAS_PARTS) and _is_of_program(type(value)):
+            self._seen.add(id(value))
+            self.objects.append(value)
+            self._look_at_all(vars(value).values(), depth - 1)
+
+    def _look_at_all(self, values: Iterable[Any], depth: int) -> None:
+        for value in list(values):
+            self._look(value, depth)
+
+
+def is_large(value: Any) -> bool:
+    """Whether a value of the program's is data rather than state."""
+    if getattr(value, "nbytes", 0) > _MOST_BYTES:
+        return True
+    return isinstance(value, list | tuple | dict | set) and len(value) > _MOST_ITEMS
+
+
+def _is_of_program(kind: type) -> bool:
+    """Whether a class is in a module of the program, and not of a library."""
+    if kind.__module__ == "__main__":
+        return True
+    home = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    root = kind.__module__.partition(".")[0]
+    return bool(home) and "-packages" not in home and root not in sys.stdlib_module_names and root != "phalanx"
