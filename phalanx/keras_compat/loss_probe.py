@@ -149,6 +149,9 @@ class _Probe:
 
         self._data = tuple(map(tensors, (x, y, sample_weight)))
         self._rows = len(chosen)
+        self._repeats = (
+            rows < self._rows
+        )  # a sample, of which the same predictions would say nothing of what relates them
 
     def run(self) -> Findings:
         with _without_gradients():
@@ -171,6 +174,8 @@ class _Probe:
         y_pred, _ = self._forward(x, training=False)
         if any(len(each.shape) == 0 or each.shape[0] != self._rows for each in tree.flatten(y_pred)):
             return
+        if self._repeats:
+            y_pred = tree.map_structure(_spread, y_pred)
         yield _Part(x, y, sample_weight, y_pred, self._rows)
         # Twice: one part's loss may happen to be the mean of all.
         first = slice(self._rows // 3)
@@ -254,6 +259,17 @@ class _Probe:
                 return Findings([], {}, error=_error(what, verdict))
             found.setdefault(index, []).append(None if verdict == "nothing" else verdict == "sum")
         return Findings([], found)
+
+
+def _spread(outputs: Any) -> Any:
+    """Outputs that differ from row to row, and are still probabilities where they were."""
+    if not keras.backend.is_float_dtype(outputs.dtype):
+        return outputs
+    factors = 1.0 - 0.1 * np.arange(outputs.shape[0]).reshape(-1, *[1] * (len(outputs.shape) - 1))
+    spread = outputs * ops.convert_to_tensor(factors, outputs.dtype)
+    if (mask := get_keras_mask(outputs)) is not None:
+        set_keras_mask(spread, mask)
+    return spread
 
 
 def _verdict(function: Loss, whole: Any, parts: Sequence[Any], rows: Sequence[int], loss: Any) -> str:
