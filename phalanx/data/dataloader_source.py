@@ -220,8 +220,9 @@ def _elements_apart(loader: Any) -> Iterator[Any]:
     """Those of samples that no other rank loads."""
     with drawing_samples():
         elements = iter(loader)  # draws a seed
+    loading = drawing_samples if _may_draw(loader) else nullcontext
     while True:
-        with drawing_samples() if _may_draw(loader) else nullcontext():
+        with loading():
             element = next(elements, _END)
         if element is _END:
             return

@@ -9,7 +9,7 @@ Nothing is computed where nothing is to be found out: Keras's own losses are kno
 is computed eagerly, of `ROWS` samples at most, in a `StatelessScope`, so that no variable and no seed changes; a loss
 is computed of fixed predictions, so that dropout has no say. What draws random numbers of its own cannot be compared.
 
-Uses `_flat_losses`, `_flatten_layers`; patches `Loss.__call__` and its overrides, and `Layer.add_loss`. Tested with
+Uses `_flatten_layers`; patches `Loss.__call__` and its overrides, and `Layer.add_loss`. Tested with
 Keras 3.12 and 3.15.
 """
 

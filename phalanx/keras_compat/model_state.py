@@ -1,7 +1,7 @@
 """What a compiled Keras model is made of: its optimizers, layer state, metrics, and which methods it overrides.
 
-Uses `_flatten_layers`, `_compile_loss`, `_compile_metrics`, `_non_trainable_variables` and `jax_state_sync`. Tested
-with Keras 3.12 and 3.15.
+Uses `_flatten_layers`, `_compile_loss`, `_flat_losses`, `_compile_metrics`, `_non_trainable_variables` and
+`jax_state_sync`. Tested with Keras 3.12 and 3.15.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def check_layers(model: Any) -> None:
 
 def check_losses(model: Any) -> None:
     """Raise UnsupportedError for a compiled loss that is not a single number."""
-    for entry in getattr(model._compile_loss, "_flat_losses", None) or ():
-        if getattr(entry.loss, "reduction", "mean") in (None, "none"):
+    for loss in compiled_losses(model):
+        if getattr(loss, "reduction", "mean") in (None, "none"):
             raise UnsupportedError(
-                f"The loss {entry.loss.name!r} has reduction={entry.loss.reduction!r}: it is one number for each "
+                f"The loss {loss.name!r} has reduction={loss.reduction!r}: it is one number for each "
                 f"sample, which cannot be merged over the replicas. Compile with reduction='sum_over_batch_size', "
                 f"'sum' or 'mean_with_sample_weight', or reduce it in `compute_loss`."
             )

@@ -9,15 +9,17 @@ saved: a process that joins or resumes continues to count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 from phalanx.data.reading_apart import drawing_samples_from
 from phalanx.engines import random_state
 from phalanx.engines.random_state import hash_of
+from phalanx.keras_compat.loss_probe import has_open_questions
+from phalanx.keras_compat.model_state import has_own_code
 from phalanx.training import program_random_state
 
 if TYPE_CHECKING:
@@ -110,9 +112,18 @@ def running_method(replica: Replica) -> Iterator[None]:
         own.end()
 
 
-def drawing_in_step(replica: Replica, *, in_program: bool) -> AbstractContextManager[None]:
-    """Around a step of a replica that `draws_apart`; see `OwnRandomNumbers.stream`."""
-    return replica.own_numbers.stream(Apart.STEP, replica, in_program=in_program)
+def drawing_in_steps(model: Any, replica: Replica) -> Callable[[], AbstractContextManager[None]]:
+    """Makes the context around each step of a model on a replica that `draws_apart`."""
+
+    @cache
+    def runs_program(knows_losses: bool) -> bool:
+        return not knows_losses or has_own_code(model) or has_open_questions(model)
+
+    def drawing() -> AbstractContextManager[None]:
+        knows_losses = bool(getattr(getattr(model, "_compile_loss", None), "built", False))
+        return replica.own_numbers.stream(Apart.STEP, replica, in_program=runs_program(knows_losses))
+
+    return drawing
 
 
 def drawing_in_callback() -> AbstractContextManager[None]:

@@ -18,6 +18,7 @@ from phalanx.engines.random_state import random_state, set_random_state
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.keras_internals import global_seed_generator, in_stateless_scope
 from phalanx.keras_compat.patching import PatchedFunction, defining_class
+from phalanx.training import program_random_state
 from phalanx.training.program_objects import KERAS_PARTS, ProgramObjects, is_large
 from phalanx.training.state_sync import seed_generators, value_of, variables_of
 
@@ -54,7 +55,7 @@ class ProgramState:
         self.keep(variable for variable in variables if id(variable) not in weights)
         unique = list({id(part): part for part in parts}.values())
         self._in_python = PythonState(unique, model_state.compiled_losses(model))
-        self._random = random.getstate(), np.random.get_state(), random_state(), _tensorflow_random()
+        self._random = program_random_state.states(), random_state(), _tensorflow_random()
 
     def keep(self, variables: Iterable[Any]) -> None:
         """Note the values of variables that are not known yet."""
@@ -93,10 +94,9 @@ class ProgramState:
                 variable.assign(value)
         self._in_python.restore()
         self._model._clear_losses()
-        of_python, of_numpy, of_torch, of_tensorflow = self._random
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-        set_random_state(of_torch)
+        of_program, of_backend, of_tensorflow = self._random
+        program_random_state.set_states(of_program)
+        set_random_state(of_backend)
         if of_tensorflow is not None:
             of_tensorflow[0].setstate(of_tensorflow[1])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import keras
@@ -21,14 +20,13 @@ from phalanx.engines.engine import Batch, Engine
 from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.keras_compat.keras_internals import compute_output_spec, print_msg
 from phalanx.keras_compat.layer_building import build_layers, has_built_layers, keras_tensors
-from phalanx.keras_compat.loss_probe import has_open_questions
-from phalanx.keras_compat.model_state import builds_in_steps, has_own_code, is_unbuilt
+from phalanx.keras_compat.model_state import builds_in_steps, is_unbuilt
 from phalanx.training import callback_list, state_sync
 from phalanx.training.consistency import compare_inputs, compare_samples
 from phalanx.training.fit_arguments import capped
 from phalanx.training.joint_batches import JointBatches, read_part
 from phalanx.training.model_checks import check_batch_size, check_normalization, check_spectrograms, stateful_layer
-from phalanx.training.own_random_numbers import drawing_in_step, draws_apart
+from phalanx.training.own_random_numbers import drawing_in_steps, draws_apart
 from phalanx.training.program_probes import ChiefFinds, ProgramProbes
 from phalanx.training.replica import Replica, divides_batches, seed_from_program
 from phalanx.training.steps.deterministic import DeterministicStepper, check_deterministic
@@ -232,9 +230,8 @@ class ReplicaModel:
             self._engine = (
                 make_engine(self.model, self.merge) if placement is None else make_spmd_engine(self.model, placement)
             )
-        if draws_apart(self.replica):
-            in_program = has_own_code(self.model) or has_open_questions(self.model)
-            self._engine.drawing_apart = partial(drawing_in_step, self.replica, in_program=in_program)
+            if draws_apart(self.replica):
+                self._engine.drawing_apart = drawing_in_steps(self.model, self.replica)
         self.replica.retry(lambda: compare_inputs(source, self.replica, method))
         if method != "fit":  # which does so itself, once it knows whether it resumes somewhere
             self.replica.retry(lambda: compare_samples(source, self.replica))

@@ -296,6 +296,22 @@ def what_one_replica_draws_from_torch_alone(setting: Setting) -> dict[str, Any]:
     return {"first": first, "second": second, "third": third, "drawn": drawn}
 
 
+@scenario(backends=("torch",), worlds=(2, 3), plain=False)
+def numbers_that_a_loss_draws_for_each_sample(setting: Setting) -> dict[str, Any]:
+    """Replicas have parts of unequal size, and so draw unequally often."""
+
+    def noisy(y: Any, y_pred: Any) -> Any:
+        return keras.losses.sparse_categorical_crossentropy(y, y_pred) * np.random.uniform(0.9, 1.1, len(y))[0]
+
+    random.seed(4)
+    np.random.seed(4)
+    model = compiled(setting, loss=noisy)
+    found = fitted_on(model, Refilled())
+    x = np.random.normal(size=(9, FEATURES)).astype("float32")
+    model.fit(x, np.random.randint(CLASSES, size=9), batch_size=5, verbose=0)
+    return {**found, "drawn": [random.random(), np.random.random()]}
+
+
 def _numbered(count: int | None, taken: list[int]) -> Iterator[Any]:
     x, y = features(), labels()
     for number in itertools.count() if count is None else range(count):

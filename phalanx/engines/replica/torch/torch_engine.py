@@ -33,6 +33,7 @@ from phalanx.engines.step_layout import MergeWeight, StepLayout, gradient_weight
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_gradients import GlobalGradients
 from phalanx.keras_compat.global_losses import GloballyScaledLosses
+from phalanx.keras_compat.layer_building import has_built_layers
 from phalanx.keras_compat.optimizer_applies import merging_applies
 from phalanx.keras_compat.step_collectives import InStep
 from phalanx.keras_compat.step_means import WeightedStepMeans
@@ -69,7 +70,9 @@ class TorchEngine(ReplicaEngine):
         self._updates = AcceleratedUpdates()
 
     def build(self, data: Batch) -> None:
-        self._model._symbolic_build(data_batch=self._batches.for_keras(data))
+        # Losses and layers may draw for each sample; but initial weights follow from the program's generators.
+        with self.drawing_apart() if has_built_layers(self._model) else nullcontext():
+            self._model._symbolic_build(data_batch=self._batches.for_keras(data))
         floating = [buffer for buffer in buffers(self._model) if buffer.value.is_floating_point()]
         self._state = [*_layer_state(self._model), *floating]
         self._note_variables()
