@@ -67,6 +67,21 @@ class Findings(NamedTuple):
     is_sum: bool = False
     error: str = ""
 
+    @property
+    def merges(self) -> tuple[Any, ...]:
+        """What of it steps are compiled with."""
+        return self.sums, {layer: [bool(kind) for kind in kinds] for layer, kinds in self.added.items()}, self.is_sum
+
+    def updated(self, later: Findings) -> Findings:
+        """With what other findings know of losses of which nothing could be said, as they were zero."""
+        added = {
+            layer: [old if new is None else new for old, new in zip(kinds, later.added[layer], strict=True)]
+            if len(kinds) == len(later.added.get(layer, ()))
+            else kinds
+            for layer, kinds in self.added.items()
+        }
+        return Findings(sorted({*self.sums, *later.sums}), added, self.is_sum or later.is_sum)
+
 
 def has_open_questions(model: Any) -> bool:
     """Whether `probe` would find out anything; the same on all ranks."""

@@ -52,7 +52,7 @@ class ProgramObjects:
             cells = [cell for cell in value.__closure__ or () if cell != CellType()]
             self.cells += cells
             self._look_at_all([cell.cell_contents for cell in cells], depth - 1)
-        elif hasattr(value, "__dict__") and not isinstance(value, KERAS_PARTS) and _is_of_program(type(value)):
+        elif hasattr(value, "__dict__") and not isinstance(value, KERAS_PARTS) and is_of_program(type(value)):
             self._seen.add(id(value))
             self.objects.append(value)
             self._look_at_all(vars(value).values(), depth - 1)
@@ -69,7 +69,7 @@ def is_large(value: Any) -> bool:
     return isinstance(value, list | tuple | dict | set) and len(value) > _MOST_ITEMS
 
 
-def _is_of_program(kind: type) -> bool:
+def is_of_program(kind: type) -> bool:
     """Whether a class is in a module of the program, and not of a library."""
     if kind.__module__ == "__main__":
         return True

@@ -3,6 +3,8 @@
 How its metrics are merged (`metric_probe`), how its losses combine (`loss_probe`), and whether the steps of replicas
 are then the step of one process (`step_probe`). The first two choose how something is merged, also where nothing is
 trained, and compute no more than that something. The last only judges, and takes whole steps of the program's own code.
+
+Losses and steps are tested again at the beginning of an epoch if something is on that was off (`program_switches`).
 """
 
 from __future__ import annotations
@@ -10,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from phalanx.arrays.tree import map_leaves
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines.engine import Engine
 from phalanx.errors import UnsupportedError
@@ -17,7 +22,11 @@ from phalanx.keras_compat import loss_probe
 from phalanx.training import step_probe
 from phalanx.training.metric_probe import checked, find_rules, rules_of
 from phalanx.training.program_state import ProgramState
+from phalanx.training.program_switches import Switches, find_switches, has_begun, variables_that_are_off
 from phalanx.training.replica import Replica, divides_batches
+
+_SAMPLES = max(loss_probe.ROWS, 2 * step_probe.PART)
+"""Of the first batch, which are kept for tests in later epochs."""
 
 
 class ChiefFinds:
@@ -57,6 +66,15 @@ class EachFinds(NamedTuple):
         return found
 
 
+class _Tests(NamedTuple):
+    """What losses and steps were tested with."""
+
+    data: Any
+    form: ElementStructure
+    steps: Sequence[str]
+    switches: Switches
+
+
 class ProgramProbes:
     """The probes of one model on one rank."""
 
@@ -66,6 +84,7 @@ class ProgramProbes:
         # The compiled loss that was examined, by identity: `compile` makes another one, whose findings are not known.
         self._losses: tuple[Any, loss_probe.Findings] | None = None
         self._tried: dict[str, tuple[Any, ...]] = {}  # what the model was compiled with when this step was tried
+        self._tests: _Tests | None = None  # the last ones of losses and steps
 
     def need_a_batch(self, engine: Engine, steps: Sequence[str]) -> bool:
         """Whether there is something to find out from a batch.
@@ -88,11 +107,52 @@ class ProgramProbes:
 
         Raises: UnsupportedError on every rank, if replicas cannot compute what one process does.
         """
+        is_known = not self.need_a_batch(engine, steps)
         self._decide_metric_rules(engine, data)
         self._find_out_losses(data, form)
         for step in steps:
             if self._tries(step):
                 self._try(step, engine, data, form)
+        if not is_known and self._may_test_again(steps):
+            few = map_leaves(lambda array: np.array(array[:_SAMPLES]), data)
+            self._tests = _Tests(few, form, steps, find_switches(self._model))
+
+    def begin_epoch(self, engine: Engine) -> None:
+        """Test losses and steps again if callbacks have switched something on; all ranks meet here.
+
+        Raises: UnsupportedError on every rank, as `run`; or if a loss that has begun is merged in another way, since
+            compiled steps merge it as before.
+        """
+        tests = self._tests
+        if tests is None or not self._may_test_again(tests.steps):
+            return
+        now = find_switches(self._model)
+        has_to = self._agreement.from_chief(has_begun(tests.switches, now))
+        # Once is enough: programs switch to and fro.
+        was_on = {place: is_on or tests.switches.get(place, False) for place, is_on in now.items()}
+        self._tests = tests._replace(switches=was_on)
+        if not has_to:
+            return
+        former, self._losses = self._losses, None
+        self._tried.clear()
+        self._find_out_losses(tests.data, tests.form)
+        if former and self._losses and former[1].merges != self._losses[1].merges:
+            raise UnsupportedError(
+                f"A loss of {self._model.name!r} that is a sum over the batch was zero when training began, and is not "
+                f"now. End fit() before the epoch in which it begins, call compile() again, and continue with "
+                f"fit(initial_epoch=...); or return a mean over the samples."
+            )
+        for step in tests.steps:
+            if self._tries(step):
+                self._try(step, engine, tests.data, tests.form)
+
+    def _may_test_again(self, steps: Sequence[str]) -> bool:
+        """The same on all ranks."""
+        if not self._agreement.divides_batches:
+            return False
+        return loss_probe.has_open_questions(self._model) or any(
+            step_probe.is_needed(self._model, step) for step in steps
+        )
 
     def _decide_metric_rules(self, engine: Engine, data: Any) -> None:
         rules = engine.metric_rules
@@ -115,8 +175,7 @@ class ProgramProbes:
         findings: Any = None
         if agreement.is_chief:
             if not self._knows_losses():
-                with ProgramState(model, trains=False).kept():  # a loss may count its calls
-                    self._losses = model._compile_loss, loss_probe.probe(model, *data)
+                self._losses = model._compile_loss, self._probe_losses(data)
             assert self._losses is not None
             findings = list(self._losses[1])
         findings = loss_probe.Findings(*agreement.from_chief(findings))
@@ -124,6 +183,21 @@ class ProgramProbes:
         if findings.error:
             raise UnsupportedError(findings.error)
         loss_probe.note(model, findings)
+
+    def _probe_losses(self, data: Any) -> loss_probe.Findings:
+        model = self._model
+        state = ProgramState(model, trains=False)
+        with state.kept():  # a loss may count its calls
+            found = loss_probe.probe(model, *data)
+        off = [] if found.error else variables_that_are_off(model)
+        if not off:
+            return found
+        # Of a loss that is zero nothing shows. Steps are compiled with what it is once its weight is not.
+        with state.kept():
+            for variable in off:
+                variable.assign(0.5)
+            later = loss_probe.probe(model, *data)
+        return found if later.error else found.updated(later)
 
     def _knows_losses(self) -> bool:
         return self._losses is not None and self._losses[0] is self._model._compile_loss

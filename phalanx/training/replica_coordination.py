@@ -108,6 +108,9 @@ class ReplicaCoordination:
         state, stepper, engine = self._state, self._state.stepper, self._replica_model.engine
         if state.batches is None:
             self._replica_model.agree_on_learning_rate(self._retry)
+            self._replica_model.probes.begin_epoch(engine)
+            if self._recovery is not None:
+                self._recovery.keep_up()  # the tests may have met a change of the membership
             # A callback may have stopped in `on_epoch_begin`. Keras takes one group of steps then, and looks after it.
             state.stop_requested = self._any_stops()
             engine.begin()

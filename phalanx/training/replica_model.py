@@ -70,7 +70,7 @@ class ReplicaModel:
         self._is_synchronised = False
         self._announced: set[Any] = set()
         self._seeds_given = 0
-        self._probes = ProgramProbes(model, ChiefFinds(replica))
+        self.probes = ProgramProbes(model, ChiefFinds(replica))
         self._steps_that_built: set[str] = set()
         self._predicts_rows: dict[str, bool] = {}
 
@@ -180,14 +180,14 @@ class ReplicaModel:
         steps = ["test_step"] if validates or not trains else []
         if trains and self.policy.period is None:  # of local SGD no one expects the numbers of one process
             steps.append("train_step")
-        if _needs_a_batch(self.model) or self._probes.need_a_batch(self.engine, steps):
+        if _needs_a_batch(self.model) or self.probes.need_a_batch(self.engine, steps):
             first = source.peek(restart=self.engine.builds_from_a_batch)
             self.engine.expect(source.structure)
             check_batch_size(self.model, first, self.replica.world_size)
             data = first.data
         self.engine.build(data)
         self._build_parts(data, source.structure, "train_step" if trains else "test_step")
-        self._probes.run(self.engine, data, source.structure, steps)
+        self.probes.run(self.engine, data, source.structure, steps)
         if trains and self.policy.period is not None:
             check_normalization(self.model)
             refuse_overwritten(self.model.trainable_variables, "a replica that trains alone between two merges")

@@ -417,3 +417,68 @@ def loss_that_counts_its_calls(setting: Setting) -> dict[str, Any]:
     loss = Annealed()
     found = [fitted(compiled(setting, regressor, loss=each), y=numbers()) for each in (loss, growing)]
     return {"of_object": found[0], "of_closure": found[1], "calls": [loss.calls, calls]}
+
+
+class Raising(keras.callbacks.Callback):
+    """Raises a weight from zero at the beginning of the second epoch, as programs anneal a term of a loss."""
+
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.weight.assign(0.5 * epoch)
+
+
+def _annealed(setting: Setting, term: Callable[[Any], Any], *, by_layer: bool) -> dict[str, Any]:
+    weight = keras.Variable(0.0, trainable=False, name="weight")
+
+    class Term(layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            if by_layer:
+                self.add_loss(weight * term(inputs))
+            return inputs
+
+    def loss(y: Any, y_pred: Any) -> Any:
+        return ops.mean(ops.square(y - y_pred)) + (0.0 if by_layer else weight * term(y_pred))
+
+    def build() -> Any:
+        return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(4, "tanh"), Term(), layers.Dense(1)])
+
+    model = compiled(setting, build, loss=loss, optimizer=keras.optimizers.SGD(0.05))
+    return fitted(model, y=numbers(), epochs=3, callbacks=[Raising(weight)])
+
+
+@scenario(quick=BACKENDS)
+def layer_whose_added_sum_begins_later(setting: Setting) -> dict[str, Any]:
+    return _annealed(setting, lambda values: 0.01 * ops.sum(ops.square(values)), by_layer=True)
+
+
+@scenario(quick=ONE_BACKEND)
+def term_of_a_loss_that_begins_later(setting: Setting) -> dict[str, Any]:
+    return _annealed(setting, lambda values: ops.mean(ops.square(values)), by_layer=False)
+
+
+@scenario(quick=BACKENDS, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "OverGlobalBatch")))
+def ratio_in_a_loss_that_begins_later(setting: Setting) -> dict[str, Any]:
+    return _annealed(setting, lambda values: ops.mean(ops.square(values - ops.mean(values))), by_layer=False)
+
+
+# Elsewhere, compiled steps do not see what is in Python.
+@scenario(backends=("torch",), error={"torch": ("UnsupportedError", "that is a sum over the batch was zero")})
+def added_sum_whose_weight_in_python_begins_later(setting: Setting) -> dict[str, Any]:
+    class Term(layers.Layer):
+        weight = 0.0
+
+        def call(self, inputs: Any) -> Any:
+            self.add_loss(self.weight * ops.sum(ops.square(inputs)))
+            return inputs
+
+    term = Term()
+    term.weight = 0.0
+
+    def raise_weight(epoch: int, logs: Any) -> None:
+        term.weight = 0.01 * epoch
+
+    model = compiled(setting, lambda: keras.Sequential([keras.Input((FEATURES,)), term, layers.Dense(1)]), loss="mse")
+    return fitted(model, y=numbers(), callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=raise_weight)])

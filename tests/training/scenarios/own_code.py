@@ -322,3 +322,17 @@ def own_test_step_that_logs_a_root(setting: Setting) -> dict[str, Any]:
 def own_test_step_of_validation_data_that_logs_a_sum(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, _dense(_testing(lambda error: {"total": ops.sum(error)})), loss="mse")
     return _validated(model)
+
+
+@scenario(quick=BACKENDS, error=_refused("what its train_step does with them before"))
+def own_train_step_that_clips_later(setting: Setting) -> dict[str, Any]:
+    share = keras.Variable(0.0, trainable=False, name="share")
+
+    def change(gradients: Any) -> Any:
+        return [share * clipped + (1.0 - share) * g for g, clipped in zip(gradients, _clipped(gradients), strict=True)]
+
+    def raise_share(epoch: int, logs: Any) -> None:
+        share.assign(float(epoch))
+
+    model = compiled(setting, _dense(_stepping(change)), loss="mse")
+    return fitted(model, y=numbers(), callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=raise_share)])

@@ -1,0 +1,122 @@
+"""Which numbers and flags that a program's code reads are on: the weight of a term of a loss, a switch of a layer.
+
+What a step leaves out, no test of that step can judge. So the tests are repeated when something is on that was off
+(`ProgramProbes.begin_epoch`): a callback raises the weight of a term from zero, an epoch switches an adversary on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx.keras_compat import model_state
+from phalanx.training.program_objects import ProgramObjects, is_large, is_of_program
+from phalanx.training.state_sync import seed_generators, value_of
+
+Switches = dict[tuple[int, str], bool]
+"""By the place that holds a number or flag, and its name there: whether it is on."""
+
+
+def find_switches(model: Any) -> Switches:
+    """All that the program's layers, steps and losses read: from attributes, closures and global variables.
+
+    Those are flags, numbers with a fraction and variables of one such number; not what counts (integers), nor what
+    training itself changes.
+
+    Args:
+        model: compiled and built.
+    """
+    return {place: is_on for place, value in _values(model) if (is_on := _is_on(value)) is not None}
+
+
+def variables_that_are_off(model: Any) -> list[Any]:
+    """The `keras.Variable`s among the switches that are zero."""
+    values = [value for _, value in _values(model) if isinstance(value, keras.Variable) and _is_on(value) is False]
+    return list({id(value): value for value in values}.values())
+
+
+def has_begun(before: Switches, now: Switches) -> bool:
+    """Whether something is on that was off."""
+    return any(is_on and before.get(place) is False for place, is_on in now.items())
+
+
+def _values(model: Any) -> Iterator[tuple[tuple[int, str], Any]]:
+    """What the program's code reads, with its place."""
+    parts = [model, *model_state.own_layers(model)]
+    losses = model_state.compiled_losses(model)
+    held = ProgramObjects([*parts, *losses])
+    owners = list({id(each): each for each in (*parts, *losses, *held.objects)}.values())
+    functions = list(_functions(owners))
+    cells = [*held.cells, *(cell for function in functions for cell in _cells(function))]
+    trained = {id(variable) for variable in _trained(model)}
+    read = [((id(owner), name), value) for owner in owners for name, value in _with_items(vars(owner))]
+    read += [((id(cell), ""), cell.cell_contents) for cell in cells]
+    read += [((id(each.__globals__), name), value) for each in functions for name, value in _globals(each)]
+    return ((place, value) for place, value in read if id(value) not in trained)
+
+
+def _trained(model: Any) -> Iterator[Any]:
+    """The variables that every step may change."""
+    yield from model.trainable_variables
+    yield from model.metrics_variables
+    for optimizer in model_state.optimizers(model):
+        yield from optimizer.variables
+    for generator in seed_generators(model):
+        yield generator.state
+
+
+def _with_items(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The attributes of an object, and what those that are collections hold."""
+    for name, value in attributes.items():
+        yield name, value
+        if isinstance(value, dict | list | tuple) and not is_large(value):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{name}[{key}]", item) for key, item in items)
+
+
+def _functions(owners: Sequence[Any]) -> Iterator[FunctionType]:
+    """The functions of the program that its objects have, and those that these use."""
+    waiting: list[Any] = []
+    for owner in owners:
+        # A loss that was compiled as a function is inside of a loss of Keras's.
+        waiting += [owner, *vars(owner).values()]
+        waiting += [each for kind in type(owner).__mro__ if is_of_program(kind) for each in vars(kind).values()]
+    seen: set[int] = set()
+    while waiting:
+        function = waiting.pop()
+        function = function.__func__ if isinstance(function, MethodType) else function
+        if isinstance(function, FunctionType) and is_of_program(function) and id(function) not in seen:
+            seen.add(id(function))
+            yield function
+            waiting += [value for _, value in _globals(function)]
+            waiting += [getattr(function, "__wrapped__", None), *(cell.cell_contents for cell in _cells(function))]
+
+
+def _cells(function: FunctionType) -> list[CellType]:
+    """The variables around a function that have a value yet."""
+    return [cell for cell in function.__closure__ or () if cell != CellType()]
+
+
+def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The global variables that a function uses."""
+    known = function.__globals__
+    return ((name, known[name]) for name in model_state.names_in(function) if name in known)
+
+
+def _is_on(value: Any) -> bool | None:
+    """Whether a number or flag is not zero; None for everything else."""
+    if isinstance(value, bool | float | np.bool_ | np.floating):
+        return bool(value)
+    if isinstance(value, keras.Variable):
+        return bool(value_of(value)) if value.shape == () and keras.backend.is_float_dtype(value.dtype) else None
+    # Tensors of JAX and TensorFlow are constants of compiled steps, or only symbols; a `tf.Variable` is neither.
+    home = type(value).__module__
+    if not (home.startswith(("numpy", "torch")) or (home.startswith("tensorflow") and hasattr(value, "assign"))):
+        return None
+    if getattr(value, "shape", None) != () or "float" not in str(getattr(value, "dtype", "")):
+        return None
+    return bool(keras.ops.convert_to_numpy(value))
