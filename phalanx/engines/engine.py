@@ -155,6 +155,11 @@ class Engine(ABC):
         """Whether Keras's own `fit` would now read a batch ahead, to build model or metrics from it."""
         return model_state.is_unbuilt(self._model)
 
+    @property
+    def runs_python(self) -> bool:
+        """Whether each step runs the program's Python code, which can then keep more than variables."""
+        return True
+
     @cached_property
     def counts_in_predictions(self) -> bool:
         """Whether predictions change the model's metrics."""

@@ -5,12 +5,15 @@ Tested with Keras 3.15.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import keras
 from keras import tree
 
 from phalanx.keras_compat.keras_internals import compute_output_spec
+
+logger = logging.getLogger(__name__)
 
 
 def has_built_layers(model: Any) -> bool:
@@ -29,9 +32,44 @@ def build_layers(model: Any, x: Any) -> None:
         return
     import tensorflow as tf
 
-    tensors = tree.map_structure(lambda array: None if array is None else tf.convert_to_tensor(array), x)
+    tensors = _tensors(x)
     # Traced, not run: the trace creates the variables.
-    tf.function(lambda x: model(x, training=False), autograph=False).get_concrete_function(tensors)
+    traced = tf.function(lambda x: model(x, training=False), autograph=False)
+    try:
+        traced.get_concrete_function(tensors)
+    except Exception as error:
+        if not model.run_eagerly:
+            raise
+        logger.debug("%r runs, but cannot be traced: %r", model.name, error)
+        model(tensors, training=False)
+
+
+def build_all(model: Any, batch: Any) -> None:
+    """On TensorFlow, have layers, metrics, loss and optimizer create their variables for a batch like this one.
+
+    Args:
+        batch: `(x, y, sample_weight)`, as Keras's steps get it.
+    """
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    if not has_built_layers(model):
+        build_layers(model, x)
+    try:
+        model._symbolic_build(data_batch=batch)
+    except Exception as error:
+        if not model.run_eagerly:
+            raise
+        logger.debug("%r runs, but has no symbolic outputs: %r", model.name, error)
+        outputs, targets = model(_tensors(x), training=False), _tensors(y)
+        for part in (model._compile_metrics, model._compile_loss):
+            if part is not None and not part.built:
+                part.build(targets, outputs)
+        model.optimizer.build(model.trainable_variables)
+
+
+def _tensors(arrays: Any) -> Any:
+    import tensorflow as tf
+
+    return tree.map_structure(lambda array: None if array is None else tf.convert_to_tensor(array), arrays)
 
 
 def keras_tensors(arrays: Any, *, any_size: bool = False) -> Any:

@@ -80,7 +80,7 @@ def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] 
         batch = _batch_of(engine, data)
         trials = _trials_that_tell(rules, batch, partial(_update, model), numbers)
         state.restore()
-        if (metric := _metric_in_python(model, probed, batch)) is not None:
+        if engine.runs_python and (metric := _metric_in_python(model, probed, batch)) is not None:
             return _refusal_of_python(metric)
     finally:
         state.restore()
@@ -94,10 +94,7 @@ def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] 
 
 
 def _metric_in_python(model: Any, metrics: Sequence[Any], batch: Values) -> Any:
-    """The first metric whose result depends on what it keeps outside of its variables; None if there is none, or where
-    compiled steps update metrics, in which nothing else can be kept."""
-    if keras.backend.backend() != "torch" and not model.run_eagerly:
-        return None
+    """The first metric whose result depends on what it keeps outside of its variables; None if there is none."""
     half = model_state.samples(batch) // 2
     _update(model, map_leaves(lambda array: array[:half], batch), 0.5)
     kept = [PythonState([metric]) for metric in metrics]

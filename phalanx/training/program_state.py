@@ -56,6 +56,9 @@ class ProgramState:
         unique = list({id(part): part for part in parts}.values())
         self._in_python = PythonState(unique, model_state.compiled_losses(model))
         self._random = program_random_state.states(), random_state(), _tensorflow_random()
+        self._gradients = [(tensor, tensor.grad) for tensor in _parameters(model)]
+        for tensor, gradient in self._gradients:
+            tensor.grad = None if gradient is None else gradient.clone()
 
     def keep(self, variables: Iterable[Any]) -> None:
         """Note the values of variables that are not known yet."""
@@ -89,10 +92,16 @@ class ProgramState:
 
     def restore(self) -> None:
         """Undo what has happened since."""
+        self._in_python.restore()
+        self.restore_all_but_python()
+
+    def restore_all_but_python(self) -> None:
+        """Undo what has happened since, but for attributes and objects of the program."""
         for variable, value in self._variables.values():
             if not np.array_equal(value_of(variable), value):
                 variable.assign(value)
-        self._in_python.restore()
+        for tensor, gradient in self._gradients:
+            tensor.grad = None if gradient is None else gradient.clone()
         self._model._clear_losses()
         of_program, of_backend, of_tensorflow = self._random
         program_random_state.set_states(of_program)
@@ -251,6 +260,13 @@ def _content_of_tensor(value: Any) -> Callable[[], None] | None:
         array = value.numpy()
         return lambda: _nothing(value.assign(array))
     return None
+
+
+def _parameters(model: Any) -> list[Any]:
+    """PyTorch's tensors that have gradients, which a step may add to those of an earlier one."""
+    if keras.backend.backend() != "torch":
+        return []
+    return [variable.value for variable in model.trainable_variables if variable.value.requires_grad]
 
 
 def _tensorflow_random() -> tuple[random.Random, Any] | None:

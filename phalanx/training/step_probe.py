@@ -80,9 +80,13 @@ def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructur
     if not _can_be_tried(model, data):
         return ""
     state = ProgramState(model)
+    keeps_python = engine.runs_python  # conditions may change it
     try:
         with state.kept(), TrialConditions(model, state.keep) as conditions:
-            return _Trial(model, engine, state, conditions, form, step).difference(data)
+            trial = _Trial(model, engine, state, conditions, form, step)
+            if (found := trial.difference(data)) or not keeps_python:
+                return found
+            return trial.difference_of_next_step(data)
     except UnsupportedError as error:
         return str(error)
     except StepsDifferError:
@@ -121,16 +125,32 @@ class _Trial:
         self._engine.build(_few_samples(data, 0))
         self._engine.metric_rules.decide(self._rules)
         # The state before the first attempt holds for all of them: each begins with `restore`.
-        before = self._results({})
+        self._before = self._results({})
         for attempt in range(ATTEMPTS):
             samples = _few_samples(data, attempt)
             # What differs between these two follows from random numbers, and says nothing about the replicas.
             whole, other = self._whole(samples), self._whole(samples, other_seeds=True)
             ranks = self._of_ranks([_rows(samples, 0, PART), _rows(samples, PART, 2 * PART)])
-            found = _Comparison(self._model, self._name, before, whole, other, ranks)
+            found = _Comparison(self._model, self._name, self._before, whole, other, ranks)
             if (verdict := found.verdict()) or found.is_finite():
                 break
         return verdict
+
+    def difference_of_next_step(self, data: Any) -> str:
+        """What a step would compute otherwise after one of replicas than after one of one process, because of what it
+        kept in Python; see `find_difference`."""
+        samples = _few_samples(data, 0)
+        self._whole(samples)
+        whole = self._next_step(samples)
+        self._of_ranks([_rows(samples, 0, PART), _rows(samples, PART, 2 * PART)])
+        ranks = self._next_step(samples)
+        return _Comparison(self._model, self._name, self._before, whole, whole, [ranks]).verdict_of_next_step()
+
+    def _next_step(self, samples: Any) -> _Results:
+        """The step of the batch after another, of which only what it kept in Python is left."""
+        self._state.restore_all_but_python()
+        self._ranks.be_whole()
+        return self._step(samples, 1.0)
 
     def _whole(self, samples: Any, *, other_seeds: bool = False) -> _Results:
         self._state.restore()
@@ -246,6 +266,18 @@ class _Comparison(NamedTuple):
                 f"compute everything else in the result() of a metric or, from results, in compute_metrics()."
             )
         return ""
+
+    def verdict_of_next_step(self) -> str:
+        """Whether a step depends on what an earlier one has kept of its samples; "" if not."""
+        limits = {"gradients": self._allowed_gradient, "weights": self._allowed_change}
+        if not any(self._different(kind, limits.get(kind, self._allowed)) for kind in _Results._fields):
+            return ""
+        return (
+            f"A {self.step} of {type(self.model).__name__} uses what an earlier one has kept of its samples in Python, "
+            f"in an attribute or a list (a running mean, a queue of features), where each replica would keep what it "
+            f"sees of its own part of a batch. Keep a mean over the samples, in a variable of a layer or of the model: "
+            f"self.add_weight(..., trainable=False) and assign()."
+        )
 
     def _apart(self) -> str:
         """A weight that is not the same on the replicas."""

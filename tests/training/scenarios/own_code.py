@@ -336,3 +336,81 @@ def own_train_step_that_clips_later(setting: Setting) -> dict[str, Any]:
 
     model = compiled(setting, _dense(_stepping(change)), loss="mse")
     return fitted(model, y=numbers(), callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=raise_share)])
+
+
+class RunningScale(layers.Layer):
+    """Divides by the mean size of what it has seen, which it keeps as a number."""
+
+    size = 1.0
+
+    def call(self, inputs: Any) -> Any:
+        outputs = inputs / self.size
+        self.size = 0.5 * self.size + 0.5 * float(ops.convert_to_numpy(ops.mean(ops.abs(inputs))))
+        return outputs
+
+
+@scenario(
+    backends=("tensorflow", "torch"), quick=BACKENDS, error=_refused("what an earlier one has kept of its samples")
+)
+def layer_that_keeps_a_mean_in_python(setting: Setting) -> dict[str, Any]:
+    return _trained(setting, _with(RunningScale), run_eagerly=True)
+
+
+class LastFeatures(keras.Model):
+    """Draws the predictions of a batch towards the mean of the batch before, from a queue."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.queue: list[Any] = []
+        self.steps = 0
+        self.last_loss: Any = None
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):  # type: ignore[no-untyped-def]
+        self.steps += 1
+        loss = ops.mean(ops.square(y_pred - y)) / self.steps
+        if self.queue:
+            loss = loss + 0.1 * ops.mean(ops.square(y_pred - self.queue.pop()))
+        if self.collects:
+            self.queue.append(ops.mean(ops.stop_gradient(y_pred)))
+        self.last_loss = loss
+        return loss
+
+    collects = True
+
+
+@scenario(backends=("torch",), error=_refused("what an earlier one has kept of its samples"))
+def model_that_keeps_a_queue(setting: Setting) -> dict[str, Any]:
+    return fitted(compiled(setting, _dense(LastFeatures), loss=None), y=numbers())
+
+
+@scenario(backends=("torch",), quick=("torch",))
+def model_that_counts_and_remembers_in_python(setting: Setting) -> dict[str, Any]:
+    """Steps are counted alike everywhere, and what no step uses may differ."""
+
+    class Counting(LastFeatures):
+        collects = False
+
+    return fitted(compiled(setting, _dense(Counting), loss=None), y=numbers())
+
+
+@scenario(backends=("torch",), worlds=(2,), quick=("torch",))
+def own_train_step_that_adds_up_gradients(setting: Setting) -> dict[str, Any]:
+    """Over two batches, of which all replicas have parts of one size."""
+
+    class Model(keras.Model):
+        steps = 0
+
+        def train_step(self, data: Any) -> Any:
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            loss = ops.mean(ops.square(self(x, training=True) - y))
+            loss.backward()
+            self.steps += 1
+            if self.steps % 2 == 0:
+                import torch
+
+                with torch.no_grad():
+                    self.optimizer.apply([each.value.grad for each in self.trainable_weights], self.trainable_weights)
+                self.zero_grad()
+            return {"error": loss}
+
+    return fitted(compiled(setting, _dense(Model), loss=None), features(64), numbers(64), epochs=3)

@@ -65,6 +65,10 @@ class JaxEngine(ReplicaEngine):
         self._predictions: dict[Hashable, Callable[..., Any]] = {}
         self._updates: dict[ElementStructure, CompiledUpdate] = {}  # by what the model's own steps get
 
+    @property
+    def runs_python(self) -> bool:
+        return not self._compiler.compiles
+
     def retrace(self) -> None:
         self._first_halves.clear()
         self._updates.clear()

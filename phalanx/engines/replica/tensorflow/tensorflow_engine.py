@@ -36,7 +36,7 @@ from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_gradients import GlobalGradients
 from phalanx.keras_compat.global_losses import GloballyScaledLosses
-from phalanx.keras_compat.layer_building import build_layers, has_built_layers
+from phalanx.keras_compat.layer_building import build_all
 from phalanx.keras_compat.optimizer_applies import merging_applies
 from phalanx.keras_compat.step_collectives import InStep, trace_key
 from phalanx.keras_compat.step_means import WeightedStepMeans
@@ -96,6 +96,10 @@ class TensorFlowEngine(ReplicaEngine):
     def builds_from_a_batch(self) -> bool:
         return False  # it builds while it traces
 
+    @property
+    def runs_python(self) -> bool:
+        return runs_eagerly(self._model)
+
     def retrace(self) -> None:
         self._make_functions(xla=self._graph.xla)
 
@@ -108,10 +112,7 @@ class TensorFlowEngine(ReplicaEngine):
             if not model.optimizer.built and parts_are_built:
                 model.optimizer.build(model.trainable_variables)
         else:
-            batch = map_leaves(_without_string_arrays, self._batches.for_keras(data))
-            if not has_built_layers(model):
-                build_layers(model, keras.utils.unpack_x_y_sample_weight(batch)[0])
-            model._symbolic_build(data_batch=batch)
+            build_all(model, map_leaves(_without_string_arrays, self._batches.for_keras(data)))
         self._state = self.layer_state()
         self._note_variables()
 
@@ -141,20 +142,17 @@ class TensorFlowEngine(ReplicaEngine):
             self._variables.write(self._metrics, before)
 
     def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
-        functions = self._predictions.get(form)
-        if functions is None:
-            functions = self._predictions[form] = self._prediction(form)
+        if (functions := self._predictions.get(form)) is None:
+            model, batches = self._model, self._batches
+            make = partial(self._function, jit_compile=model.jit_compile)
+            traces = KerasTraces(model, batches, self._merge, form)
+            functions = FunctionsByTrace(traces, lambda data: model.predict_step(batches.pack(data, form)), make)
+            self._predictions[form] = functions
         self._graph.begin_step(share)
         _, means, _, _ = self._contexts
         with means if self.counts_in_predictions else nullcontext():
             outputs = functions(data)
         return tree.map_structure(np.asarray, outputs)
-
-    def _prediction(self, form: ElementStructure) -> FunctionsByTrace:
-        model, batches = self._model, self._batches
-        traces = KerasTraces(model, batches, self._merge, form)
-        make = partial(self._function, jit_compile=model.jit_compile)
-        return FunctionsByTrace(traces, lambda data: model.predict_step(batches.pack(data, form)), make)
 
     def logs(self) -> Mapping[str, Any]:
         averages, results, derived = self._logs
