@@ -251,11 +251,23 @@ class _Probe:
         return y_pred, added
 
     def _added(self) -> Findings:
-        """What layers add. Of what depends on random numbers nothing can be said."""
+        """What layers add: of the samples, and with some of them changed, as all may take one way through the model."""
         if not _adding_layers(self._model):
             return Findings([], {})
-        cut = self._rows // 3
         x = self._data[0]
+        found = self._added_for(x)
+        if found.error:
+            return found
+        try:
+            changed = self._added_for(map_leaves(_with_reflected_rows, x))
+        except _ProgramError as error:
+            logger.info("Layers of %r do not know changed samples: %r", self._model.name, error.__cause__)
+            return found
+        return changed if changed.error else found.updated(changed)
+
+    def _added_for(self, x: Any) -> Findings:
+        """Of what depends on random numbers nothing can be said."""
+        cut = self._rows // 3
         parts = [map_leaves(lambda each: each[:cut], x), map_leaves(lambda each: each[cut:], x)]
         whole, again = (self._forward(x, training=True, other_seeds=seeds)[1] for seeds in (False, True))
         of_parts = [self._forward(part, training=True)[1] for part in parts]
@@ -435,6 +447,16 @@ def _with_zeros(values: Any, rows: slice, step: int) -> Any:
     chosen = array[rows].reshape(-1)
     chosen[::step] = np.zeros((), array.dtype)
     array[rows] = chosen.reshape(array[rows].shape)
+    return ops.convert_to_tensor(array)
+
+
+def _with_reflected_rows(values: Any) -> Any:
+    """The values, with the largest for the smallest, and so on, in every third row: half of the first part's, and a
+    quarter of the other's."""
+    array = np.array(ops.convert_to_numpy(values))
+    if array.dtype.kind not in "fiu":
+        return values
+    array[::3] = array.max() + array.min() - array[::3]
     return ops.convert_to_tensor(array)
 
 

@@ -154,9 +154,11 @@ def _observe(rules: MetricRules, batch: Values, update: Update) -> list[list[Tri
     """What the samples of a batch do to each variable."""
     rows = model_state.samples(batch)
 
-    def after(start: States, first: int, stop: int) -> States:
+    turned = map_leaves(lambda array: array[::-1], batch)
+
+    def after(start: States, first: int, stop: int, samples: Values = batch) -> States:
         rules.set_values(start)
-        part = map_leaves(lambda array: array[first:stop], batch)
+        part = map_leaves(lambda array: array[first:stop], samples)
         # With the part's share, as a step of replicas has it: means of one number for each step are weighted by it.
         update(part, (stop - first) / rows)
         return rules.values()
@@ -165,10 +167,14 @@ def _observe(rules: MetricRules, batch: Values, update: Update) -> list[list[Tri
     # Each start tells what another hides: one far away rounds all differences, a sample may leave a start as it is, and
     # all samples leave no maximum to be found.
     later, last = after(start, 0, 1), after(start, 0, rows)
-    # One sample differs from all others more than two halves from each other.
+
+    # One sample differs from all others more than two halves from each other; and what keeps the last sample's value
+    # may look like an extreme in one order, not in both.
+    half = rows // 2
+    cuts = ((start, 1, batch), (start, 1, turned), (start, half, batch), (later, half, batch), (last, half, batch))
     trials = [
-        (cut / rows, (begun, after(begun, 0, cut), after(begun, cut, rows), after(begun, 0, rows)))
-        for begun, cut in ((start, 1), (start, rows // 2), (later, rows // 2), (last, rows // 2))
+        (cut / rows, (begun, after(begun, 0, cut, each), after(begun, cut, rows, each), after(begun, 0, rows, each)))
+        for begun, cut, each in cuts
     ]
     rules.set_values(start)
     return [

@@ -482,3 +482,22 @@ def added_sum_whose_weight_in_python_begins_later(setting: Setting) -> dict[str,
 
     model = compiled(setting, lambda: keras.Sequential([keras.Input((FEATURES,)), term, layers.Dense(1)]), loss="mse")
     return fitted(model, y=numbers(), callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=raise_weight)])
+
+
+@scenario(quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "passes to add_loss")))
+def balance_of_experts_that_all_samples_go_past(setting: Setting) -> dict[str, Any]:
+    """With these samples, one expert gets all: the balance of a Switch Transformer is a mean there."""
+
+    class Router(layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            shares = ops.softmax(ops.stack([ops.sum(inputs, axis=-1), ops.zeros_like(inputs[:, 0])], axis=-1))
+            chosen = ops.mean(ops.one_hot(ops.argmax(shares, axis=-1), 2), axis=0)
+            self.add_loss(0.1 * ops.sum(chosen * ops.mean(shares, axis=0)))
+            return inputs
+
+    model = compiled(
+        setting, lambda: keras.Sequential([keras.Input((FEATURES,)), Router(), layers.Dense(1)]), loss="mse"
+    )
+    x = abs(features())
+    x[0, 0], x[0, 1] = x.max(), -x.max()
+    return fitted(model, x, numbers())

@@ -367,3 +367,20 @@ class CountedInPython(keras.metrics.Metric):
 @scenario(backends=("torch",), error=_refused("The metric 'counted' (CountedInPython) cannot be merged"))
 def metric_that_counts_in_python(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, metrics=[CountedInPython()]))
+
+
+@scenario(quick=ONE_BACKEND, error=_refused("The metric 'last' (Last) cannot be merged"))
+def metric_that_keeps_the_last_value(setting: Setting) -> dict[str, Any]:
+    class Last(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="last")
+            self.value = self.add_weight(name="value", initializer="zeros")
+
+        def update_state(self, y: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.value.assign(ops.max(y[-1]))
+
+        def result(self) -> Any:
+            return ops.convert_to_tensor(self.value)
+
+    y = np.linspace(1, 2, 33, dtype="float32")[:, None]  # of each part the last one is the largest
+    return fitted(compiled(setting, regressor, loss="mse", metrics=[Last()]), y=y)
