@@ -21,6 +21,7 @@ os.environ.setdefault("KERAS_BACKEND", FIRST)
 # Of this process and of the programs that it starts. Threads of PyTorch that wait for each other spin: where all cores
 # are busy with other tests, a step of a small model takes three to ten times as long with two threads as with one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PYTHONHASHSEED", "0")  # as workers have it, which are forked from the same template then
 lazy_imports.install()  # Keras imports scikit-learn, pandas and Matplotlib, which take longer than Keras
 # The process that starts those of pytest-xdist makes the folder that they share.
 os.environ.update(compilation.settings(os.environ["KERAS_BACKEND"]))

@@ -139,8 +139,9 @@ def worker_environment(
     Args:
         directory: where the worker starts; None: where this process is.
     """
-    # Unbuffered, or a worker's last lines before a crash would be lost in its buffer.
-    defaults = {**thread_settings(threads), "PYTHONUNBUFFERED": "1"}
+    # Unbuffered, or a worker's last lines before a crash would be lost in its buffer. And with one seed for hashes of
+    # strings, by which each process would order a set in its own way: classes, vocabularies, files.
+    defaults = {**thread_settings(threads), "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0"}
     own = {name: value for name, value in base.items() if name not in _OF_A_TASK}
     environment = {**defaults, **own, **job}
     # Absolute, since the program may change its directory before it joins the job.

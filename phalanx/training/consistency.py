@@ -26,7 +26,7 @@ _INPUT = "input"
 
 _SEEDS = (
     "If they are made or split at random, give a seed (`random_state=0`, `np.random.default_rng(0)`, and to PyTorch's "
-    "random_split `generator=torch.Generator().manual_seed(0)`)."
+    "random_split `generator=torch.Generator().manual_seed(0)`). Sort what comes from a set or a directory."
 )
 
 

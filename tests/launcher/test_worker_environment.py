@@ -42,6 +42,8 @@ def test_settings_of_the_user_win_over_defaults_and_those_of_the_job_over_both()
     assert result["PHALANX_SECRET"] == "s" * 32
     assert result["KERAS_BACKEND"] == "torch"
     assert result["HOME"] == "/home"
+    assert result["PYTHONHASHSEED"] == "0"
+    assert worker_environment.worker_environment({"PYTHONHASHSEED": "7"}, {}, 1)["PYTHONHASHSEED"] == "7"
 
 
 def test_horovods_variables_tell_the_place_of_a_process() -> None:
