@@ -93,7 +93,8 @@ class Actions:
 
     def _add_callbacks(self, keywords: dict[str, str], *, halves: bool) -> bool:
         w = self.w
-        if not w.chance(3):
+        anneals = w.anneals and w.chance()
+        if not w.chance(3) and not anneals:
             return False
         validates = "validation_data" in keywords or "validation_split" in keywords
         monitor = "val_loss" if validates and "validation_freq" not in keywords else "loss"
@@ -112,10 +113,13 @@ class Actions:
             # At the end of a stream, plain Keras on JAX loses what was set (`docs/concepts/numbers.md`).
             **({"halve": "Halve()"} if halves else {}),
             "log": "CSVLogger(folder / 'log.csv')",
+            "anneal": "Anneal(weight)",
         }
         if w.has_several_rates:
             choices = {name: made for name, made in choices.items() if name not in _SETS_RATE}
-        names = dict.fromkeys(w.one_of(list(choices)) for _ in range(w.number(1, 2)))
+        names = dict.fromkeys(w.one_of([name for name in choices if name != "anneal"]) for _ in range(w.number(1, 2)))
+        if anneals:
+            names["anneal"] = None
         if names.keys() & _SETS_RATE:
             w.write(_CAN_SET_RATE)
             choices |= {name: f"*([{choices[name]}] if can_set_rate else [])" for name in names.keys() & _SETS_RATE}
@@ -131,6 +135,8 @@ class Actions:
             w.write(f"seen = Predict({self.data.x}, {self.architecture.batch_size or 3})")
         if "halve" in names:
             w.define("Halve", HALVE)
+        if "anneal" in names:
+            w.define("Anneal", ANNEAL)
         if "rate" in names:
             w.define("ChangeRate", CHANGE_RATE)
         w.imports.add(
@@ -310,6 +316,15 @@ CHANGE_RATE = """
     class ChangeRate(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             self.model.optimizer.learning_rate = 0.02 / (1 + batch)
+    """
+ANNEAL = """
+    class Anneal(keras.callbacks.Callback):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.weight.assign(0.5 * epoch)
     """
 PREDICT = """
     class Predict(keras.callbacks.Callback):

@@ -197,6 +197,17 @@ def _loss(w: Writer, output: Output) -> str:
         return w.define("Capped", _CAPPED) + w.one_of(["()", "(reduction='sum')"])
     if output.task == "regression" and w.chance(5):
         return str(w.one_of(["'mse'", "'mae'"]))
+    if output.task == "regression" and w.chance(10):
+        if not w.anneals:
+            w.anneals = True
+            w.write('weight = keras.Variable(0.0, trainable=False, name="weight")')
+        axis = w.one_of(["axis=-1", "axis=None"])
+        w.write(f"""
+            def annealed(y, prediction):
+                terms = ops.square(y - prediction) + weight * ops.abs(prediction)
+                return ops.mean(terms, {axis})
+            """)
+        return "annealed"
     choices = [name for name in LOSSES[output.task] if not output.steps or name not in ("Tversky", "Dice")]
     name = w.one_of(choices)
     arguments = []
