@@ -69,10 +69,11 @@ def is_large(value: Any) -> bool:
     return isinstance(value, list | tuple | dict | set) and len(value) > _MOST_ITEMS
 
 
-def is_of_program(kind: type) -> bool:
-    """Whether a class is in a module of the program, and not of a library."""
-    if kind.__module__ == "__main__":
+def is_of_program(defined: type | FunctionType) -> bool:
+    """Whether a class or function is in a module of the program, and not of a library."""
+    module = defined.__module__ or ""  # a function of a text that was compiled has none
+    if module == "__main__":
         return True
-    home = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    root = kind.__module__.partition(".")[0]
+    home = getattr(sys.modules.get(module), "__file__", None) or ""
+    root = module.partition(".")[0]
     return bool(home) and "-packages" not in home and root not in sys.stdlib_module_names and root != "phalanx"

@@ -140,26 +140,18 @@ class _Trial:
         """What a step would compute otherwise after one of replicas than after one of one process, because of what it
         kept in Python; see `find_difference`."""
         samples = _few_samples(data, 0)
-        self._whole(samples)
-        whole = self._next_step(samples)
-        self._of_ranks([_rows(samples, 0, PART), _rows(samples, PART, 2 * PART)])
-        ranks = self._next_step(samples)
-        return _Comparison(self._model, self._name, self._before, whole, whole, [ranks]).verdict_of_next_step()
+        whole = self._whole(samples, twice=True)
+        ranks = self._of_ranks([_rows(samples, 0, PART), _rows(samples, PART, 2 * PART)], twice=True)
+        return _Comparison(self._model, self._name, self._before, whole, whole, ranks).verdict_of_next_step()
 
-    def _next_step(self, samples: Any) -> _Results:
-        """The step of the batch after another, of which only what it kept in Python is left."""
-        self._state.restore_all_but_python()
-        self._ranks.be_whole()
-        return self._step(samples, 1.0)
-
-    def _whole(self, samples: Any, *, other_seeds: bool = False) -> _Results:
+    def _whole(self, samples: Any, *, other_seeds: bool = False, twice: bool = False) -> _Results:
         self._state.restore()
         if other_seeds:
             self._state.change_seeds()
         self._ranks.be_whole()
-        return self._step(samples, 1.0)
+        return self._steps(samples, 1.0, twice=twice)
 
-    def _of_ranks(self, parts: Sequence[Any]) -> list[_Results]:
+    def _of_ranks(self, parts: Sequence[Any], *, twice: bool = False) -> list[_Results]:
         # Each round computes all ranks' steps again from their beginning, up to a collective that was not answered
         # before (`LocalRanks`).
         self._ranks.forget()
@@ -169,13 +161,21 @@ class _Trial:
                 self._state.restore()
                 self._ranks.be_rank(rank)
                 try:
-                    finished.append(self._step(part, 1.0 / len(parts)))
+                    finished.append(self._steps(part, 1.0 / len(parts), twice=twice))
                 except Unanswered:
                     continue
             if len(finished) == len(parts):
                 return finished
             self._ranks.answer(len(parts))
         raise StepsDifferError
+
+    def _steps(self, part: Any, share: float, *, twice: bool) -> _Results:
+        """What a step does, or what it does again, when only what it kept in Python is left of the first time."""
+        results = self._step(part, share)
+        if not twice:
+            return results
+        self._state.restore_all_but_python()
+        return self._step(part, share)
 
     def _step(self, part: Any, share: float) -> _Results:
         engine = self._engine
@@ -254,6 +254,8 @@ class _Comparison(NamedTuple):
                 f"a maximum, or count in a metric of the layer."
             )
         if variable := self._different("metrics", self._allowed):
+            if variable.startswith("loss/") and not model_state.has_own_steps(self.model, self.step):
+                return f"{start}the loss of a few samples is another. {self._advice()}"
             return (
                 f"{start}the metric's variable {variable!r} differs after a step. What a {self.step} updates metrics "
                 f"with must be one value for each sample, or a mean over samples; and what a metric keeps must be a "

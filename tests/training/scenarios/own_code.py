@@ -63,6 +63,17 @@ def layer_that_uses_the_mean_of_the_batch(setting: Setting) -> dict[str, Any]:
     return _trained(setting, _with(lambda: layers.Dense(4), Centering))
 
 
+@scenario(error=_refused("'nearly') computes something of all samples"))
+def layer_that_uses_a_little_of_the_mean(setting: Setting) -> dict[str, Any]:
+    """Less than gradients may differ by."""
+
+    class Nearly(layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            return inputs - 4e-3 * ops.mean(inputs, axis=0, keepdims=True)
+
+    return _trained(setting, _with(lambda: layers.Dense(4), lambda: Nearly(name="nearly")))
+
+
 @scenario(error=_refused("an operation between the layers computes something of all samples"))
 def operation_on_the_mean_of_the_batch(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
