@@ -52,6 +52,7 @@ class ReplicaModel:
         replica: this process among the others.
         policy: how the model is to be trained.
         merge: merges the arrays of a step over the ranks.
+        probes: find out what replicas must know of the program.
     """
 
     def __init__(self, model: Any, replica: Replica, policy: TrainingPolicy = EVERY_STEP) -> None:
