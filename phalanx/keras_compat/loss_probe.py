@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,6 +50,21 @@ TOLERANCE, TOLERANCE_OF_HALF = 2e-5, 2e-2
 """Relative to the largest of the compared numbers; the second where losses are computed in half precision."""
 
 logger = logging.getLogger(__name__)
+
+
+class Combination(Enum):
+    """What the losses of two parts of a batch are to the loss of the batch."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    UNSCALED_SUM = "unscaled sum"
+    """A sum that steps do not scale, since it does not come from `Loss.__call__`."""
+    OTHER = "other"
+    UNKNOWN = "unknown"
+    """It is random, or zero, or no number."""
+
+
+SUMS = (Combination.SUM, Combination.UNSCALED_SUM)
 
 
 class Findings(NamedTuple):
@@ -213,16 +229,16 @@ class _Probe:
                     continue
                 verdict = _verdict(_call, of_whole, of_parts, rows, loss)
                 index = next((i for i, each in enumerate(compiled) if each is loss), None)
-                if verdict == "sum" and index is not None:
+                if verdict is Combination.SUM and index is not None:
                     sums.add(index)
-                elif verdict in ("sum", "unscaled sum", "other"):
+                elif verdict in (*SUMS, Combination.OTHER):
                     return Findings([], {}, error=_error(f"The loss {loss.name!r} of {model.name!r}", verdict))
         is_sum = False
         if _computes_own_loss(model):
             with _noted([compiled[index] for index in sums]):
                 verdict = _verdict(partial(self._compute_loss, model), whole, parts, rows, model)
-            is_sum = verdict == "sum"
-            if verdict in ("unscaled sum", "other") or (is_sum and overrides(model, "train_step")):
+            is_sum = verdict is Combination.SUM
+            if verdict in (Combination.UNSCALED_SUM, Combination.OTHER) or (is_sum and overrides(model, "train_step")):
                 return Findings([], {}, error=_error(f"What compute_loss of {type(model).__name__} returns", verdict))
         return Findings(sorted(sums), {}, is_sum)
 
@@ -280,11 +296,12 @@ class _Probe:
             index = str(next(i for i, each in enumerate(layers) if each is layer))
             is_random = not _close(own, float(other), own)
             # Of other seeds another value: it follows from random numbers, which the parts draw differently as well.
-            verdict = "nothing" if is_random else _combination(own, numbers, [cut, self._rows - cut], TOLERANCE)
-            if verdict == "other":
+            rows, tolerance = [cut, self._rows - cut], _tolerance(layer.compute_dtype)
+            verdict = Combination.UNKNOWN if is_random else _combination(own, numbers, rows, tolerance)
+            if verdict is Combination.OTHER:
                 what = f"What the layer {layer.name!r} of {self._model.name!r} passes to add_loss"
                 return Findings([], {}, error=_error(what, verdict))
-            found.setdefault(index, []).append(None if verdict == "nothing" else verdict == "sum")
+            found.setdefault(index, []).append(None if verdict is Combination.UNKNOWN else verdict is Combination.SUM)
         return Findings([], found)
 
 
@@ -299,27 +316,26 @@ def _spread(outputs: Any) -> Any:
     return spread
 
 
-def _verdict(function: Loss, whole: Any, parts: Sequence[Any], rows: Sequence[int], loss: Any) -> str:
-    """How ranks with these parts would combine a loss: to the loss of the whole ("mean"), to that if it is noted as a
-    sum ("sum"), to another although it is one ("unscaled sum") or not ("other"), or nothing can be said ("nothing")."""
+def _verdict(function: Loss, whole: Any, parts: Sequence[Any], rows: Sequence[int], loss: Any) -> Combination:
+    """How ranks with these parts would combine a loss."""
     # Computed twice: a loss that draws random numbers differs from itself.
     (expected, _), (once_more, _) = (_merged(function, [whole], [sum(rows)]) for _ in range(2))
     if not np.isfinite([expected, once_more]).all() or not _close(expected, once_more, expected):
-        return "nothing"
-    half = getattr(loss, "dtype", None) in ("float16", "bfloat16")
-    tolerance = TOLERANCE_OF_HALF if half else TOLERANCE
+        return Combination.UNKNOWN
+    tolerance = _tolerance(getattr(loss, "dtype", None))
     merged, sizes = _merged(function, parts, rows)
     if not np.isfinite([merged, *sizes]).all():
-        return "nothing"
+        return Combination.UNKNOWN
     if _close(expected, merged, *sizes, tolerance=tolerance):
-        return "mean"
+        return Combination.MEAN
     # Now as if it were a sum; the note is taken back, whatever comes of it.
     with _noted([loss]):
         scaled, of_parts = _merged(function, parts, rows)
     if _close(expected, scaled, *of_parts, tolerance=tolerance):
-        return "sum"
+        return Combination.SUM
     # Steps scale what `Loss.__call__` returns, which a loss with a `__call__` of its own may not call.
-    return "unscaled sum" if _close(expected, sum(sizes), *sizes, tolerance=tolerance) else "other"
+    is_sum = _close(expected, sum(sizes), *sizes, tolerance=tolerance)
+    return Combination.UNSCALED_SUM if is_sum else Combination.OTHER
 
 
 def _merged(function: Loss, parts: Sequence[Any], rows: Sequence[int]) -> tuple[float, list[float]]:
@@ -368,13 +384,17 @@ class _Rank:
         return [ops.convert_to_tensor(array, tensor.dtype) for array, tensor in known]
 
 
-def _combination(whole: float, parts: Sequence[float], rows: Sequence[int], tolerance: float) -> str:
+def _combination(whole: float, parts: Sequence[float], rows: Sequence[int], tolerance: float) -> Combination:
     numbers = [whole, *parts]
     if not np.isfinite(numbers).all() or not any(numbers):
-        return "nothing"
+        return Combination.UNKNOWN
     if _close(whole, float(np.average(parts, weights=rows)), *numbers, tolerance=tolerance):
-        return "mean"
-    return "sum" if _close(whole, sum(parts), *numbers, tolerance=tolerance) else "other"
+        return Combination.MEAN
+    return Combination.SUM if _close(whole, sum(parts), *numbers, tolerance=tolerance) else Combination.OTHER
+
+
+def _tolerance(dtype: Any) -> float:
+    return TOLERANCE_OF_HALF if dtype in ("float16", "bfloat16") else TOLERANCE
 
 
 def _close(left: float, right: float, *sizes: float, tolerance: float = 1e-6) -> bool:
@@ -460,8 +480,8 @@ def _with_reflected_rows(values: Any) -> Any:
     return ops.convert_to_tensor(array)
 
 
-def _error(what: str, verdict: str) -> str:
-    if verdict in ("sum", "unscaled sum"):
+def _error(what: str, verdict: Combination) -> str:
+    if verdict in SUMS:
         return (
             f"{what} is the sum over the batch as one number, which the replicas would average. Return a mean over the "
             f"samples; or apply a keras.losses.Loss with reduction='sum', which is summed over the replicas."

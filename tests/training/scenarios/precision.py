@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import layers
+from keras import layers, ops
 
 from tests.training.scenarios.common import CLASSES, FEATURES, compiled, features, fitted, labels
 from tests.training.scenarios.registry import EACH_KIND, Setting, scenario
@@ -38,6 +38,24 @@ def mixed_float16(setting: Setting) -> dict[str, Any]:
 def mixed_bfloat16(setting: Setting) -> dict[str, Any]:
     with _policy("mixed_bfloat16"):
         return fitted(compiled(setting))
+
+
+class Penalized(layers.Layer):
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(ops.cast(0.1 * ops.mean(ops.square(inputs)), "float32"))  # TensorFlow adds up one dtype
+        return inputs
+
+
+@scenario(tolerance=5e-2, quick=("torch",))
+def mixed_bfloat16_with_an_added_loss(setting: Setting) -> dict[str, Any]:
+    """A mean of numbers with eight bits is not quite the mean of its parts' means."""
+
+    def build() -> Any:
+        hidden = [layers.Dense(8, activation="tanh"), Penalized()]
+        return keras.Sequential([keras.Input((FEATURES,)), *hidden, layers.Dense(CLASSES, activation="softmax")])
+
+    with _policy("mixed_bfloat16"):
+        return fitted(compiled(setting, build))
 
 
 @scenario(tolerance=1e-1)
