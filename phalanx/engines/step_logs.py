@@ -14,7 +14,8 @@ from phalanx.keras_compat.model_state import flat_logs
 def silent_metrics(model: Any, merged: Sequence[Any]) -> frozenset[str]:
     """The names of the metrics that a step did not update: a log of the same name is not their result."""
     # A metric that has counted has at least one variable that is not zero, its count if nothing else.
-    touched = {id(v) for v, value in zip(model.metrics_variables, merged, strict=True) if np.any(value)}
+    # Not strict: a metric that the step itself has built was not merged.
+    touched = {id(v) for v, value in zip(model.metrics_variables, merged, strict=False) if np.any(value)}
     return frozenset(m.name for m in model.metrics if not any(id(v) in touched for v in m.variables))
 
 
@@ -66,5 +67,9 @@ def choose_logs(
     if not averages:
         return dict(results())
     merged = flat_logs(results())
-    chosen = {name: merged[name] if name in merged and name not in silent else v for name, v in averages.items()}
+    # Where a step logs all names and no others, Keras takes the results, whatever the step has logged.
+    known = (
+        set(merged) if averages.keys() == merged.keys() else {n for n in merged if origins.may_be_result(n, averages)}
+    )
+    chosen = {name: merged[name] if name in known - silent else value for name, value in averages.items()}
     return origins.nested({**chosen, **(origins.results(averages) if derived is None else derived())})

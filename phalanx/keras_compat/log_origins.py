@@ -1,9 +1,9 @@
 """Which of a step's logs are results of metrics, so that they can be computed again from what all ranks counted.
 
 A step logs what it saw: one rank's part of a batch. The results of metrics are replaced by name. But a step may log a
-result under another name (`{"loss": self.total.result()}`), or `compute_metrics` may log what it computes from results
-(F1 of precision and recall). So the origins of the logs are watched, by the identity of the values that a step passes
-on.
+result under another name (`{"loss": self.total.result()}`), or a number under the name of a metric of which it asks no
+result; or `compute_metrics` may log what it computes from results (F1 of precision and recall). So the origins of the
+logs are watched, by the identity of the values that a step passes on.
 
 Overrides `result` and `update_state` of metrics and `compute_metrics` of the model. Tested with Keras 3.12 and 3.15.
 """
@@ -41,6 +41,7 @@ class LogOrigins:
         # Of each set of logs that a step has returned, by their names: which are results under other names, and how
         # they were nested. A compiled step is watched when it is traced; one trace may log what another does not.
         self._found: dict[frozenset[str], dict[str, _Origin]] = {}
+        self._asked: dict[frozenset[str], set[str]] = {}  # the names of all results that the step has asked for
         self._forms: dict[frozenset[str], Mapping[str, Any]] = {}
         self._looks_at_batch = False  # as `compute_metrics` does
 
@@ -56,7 +57,7 @@ class LogOrigins:
             yield flat_logs
             return
         model = self._model
-        metrics = _metrics(model)
+        metrics = metrics_of(model)
         compute = model.compute_metrics
         self._seen = []
 
@@ -89,6 +90,11 @@ class LogOrigins:
             logs[name] = known[id(metric)] if key is None else known[id(metric)][key]
         return logs
 
+    def may_be_result(self, name: str, names: Iterable[str]) -> bool:
+        """Whether a step that logs these names may log a metric's result under this one, which is the metric's."""
+        asked = self._asked.get(frozenset(names))
+        return asked is None or name in asked
+
     def nested(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         """Flat logs of a step, nested as it returned them: Keras sorts them level by level."""
         form = self._forms.get(frozenset(logs))
@@ -107,6 +113,7 @@ class LogOrigins:
         # What was noted first is nearest to the metric: `compute_metrics` returns results of metrics.
         origins = {id(value): origin for value, origin in reversed(self._seen)}
         found = {name: origins[id(value)] for name, value in logs.items() if id(value) in origins}
+        self._asked[names] = {str(o.key or getattr(o.metric, "name", "")) for _, o in self._seen}
         self._found[names] = {name: origin for name, origin in found.items() if not _is_named_so(origin, name)}
         return logs
 
@@ -119,7 +126,7 @@ class LogOrigins:
         scope = nullcontext() if in_stateless_scope() else keras.StatelessScope()
         try:
             with ExitStack() as stack, scope:
-                for metric in _metrics(self._model):
+                for metric in metrics_of(self._model):
                     stack.enter_context(overridden_methods(metric, update_state=_nothing))
                 logs: Mapping[str, Any] = self._model.compute_metrics(absent, absent, absent, absent)
             return logs
@@ -141,7 +148,7 @@ class _Absent:
     """Stands for a batch that must not be read."""
 
 
-def _metrics(model: Any) -> list[Any]:
+def metrics_of(model: Any) -> list[Any]:
     """All metrics of the model, including the one of compiled metrics, which `model.metrics` leaves out."""
     found = {id(metric): metric for metric in [*model.metrics, *model._metrics, model._compile_metrics] if metric}
     return list(found.values())

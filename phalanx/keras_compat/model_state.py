@@ -79,19 +79,24 @@ def has_built_parts(model: Any, *, with_loss: bool = True) -> bool:
     Args:
         with_loss: whether the loss of `compile` counts; there is nothing to build it for in data without targets.
     """
-    metrics = model._compile_metrics
-    if metrics is not None and not leaves([metrics._user_metrics or (), metrics._user_weighted_metrics or ()]):
-        metrics = None  # there is nothing to build
-    parts = [metrics, model._compile_loss if with_loss else None]
     layers = [layer for layer in model._flatten_layers() if layer is not model]
-    return bool(layers) and all(part is None or part.built for part in [*layers, *parts])
+    has_built_loss = not with_loss or model._compile_loss is None or model._compile_loss.built
+    return bool(layers) and all(layer.built for layer in layers) and has_built_loss and _has_built_metrics(model)
+
+
+def _has_built_metrics(model: Any) -> bool:
+    metrics = model._compile_metrics
+    if metrics is None or metrics.built:
+        return True
+    return not leaves([metrics._user_metrics or (), metrics._user_weighted_metrics or ()])  # there is nothing to build
 
 
 def builds_in_steps(model: Any, step: str) -> bool:
-    """Whether there are layers that only the model's own `train_step` or `test_step` may build; on JAX none can."""
+    """Whether there are layers or compiled metrics that only the model's own `train_step` or `test_step` may build; on
+    JAX none can."""
     if keras.backend.backend() == "jax" or not overrides(model, step):
         return False
-    return not all(layer.built for layer in model._flatten_layers(include_self=False))
+    return not (all(layer.built for layer in model._flatten_layers(include_self=False)) and _has_built_metrics(model))
 
 
 def overrides(model: Any, method: str) -> bool:

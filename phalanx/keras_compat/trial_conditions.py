@@ -35,14 +35,19 @@ class TrialConditions:
     Args:
         model: compiled.
         found: called with the variables of an optimizer that the step applies, and that is none of the model's.
+        keeps_python: whether steps keep what their Python code keeps, as they do where they are not compiled.
+
+    Attributes:
+        optimizers: that steps are known to apply.
     """
 
-    def __init__(self, model: Any, found: Callable[[Sequence[Any]], None]) -> None:
+    def __init__(self, model: Any, found: Callable[[Sequence[Any]], None], *, keeps_python: bool) -> None:
+        self.keeps_python = keeps_python
         self._model = model
         self._found = found
         # Those whose update is replaced; optimizers that a step makes or finds elsewhere join when they are first
         # applied.
-        self._optimizers: list[Any] = []
+        self.optimizers: list[Any] = []
         self._stack = ExitStack()
         self._draws = 0
 
@@ -68,17 +73,21 @@ class TrialConditions:
     def begin(self) -> None:
         """Call before each step."""
         self._draws = 0
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             if (scale := getattr(optimizer, "dynamic_scale", None)) is not None:
                 scale.assign(1.0)  # the first ones overflow
 
+    def optimizer_variables(self) -> list[Any]:
+        """All that optimizers update themselves."""
+        return [variable for optimizer in self.optimizers for variable in optimizer.variables]
+
     def _take(self, optimizer: Any) -> None:
-        self._optimizers.append(optimizer)
+        self.optimizers.append(optimizer)
         self._stack.enter_context(overridden_methods(optimizer, _backend_update_step=self._update))
 
     def _applies(self) -> PatchedFunction:
         def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if all(each is not optimizer for each in self._optimizers):
+            if all(each is not optimizer for each in self.optimizers):
                 self._found(optimizer.variables)
                 self._take(optimizer)
             return patch.original(optimizer, *args, **kwargs)
@@ -161,13 +170,29 @@ def _most_likely(logits: Any, num_samples: int, dtype: str = "int32", seed: Any 
 @contextmanager
 def running_eagerly(model: Any) -> Iterator[None]:
     """A context in which steps of a model are not compiled."""
+    if keras.backend.backend() == "jax":  # where each operation would be compiled by itself
+        yield
+        return
     before = model.jit_compile, model.run_eagerly
-    if keras.backend.backend() != "jax":  # where each operation would be compiled by itself
-        model.jit_compile, model.run_eagerly = False, True
+    model.jit_compile, model.run_eagerly = False, True
+    try:
+        with _calling_functions() if keras.backend.backend() == "tensorflow" else contextlib.nullcontext():
+            yield
+    finally:
+        model.jit_compile, model.run_eagerly = before
+
+
+@contextmanager
+def _calling_functions() -> Iterator[None]:
+    """A context in which a step that is a `tf.function` runs eagerly, too."""
+    import tensorflow as tf
+
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
     try:
         yield
     finally:
-        model.jit_compile, model.run_eagerly = before
+        tf.config.run_functions_eagerly(before)
 
 
 def _collected_statistics() -> PatchedFunction:

@@ -16,8 +16,13 @@ import numpy as np
 from phalanx.engines import buffers
 from phalanx.engines.random_state import random_state, set_random_state
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.keras_internals import global_seed_generator, in_stateless_scope
-from phalanx.keras_compat.patching import PatchedFunction, defining_class
+from phalanx.keras_compat.keras_internals import global_seed_generator
+from phalanx.keras_compat.variable_assignments import (
+    TensorFlowVariable,
+    outside_of_functions,
+    raw_of,
+    watched_assignments,
+)
 from phalanx.training import program_random_state
 from phalanx.training.program_objects import KERAS_PARTS, ProgramObjects, is_large
 from phalanx.training.state_sync import seed_generators, value_of, variables_of
@@ -45,6 +50,7 @@ class ProgramState:
         self._model = model
         # By id, with the variable itself, so that no other object gets this id meanwhile.
         self._variables: dict[int, tuple[Any, Array]] = {}
+        self._raws: dict[int, Any] = {}  # likewise, what they keep their values in
         layers = model._flatten_layers()
         parts = [*layers, *model.metrics, *(model_state.optimizers(model) if trains else [])]
         parts = [part for part in parts if part is model or getattr(part, "built", True)]
@@ -65,39 +71,40 @@ class ProgramState:
         for variable in variables:
             if id(variable) not in self._variables:
                 self._variables[id(variable)] = variable, value_of(variable)
+                if (raw := raw_of(variable)) is not None:
+                    self._raws[id(raw)] = raw
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """A context after which the state is as it was."""
 
-        def create(variable: Any, *args: Any, **kwargs: Any) -> None:
-            creating.original(variable, *args, **kwargs)
-            # Inside of a stateless scope values are arguments and results of the trace; the variable itself does not
-            # change.
-            if getattr(variable, "_value", None) is not None and not in_stateless_scope():
+        def found(variable: Any) -> None:
+            with outside_of_functions():
                 self.keep([variable])
 
-        def assign(variable: Any, value: Any) -> Any:
-            if not in_stateless_scope():
-                self.keep([variable])
-            return assigning.original(variable, value)
+        def found_raw(raw: Any) -> None:
+            if id(raw) not in self._raws:
+                found(TensorFlowVariable(raw))
+                self._raws[id(raw)] = raw
 
-        creating = PatchedFunction(defining_class(keras.Variable, "__init__"), "__init__", create)
-        assigning = PatchedFunction(defining_class(keras.Variable, "assign"), "assign", assign)
-        with creating, assigning:
+        with watched_assignments(found, found_raw):
             try:
                 yield
             finally:
                 self.restore()
 
+    def restore_python(self) -> None:
+        """Undo what has happened since to attributes and objects of the program."""
+        self._in_python.restore()
+
+    def variables(self) -> list[tuple[Any, Array]]:
+        """The variables that are known so far, and the values that they began with."""
+        return list(self._variables.values())
+
     def restore(self) -> None:
         """Undo what has happened since."""
-        self._in_python.restore()
-        self.restore_all_but_python()
-
-    def restore_all_but_python(self) -> None:
-        """Undo what has happened since, but for attributes and objects of the program."""
-        for variable, value in self._variables.values():
+        self.restore_python()
+        for variable, value in self.variables():
             if not np.array_equal(value_of(variable), value):
                 variable.assign(value)
         for tensor, gradient in self._gradients:

@@ -28,6 +28,7 @@ from phalanx.engines.local_ranks import LocalRanks, StepsDifferError, Unanswered
 from phalanx.engines.step_layout import MergeWeight
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
+from phalanx.keras_compat.metric_uses import MetricUses
 from phalanx.keras_compat.trial_conditions import LARGEST_CHANGE, TrialConditions
 from phalanx.training.program_state import ProgramState
 from phalanx.training.state_sync import seed_generators, variables_of
@@ -36,6 +37,8 @@ Array = np.ndarray[Any, Any]
 
 PART = 5
 """Samples of each of two replicas: few, and as many, so that JAX compiles two steps and not three."""
+_PARTS = ((0, PART), (PART, 2 * PART))
+"""Of a batch, the first row of each replica's part and the one after its last."""
 MOST_COLLECTIVES = 64
 """In a step that is tried. Each costs one more attempt."""
 ATTEMPTS = 3
@@ -53,13 +56,22 @@ logger = logging.getLogger(__name__)
 
 
 class _Results(NamedTuple):
-    """What a step has done, by name: gradients as they were applied, and what is left behind."""
+    """What a step has done, by name: gradients as they were applied, and what is left behind.
+
+    Attributes:
+        others: variables that the step assigns and that are none of the model's; and learning rates.
+    """
 
     gradients: dict[str, Array]
     weights: dict[str, Array]
     state: dict[str, Array]
     metrics: dict[str, Array]
+    others: dict[str, Array]
     logs: dict[str, Array]
+
+
+_Steps = tuple[_Results, _Results]
+"""A step and the next one."""
 
 
 def is_needed(model: Any, step: str) -> bool:
@@ -80,13 +92,10 @@ def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructur
     if not _can_be_tried(model, data):
         return ""
     state = ProgramState(model)
-    keeps_python = engine.runs_python  # conditions may change it
     try:
-        with state.kept(), TrialConditions(model, state.keep) as conditions:
-            trial = _Trial(model, engine, state, conditions, form, step)
-            if (found := trial.difference(data)) or not keeps_python:
-                return found
-            return trial.difference_of_next_step(data)
+        keeps_python = engine.runs_python  # conditions may change it
+        with state.kept(), TrialConditions(model, state.keep, keeps_python=keeps_python) as conditions:
+            return _Trial(model, engine, state, conditions, form, step).difference(data)
     except UnsupportedError as error:
         return str(error)
     except StepsDifferError:
@@ -115,6 +124,7 @@ class _Trial:
         self._state = state
         self._conditions = conditions
         self._ranks = LocalRanks()
+        self._uses = MetricUses()
         # An engine of its own, whose merge is local: the model's engine would wait for the other ranks.
         self._engine = make_engine(model, self._ranks)
         self._engine.expect(form)
@@ -125,43 +135,58 @@ class _Trial:
         self._engine.build(_few_samples(data, 0))
         self._engine.metric_rules.decide(self._rules)
         # The state before the first attempt holds for all of them: each begins with `restore`.
-        self._before = self._results({})
+        before = self._results({})
         for attempt in range(ATTEMPTS):
-            samples = _few_samples(data, attempt)
+            # The next step gets other samples, which each replica has others of, too.
+            batches = _few_samples(data, attempt), _few_samples(data, attempt + ATTEMPTS)
             # What differs between these two follows from random numbers, and says nothing about the replicas.
-            whole, other = self._whole(samples), self._whole(samples, other_seeds=True)
-            ranks = self._of_ranks([_rows(samples, 0, PART), _rows(samples, PART, 2 * PART)])
-            found = _Comparison(self._model, self._name, self._before, whole, other, ranks)
-            if (verdict := found.verdict()) or found.is_finite():
-                break
+            whole, other = self._whole(batches), self._whole(batches, other_seeds=True)
+            ranks = self._of_ranks([tuple(_rows(each, *rows) for each in batches) for rows in _PARTS])
+            start = before._replace(others=self._others({id(v): value for v, value in self._state.variables()}))
+            first, second = (
+                _Comparison(self._model, self._name, start, whole[i], other[i], [rank[i] for rank in ranks])
+                for i in range(2)
+            )
+            verdict = first.verdict() or self._misuse()
+            if verdict or first.is_finite():
+                return verdict or second.verdict_of_next_step()
         return verdict
 
-    def difference_of_next_step(self, data: Any) -> str:
-        """What a step would compute otherwise after one of replicas than after one of one process, because of what it
-        kept in Python; see `find_difference`."""
-        samples = _few_samples(data, 0)
-        whole = self._whole(samples, twice=True)
-        ranks = self._of_ranks([_rows(samples, 0, PART), _rows(samples, PART, 2 * PART)], twice=True)
-        return _Comparison(self._model, self._name, self._before, whole, whole, ranks).verdict_of_next_step()
+    def _misuse(self) -> str:
+        """What a step does with metrics that are merged after it."""
+        if name := self._uses.resets:
+            return (
+                f"The {self._name} of {type(self._model).__name__} resets the metric {name!r}. Replicas merge what a "
+                f"step has added to a metric after the step, so what it held before stays. Log the number itself "
+                f"instead, or reset the metric in a callback, between two steps."
+            )
+        if name := self._uses.reads_early:
+            return (
+                f"The {self._name} of {type(self._model).__name__} reads the result of the metric {name!r}, and then "
+                f"updates it. Replicas merge what a step has added to a metric after the step, so a result is that of "
+                f"the whole step. Update metrics first; and keep what a later step uses in a variable "
+                f"(self.add_weight)."
+            )
+        return ""
 
-    def _whole(self, samples: Any, *, other_seeds: bool = False, twice: bool = False) -> _Results:
+    def _whole(self, batches: Sequence[Any], *, other_seeds: bool = False) -> _Steps:
         self._state.restore()
         if other_seeds:
             self._state.change_seeds()
         self._ranks.be_whole()
-        return self._steps(samples, 1.0, twice=twice)
+        return self._two_steps(batches, 1.0)
 
-    def _of_ranks(self, parts: Sequence[Any], *, twice: bool = False) -> list[_Results]:
+    def _of_ranks(self, parts: Sequence[Sequence[Any]]) -> list[_Steps]:
         # Each round computes all ranks' steps again from their beginning, up to a collective that was not answered
         # before (`LocalRanks`).
         self._ranks.forget()
-        for _ in range(MOST_COLLECTIVES):
+        for _ in range(2 * MOST_COLLECTIVES):
             finished = []
             for rank, part in enumerate(parts):
                 self._state.restore()
                 self._ranks.be_rank(rank)
                 try:
-                    finished.append(self._steps(part, 1.0 / len(parts), twice=twice))
+                    finished.append(self._two_steps(part, 1.0 / len(parts)))
                 except Unanswered:
                     continue
             if len(finished) == len(parts):
@@ -169,20 +194,19 @@ class _Trial:
             self._ranks.answer(len(parts))
         raise StepsDifferError
 
-    def _steps(self, part: Any, share: float, *, twice: bool) -> _Results:
-        """What a step does, or what it does again, when only what it kept in Python is left of the first time."""
-        results = self._step(part, share)
-        if not twice:
-            return results
-        self._state.restore_all_but_python()
-        return self._step(part, share)
+    def _two_steps(self, batches: Sequence[Any], share: float) -> _Steps:
+        first = self._step(batches[0], share)
+        if not self._conditions.keeps_python:
+            self._state.restore_python()
+        return first, self._step(batches[1], share)
 
     def _step(self, part: Any, share: float) -> _Results:
         engine = self._engine
         self._conditions.begin()
         engine.begin()
         try:
-            logs = self._train(part, share) if self._name == "train_step" else self._test(part, share)
+            with self._uses.watched(self._model, self._name):
+                logs = self._train(part, share) if self._name == "train_step" else self._test(part, share)
         finally:
             engine.end()
         return self._results({name: _array(value) for name, value in model_state.flat_logs(logs).items()})
@@ -207,11 +231,23 @@ class _Trial:
         trained = {id(variable) for variable in model.trainable_variables}
         for variable in variables_of(model) if self._name == "train_step" else ():
             if id(variable) not in apart:
-                _add(weights if id(variable) in trained else state, variable.path, variable)
+                _add(weights if id(variable) in trained else state, variable.path, variable.value)
         for metric in model.metrics:
             for variable in metric.variables:
-                _add(metrics, f"{metric.name}/{variable.name}", variable)
-        return _Results(self._gradients(), weights, state, metrics, logs)
+                _add(metrics, f"{metric.name}/{variable.name}", variable.value)
+        return _Results(self._gradients(), weights, state, metrics, self._others(), logs)
+
+    def _others(self, values: Mapping[int, Array] | None = None) -> dict[str, Array]:
+        """Variables of which the model does not know, with these values or their own."""
+        model, found = self._model, dict[str, Array]()
+        known = [*variables_of(model), *model.metrics_variables, *self._conditions.optimizer_variables()]
+        apart = {id(variable) for variable in known} | {id(each.state) for each in seed_generators(model)}
+        rates = [getattr(each, "_learning_rate", None) for each in self._conditions.optimizers]
+        for variable, _ in self._state.variables():
+            if id(variable) not in apart or any(variable is rate for rate in rates):
+                value = variable.value if values is None else values[id(variable)]
+                _add(found, variable.path, value)
+        return found
 
     def _gradients(self) -> dict[str, Array]:
         found: dict[str, Array] = {}
@@ -261,6 +297,8 @@ class _Comparison(NamedTuple):
                 f"with must be one value for each sample, or a mean over samples; and what a metric keeps must be a "
                 f"sum. Compute everything else in its result()."
             )
+        if variable := self._different("others", self._allowed_change):
+            return f"{start}{self._of_another(variable)}"
         if log := self._different("logs", self._allowed):
             return (
                 f"{start}its {self.step} logs {log!r}, which for a batch does not follow from the values for the "
@@ -270,15 +308,31 @@ class _Comparison(NamedTuple):
         return ""
 
     def verdict_of_next_step(self) -> str:
-        """Whether a step depends on what an earlier one has kept of its samples; "" if not."""
-        limits = {"gradients": self._allowed_gradient, "weights": self._allowed_change}
-        if not any(self._different(kind, limits.get(kind, self._allowed)) for kind in _Results._fields):
-            return ""
+        """What a step computes otherwise because of what the one before it has left; "" if nothing."""
+        limits = {"gradients": self._allowed_gradient, "weights": self._allowed_change, "others": self._allowed_change}
+        for kind in _Results._fields:
+            if name := self._different(kind, limits.get(kind, self._allowed)):
+                what = "the gradients are others" if kind == "gradients" else f"{name!r} differs"
+                return (
+                    f"Replicas that each see a part of a batch would not compute what one process does with "
+                    f"{type(self.model).__name__}: in the second {self.step}, {what}. So it uses what an earlier one "
+                    f"has kept of its samples, of which each replica has seen its own part: a mean or a queue in an "
+                    f"attribute or a list, a variable that is clipped. Keep a mean over the samples in a variable "
+                    f"(self.add_weight), and clip it where it is used."
+                )
+        return ""
+
+    def _of_another(self, name: str) -> str:
+        rates = [getattr(each, "_learning_rate", None) for each in model_state.optimizers(self.model)]
+        if any(isinstance(rate, keras.Variable) and rate.path == name for rate in rates):
+            return (
+                f"its {self.step} sets the learning rate {name!r} to what follows from samples. Set it in a callback, "
+                f"from the logs, or from a mean over the batches of all replicas."
+            )
         return (
-            f"A {self.step} of {type(self.model).__name__} uses what an earlier one has kept of its samples in Python, "
-            f"in an attribute or a list (a running mean, a queue of features), where each replica would keep what it "
-            f"sees of its own part of a batch. Keep a mean over the samples, in a variable of a layer or of the model: "
-            f"self.add_weight(..., trainable=False) and assign()."
+            f"a {self.step} leaves another value in {name!r}, which belongs to no layer and no metric of the model. "
+            f"Make it an attribute of the model: a keras.metrics.Metric, or a variable (self.add_weight) that keeps a "
+            f"mean over the samples."
         )
 
     def _apart(self) -> str:
@@ -335,7 +389,10 @@ class _Comparison(NamedTuple):
         return (TOLERANCE_OF_HALF, TOLERANCE_OF_HALF) if self._is_half() else (TOLERANCE_OF_WEIGHTS, 10 * ROUNDING)
 
     def _allowed_change(self, kind: str, name: str) -> float:
-        whole, before = self.whole.weights[name], self.before.weights[name]
+        whole = getattr(self.whole, kind)[name]
+        if kind == "others" and whole.size == 1:  # not made of weights, whose gradients may differ
+            return self._allowed(kind, name)
+        before = getattr(self.before, kind).get(name, whole)
         tolerance, rounding = self._tolerances()
         own = tolerance * np.abs(whole - before).max(initial=0)
         return float(own + rounding * LARGEST_CHANGE + ROUNDING * np.abs(before).max(initial=0))
@@ -400,8 +457,8 @@ def _rows(data: Any, start: int, stop: int) -> Any:
     return map_leaves(lambda array: array[start:stop], data)
 
 
-def _add(found: dict[str, Array], name: str, variable: Any) -> None:
-    found[name if name not in found else f"{name} ({len(found)})"] = _array(variable.value)
+def _add(found: dict[str, Array], name: str, value: Any) -> None:
+    found[name if name not in found else f"{name} ({len(found)})"] = _array(value)
 
 
 def _array(value: Any) -> Array:

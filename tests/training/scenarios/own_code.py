@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 from keras import layers, ops
 
 from tests.training.scenarios.common import BATCH, FEATURES, compiled, features, fitted, numbers
@@ -425,3 +426,183 @@ def own_train_step_that_adds_up_gradients(setting: Setting) -> dict[str, Any]:
             return {"error": loss}
 
     return fitted(compiled(setting, _dense(Model), loss=None), features(64), numbers(64), epochs=3)
+
+
+def _stepping_with(log: Callable[[Any, Any, Any, Any], dict[str, Any]]) -> type:
+    """A model whose `train_step` updates its weights, and then logs what a function makes of model, targets,
+    predictions and loss."""
+
+    class Model(keras.Model):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.error = keras.metrics.MeanAbsoluteError(name="error")
+
+        def train_step(self, data: Any) -> Any:
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            loss, gradients = _gradients(
+                lambda: ops.mean(ops.square(self(x, training=True) - y)), self.trainable_variables
+            )
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return log(self, y, self(x), loss)
+
+    return Model
+
+
+def _stepped(setting: Setting, log: Callable[[Any, Any, Any, Any], dict[str, Any]]) -> dict[str, Any]:
+    return fitted(compiled(setting, _dense(_stepping_with(log)), loss=None), y=numbers())
+
+
+EAGER_KINDS = ("tensorflow", "torch")
+"""Where a step assigns; on JAX it is a function."""
+
+
+@scenario(backends=EAGER_KINDS, quick=ONE_BACKEND, error=_refused("sets the learning rate"))
+def own_train_step_that_sets_the_learning_rate(setting: Setting) -> dict[str, Any]:
+    def log(model: Any, y: Any, y_pred: Any, loss: Any) -> dict[str, Any]:
+        model.optimizer.learning_rate.assign(0.05 / (1.0 + loss))
+        return {"squares": loss}
+
+    return _stepped(setting, log)
+
+
+@scenario(backends=EAGER_KINDS, quick=ONE_BACKEND)
+def own_train_step_that_lowers_the_learning_rate(setting: Setting) -> dict[str, Any]:
+    def log(model: Any, y: Any, y_pred: Any, loss: Any) -> dict[str, Any]:
+        model.optimizer.learning_rate.assign(0.9 * model.optimizer.learning_rate)
+        return {"squares": loss}
+
+    return _stepped(setting, log)
+
+
+@scenario(backends=EAGER_KINDS, quick=EAGER_KINDS, error=_refused("belongs to no layer and no metric of the model"))
+def own_train_step_with_a_variable_of_no_layer(setting: Setting) -> dict[str, Any]:
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        running: Any = tf.Variable(1.0, name="running")
+    else:
+        running = keras.Variable(1.0, name="running")
+
+    def log(model: Any, y: Any, y_pred: Any, loss: Any) -> dict[str, Any]:
+        running.assign(0.5 * running + 0.5 * loss)
+        return {"squares": loss}
+
+    return _stepped(setting, log)
+
+
+@scenario(backends=EAGER_KINDS, quick=ONE_BACKEND, error=_refused("belongs to no layer and no metric of the model"))
+def own_train_step_with_a_metric_of_no_model(setting: Setting) -> dict[str, Any]:
+    error = keras.metrics.MeanAbsoluteError(name="outside")
+
+    def log(model: Any, y: Any, y_pred: Any, loss: Any) -> dict[str, Any]:
+        error.update_state(y, y_pred)
+        return {"absolute": error.result()}
+
+    return _stepped(setting, log)
+
+
+@scenario(backends=EAGER_KINDS, quick=ONE_BACKEND)
+def own_train_step_that_logs_a_number_by_the_name_of_a_metric(setting: Setting) -> dict[str, Any]:
+    """Beside another name: Keras logs what the step returned, that of the last batch."""
+
+    def log(model: Any, y: Any, y_pred: Any, loss: Any) -> dict[str, Any]:
+        model.error.update_state(y, y_pred)
+        return {"error": loss, "twice": 2.0 * loss}
+
+    return _stepped(setting, log)
+
+
+@scenario(backends=EAGER_KINDS, quick=ONE_BACKEND, error=_refused("resets the metric 'error'"))
+def own_train_step_that_resets_a_metric(setting: Setting) -> dict[str, Any]:
+    def log(model: Any, y: Any, y_pred: Any, loss: Any) -> dict[str, Any]:
+        model.error.reset_state()
+        model.error.update_state(y, y_pred)
+        return {"of batch": model.error.result()}
+
+    return _stepped(setting, log)
+
+
+@scenario(backends=EAGER_KINDS, quick=ONE_BACKEND, error=_refused("reads the result of the metric 'error', and then"))
+def own_train_step_that_logs_a_former_result(setting: Setting) -> dict[str, Any]:
+    def log(model: Any, y: Any, y_pred: Any, loss: Any) -> dict[str, Any]:
+        former = model.error.result()
+        model.error.update_state(y, y_pred)
+        return {"former": former}
+
+    return _stepped(setting, log)
+
+
+class _Outer(keras.Model):
+    """Trains another model, and has no `call`."""
+
+    def __init__(self, student: Any) -> None:
+        super().__init__()
+        self.student = student
+
+    def train_step(self, data: Any) -> Any:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        weights = self.student.trainable_variables
+        loss, gradients = _gradients(lambda: ops.mean(ops.square(self.student(x, training=True) - y)), weights)
+        self.optimizer.apply(gradients, weights)
+        self._compile_metrics.update_state(y, self.student(x))
+        return {**{metric.name: metric.result() for metric in self.metrics}, "squares": loss}
+
+
+@scenario(backends=("tensorflow",))
+def own_train_step_that_builds_compiled_metrics(setting: Setting) -> dict[str, Any]:
+    return fitted(compiled(setting, lambda: _Outer(_dense(keras.Model)()), loss=None, metrics=["mae"]), y=numbers())
+
+
+class OfRows(keras.Model):
+    """Is called with all features, and trained with numbers of rows, as models of graphs are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = layers.Dense(4, "tanh"), layers.Dense(1)
+        self.features = features()
+
+    def call(self, inputs: Any) -> Any:
+        values, scales = inputs
+        return self.head(self.hidden(values) * scales)
+
+    def train_step(self, data: Any) -> Any:
+        rows, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+
+        inputs = [ops.convert_to_tensor(self.features), ops.ones((1, 4))]
+
+        def loss_of() -> Any:
+            predictions = self(inputs)
+            return self.compute_loss(y=y, y_pred=ops.take(predictions, rows, axis=0))
+
+        self(inputs)
+        loss, gradients = _gradients(loss_of, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"squares": loss}
+
+
+@scenario(backends=("tensorflow",))
+def own_train_step_that_calls_the_model_with_other_inputs(setting: Setting) -> dict[str, Any]:
+    return fitted(compiled(setting, OfRows, loss="mse"), np.arange(33), numbers())
+
+
+@scenario(backends=("tensorflow",))
+def own_train_step_in_a_function_of_tensorflow(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = layers.Dense(1)
+            self.steps = keras.Variable(0.0, trainable=False, name="steps")
+
+        @tf.function(jit_compile=False)  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            with tf.GradientTape() as tape:
+                loss = ops.mean(ops.square(self.head(x) - y))
+            weights = self.head.trainable_weights
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            self.steps.assign_add(1.0)
+            return {"squares": loss, "steps": self.steps + 0.0}
+
+    return fitted(compiled(setting, Model, loss=None), y=numbers())

@@ -112,7 +112,13 @@ class TensorFlowEngine(ReplicaEngine):
             if not model.optimizer.built and parts_are_built:
                 model.optimizer.build(model.trainable_variables)
         else:
-            build_all(model, map_leaves(_without_string_arrays, self._batches.for_keras(data)))
+            try:
+                build_all(model, map_leaves(_without_string_arrays, self._batches.for_keras(data)))
+            except Exception as error:
+                if not model_state.overrides(model, "train_step"):
+                    raise
+                # Its step need not call the model with what it gets; it may build what it uses (`build_parts`).
+                logger.info("%r cannot be built from a batch, but perhaps in its step: %r", model.name, error)
         self._state = self.layer_state()
         self._note_variables()
 

@@ -1,0 +1,73 @@
+"""Watches in which order a step uses metrics: replicas merge what a step adds to them after the step.
+
+Overrides `reset_state`, `update_state` and `result` of metrics, and a step of the model. Tested with Keras 3.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from phalanx.keras_compat.log_origins import metrics_of
+from phalanx.keras_compat.patching import overridden_methods
+
+
+class MetricUses:
+    """What steps that run or are traced do with the metrics of a model.
+
+    Attributes:
+        resets: the name of a metric that a step has reset; "" if none has.
+        reads_early: the name of one whose result a step has read before it updated the metric, and not again.
+    """
+
+    def __init__(self) -> None:
+        self.resets = self.reads_early = ""
+        self._is_in_step = False
+        self._early: dict[int, bool] = {}  # by metric: whether it was updated since its last result
+
+    @contextmanager
+    def watched(self, model: Any, step: str) -> Iterator[None]:
+        """A context in which steps of this name are watched."""
+        with ExitStack() as stack:
+            stack.enter_context(overridden_methods(model, **{step: self._watching(getattr(model, step), model)}))
+            for metric in metrics_of(model):
+                stack.enter_context(
+                    overridden_methods(
+                        metric,
+                        reset_state=self._noting(self._reset, metric, metric.reset_state),
+                        update_state=self._noting(self._update, metric, metric.update_state),
+                        result=self._noting(self._read, metric, metric.result),
+                    )
+                )
+            yield
+
+    def _watching(self, step: Callable[..., Any], model: Any) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._is_in_step, self._early = True, {}
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._is_in_step = False
+                early = [metric.name for metric in metrics_of(model) if self._early.get(id(metric))]
+                self.reads_early = self.reads_early or next(iter(early), "")
+
+        return watched
+
+    def _noting(self, note: Callable[[Any], None], metric: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if self._is_in_step:
+                note(metric)
+            return method(*args, **kwargs)
+
+        return noted
+
+    def _reset(self, metric: Any) -> None:
+        self.resets = self.resets or metric.name
+
+    def _update(self, metric: Any) -> None:
+        if id(metric) in self._early:
+            self._early[id(metric)] = True
+
+    def _read(self, metric: Any) -> None:
+        self._early[id(metric)] = False
