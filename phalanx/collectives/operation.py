@@ -161,7 +161,8 @@ def _difference(rank: int, mine: CollectiveDescription, reference_rank: int, ref
         return (
             f"{mine.name} on rank {rank} got {len(mine.arrays)} arrays; rank {reference_rank} brought "
             f"{len(reference.arrays)}. All ranks must pass the same arrays: the first difference is at array {index}. "
-            f"Is the model the same on every rank, with the same layers frozen?"
+            f"Is the model the same on every rank, with the same layers frozen? And does each step do the same there, "
+            f"with no update under a condition on the samples of one rank?"
         )
     return (
         f"{mine.name} on rank {rank} got {mine.arrays[index]} as array {index}; rank {reference_rank} "

@@ -71,8 +71,10 @@ def batch_size_of(element: Any, source: str) -> int:
     if min(sizes) != max(sizes):
         raise ConfigurationError(
             f"{source} yielded a batch whose arrays hold different numbers of samples: {sizes}. "
-            "Make sure that all arrays contain the same number of samples, and that the elements are batches (of a "
-            "dataset, after `.batch(batch_size)`)."
+            "A batch is divided by its first axis, so all of its arrays must have one row for each sample, and the "
+            "elements must be batches (of a dataset, after `.batch(batch_size)`). Reshape an array that has several "
+            "rows for a sample, or batches of several sizes (zipped data sets), to (samples, rows, ...), and back in "
+            "the model."
         )
     return sizes[0]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -10,12 +12,13 @@ import keras
 from phalanx.arrays.tree import leaves
 from phalanx.data import LocalBatch
 from phalanx.engines.updater import check_kind
-from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
 from phalanx.keras_compat.model_state import names_in, optimizers
 
 CLIPPING = {"clip_by_global_norm", "clip_by_norm", "clip_by_average_norm"} | {"clip_grad_norm_", "clip_grad_value_"}
 """Functions of TensorFlow, PyTorch and Optax that clip gradients."""
 
+_WORDS_OF_SIZES = ("shape", "size", "broadcast", "dimension", "incompatible")
 
 _SETS_ITS_WEIGHTS = (keras.layers.SpectralNormalization,)
 
@@ -40,6 +43,24 @@ def check_served(model: Any) -> None:
 def stateful_layer(model: Any) -> Any:
     """The first layer that keeps a state for each sample of a batch; None if there is none."""
     return next((layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)), None)
+
+
+@contextmanager
+def explaining_parts(data: Any, replicas: int) -> Iterator[None]:
+    """A context that adds to an error of the program's about sizes that a replica sees a part of a batch."""
+    try:
+        yield
+    except PhalanxError:
+        raise
+    except Exception as error:
+        sizes = {len(leaf) for leaf in leaves(data)}
+        if replicas > 1 and sizes and any(word in str(error).lower() for word in _WORDS_OF_SIZES):
+            error.add_note(
+                f"Each of the {replicas} replicas sees its part of a batch, this one {min(sizes)} samples. Code that "
+                f"needs the number of samples must take it from what it gets, as keras.ops.shape(x)[0], not from the "
+                f"batch_size."
+            )
+        raise
 
 
 def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -19,6 +19,7 @@ from phalanx.training.evaluation import evaluate_on_replicas
 from phalanx.training.fit_position import enter_epoch, restart_epoch
 from phalanx.training.fit_setup import ReplicaFit
 from phalanx.training.joint_batches import JointBatch, JointBatches
+from phalanx.training.model_checks import explaining_parts
 from phalanx.transport.serialization import decode, encode
 
 
@@ -165,11 +166,12 @@ class ReplicaCoordination:
         if checkpointing is not None and stepper.merges_every_step:
             checkpointing.announce(steps=1)
         timeline.current.enter("forward/backward", epoch=state.epoch, step=step)
-        if self._recovery is not None:
-            boundary = step % self.steps_per_group == 0
-            batch = self._recovery.train_step(batch, last=last, boundary=boundary)
-        else:
-            stepper.train(batch, last=last)
+        with nullcontext() if self._has_trained else explaining_parts(batch.data, self._replica.world_size):
+            if self._recovery is not None:
+                boundary = step % self.steps_per_group == 0
+                batch = self._recovery.train_step(batch, last=last, boundary=boundary)
+            else:
+                stepper.train(batch, last=last)
         timeline.current.leave()
         assert state.batches is not None
         # Before anything else of this step: from here on, a change of the membership must not repeat it.

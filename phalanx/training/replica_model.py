@@ -25,7 +25,13 @@ from phalanx.training import callback_list, state_sync
 from phalanx.training.consistency import compare_inputs, compare_samples
 from phalanx.training.fit_arguments import capped
 from phalanx.training.joint_batches import JointBatches, read_part
-from phalanx.training.model_checks import check_batch_size, check_normalization, check_spectrograms, stateful_layer
+from phalanx.training.model_checks import (
+    check_batch_size,
+    check_normalization,
+    check_spectrograms,
+    explaining_parts,
+    stateful_layer,
+)
 from phalanx.training.own_random_numbers import drawing_in_steps, draws_apart
 from phalanx.training.program_probes import ChiefFinds, ProgramProbes
 from phalanx.training.replica import Replica, divides_batches, seed_from_program
@@ -186,8 +192,9 @@ class ReplicaModel:
             self.engine.expect(source.structure)
             check_batch_size(self.model, first, self.replica.world_size)
             data = first.data
-        self.engine.build(data)
-        self._build_parts(data, source.structure, "train_step" if trains else "test_step")
+        with explaining_parts(data, self.replica.world_size):
+            self.engine.build(data)
+            self._build_parts(data, source.structure, "train_step" if trains else "test_step")
         self.probes.run(self.engine, data, source.structure, steps)
         if trains and self.policy.period is not None:
             check_normalization(self.model)

@@ -294,8 +294,9 @@ class _Comparison(NamedTuple):
                 return f"{start}the loss of a few samples is another. {self._advice()}"
             return (
                 f"{start}the metric's variable {variable!r} differs after a step. What a {self.step} updates metrics "
-                f"with must be one value for each sample, or a mean over samples; and what a metric keeps must be a "
-                f"sum. Compute everything else in its result()."
+                f"with must be one value for each sample, or a mean over samples (a loss that is a sum over the batch "
+                f"is neither); and what a metric keeps must be a sum. Compute everything else in its result(), or in a "
+                f"callback with model.predict()."
             )
         if variable := self._different("others", self._allowed_change):
             return f"{start}{self._of_another(variable)}"
@@ -414,14 +415,18 @@ class _Comparison(NamedTuple):
                 f"in phalanx.losses.OverGlobalBatch(loss)."
             )
             if any(map(model_state.regularizes_activity, own)):
-                advice += " Keras divides what an activity regularizer returns by the number of samples: return a sum."
+                advice += (
+                    " Keras divides what an activity regularizer returns by the number of samples: return a sum over "
+                    "the samples, of what follows from each of them alone."
+                )
             return advice
         return (
-            "Gradients are merged where the optimizer is applied, so what its train_step does with them before "
-            "(clipping, a first step of SAM) is done with those of a part: let the optimizer clip (global_clipnorm=, "
-            "...), or train in a custom loop with strategy.reduce('MEAN', gradients). And its loss must be a mean over "
-            "the samples: compute one that relates samples, or is a ratio of two sums, with "
-            "phalanx.losses.OverGlobalBatch(loss), and divide a sum by the number of samples."
+            "Either its loss is no mean over the samples: compute one that relates samples, or is a ratio of two sums, "
+            "with phalanx.losses.OverGlobalBatch(loss), and divide a sum by the number of samples. Or it is what its "
+            "train_step does with them before it applies them (clipping, a first step of SAM), which each replica "
+            "would do with those of its part: let the optimizer clip (global_clipnorm=, ...), or train in a custom "
+            "loop with strategy.reduce('MEAN', gradients). A batch is divided by its first axis, which must be that of "
+            "the samples."
         )
 
 

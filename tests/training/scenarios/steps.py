@@ -382,6 +382,17 @@ def predict_warns_as_often_as_keras(setting: Setting) -> dict[str, Any]:
     return {"outputs": outputs, "warnings": sum("structure of `inputs`" in str(each.message) for each in found)}
 
 
+@scenario(backends=("tensorflow",), error={"tensorflow": ("UnsupportedError", "predicts ragged tensors")})
+def predict_of_ragged_outputs(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    with setting.scope():
+        words = layers.TextVectorization(ragged=True, vocabulary=["one", "two"])
+        model = keras.Sequential([keras.Input((1,), dtype="string"), words])
+    texts = tf.data.Dataset.from_tensor_slices([["one two"], ["two"], ["one"]]).batch(2)
+    return {"predict": str(model.predict(texts, verbose=0))}
+
+
 @scenario(quick=BACKENDS)
 def predict_without_compile(setting: Setting) -> dict[str, Any]:
     with setting.scope():

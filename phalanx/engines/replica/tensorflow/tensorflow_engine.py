@@ -33,6 +33,7 @@ from phalanx.engines.replica.tensorflow.host_calls import take_failure
 from phalanx.engines.replica.tensorflow.keras_traces import FunctionsByTrace, KerasTraces
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
 from phalanx.engines.step_layout import MergeWeight, StepLayout
+from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_gradients import GlobalGradients
 from phalanx.keras_compat.global_losses import GloballyScaledLosses
@@ -158,7 +159,7 @@ class TensorFlowEngine(ReplicaEngine):
         _, means, _, _ = self._contexts
         with means if self.counts_in_predictions else nullcontext():
             outputs = functions(data)
-        return tree.map_structure(np.asarray, outputs)
+        return tree.map_structure(partial(_predicted, self._model), outputs)
 
     def logs(self) -> Mapping[str, Any]:
         averages, results, derived = self._logs
@@ -318,6 +319,15 @@ class TensorFlowVariables(ModelVariables):
 def _assign_weights(values: Sequence[Any], weights: Sequence[Any]) -> None:
     for weight, value in zip(weights, values, strict=True):
         weight.assign(value)
+
+
+def _predicted(model: Any, output: Any) -> Array:
+    if isinstance(output, tf.RaggedTensor):
+        raise UnsupportedError(
+            f"{model.name!r} predicts ragged tensors, which are not gathered from the replicas. Pad them in the model, "
+            f"with to_tensor() or ragged=False; or call the model itself, as model(x), outside of the strategy's scope."
+        )
+    return np.asarray(output)
 
 
 def _without_string_arrays(array: Array) -> Any:
