@@ -15,6 +15,9 @@ import keras
 from phalanx.keras_compat.keras_internals import in_stateless_scope
 from phalanx.keras_compat.patching import PatchedFunction, defining_class
 
+OWN = "phalanx"
+"""Begins the names of variables that engines keep, which are no state of the program."""
+
 
 class TensorFlowVariable:
     """A `tf.Variable` that is in no `keras.Variable`, with what one has."""
@@ -83,7 +86,8 @@ def _of_tensorflow(found_raw: Callable[[Any], None]) -> list[PatchedFunction]:
 
     def watched(name: str) -> PatchedFunction:
         def assign(variable: Any, *args: Any, **kwargs: Any) -> Any:
-            found_raw(variable)
+            if not variable.name.startswith(OWN):
+                found_raw(variable)
             return patch.original(variable, *args, **kwargs)
 
         patch = PatchedFunction(ResourceVariable, name, assign)

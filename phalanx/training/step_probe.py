@@ -70,10 +70,6 @@ class _Results(NamedTuple):
     logs: dict[str, Array]
 
 
-_Steps = tuple[_Results, _Results]
-"""A step and the next one."""
-
-
 def is_needed(model: Any, step: str) -> bool:
     """Whether there is anything to find out about `train_step` or `test_step`; the same on all ranks."""
     return model_state.has_own_code(model) if step == "train_step" else model_state.has_own_steps(model, step)
@@ -134,23 +130,50 @@ class _Trial:
         """See `find_difference`."""
         self._engine.build(_few_samples(data, 0))
         self._engine.metric_rules.decide(self._rules)
-        # The state before the first attempt holds for all of them: each begins with `restore`.
-        before = self._results({})
         for attempt in range(ATTEMPTS):
-            # The next step gets other samples, which each replica has others of, too.
-            batches = _few_samples(data, attempt), _few_samples(data, attempt + ATTEMPTS)
-            # What differs between these two follows from random numbers, and says nothing about the replicas.
-            whole, other = self._whole(batches), self._whole(batches, other_seeds=True)
-            ranks = self._of_ranks([tuple(_rows(each, *rows) for each in batches) for rows in _PARTS])
-            start = before._replace(others=self._others({id(v): value for v, value in self._state.variables()}))
-            first, second = (
-                _Comparison(self._model, self._name, start, whole[i], other[i], [rank[i] for rank in ranks])
-                for i in range(2)
-            )
-            verdict = first.verdict() or self._misuse()
-            if verdict or first.is_finite():
-                return verdict or second.verdict_of_next_step()
-        return verdict
+            samples, others = _few_samples(data, attempt), _few_samples(data, attempt + ATTEMPTS)
+            second = _with_unlike_parts(others)
+            try:
+                found = self._compare(samples, second)
+            except StepsDifferError:
+                self._compare(samples, others)  # raises the same if it is not for these samples
+                raise UnsupportedError(self._unlike_steps()) from None
+            except UnsupportedError:
+                raise
+            except Exception as error:
+                logger.info("The %s of %r does not know changed samples: %r", self._name, self._model.name, error)
+                second = others
+                found = self._compare(samples, second)
+            verdict = found[0].verdict() or self._misuse()
+            if verdict or found[0].is_finite():
+                break
+        if verdict or not (later := found[1].verdict_of_next_step()):
+            return verdict
+        # Is it because of what the first step has left, or because of the samples?
+        return self._compare(second)[0].verdict() or later
+
+    def _compare(self, *batches: Any) -> list[_Comparison]:
+        """What replicas make of some batches, one after the other, and what one process makes of them."""
+        self._state.restore()
+        before = self._results({})
+        # What differs between these two follows from random numbers, and says nothing about the replicas.
+        whole, other = self._whole(batches), self._whole(batches, other_seeds=True)
+        ranks = self._of_ranks([[_rows(batch, *rows) for batch in batches] for rows in _PARTS])
+        # Variables that the steps were the first to assign.
+        before = before._replace(others=self._others({id(v): value for v, value in self._state.variables()}))
+        model, step = self._model, self._name
+        return [
+            _Comparison(model, step, before, whole[i], other[i], [rank[i] for rank in ranks])
+            for i in range(len(batches))
+        ]
+
+    def _unlike_steps(self) -> str:
+        return (
+            f"The {self._name} of {type(self._model).__name__} does not do the same for all samples: on replicas with "
+            f"other parts of a batch, it updates weights, or computes over the global batch, more or less often. Put "
+            f"no such call under a condition on the samples. Multiply by the condition instead, or decide by a mean "
+            f"over the batches of all replicas."
+        )
 
     def _misuse(self) -> str:
         """What a step does with metrics that are merged after it."""
@@ -169,14 +192,14 @@ class _Trial:
             )
         return ""
 
-    def _whole(self, batches: Sequence[Any], *, other_seeds: bool = False) -> _Steps:
+    def _whole(self, batches: Sequence[Any], *, other_seeds: bool = False) -> list[_Results]:
         self._state.restore()
         if other_seeds:
             self._state.change_seeds()
         self._ranks.be_whole()
-        return self._two_steps(batches, 1.0)
+        return self._steps(batches, 1.0)
 
-    def _of_ranks(self, parts: Sequence[Sequence[Any]]) -> list[_Steps]:
+    def _of_ranks(self, parts: Sequence[Sequence[Any]]) -> list[list[_Results]]:
         # Each round computes all ranks' steps again from their beginning, up to a collective that was not answered
         # before (`LocalRanks`).
         self._ranks.forget()
@@ -186,19 +209,21 @@ class _Trial:
                 self._state.restore()
                 self._ranks.be_rank(rank)
                 try:
-                    finished.append(self._two_steps(part, 1.0 / len(parts)))
+                    finished.append(self._steps(part, 1.0 / len(parts)))
                 except Unanswered:
                     continue
             if len(finished) == len(parts):
                 return finished
             self._ranks.answer(len(parts))
-        raise StepsDifferError
+        raise RuntimeError(f"more than {2 * MOST_COLLECTIVES} collectives")
 
-    def _two_steps(self, batches: Sequence[Any], share: float) -> _Steps:
-        first = self._step(batches[0], share)
-        if not self._conditions.keeps_python:
-            self._state.restore_python()
-        return first, self._step(batches[1], share)
+    def _steps(self, batches: Sequence[Any], share: float) -> list[_Results]:
+        results: list[_Results] = []
+        for batch in batches:
+            if results and not self._conditions.keeps_python:
+                self._state.restore_python()
+            results.append(self._step(batch, share))
+        return results
 
     def _step(self, part: Any, share: float) -> _Results:
         engine = self._engine
@@ -287,7 +312,7 @@ class _Comparison(NamedTuple):
             return (
                 f"{start}a step leaves another value in {variable!r}. Layer state is averaged over the replicas, so a "
                 f"layer may keep means over the samples of a batch, and count calls. Keep a mean instead of a sum or "
-                f"a maximum, or count in a metric of the layer."
+                f"a maximum, clip it where it is used, or count in a metric of the layer."
             )
         if variable := self._different("metrics", self._allowed):
             if variable.startswith("loss/") and not model_state.has_own_steps(self.model, self.step):
@@ -456,6 +481,19 @@ def _few_samples(data: Any, attempt: int) -> Any:
         return found
 
     return map_leaves(few, data)
+
+
+def _with_unlike_parts(data: Any) -> Any:
+    """A batch, with the largest inputs for the smallest, and so on, in half of the first replica's samples."""
+
+    def changed(array: Array) -> Array:
+        found = np.array(array)
+        if is_float(found.dtype) or found.dtype.kind in "iu":
+            rows = slice(0, PART // 2 + 1)
+            found[rows] = found.max() + found.min() - found[rows]
+        return found
+
+    return (map_leaves(changed, data[0]), *data[1:])
 
 
 def _rows(data: Any, start: int, stop: int) -> Any:

@@ -606,3 +606,45 @@ def own_train_step_in_a_function_of_tensorflow(setting: Setting) -> dict[str, An
             return {"squares": loss, "steps": self.steps + 0.0}
 
     return fitted(compiled(setting, Model, loss=None), y=numbers())
+
+
+class Clipping(layers.Layer):
+    """Counts up by samples above a threshold and down by others, and clips: for the first batch there is nothing to
+    clip."""
+
+    def build(self, shape: Any) -> None:
+        self.share = self.add_weight(shape=(), initializer="zeros", trainable=False, name="share")
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        outputs = inputs + self.share
+        if training:
+            above = ops.mean(ops.cast(inputs[:, 0] > 0, "float32"))
+            self.share.assign(ops.clip(self.share + (above - 0.85) / 50, 0.0, 1.0))
+        return outputs
+
+
+@scenario(quick=ONE_BACKEND, error=_refused("clip it where it is used"))
+def layer_that_clips_its_state(setting: Setting) -> dict[str, Any]:
+    x = features()
+    x[:16, 0] = abs(x[:16, 0])
+    x[0, 1] = -3.0
+    model = compiled(setting, _with(lambda: Clipping(name="clipping")), loss="mse")
+    return fitted(model, x, numbers())
+
+
+@scenario(backends=("torch",), error=_refused("does not do the same for all samples"))
+def own_train_step_that_leaves_updates_out(setting: Setting) -> dict[str, Any]:
+    class Model(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            loss, gradients = _gradients(
+                lambda: ops.mean(ops.square(self(x, training=True) - y)), self.trainable_variables
+            )
+            if ops.mean(x) > 0:
+                self.optimizer.apply(gradients, self.trainable_variables)
+            return {"error": loss}
+
+    x = 0.1 * features() + 1.0
+    x[0] = -9.0
+    x[1] = 11.0
+    return fitted(compiled(setting, _dense(Model), loss=None), x, numbers())

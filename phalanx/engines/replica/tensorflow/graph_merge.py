@@ -15,6 +15,7 @@ from phalanx.engines.replica.tensorflow.indexed_slices import is_of_any_batch, m
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
 from phalanx.engines.step_layout import MergeWeight, StepLayout, gradient_weights
 from phalanx.engines.tensors import HostFunction
+from phalanx.keras_compat.variable_assignments import OWN
 
 Array = np.ndarray[Any, Any]
 
@@ -39,7 +40,7 @@ class GraphMerge:
         self._merge = merge
         self.collectives = MergeCollectives(merge, self._call)
         self.share = 1.0
-        self.share_in_graph = tf.Variable(self.share)
+        self.share_in_graph = tf.Variable(self.share, name=f"{OWN}_share")
         self.xla = False
         self._of_any_batch: dict[int, bool] = {}  # of each gradient by rows, see `is_of_any_batch`
         self.is_kept: bool | None = None

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.variable_assignments import OWN
 
 Array = np.ndarray[Any, Any]
 
@@ -102,4 +103,4 @@ def _turn() -> Any:
 
 def _make_turn() -> Any:
     with tf.device("CPU:0"):
-        return tf.Variable(0, dtype=tf.int64, trainable=False, name="turn")
+        return tf.Variable(0, dtype=tf.int64, trainable=False, name=f"{OWN}_turn")
