@@ -1,14 +1,16 @@
 """What a program keeps in Python, outside of Keras's layers, metrics and optimizers: a loss that counts its calls, a
-schedule object that a layer holds, the variables around a function."""
+schedule object that a layer holds, the variables around a function, and global variables."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import keras
+
+from phalanx.keras_compat.model_state import compiled_losses, names_in, own_layers
 
 KERAS_PARTS = (keras.layers.Layer, keras.Variable, keras.optimizers.Optimizer, keras.metrics.Metric)
 
@@ -19,11 +21,13 @@ _MOST_ITEMS, _MOST_BYTES = 1000, 1 << 20
 
 
 class ProgramObjects:
-    """Those that are reachable from the attributes of others.
+    """Those that are reachable from the attributes and methods of others.
 
     Attributes:
         objects: instances of the program's own classes.
         cells: the variables around the program's functions.
+        functions: of the program's modules.
+        iterators: whether there are any, which lose what is read from them.
 
     Args:
         owners: parts of a model; or losses, which are looked at themselves.
@@ -33,16 +37,19 @@ class ProgramObjects:
         self._seen: set[int] = set()
         self.objects: list[Any] = []
         self.cells: list[CellType] = []
+        self.functions: list[FunctionType] = []
+        self.iterators = False
         for owner in owners:
             if not isinstance(owner, KERAS_PARTS):
                 self._look(owner, _DEPTH)
-            self._look_at_all(vars(owner).values(), _DEPTH)
+            self._look_at_all(_own(owner), _DEPTH)
 
     def _look(self, value: Any, depth: int) -> None:
         if isinstance(value, MethodType):
             value = value.__self__
         if not depth or id(value) in self._seen:
             return
+        self.iterators = self.iterators or hasattr(type(value), "__next__")
         if isinstance(value, dict | list | tuple):
             if len(value) <= _MOST_ITEMS:
                 self._look_at_all(value.values() if isinstance(value, dict) else value, depth - 1)
@@ -52,14 +59,38 @@ class ProgramObjects:
             cells = [cell for cell in value.__closure__ or () if cell != CellType()]
             self.cells += cells
             self._look_at_all([cell.cell_contents for cell in cells], depth - 1)
+            if is_of_program(value):
+                self.functions.append(value)
+                self._look_at_all([getattr(value, "__wrapped__", None), *dict(globals_of(value)).values()], depth - 1)
         elif hasattr(value, "__dict__") and not isinstance(value, KERAS_PARTS) and is_of_program(type(value)):
             self._seen.add(id(value))
             self.objects.append(value)
-            self._look_at_all(vars(value).values(), depth - 1)
+            self._look_at_all(_own(value), depth - 1)
 
     def _look_at_all(self, values: Iterable[Any], depth: int) -> None:
         for value in list(values):
             self._look(value, depth)
+
+
+def reads_iterators(model: Any) -> bool:
+    """Whether steps, layers or losses of the program may read from iterators: what a test of them reads would be lost.
+
+    Args:
+        model: compiled.
+    """
+    return ProgramObjects([model, *own_layers(model), *compiled_losses(model)]).iterators
+
+
+def globals_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The global variables that a function uses, by name."""
+    known = function.__globals__
+    return ((name, known[name]) for name in names_in(function) if name in known)
+
+
+def _own(owner: Any) -> list[Any]:
+    """What an object has: its attributes, and the methods of classes of the program."""
+    kinds = [kind for kind in type(owner).__mro__ if is_of_program(kind)]
+    return [*vars(owner).values(), *(value for kind in kinds for value in vars(kind).values())]
 
 
 def is_large(value: Any) -> bool:

@@ -21,6 +21,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import loss_probe
 from phalanx.training import step_probe
 from phalanx.training.metric_probe import checked, find_rules, rules_of
+from phalanx.training.program_objects import reads_iterators
 from phalanx.training.program_state import ProgramState
 from phalanx.training.program_switches import Switches, find_switches, has_begun, variables_that_are_off
 from phalanx.training.replica import Replica, divides_batches
@@ -186,6 +187,8 @@ class ProgramProbes:
 
     def _probe_losses(self, data: Any) -> loss_probe.Findings:
         model = self._model
+        if reads_iterators(model):
+            return loss_probe.Findings([], {})
         state = ProgramState(model, trains=False)
         with state.kept():  # a loss may count its calls
             found = loss_probe.probe(model, *data)

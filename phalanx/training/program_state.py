@@ -24,7 +24,7 @@ from phalanx.keras_compat.variable_assignments import (
     watched_assignments,
 )
 from phalanx.training import program_random_state
-from phalanx.training.program_objects import KERAS_PARTS, ProgramObjects, is_large
+from phalanx.training.program_objects import KERAS_PARTS, ProgramObjects, globals_of, is_large
 from phalanx.training.state_sync import seed_generators, value_of, variables_of
 
 Array = np.ndarray[Any, Any]
@@ -144,9 +144,12 @@ class PythonState:
 
     def __init__(self, parts: Sequence[Any], others: Sequence[Any] = ()) -> None:
         held = ProgramObjects([*parts, *others])
-        self._kept: list[_Attributes | _Cell] = [_Attributes(part) for part in parts]
+        self._kept: list[_Attributes | _Cell | _Global] = [_Attributes(part) for part in parts]
         self._kept += [_Attributes(each, is_programs=True) for each in held.objects]
         self._kept += [_Cell(cell) for cell in held.cells]
+        read = [(function.__globals__, name) for function in held.functions for name, _ in globals_of(function)]
+        unique = {(id(module), name): (module, name) for module, name in read}
+        self._kept += [_Global(*each) for each in unique.values()]
 
     def restore(self) -> None:
         """Undo what has happened to it since."""
@@ -208,6 +211,20 @@ class _Cell:
     def restore(self) -> None:
         if self._restore is not None:
             self._cell.cell_contents = self._value
+            self._restore()
+
+
+class _Global:
+    """A global variable of a module of the program, which a function may count or collect in."""
+
+    def __init__(self, module: dict[str, Any], name: str) -> None:
+        self._module, self._name = module, name
+        self._value = module[name]
+        self._restore = None if is_large(self._value) else _content(self._value)
+
+    def restore(self) -> None:
+        if self._restore is not None:
+            self._module[self._name] = self._value
             self._restore()
 
 

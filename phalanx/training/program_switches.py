@@ -6,15 +6,14 @@ What a step leaves out, no test of that step can judge. So the tests are repeate
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import CellType, FunctionType, MethodType
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 
 from phalanx.keras_compat import model_state
-from phalanx.training.program_objects import ProgramObjects, is_large, is_of_program
+from phalanx.training.program_objects import ProgramObjects, globals_of, is_large
 from phalanx.training.state_sync import seed_generators, value_of
 
 Switches = dict[tuple[int, str], bool]
@@ -46,16 +45,13 @@ def has_begun(before: Switches, now: Switches) -> bool:
 
 def _values(model: Any) -> Iterator[tuple[tuple[int, str], Any]]:
     """What the program's code reads, with its place."""
-    parts = [model, *model_state.own_layers(model)]
-    losses = model_state.compiled_losses(model)
-    held = ProgramObjects([*parts, *losses])
-    owners = list({id(each): each for each in (*parts, *losses, *held.objects)}.values())
-    functions = list(_functions(owners))
-    cells = [*held.cells, *(cell for function in functions for cell in _cells(function))]
+    parts = [model, *model_state.own_layers(model), *model_state.compiled_losses(model)]
+    held = ProgramObjects(parts)
+    owners = {id(each): each for each in (*parts, *held.objects)}.values()
     trained = {id(variable) for variable in _trained(model)}
     read = [((id(owner), name), value) for owner in owners for name, value in _with_items(vars(owner))]
-    read += [((id(cell), ""), cell.cell_contents) for cell in cells]
-    read += [((id(each.__globals__), name), value) for each in functions for name, value in _globals(each)]
+    read += [((id(cell), ""), cell.cell_contents) for cell in held.cells]
+    read += [((id(each.__globals__), name), value) for each in held.functions for name, value in globals_of(each)]
     return ((place, value) for place, value in read if id(value) not in trained)
 
 
@@ -76,35 +72,6 @@ def _with_items(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict | list | tuple) and not is_large(value):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             yield from ((f"{name}[{key}]", item) for key, item in items)
-
-
-def _functions(owners: Sequence[Any]) -> Iterator[FunctionType]:
-    """The functions of the program that its objects have, and those that these use."""
-    waiting: list[Any] = []
-    for owner in owners:
-        # A loss that was compiled as a function is inside of a loss of Keras's.
-        waiting += [owner, *vars(owner).values()]
-        waiting += [each for kind in type(owner).__mro__ if is_of_program(kind) for each in vars(kind).values()]
-    seen: set[int] = set()
-    while waiting:
-        function = waiting.pop()
-        function = function.__func__ if isinstance(function, MethodType) else function
-        if isinstance(function, FunctionType) and is_of_program(function) and id(function) not in seen:
-            seen.add(id(function))
-            yield function
-            waiting += [value for _, value in _globals(function)]
-            waiting += [getattr(function, "__wrapped__", None), *(cell.cell_contents for cell in _cells(function))]
-
-
-def _cells(function: FunctionType) -> list[CellType]:
-    """The variables around a function that have a value yet."""
-    return [cell for cell in function.__closure__ or () if cell != CellType()]
-
-
-def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """The global variables that a function uses."""
-    known = function.__globals__
-    return ((name, known[name]) for name in model_state.names_in(function) if name in known)
 
 
 def _is_on(value: Any) -> bool | None:

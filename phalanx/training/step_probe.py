@@ -30,6 +30,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.metric_uses import MetricUses
 from phalanx.keras_compat.trial_conditions import LARGEST_CHANGE, TrialConditions
+from phalanx.training.program_objects import reads_iterators
 from phalanx.training.program_state import ProgramState
 from phalanx.training.state_sync import seed_generators, variables_of
 
@@ -458,8 +459,8 @@ class _Comparison(NamedTuple):
 def _can_be_tried(model: Any, data: Any) -> bool:
     """Whether a step leaves nothing behind that cannot be undone, nothing in it is local on purpose, and all arrays of
     the batch have a row for each sample."""
-    if any(hasattr(value, "__next__") for value in vars(model).values()):
-        return False  # what it reads would be lost
+    if reads_iterators(model):
+        return False
     wrapped = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.TorchModuleWrapper)]
     if any("BatchNorm" in type(part).__name__ for layer in wrapped for part in layer.module.modules()):
         return False

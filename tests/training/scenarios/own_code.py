@@ -648,3 +648,34 @@ def own_train_step_that_leaves_updates_out(setting: Setting) -> dict[str, Any]:
     x[0] = -9.0
     x[1] = 11.0
     return fitted(compiled(setting, _dense(Model), loss=None), x, numbers())
+
+
+counted_globally = 0
+
+
+@scenario(backends=("torch",), quick=("torch",))
+def own_train_step_that_counts_in_a_global_variable(setting: Setting) -> dict[str, Any]:
+    """The trial of the step leaves it as it was."""
+    global counted_globally
+    counted_globally = 0
+
+    class Model(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):  # type: ignore[no-untyped-def]
+            global counted_globally
+            counted_globally += 1
+            return ops.mean(ops.square(y_pred - y)) / counted_globally
+
+    found = fitted(compiled(setting, _dense(Model), loss=None), y=numbers())
+    return {**found, "counted": counted_globally}
+
+
+@scenario(backends=("torch",), quick=("torch",))
+def own_train_step_that_reads_other_data(setting: Setting) -> dict[str, Any]:
+    """From an iterator, of which a trial of the step would lose items."""
+    others = iter(range(1, 100))
+
+    class Model(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):  # type: ignore[no-untyped-def]
+            return ops.mean(ops.square(y_pred - y)) / next(others)
+
+    return fitted(compiled(setting, _dense(Model), loss=None), y=numbers())
