@@ -41,7 +41,7 @@ class TrialConditions:
         optimizers: that steps are known to apply.
     """
 
-    def __init__(self, model: Any, found: Callable[[Sequence[Any]], None], *, keeps_python: bool) -> None:
+    def __init__(self, model: Any, found: Callable[[Sequence[Any]], None], *, keeps_python: bool = True) -> None:
         self.keeps_python = keeps_python
         self._model = model
         self._found = found

@@ -136,12 +136,9 @@ class _Trial:
             second = _with_unlike_parts(others)
             try:
                 found = self._compare(samples, second)
-            except StepsDifferError:
-                self._compare(samples, others)  # raises the same if it is not for these samples
-                raise UnsupportedError(self._unlike_steps()) from None
             except UnsupportedError:
                 raise
-            except Exception as error:
+            except Exception as error:  # among them StepsDifferError: a branch of the model that only some samples take
                 logger.info("The %s of %r does not know changed samples: %r", self._name, self._model.name, error)
                 second = others
                 found = self._compare(samples, second)
@@ -167,14 +164,6 @@ class _Trial:
             _Comparison(model, step, before, whole[i], other[i], [rank[i] for rank in ranks])
             for i in range(len(batches))
         ]
-
-    def _unlike_steps(self) -> str:
-        return (
-            f"The {self._name} of {type(self._model).__name__} does not do the same for all samples: on replicas with "
-            f"other parts of a batch, it updates weights, or computes over the global batch, more or less often. Put "
-            f"no such call under a condition on the samples. Multiply by the condition instead, or decide by a mean "
-            f"over the batches of all replicas."
-        )
 
     def _misuse(self) -> str:
         """What a step does with metrics that are merged after it."""

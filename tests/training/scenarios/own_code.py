@@ -632,24 +632,6 @@ def layer_that_clips_its_state(setting: Setting) -> dict[str, Any]:
     return fitted(model, x, numbers())
 
 
-@scenario(backends=("torch",), error=_refused("does not do the same for all samples"))
-def own_train_step_that_leaves_updates_out(setting: Setting) -> dict[str, Any]:
-    class Model(keras.Model):
-        def train_step(self, data: Any) -> Any:
-            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-            loss, gradients = _gradients(
-                lambda: ops.mean(ops.square(self(x, training=True) - y)), self.trainable_variables
-            )
-            if ops.mean(x) > 0:
-                self.optimizer.apply(gradients, self.trainable_variables)
-            return {"error": loss}
-
-    x = 0.1 * features() + 1.0
-    x[0] = -9.0
-    x[1] = 11.0
-    return fitted(compiled(setting, _dense(Model), loss=None), x, numbers())
-
-
 counted_globally = 0
 
 
