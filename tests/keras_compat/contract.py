@@ -549,6 +549,57 @@ def state_of_a_program_is_restored() -> None:
 
 
 @check()
+def assignments_are_noticed_before_they_happen() -> None:
+    from phalanx.keras_compat.variable_assignments import watched_assignments
+
+    known, found, raws = keras.Variable(1.0), [], []
+
+    def note(variable: Any) -> None:
+        found.append((variable, float(keras.ops.convert_to_numpy(variable.value))))
+
+    with watched_assignments(note, lambda raw: raws.append(float(raw.numpy()))):
+        known.assign(3.0)
+        made = keras.Variable(5.0)
+        if keras.backend.backend() == "tensorflow":
+            import tensorflow as tf
+
+            raws.clear()
+            other = tf.Variable(7.0)
+            other.assign_add(1.0)
+            other.assign_sub(1.0)
+            assert raws == [7.0, 8.0]
+    known.assign(9.0)
+    assert [value for variable, value in found if variable is known] == [1.0]
+    assert 5.0 in [value for variable, value in found if variable is made]
+
+
+@check("tensorflow", "torch")
+def uses_of_metrics_are_noticed() -> None:
+    from phalanx.keras_compat.metric_uses import MetricUses
+
+    class Model(keras.Sequential):
+        misuses = ""
+
+        def train_step(self, data: Any) -> Any:
+            metric = self.metrics[-1]
+            if self.misuses == "reset":
+                metric.reset_state()
+            early = metric.result() if self.misuses == "early" else None
+            metric.update_state(1.0)
+            return {"metric": metric.result() if early is None else early}
+
+    model = Model([keras.layers.Dense(1)])
+    model.compile("sgd")
+    model.mean = keras.metrics.Mean(name="mean")
+    for misuse, expected in (("", ("", "")), ("reset", ("mean", "")), ("early", ("", "mean"))):
+        uses, model.misuses = MetricUses(), misuse
+        with uses.watched(model, "train_step"):
+            model.train_step((X, Y))
+            model.reset_metrics()
+        assert (uses.resets, uses.reads_early) == expected, misuse
+
+
+@check()
 def models_have_what_a_step_is_made_of() -> None:
     model = small_model()
     assert model._call_has_training_arg is True
