@@ -5,7 +5,7 @@ Overrides `reset_state`, `update_state` and `result` of metrics, and a step of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,12 +19,14 @@ class MetricUses:
     Attributes:
         resets: the name of a metric that a step has reset; "" if none has.
         reads_early: the name of one whose result a step has read before it updated the metric, and not again.
+        logs_early: the name of one of which a step logs such a result.
     """
 
     def __init__(self) -> None:
-        self.resets = self.reads_early = ""
+        self.resets = self.reads_early = self.logs_early = ""
         self._is_in_step = False
         self._early: dict[int, bool] = {}  # by metric: whether it was updated since its last result
+        self._results: dict[int, Any] = {}  # by metric, its last result
 
     @contextmanager
     def watched(self, model: Any, step: str) -> Iterator[None]:
@@ -44,30 +46,42 @@ class MetricUses:
 
     def _watching(self, step: Callable[..., Any], model: Any) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            self._is_in_step, self._early = True, {}
+            self._is_in_step, self._early, self._results = True, {}, {}
             try:
-                return step(*args, **kwargs)
+                returned = step(*args, **kwargs)
             finally:
                 self._is_in_step = False
-                early = [metric.name for metric in metrics_of(model) if self._early.get(id(metric))]
-                self.reads_early = self.reads_early or next(iter(early), "")
+            self._note_early(model, returned[0] if isinstance(returned, tuple) else returned)
+            return returned
 
         return watched
 
-    def _noting(self, note: Callable[[Any], None], metric: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _note_early(self, model: Any, logs: Any) -> None:
+        early = [metric for metric in metrics_of(model) if self._early.get(id(metric))]
+        self.reads_early = self.reads_early or next((metric.name for metric in early), "")
+        logged = {id(value) for value in logs.values()} if isinstance(logs, Mapping) else set()
+        # Where a step logs the names of all metrics, Keras takes their results at the end.
+        if not logged or logs.keys() == {metric.name for metric in model.metrics}:
+            return
+        found = (metric.name for metric in early if id(self._results[id(metric)]) in logged)
+        self.logs_early = self.logs_early or next(found, "")
+
+    def _noting(self, note: Callable[[Any, Any], None], metric: Any, method: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:
+            returned = method(*args, **kwargs)
             if self._is_in_step:
-                note(metric)
-            return method(*args, **kwargs)
+                note(metric, returned)
+            return returned
 
         return noted
 
-    def _reset(self, metric: Any) -> None:
+    def _reset(self, metric: Any, _: Any) -> None:
         self.resets = self.resets or metric.name
 
-    def _update(self, metric: Any) -> None:
+    def _update(self, metric: Any, _: Any) -> None:
         if id(metric) in self._early:
             self._early[id(metric)] = True
 
-    def _read(self, metric: Any) -> None:
+    def _read(self, metric: Any, result: Any) -> None:
         self._early[id(metric)] = False
+        self._results[id(metric)] = result

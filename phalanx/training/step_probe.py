@@ -142,7 +142,8 @@ class _Trial:
                 logger.info("The %s of %r does not know changed samples: %r", self._name, self._model.name, error)
                 second = others
                 found = self._compare(samples, second)
-            verdict = found[0].verdict() or self._misuse()
+            verdict = found[0].verdict()
+            verdict = self._misuse(differs=bool(verdict)) or verdict
             if verdict or found[0].is_finite():
                 break
         if verdict or not (later := found[1].verdict_of_next_step()):
@@ -165,15 +166,19 @@ class _Trial:
             for i in range(len(batches))
         ]
 
-    def _misuse(self) -> str:
-        """What a step does with metrics that are merged after it."""
+    def _misuse(self, *, differs: bool) -> str:
+        """What a step does with metrics that are merged after it.
+
+        Args:
+            differs: whether replicas compute something else, so that a number that is not logged may be the cause.
+        """
         if name := self._uses.resets:
             return (
                 f"The {self._name} of {type(self._model).__name__} resets the metric {name!r}. Replicas merge what a "
                 f"step has added to a metric after the step, so what it held before stays. Log the number itself "
                 f"instead, or reset the metric in a callback, between two steps."
             )
-        if name := self._uses.reads_early:
+        if name := self._uses.logs_early or (self._uses.reads_early if differs else ""):
             return (
                 f"The {self._name} of {type(self._model).__name__} reads the result of the metric {name!r}, and then "
                 f"updates it. Replicas merge what a step has added to a metric after the step, so a result is that of "

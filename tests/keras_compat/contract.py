@@ -586,7 +586,7 @@ def uses_of_metrics_are_noticed() -> None:
                 metric.reset_state()
             early = metric.result() if self.misuses == "early" else None
             metric.update_state(1.0)
-            return {"metric": metric.result() if early is None else early}
+            return {"mean": metric.result() if early is None else early, "other": 1.0}
 
     model = Model([keras.layers.Dense(1)])
     model.compile("sgd")
@@ -597,6 +597,7 @@ def uses_of_metrics_are_noticed() -> None:
             model.train_step((X, Y))
             model.reset_metrics()
         assert (uses.resets, uses.reads_early) == expected, misuse
+        assert uses.logs_early == uses.reads_early
 
 
 @check()

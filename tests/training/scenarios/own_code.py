@@ -661,3 +661,21 @@ def own_train_step_that_reads_other_data(setting: Setting) -> dict[str, Any]:
             return ops.mean(ops.square(y_pred - y)) / next(others)
 
     return fitted(compiled(setting, _dense(Model), loss=None), y=numbers())
+
+
+@scenario(backends=EAGER_KINDS, quick=ONE_BACKEND)
+def own_train_step_that_adds_to_a_metric_after_the_logs(setting: Setting) -> dict[str, Any]:
+    """Keras takes all results again at the end, as the logs have the names of all metrics."""
+
+    class Model(keras.Model):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.error = keras.metrics.MeanAbsoluteError(name="error")
+
+        def train_step(self, data: Any) -> Any:
+            logs = super().train_step(data)
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            self.error.update_state(y, self(x))
+            return logs
+
+    return fitted(compiled(setting, _dense(Model), loss="mse"), y=numbers())
