@@ -40,6 +40,7 @@ from phalanx.keras_compat.model_state import compiled_losses, names_in, override
 from phalanx.keras_compat.patching import PatchedFunction, defining_class
 from phalanx.keras_compat.step_collectives import InStep
 from phalanx.keras_compat.step_means import WeightedStepMeans
+from phalanx.keras_compat.trial_conditions import collected_statistics
 
 Array = np.ndarray[Any, Any]
 Loss = Callable[..., Any]
@@ -261,6 +262,7 @@ class _Probe:
         with (
             PatchedFunction(keras.layers.Layer, "add_loss", note),
             keras.StatelessScope(state_mapping=mapping),
+            collected_statistics(),  # batch normalization is over all replicas, or local on purpose
             _program(),
         ):
             y_pred = model(x, training=training) if model._call_has_training_arg else model(x)

@@ -58,7 +58,7 @@ class TrialConditions:
             enter(contextlib.redirect_stdout(io.StringIO()))  # a step says what it says once
             for patch in self._random_functions():
                 enter(patch)
-            enter(_collected_statistics())
+            enter(collected_statistics())
             for optimizer in optimizers(self._model):
                 self._take(optimizer)
                 if (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
@@ -195,7 +195,7 @@ def _calling_functions() -> Iterator[None]:
         tf.config.run_functions_eagerly(before)
 
 
-def _collected_statistics() -> PatchedFunction:
+def collected_statistics() -> PatchedFunction:
     def call(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         return patch.original(layer, inputs, training=False, mask=mask)
 

@@ -22,7 +22,7 @@ from tests.training.scenarios.common import (
     observed,
 )
 from tests.training.scenarios.metrics import Largest
-from tests.training.scenarios.registry import BACKENDS, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
 
 
 @scenario()
@@ -638,3 +638,17 @@ def stateful_layers_that_the_first_batch_builds(setting: Setting) -> dict[str, A
     model = compiled(setting, build, metrics=[Largest()])
     history = model.fit(x, labels(32), batch_size=8, epochs=2, shuffle=False, verbose=0).history
     return {"history": history, "predict": predicted}
+
+
+@scenario(quick=ONE_BACKEND)
+def added_loss_after_batch_normalization_over_all_replicas(setting: Setting) -> dict[str, Any]:
+    class Penalized(layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            self.add_loss(0.1 * ops.mean(ops.square(inputs)))
+            return inputs
+
+    def build() -> Any:
+        hidden = [layers.BatchNormalization(synchronized=not setting.alone, epsilon=0.1), Penalized()]
+        return keras.Sequential([keras.Input((FEATURES,)), *hidden, layers.Dense(CLASSES, activation="softmax")])
+
+    return fitted(compiled(setting, build), batch_size=11)
