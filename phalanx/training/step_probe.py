@@ -463,19 +463,20 @@ def _can_be_tried(model: Any, data: Any) -> bool:
 
 
 def _few_samples(data: Any, attempt: int) -> Any:
-    """Samples of a batch; the same ones again, changed a little, where there are too few."""
+    """Samples of a batch; the same ones again, with inputs that are changed a little, where there are too few."""
     size = next(len(leaf) for leaf in leaves(data) if leaf is not None)
     order = np.random.default_rng(attempt).permutation(size) if attempt else np.arange(size)
     chosen = np.resize(order, 2 * PART)
 
-    def few(array: Array) -> Array:
-        found = np.asarray(array)[chosen]
-        if size < 2 * PART and is_float(found.dtype):  # the same again says nothing of what relates samples
-            factors = 1.0 - 0.1 * (np.arange(2 * PART) // size)
-            found = found * factors.reshape(-1, *[1] * (found.ndim - 1)).astype(found.dtype)
-        return found
+    def changed(array: Array) -> Array:  # the same again says nothing of what relates samples
+        if not is_float(array.dtype):
+            return array
+        factors = 1.0 - 0.1 * (np.arange(2 * PART) // size)
+        return np.asarray(array * factors.reshape(-1, *[1] * (array.ndim - 1)).astype(array.dtype))
 
-    return map_leaves(few, data)
+    x, *others = map_leaves(lambda array: np.asarray(array)[chosen], data)
+    # Targets stay as they are: Keras's hinge losses ask whether all of a batch are 0 or 1.
+    return (map_leaves(changed, x) if size < 2 * PART else x, *others)
 
 
 def _with_unlike_parts(data: Any) -> Any:
