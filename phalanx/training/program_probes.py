@@ -110,10 +110,7 @@ class ProgramProbes:
         """
         is_known = not self.need_a_batch(engine, steps)
         self._decide_metric_rules(engine, data)
-        self._find_out_losses(data, form)
-        for step in steps:
-            if self._tries(step):
-                self._try(step, engine, data, form)
+        self._test(engine, data, form, steps)
         if not is_known and self._may_test_again(steps):
             few = map_leaves(lambda array: np.array(array[:_SAMPLES]), data)
             self._tests = _Tests(few, form, steps, find_switches(self._model))
@@ -136,16 +133,20 @@ class ProgramProbes:
             return
         former, self._losses = self._losses, None
         self._tried.clear()
-        self._find_out_losses(tests.data, tests.form)
+        self._test(engine, tests.data, tests.form, tests.steps)
         if former and self._losses and former[1].merges != self._losses[1].merges:
             raise UnsupportedError(
                 f"A loss of {self._model.name!r} that is a sum over the batch was zero when training began, and is not "
                 f"now. End fit() before the epoch in which it begins, call compile() again, and continue with "
                 f"fit(initial_epoch=...); or return a mean over the samples."
             )
-        for step in tests.steps:
+
+    def _test(self, engine: Engine, data: Any, form: ElementStructure, steps: Sequence[str]) -> None:
+        """Find out about losses, and then about the steps that compute them."""
+        self._find_out_losses(data, form)
+        for step in steps:
             if self._tries(step):
-                self._try(step, engine, tests.data, tests.form)
+                self._try(step, engine, data, form)
 
     def _may_test_again(self, steps: Sequence[str]) -> bool:
         """The same on all ranks."""

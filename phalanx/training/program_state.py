@@ -63,8 +63,7 @@ class ProgramState:
         self._in_python = PythonState(unique, model_state.compiled_losses(model))
         self._random = program_random_state.states(), random_state(), _tensorflow_random()
         self._gradients = [(tensor, tensor.grad) for tensor in _parameters(model)]
-        for tensor, gradient in self._gradients:
-            tensor.grad = None if gradient is None else gradient.clone()
+        self._restore_gradients()  # with a copy, as steps add to it in place
 
     def keep(self, variables: Iterable[Any]) -> None:
         """Note the values of variables that are not known yet."""
@@ -107,14 +106,17 @@ class ProgramState:
         for variable, value in self.variables():
             if not np.array_equal(value_of(variable), value):
                 variable.assign(value)
-        for tensor, gradient in self._gradients:
-            tensor.grad = None if gradient is None else gradient.clone()
+        self._restore_gradients()
         self._model._clear_losses()
         of_program, of_backend, of_tensorflow = self._random
         program_random_state.set_states(of_program)
         set_random_state(of_backend)
         if of_tensorflow is not None:
             of_tensorflow[0].setstate(of_tensorflow[1])
+
+    def _restore_gradients(self) -> None:
+        for tensor, gradient in self._gradients:
+            tensor.grad = None if gradient is None else gradient.clone()
 
     def _seed_generators(self) -> list[Any]:
         everywhere = global_seed_generator()
