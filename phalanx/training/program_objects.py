@@ -4,7 +4,7 @@ schedule object that a layer holds, the variables around a function, and global 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -20,13 +20,38 @@ _MOST_ITEMS, _MOST_BYTES = 1000, 1 << 20
 """Larger collections and arrays are data, not state."""
 
 
+class Place:
+    """An attribute, a variable around a function, or a global variable: what code of the program reads and assigns.
+
+    Attributes:
+        key: the same for the same place, while what has it lives.
+
+    Args:
+        owner: the dictionary of an object or a module; or a function's cell.
+        name: "" for a cell.
+    """
+
+    def __init__(self, owner: dict[str, Any] | CellType, name: str = "") -> None:
+        self._owner = owner
+        self._name = name
+        self.key = id(owner), name
+
+    def get(self) -> Any:
+        return self._owner.cell_contents if isinstance(self._owner, CellType) else self._owner[self._name]
+
+    def set(self, value: Any) -> None:
+        if isinstance(self._owner, CellType):
+            self._owner.cell_contents = value
+        else:
+            self._owner[self._name] = value
+
+
 class ProgramObjects:
     """Those that are reachable from the attributes and methods of others.
 
     Attributes:
         objects: instances of the program's own classes.
-        cells: the variables around the program's functions.
-        functions: of the program's modules.
+        variables: those around the program's functions, and the global ones that they use.
         iterators: whether there are any, which lose what is read from them.
 
     Args:
@@ -35,14 +60,17 @@ class ProgramObjects:
 
     def __init__(self, owners: Iterable[Any]) -> None:
         self._seen: set[int] = set()
+        self._variables: dict[tuple[int, str], Place] = {}
         self.objects: list[Any] = []
-        self.cells: list[CellType] = []
-        self.functions: list[FunctionType] = []
         self.iterators = False
         for owner in owners:
             if not isinstance(owner, KERAS_PARTS):
                 self._look(owner, _DEPTH)
             self._look_at_all(_own(owner), _DEPTH)
+
+    @property
+    def variables(self) -> list[Place]:
+        return list(self._variables.values())
 
     def _look(self, value: Any, depth: int) -> None:
         if isinstance(value, MethodType):
@@ -56,12 +84,13 @@ class ProgramObjects:
         elif isinstance(value, FunctionType):
             self._seen.add(id(value))
             # An empty cell is of a variable that has no value yet.
-            cells = [cell for cell in value.__closure__ or () if cell != CellType()]
-            self.cells += cells
-            self._look_at_all([cell.cell_contents for cell in cells], depth - 1)
+            used = [Place(cell) for cell in value.__closure__ or () if cell != CellType()]
             if is_of_program(value):
-                self.functions.append(value)
-                self._look_at_all([getattr(value, "__wrapped__", None), *dict(globals_of(value)).values()], depth - 1)
+                known = value.__globals__
+                used += [Place(known, name) for name in names_in(value) if name in known]
+                self._look(getattr(value, "__wrapped__", None), depth - 1)
+            self._variables.update((place.key, place) for place in used)
+            self._look_at_all([place.get() for place in used], depth - 1)
         elif hasattr(value, "__dict__") and not isinstance(value, KERAS_PARTS) and is_of_program(type(value)):
             self._seen.add(id(value))
             self.objects.append(value)
@@ -79,12 +108,6 @@ def reads_iterators(model: Any) -> bool:
         model: compiled.
     """
     return ProgramObjects([model, *own_layers(model), *compiled_losses(model)]).iterators
-
-
-def globals_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """The global variables that a function uses, by name."""
-    known = function.__globals__
-    return ((name, known[name]) for name in names_in(function) if name in known)
 
 
 def _own(owner: Any) -> list[Any]:

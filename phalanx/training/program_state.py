@@ -7,7 +7,6 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CellType
 from typing import Any
 
 import keras
@@ -24,7 +23,7 @@ from phalanx.keras_compat.variable_assignments import (
     watched_assignments,
 )
 from phalanx.training import program_random_state
-from phalanx.training.program_objects import KERAS_PARTS, ProgramObjects, globals_of, is_large
+from phalanx.training.program_objects import KERAS_PARTS, Place, ProgramObjects, is_large
 from phalanx.training.state_sync import seed_generators, value_of, variables_of
 
 Array = np.ndarray[Any, Any]
@@ -146,12 +145,9 @@ class PythonState:
 
     def __init__(self, parts: Sequence[Any], others: Sequence[Any] = ()) -> None:
         held = ProgramObjects([*parts, *others])
-        self._kept: list[_Attributes | _Cell | _Global] = [_Attributes(part) for part in parts]
+        self._kept: list[_Attributes | _Variable] = [_Attributes(part) for part in parts]
         self._kept += [_Attributes(each, is_programs=True) for each in held.objects]
-        self._kept += [_Cell(cell) for cell in held.cells]
-        read = [(function.__globals__, name) for function in held.functions for name, _ in globals_of(function)]
-        unique = {(id(module), name): (module, name) for module, name in read}
-        self._kept += [_Global(*each) for each in unique.values()]
+        self._kept += [_Variable(place) for place in held.variables]
 
     def restore(self) -> None:
         """Undo what has happened to it since."""
@@ -202,31 +198,17 @@ class _Attributes:
             restore()
 
 
-class _Cell:
-    """A variable around a function of the program, which it may count or collect in."""
+class _Variable:
+    """A variable around a function of the program, or a global one, which the function may count or collect in."""
 
-    def __init__(self, cell: CellType) -> None:
-        self._cell = cell
-        self._value = cell.cell_contents
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._value = place.get()
         self._restore = None if is_large(self._value) else _content(self._value)
 
     def restore(self) -> None:
         if self._restore is not None:
-            self._cell.cell_contents = self._value
-            self._restore()
-
-
-class _Global:
-    """A global variable of a module of the program, which a function may count or collect in."""
-
-    def __init__(self, module: dict[str, Any], name: str) -> None:
-        self._module, self._name = module, name
-        self._value = module[name]
-        self._restore = None if is_large(self._value) else _content(self._value)
-
-    def restore(self) -> None:
-        if self._restore is not None:
-            self._module[self._name] = self._value
+            self._place.set(self._value)
             self._restore()
 
 

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from phalanx.keras_compat import model_state
-from phalanx.training.program_objects import ProgramObjects, globals_of, is_large
+from phalanx.training.program_objects import ProgramObjects, is_large
 from phalanx.training.state_sync import seed_generators, value_of
 
 Switches = dict[tuple[int, str], bool]
@@ -50,8 +50,7 @@ def _values(model: Any) -> Iterator[tuple[tuple[int, str], Any]]:
     owners = {id(each): each for each in (*parts, *held.objects)}.values()
     trained = {id(variable) for variable in _trained(model)}
     read = [((id(owner), name), value) for owner in owners for name, value in _with_items(vars(owner))]
-    read += [((id(cell), ""), cell.cell_contents) for cell in held.cells]
-    read += [((id(each.__globals__), name), value) for each in held.functions for name, value in globals_of(each)]
+    read += [(place.key, place.get()) for place in held.variables]
     return ((place, value) for place, value in read if id(value) not in trained)
 
 
