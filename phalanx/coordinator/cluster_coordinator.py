@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -25,7 +26,7 @@ from phalanx.coordinator.outgoing_references import OutgoingReferences
 from phalanx.coordinator.remote_values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues, RemoteValue
 from phalanx.coordinator.scheduled_calls import ScheduledCall
 from phalanx.engines import make_tensors
-from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.errors import ConfigurationError, PeerLostError, RendezvousError, UnsupportedError
 from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.scope_registry import ScopedName
 
@@ -138,7 +139,8 @@ class ClusterCoordinator:
         """
         if not callable(fn):
             raise ConfigurationError(f"schedule() got {fn!r} to call; pass a function, not its result.")
-        self._dispatcher.raise_failure()
+        with _settling_after_failure(self._settle):
+            self._dispatcher.raise_failure()
         with self._lock:
             references = self._references
             name = getattr(fn, "__qualname__", type(fn).__name__)
@@ -152,17 +154,17 @@ class ClusterCoordinator:
             self._drop_forgotten()
             self._prepare(of_function.names | of_arguments.names)
             result = RemoteValue(next(references.numbers), self._dispatcher.wait_for, self._decode)
-            self._dispatcher.add(
-                ScheduledCall(
-                    digest=hashlib.blake2b(function, digest_size=16).digest(),
-                    function=function,
-                    arguments=arguments,
-                    needs=list(needs.values()),
-                    keeps={number: partial(references.pack_kept, thing) for number, thing in of_function.kept.items()},
-                    holds=[*of_function.own, *of_arguments.own],
-                    result=result,
-                )
+            call = ScheduledCall(
+                digest=hashlib.blake2b(function, digest_size=16).digest(),
+                function=function,
+                arguments=arguments,
+                needs=list(needs.values()),
+                keeps={number: partial(references.pack_kept, thing) for number, thing in of_function.kept.items()},
+                holds=[*of_function.own, *of_arguments.own],
+                result=result,
             )
+            with _settling_after_failure(self._settle):
+                self._dispatcher.add(call)
             return result
 
     def join(self) -> None:
@@ -172,12 +174,14 @@ class ClusterCoordinator:
         Raises: as `schedule`; PeerLostError or RendezvousError if there is no worker for longer than PHALANX_TIMEOUT;
             it names them.
         """
-        self._dispatcher.join()
+        with _settling_after_failure(self._settle):
+            self._dispatcher.join()
         self._settle()
 
     def done(self) -> bool:
         """Whether all scheduled functions are finished; raises as `join`."""
-        done = self._dispatcher.is_done()
+        with _settling_after_failure(self._settle):
+            done = self._dispatcher.is_done()
         if done:
             self._settle()
         return done
@@ -328,3 +332,16 @@ def _check(strategy: Any) -> ParameterServerWorker:
             "ParameterServerStrategy without replication=2."
         )
     return worker
+
+
+@contextlib.contextmanager
+def _settling_after_failure(settle: Callable[[], None]) -> Iterator[None]:
+    """When the error of a function is raised, none runs any more, so what the program changes from now on counts.
+    Without servers or workers there is nothing to settle."""
+    try:
+        yield
+    except (PeerLostError, RendezvousError):
+        raise
+    except Exception:
+        settle()
+        raise

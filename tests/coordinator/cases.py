@@ -241,6 +241,26 @@ class Odd(Exception):
         super().__init__("an odd one")
 
 
+def changes_after_errors(coordinator: ClusterCoordinator, world: World) -> Any:
+    """What the chief assigns after a function's error was raised reaches the workers."""
+
+    def fail() -> None:
+        raise KeyError("on purpose")
+
+    seen = []
+    step, data = steps_of(world), batches_of(0)[:2]
+    for value in (2.0, 3.0):
+        coordinator.schedule(step, args=(data,))
+        coordinator.schedule(fail)
+        raised_by(coordinator.join)
+        world.model.set_weights([np.full_like(weight, value) for weight in world.model.get_weights()])
+        result = coordinator.schedule(lambda: [float(np.mean(weight)) for weight in world.model.get_weights()])
+        coordinator.join()
+        now = [float(np.mean(weight)) for weight in world.model.get_weights()]
+        seen += [{"workers": result.fetch() == [value] * len(now), "chief": now == [value] * len(now)}]
+    return seen
+
+
 def errors_that_do_not_travel(coordinator: ClusterCoordinator, world: World) -> Any:
     def fail() -> None:
         raise Odd(1, 2)
@@ -492,6 +512,7 @@ CASES: dict[str, Callable[[ClusterCoordinator, World], Any]] = {
         *(own_datasets, own_values, metrics, functions_are_kept, values_that_the_program_sets, run_inside, own_batches),
         *(state_of_layers, own_numbers),
         *(training, training_like_one_process),
+        changes_after_errors,
         made_later,
     )
 }

@@ -109,6 +109,10 @@ def test_an_error_is_raised_once_and_what_waits_is_cancelled(found: Found, backe
     assert result["done"]
 
 
+def test_what_the_chief_assigns_after_an_error_reaches_the_workers(found: Found, backend: str) -> None:
+    assert found(backend, "changes_after_errors") == [{"workers": True, "chief": True}] * 2
+
+
 def test_an_error_that_cannot_travel_has_a_stand_in(found: Found, backend: str) -> None:
     kind, text, cause = found(backend, "errors_that_do_not_travel")
     assert (kind, text) == ("RuntimeError", "Odd: an odd one")
