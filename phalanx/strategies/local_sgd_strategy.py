@@ -103,7 +103,8 @@ def _check_options(options: CommunicationOptions | None, strategy: str) -> None:
 def _outer(optimizer: Any) -> OuterOptimizer:
     if optimizer is None:
         return OuterSGD()
-    if type(optimizer) is keras.optimizers.SGD:
+    # On PyTorch, Keras makes a subclass of its own. One of the program's may update otherwise.
+    if isinstance(optimizer, keras.optimizers.SGD) and type(optimizer).__module__.partition(".")[0] == "keras":
         rate = optimizer._learning_rate
         if not isinstance(rate, keras.Variable):
             raise ConfigurationError(

@@ -11,6 +11,7 @@ from phalanx.cluster.membership import Membership
 from phalanx.collectives import connect
 from phalanx.compression import TopK
 from phalanx.errors import ConfigurationError, PeerLostError
+from phalanx.strategies import local_sgd_strategy
 from phalanx.strategies.local_sgd_strategy import DiLoCoStrategy, LocalSGDStrategy
 from phalanx.training.replica import Replica
 from phalanx.training.steps.outer_optimizer import AverageOuterOptimizer, OuterSGD
@@ -113,6 +114,19 @@ def test_a_wrong_number_of_steps_is_refused_before_anybody_is_waited_for(steps: 
     for strategy in (LocalSGDStrategy, DiLoCoStrategy):
         with pytest.raises(ConfigurationError, match="sync_every"):
             strategy(steps)
+
+
+def test_sgd_of_keras_is_an_outer_optimizer() -> None:
+    import keras
+
+    outer = local_sgd_strategy._outer(keras.optimizers.SGD(0.5, momentum=0.25))
+    assert outer == OuterSGD(0.5, 0.25, nesterov=False)
+
+    class Other(keras.optimizers.SGD):  # type: ignore[misc]
+        """May update in another way."""
+
+    with pytest.raises(ConfigurationError, match="OuterSGD"):
+        local_sgd_strategy._outer(Other(0.5))
 
 
 @pytest.mark.parametrize("wrong", ["sgd", OuterSGD, 0.7])
