@@ -86,7 +86,8 @@ class LogOrigins:
                     logs[name] = computed[key]
                 continue
             if id(metric) not in known:
-                known[id(metric)] = metric.result()
+                result = metric.result()
+                known[id(metric)] = flat_logs(result) if isinstance(result, Mapping) else result
             logs[name] = known[id(metric)] if key is None else known[id(metric)][key]
         return logs
 
@@ -101,7 +102,7 @@ class LogOrigins:
         return _nested(form, logs) if form else dict(logs)
 
     def _note(self, metric: Any, result: Any) -> Any:
-        parts = result.items() if isinstance(result, Mapping) else [(None, result)]
+        parts = flat_logs(result).items() if isinstance(result, Mapping) else [(None, result)]
         # The values are kept, because the identity of a deleted object may be used again.
         self._seen += [(value, _Origin(metric, key)) for key, value in parts]
         return result
@@ -129,7 +130,7 @@ class LogOrigins:
                 for metric in metrics_of(self._model):
                     stack.enter_context(overridden_methods(metric, update_state=_nothing))
                 logs: Mapping[str, Any] = self._model.compute_metrics(absent, absent, absent, absent)
-            return logs
+            return flat_logs(logs)
         except Exception:  # anything may be raised, as there is no batch
             self._looks_at_batch = True
             return {}

@@ -89,6 +89,33 @@ def _autoencoder(base: type) -> type:
     return Autoencoder
 
 
+@scenario(backends=("tensorflow", "torch"), quick=("torch",))
+def several_results_of_a_metric_beside_a_number(setting: Setting) -> dict[str, Any]:
+    """The metric counts through the epoch, the number is that of the last step."""
+
+    class Errors(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="errors")
+            self.total = self.add_weight(name="total", initializer="zeros")
+            self.size = self.add_weight(name="size", initializer="zeros")
+
+        def update_state(self, y: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            errors = ops.abs(ops.cast(y, "float32") - y_pred)
+            self.total.assign(self.total + ops.sum(errors))
+            self.size.assign(self.size + ops.cast(ops.shape(errors)[0], "float32"))
+
+        def result(self) -> dict[str, Any]:
+            return {"error": ops.divide_no_nan(self.total, self.size), "size": 1.0 * self.size}
+
+    class Numbered(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            return {**super().train_step(data), "seven": ops.convert_to_tensor(7.0)}
+
+    inputs = keras.Input((FEATURES,))
+    model = compiled(setting, lambda: Numbered(inputs, layers.Dense(1)(inputs)), loss="mse", metrics=[Errors()])
+    return fitted(model, y=numbers())
+
+
 @scenario(backends=("tensorflow", "torch"))
 def results_logged_by_other_names(setting: Setting) -> dict[str, Any]:
     class Trained(_autoencoder(keras.Model)):  # type: ignore[misc]
