@@ -13,6 +13,7 @@ import keras
 from keras.src.backend import compute_output_spec
 from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.callbacks.monitor_callback import MonitorCallback
 from keras.src.models.functional import Functional
 from keras.src.saving import saving_lib
@@ -28,6 +29,7 @@ __all__ = [
     "compute_output_spec",
     "global_seed_generator",
     "in_stateless_scope",
+    "in_symbolic_scope",
     "keras_trainer",
     "print_msg",
     "pythonify_logs",

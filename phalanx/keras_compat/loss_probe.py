@@ -38,6 +38,7 @@ from phalanx.keras_compat.global_losses import (
 )
 from phalanx.keras_compat.model_state import compiled_losses, names_in, overrides
 from phalanx.keras_compat.patching import PatchedFunction, defining_class
+from phalanx.keras_compat.simulated_ranks import simulated_ranks
 from phalanx.keras_compat.step_collectives import InStep
 from phalanx.keras_compat.step_means import WeightedStepMeans
 from phalanx.keras_compat.trial_conditions import collected_statistics
@@ -287,8 +288,9 @@ class _Probe:
         """Of what depends on random numbers nothing can be said."""
         cut = self._rows // 3
         parts = [map_leaves(lambda each: each[:cut], x), map_leaves(lambda each: each[cut:], x)]
+        rows = [cut, self._rows - cut]
         whole, again = (self._forward(x, training=True, other_seeds=seeds)[1] for seeds in (False, True))
-        of_parts = [self._forward(part, training=True)[1] for part in parts]
+        of_parts = _of_ranks(lambda part: self._forward(part, training=True)[1], parts, rows)
         layers = self._model._flatten_layers()
         found: dict[str, list[bool | None]] = {}
         if len({len(each) for each in (whole, again, *of_parts)}) > 1:
@@ -298,7 +300,7 @@ class _Probe:
             index = str(next(i for i, each in enumerate(layers) if each is layer))
             is_random = not _close(own, float(other), own)
             # Of other seeds another value: it follows from random numbers, which the parts draw differently as well.
-            rows, tolerance = [cut, self._rows - cut], _tolerance(layer.compute_dtype)
+            tolerance = _tolerance(layer.compute_dtype)
             verdict = Combination.UNKNOWN if is_random else _combination(own, numbers, rows, tolerance)
             if verdict is Combination.OTHER:
                 what = f"What the layer {layer.name!r} of {self._model.name!r} passes to add_loss"
@@ -342,18 +344,24 @@ def _verdict(function: Loss, whole: Any, parts: Sequence[Any], rows: Sequence[in
 
 def _merged(function: Loss, parts: Sequence[Any], rows: Sequence[int]) -> tuple[float, list[float]]:
     """The loss that ranks with these parts would train with, and what each computes for its part."""
+    values = _of_ranks(lambda part: _number(function(part)), parts, rows)
+    return sum(v * count for v, count in zip(values, rows, strict=True)) / sum(rows), values
+
+
+def _of_ranks(function: Callable[[Any], Any], parts: Sequence[Any], rows: Sequence[int]) -> list[Any]:
+    """What ranks with these parts, of so many rows, compute in a step, in which they reach each other."""
     known: list[list[Array]] = []
     while True:
         ranks = [_Rank(number, known) for number in range(len(parts))]
         values = []
         for rank, part, count in zip(ranks, parts, rows, strict=True):
-            with GloballyScaledLosses(count), WeightedStepMeans(partial(float, count / sum(rows))), InStep(rank):
-                value = _number(function(part))
-            values.append(value)
+            means = WeightedStepMeans(partial(float, count / sum(rows)))
+            with GloballyScaledLosses(count), means, InStep(rank), simulated_ranks(len(parts)):
+                values.append(function(part))
         # Each round, all ranks compute from the beginning, and one collective more has its answer. Until then, what a
         # rank got from it was its own tensors.
         if len(ranks[0].asked) == len(known):
-            return sum(v * count for v, count in zip(values, rows, strict=True)) / sum(rows), values
+            return values
         # Of the first collective without an answer all ranks have given their part.
         kind = ranks[0].asked[len(known)][0]
         own = [rank.asked[len(known)][1] for rank in ranks]
@@ -490,10 +498,11 @@ def _error(what: str, verdict: Combination) -> str:
         )
     return (
         f"{what} is neither a mean nor a sum over samples: for a batch, it differs from what follows from those "
-        f"of its parts. So it relates the samples to each other, or is a ratio of two sums, such as sum(loss * mask) / "
-        f"sum(mask), and replicas that each see a part of a batch would train with another loss. Compile a loss with "
-        f"phalanx.losses.OverGlobalBatch(loss), which computes it over the batches of all replicas together; or, for a "
-        f"ratio, return one value for each sample and pass the mask as sample_weight."
+        f"of its parts. So it relates the samples to each other, is a ratio of two sums, such as sum(loss * mask) / "
+        f"sum(mask), or is divided by the number of replicas; and replicas that each see a part of a batch would train "
+        f"with another loss. Compile a loss with phalanx.losses.OverGlobalBatch(loss), which computes it over the "
+        f"batches of all replicas together; or, for a ratio, return one value for each sample and pass the mask as "
+        f"sample_weight."
     )
 
 

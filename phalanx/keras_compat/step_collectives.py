@@ -12,6 +12,8 @@ from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from phalanx.errors import UnsupportedError
+
 
 class StepCollectives(Protocol):
     """Collectives on tensors of the backend, inside what is traced or compiled, that gradients flow back through.
@@ -46,6 +48,49 @@ class StepCollectives(Protocol):
                 the result.
         """
         ...
+
+
+class LoneCollectives:
+    """Those of a step that no other rank takes part in."""
+
+    weights_gradients = synchronizes_batch_norm = False
+    may_lack_samples = True
+
+    def all_reduce(self, tensors: list[Any]) -> list[Any]:
+        """See `StepCollectives.all_reduce`."""
+        return tensors
+
+    def all_gather(self, tensors: list[Any]) -> list[Any]:
+        """See `StepCollectives.all_gather`."""
+        return tensors
+
+
+class PredictionCollectives:
+    """Those of predictions, which ranks make of their own rows, not all at once and not all of as many batches.
+
+    Raises: UnsupportedError, whatever is called.
+    """
+
+    weights_gradients = synchronizes_batch_norm = False
+    may_lack_samples = True
+
+    def all_reduce(self, tensors: list[Any]) -> list[Any]:
+        """See `StepCollectives.all_reduce`."""
+        return self._refuse("all_reduce")
+
+    def all_gather(self, tensors: list[Any]) -> list[Any]:
+        """See `StepCollectives.all_gather`."""
+        return self._refuse("all_gather")
+
+    def _refuse(self, name: str) -> list[Any]:
+        raise UnsupportedError(
+            f"{name}() was called in predict(), where each replica computes its own rows, when it comes to them. Call "
+            f"it `if training:` only, and keep what predictions need of it in a variable (self.add_weight)."
+        )
+
+
+LONE = LoneCollectives()
+PREDICTION = PredictionCollectives()
 
 
 # A stack, because a step may contain what is no part of it: that is inside of `InStep(None)`.

@@ -1,7 +1,8 @@
 """Lets `tf.nn.compute_average_loss` and `tf.nn.scale_regularization_loss` count our replicas.
 
 They divide by the number of replicas of TensorFlow's own current strategy, which is 1 here: a loss, and its gradients,
-would be as many times too large as there are replicas. What they ask for it is the module `distribute_lib` in
+would be as many times too large as there are replicas. That is right in the steps of `fit` alone, whose gradients are
+averaged. What they ask for it is the module `distribute_lib` in
 `tensorflow.python.ops.nn_impl_distribute`. Tested with TensorFlow 2.21.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import logging
 from typing import Any, Protocol
+
+from phalanx.keras_compat.step_means import is_in_step
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +33,17 @@ class _InScopes:
         self._tensorflows, self._ours = tensorflows, ours
 
     def get_strategy(self) -> Any:
-        return self._ours.current_strategy() if self._ours.has_strategy() else self._tensorflows.get_strategy()
+        return self._ours.current_strategy() if self._is_ours() else self._tensorflows.get_strategy()
 
     def has_strategy(self) -> bool:
-        return self._ours.has_strategy() or bool(self._tensorflows.has_strategy())
+        return self._is_ours() or bool(self._tensorflows.has_strategy())
 
     def in_cross_replica_context(self) -> bool:
-        current = self._ours if self._ours.has_strategy() else self._tensorflows
+        current = self._ours if self._is_ours() else self._tensorflows
         return bool(current.in_cross_replica_context())
+
+    def _is_ours(self) -> bool:
+        return self._ours.has_strategy() and not is_in_step()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tensorflows, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from phalanx.keras_compat.step_collectives import LONE
 from phalanx.strategies import replica_context
 from phalanx.strategies.central_storage_strategy import CentralStorageStrategy
 from phalanx.strategies.cluster_server import Server
@@ -16,6 +17,7 @@ from phalanx.strategies.one_device_strategy import DefaultStrategy, OneDeviceStr
 from phalanx.strategies.parameter_server_strategy import ParameterServerStrategy
 from phalanx.strategies.replica_context import (
     ReplicaContext,
+    StepContext,
     current_replica_context,
     has_strategy,
     in_cross_replica_context,
@@ -39,10 +41,11 @@ def get_strategy() -> Strategy:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """What code inside `strategy.run` may use; None inside a scope but outside `run`, as in `tf.distribute`."""
+    """What code inside `strategy.run`, `fit` and `evaluate` may use to reach the other replicas; None inside a scope
+    but outside of these, as in `tf.distribute`."""
     if in_cross_replica_context():
         return None
-    return current_replica_context() or ReplicaContext(_default())
+    return current_replica_context() or StepContext(_default(), LONE)
 
 
 __all__ = [

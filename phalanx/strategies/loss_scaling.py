@@ -66,6 +66,6 @@ def _replicas() -> int:
     """Over how many replicas losses will be summed."""
     if share_of_step() is not None:
         return 1
-    strategy = replica_context.current_strategy()
+    strategy = replica_context.owning_strategy()
     # One program computes the losses of the whole batch.
     return 1 if strategy is None or strategy.placement is not None else strategy.num_replicas_in_sync

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import keras
 
 from phalanx.collectives.communicator import ReduceOp
-from phalanx.keras_compat.step_collectives import InStep
+from phalanx.errors import ConfigurationError, UnsupportedError
+from phalanx.keras_compat import step_collectives
+from phalanx.keras_compat.keras_internals import in_symbolic_scope
+from phalanx.keras_compat.step_collectives import LONE, InStep, StepCollectives
+from phalanx.keras_compat.step_means import share_of_step
+from phalanx.strategies.reduce_ops import as_float, reduce_op_of
 
 if TYPE_CHECKING:
     from phalanx.strategies.strategy import Strategy
 
 
+class _Entered(NamedTuple):
+    """A strategy whose scope, `run` or method of a model this thread is inside of.
+
+    Attributes:
+        owns: whether what is created now belongs to it. What callbacks create in `fit` does not: some run on the chief
+            alone.
+    """
+
+    strategy: Strategy
+    owns: bool = True
+
+
 class _Stack(threading.local):
-    """The scopes and `run` calls that this thread is inside of, innermost last."""
+    """The scopes, `run` calls and methods that this thread is inside of, innermost last."""
 
     def __init__(self) -> None:
-        self.strategies: list[Strategy] = []
+        self.entered: list[_Entered] = []
         self.replicas: list[ReplicaContext] = []
         self.reads_own = 0  # depth of `reading_own`
         self.merges = 0  # depth of `merge_call`
@@ -67,6 +86,93 @@ class ReplicaContext:
             return merge_fn(self._strategy, *args, **(kwargs or {}))
 
 
+class StepContext(ReplicaContext):
+    """What code in the steps of `fit` and `evaluate` may use, as in `tf.distribute`.
+
+    `fit` merges gradients as the mean over the global batch, and so it merges what flows back through these
+    collectives: what a layer makes of sums over all replicas is what one process makes of the whole batch.
+
+    Args:
+        collectives: those of the step.
+    """
+
+    def __init__(self, strategy: Strategy, collectives: StepCollectives) -> None:
+        super().__init__(strategy)
+        self._collectives = collectives
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas that take the step; 1 between steps, in callbacks for example."""
+        return 1 if self._is_lone else super().num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """This replica's rank among them."""
+        return 0 if self._is_lone else super().replica_id_in_sync_group
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
+        """The value, merged over the replicas; gradients flow back through it.
+
+        Args:
+            reduce_op: "SUM" or "MEAN". A mean counts each replica by its part of the global batch, so the mean of
+                means over parts is the mean over the whole.
+            value: a tensor, or a structure of tensors, of equal shapes on all replicas.
+
+        Raises: UnsupportedError for other operations, and in `predict`.
+        """
+        op = reduce_op_of(reduce_op)
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN) and not self._is_lone:
+            raise UnsupportedError(
+                f"all_reduce({op.name!r}) in a step of fit(): replicas exchange sums and means there. Train in a "
+                f"custom loop with strategy.run, or keep the value in a metric."
+            )
+        share = share_of_step() if op is ReduceOp.MEAN and not self._is_lone else None
+
+        def reduce(tensors: list[Any]) -> list[Any]:
+            own = tensors if share is None else [tensor * keras.ops.cast(share, tensor.dtype) for tensor in tensors]
+            return self._collectives.all_reduce(own)
+
+        return _on_leaves(reduce, keras.tree.map_structure(as_float, value) if op is ReduceOp.MEAN else value)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """The replicas' values, concatenated along `axis` in rank order; gradients flow back through it.
+
+        Args:
+            value: a tensor, or a structure of tensors, that has a row for each sample along `axis`.
+            axis: that of the samples.
+
+        Raises: UnsupportedError in `predict`, and with parameter servers.
+        """
+
+        def gather(tensors: list[Any]) -> list[Any]:
+            first = [keras.ops.moveaxis(tensor, axis, 0) for tensor in tensors]
+            return [keras.ops.moveaxis(tensor, 0, axis) for tensor in self._collectives.all_gather(first)]
+
+        return _on_leaves(gather, value)
+
+    def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `ReplicaContext.merge_call`.
+
+        Raises: ConfigurationError in a step, which does not stop for what is not a collective.
+        """
+        if not self._is_lone:
+            raise ConfigurationError(
+                "merge_call() was called in a step of fit() or evaluate(). Call get_replica_context().all_reduce "
+                "there, or train in a custom loop with strategy.run."
+            )
+        return super().merge_call(merge_fn, args, kwargs)
+
+    @property
+    def _is_lone(self) -> bool:
+        return self._collectives is LONE
+
+
+def _on_leaves(function: Callable[[list[Any]], list[Any]], value: Any) -> Any:
+    leaves = keras.tree.flatten(value)
+    merged = iter(function([keras.ops.convert_to_tensor(leaf) for leaf in leaves if leaf is not None]))
+    return keras.tree.pack_sequence_as(value, [None if leaf is None else next(merged) for leaf in leaves])
+
+
 class _Collectives:
     """See `StepCollectives`."""
 
@@ -89,11 +195,21 @@ class _Collectives:
 @contextmanager
 def entered(strategy: Strategy) -> Iterator[Strategy]:
     """Inside `strategy.scope()`."""
-    _stack.strategies.append(strategy)
+    _stack.entered.append(_Entered(strategy))
     try:
         yield strategy
     finally:
-        _stack.strategies.pop()
+        _stack.entered.pop()
+
+
+@contextmanager
+def running_method(strategy: Strategy) -> Iterator[None]:
+    """Inside `fit` and the like, of a model of this strategy."""
+    _stack.entered.append(_Entered(strategy, owns=False))
+    try:
+        yield
+    finally:
+        _stack.entered.pop()
 
 
 @contextmanager
@@ -101,12 +217,14 @@ def running(strategy: Strategy) -> Iterator[ReplicaContext]:
     """Inside `strategy.run`."""
     context = ReplicaContext(strategy)
     _stack.replicas.append(context)
-    _stack.strategies.append(strategy)  # `run` needs no scope around it, and what is made inside is the strategy's
+    _stack.entered.append(
+        _Entered(strategy)
+    )  # `run` needs no scope around it, and what is made inside is the strategy's
     try:
         with nullcontext() if strategy.computes_alone else InStep(_Collectives(context)):
             yield context
     finally:
-        _stack.strategies.pop()
+        _stack.entered.pop()
         _stack.replicas.pop()
 
 
@@ -139,28 +257,46 @@ def reads_jobs_values() -> bool:
 
 
 def has_strategy() -> bool:
-    """Whether this code is inside the scope of a strategy other than the default one."""
+    """Whether this code is inside the scope of a strategy other than the default one, or in `fit` of its model."""
     strategy = current_strategy()
     return strategy is not None and not strategy._is_default
 
 
 def current_strategy() -> Strategy | None:
-    """The innermost strategy whose scope or `run` this code is in; None outside of all."""
-    return _stack.strategies[-1] if _stack.strategies else None
+    """The innermost strategy whose scope, `run`, or method of a model this code is in; None outside of all."""
+    return _stack.entered[-1].strategy if _stack.entered else None
+
+
+def owning_strategy() -> Strategy | None:
+    """The strategy that what is created here belongs to; None outside of all."""
+    return next((each.strategy for each in reversed(_stack.entered) if each.owns), None)
+
+
+def current_run() -> ReplicaContext | None:
+    """The context of the innermost `strategy.run` that this code is in; None outside of all."""
+    return _stack.replicas[-1] if _stack.replicas else None
 
 
 def current_replica_context() -> ReplicaContext | None:
-    """The context of the innermost `strategy.run` that this code is in; None outside of all."""
-    return _stack.replicas[-1] if _stack.replicas else None
+    """That of `strategy.run`, or else of the `fit` or other method of a model that this code is in; None outside.
+
+    Where Keras computes shapes, as of layers of a functional model that is made in a scope, a process computes alone.
+    """
+    if _stack.replicas or not _stack.entered or (_stack.entered[-1].owns and not in_symbolic_scope()):
+        return current_run()
+    strategy = _stack.entered[-1].strategy
+    # Between steps, in callbacks and where layers are built, each process computes alone.
+    collectives = step_collectives.current() if strategy.num_replicas_in_sync > 1 else None
+    return StepContext(strategy, collectives or LONE)
 
 
 def trace_key() -> Hashable | None:
     """What a trace depends on: the strategies whose scope and whose `run` this code is in; None outside of all."""
     # Not their identities: a trace outlives its strategy, and the next one may get the address of that.
-    scopes, replicas = _stack.strategies, _stack.replicas
-    return (scopes[-1]._trace_key, replicas[-1].strategy._trace_key if replicas else None) if scopes else None
+    strategy, run = owning_strategy(), current_run()
+    return None if strategy is None else (strategy._trace_key, run.strategy._trace_key if run else None)
 
 
 def in_cross_replica_context() -> bool:
-    """Whether this code is inside a scope and not inside `strategy.run`, or inside `merge_call`."""
-    return not _stack.replicas and (has_strategy() or _stack.merges > 0)
+    """Whether this code is inside a scope and not inside `strategy.run` or `fit`, or inside `merge_call`."""
+    return current_replica_context() is None and (has_strategy() or _stack.merges > 0)

@@ -73,7 +73,7 @@ class StrategyParts:
         return self._strategy.computes_alone
 
     def is_in_run(self) -> bool:
-        return replica_context.current_replica_context() is not None
+        return replica_context.current_run() is not None
 
     def is_in_fit(self) -> bool:
         return step_collectives.current() is not None and not self.is_in_run()

@@ -29,8 +29,10 @@ from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.keras_compat import trainer_hook
 from phalanx.keras_compat.global_gradients import refuse_overwritten
+from phalanx.keras_compat.simulated_ranks import number_of_simulated_ranks
 from phalanx.runtime import process_exit, progress
 from phalanx.strategies import replica_context
+from phalanx.strategies.reduce_ops import as_float, reduce_op_of
 from phalanx.strategies.replica_parts import StrategyParts
 from phalanx.strategies.strategy_extended import StrategyExtended
 from phalanx.training import model_dispatch
@@ -104,6 +106,8 @@ class Strategy:
 
         Where one program spans many devices, the number of parts into which the mesh divides each global batch. For
         what runs inside this program, losses for example, there is one replica (`get_replica_context`)."""
+        if (simulated := number_of_simulated_ranks()) is not None:
+            return simulated
         return self._replica.replicas if self.placement is None else self.placement.data_shards
 
     @property
@@ -241,7 +245,7 @@ class Strategy:
         if op is ReduceOp.MEAN:
             # A variable that is merged on read would be merged before it is merged here.
             with replica_context.reading_own():
-                value = keras.tree.map_structure(_as_float, value)
+                value = keras.tree.map_structure(as_float, value)
         if axes is None:
 
             def merge(arrays: list[Array]) -> list[Array]:
@@ -371,19 +375,7 @@ class Strategy:
 
 def install_hook() -> None:
     """Have Keras ask for the current strategy; safe to call again."""
-    trainer_hook.install(
-        model_dispatch.ModelDispatcher(_current_member, _merge_gradients, _current_policy, _note_variable)
-    )
-
-
-def reduce_op_of(value: Any) -> ReduceOp:
-    """A `ReduceOp` from its name, itself, or `tf.distribute.ReduceOp`."""
-    name = value if isinstance(value, str) else getattr(value, "name", None)
-    try:
-        return ReduceOp[str(name).upper()]
-    except KeyError:
-        known = ", ".join(op.name for op in ReduceOp)
-        raise ConfigurationError(f"reduce_op is {value!r}; it must be one of {known}.") from None
+    trainer_hook.install(model_dispatch.ModelDispatcher(_current_owner, _merge_gradients, _note_variable))
 
 
 def _reduced(value: Any, op: ReduceOp, axes: tuple[int, ...]) -> Any:
@@ -451,15 +443,6 @@ def _spread_along(
     ]
 
 
-def _as_float(leaf: Any) -> Any:
-    """A tensor that has a mean: integers and booleans as Keras's own float; None as it is."""
-    if leaf is None:
-        return None
-    kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    is_whole = any(name in str(kind) for name in ("int", "bool"))
-    return keras.ops.cast(leaf, keras.config.floatx()) if is_whole else leaf
-
-
 def _gather_along(replica: Replica, array: Array, axis: int) -> Array:
     if array.ndim == 0:
         raise ConfigurationError("gather() got a scalar, which has no axis to concatenate along. Give it shape (1,).")
@@ -497,18 +480,17 @@ def _bytes(count: int) -> str:
     return f"{count} B"
 
 
-def _current_policy() -> TrainingPolicy:
-    strategy = replica_context.current_strategy()
-    return EVERY_STEP if strategy is None else strategy._policy
-
-
-def _current_member() -> model_dispatch.Member | None:
-    strategy = replica_context.current_strategy()
-    return None if strategy is None else strategy._member
+def _current_owner() -> model_dispatch.ModelOwner | None:
+    strategy = replica_context.owning_strategy()
+    if strategy is None:
+        return None
+    return model_dispatch.ModelOwner(
+        strategy._member, strategy._policy, partial(replica_context.running_method, strategy)
+    )
 
 
 def _current_parts() -> StrategyParts | None:
-    strategy = replica_context.current_strategy()
+    strategy = replica_context.owning_strategy()
     return None if strategy is None else strategy._parts
 
 
@@ -519,7 +501,7 @@ def _note_variable(variable: Any) -> None:
 
 def _merge_gradients(gradients: list[Any], variables: list[Any]) -> list[Any]:
     """What an optimizer does first inside `strategy.run`."""
-    context = replica_context.current_replica_context()
+    context = replica_context.current_run()
     if context is None or context.strategy.computes_alone:
         return gradients
     strategy = context.strategy

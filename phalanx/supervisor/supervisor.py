@@ -25,7 +25,7 @@ from phalanx.keras_compat.patching import overridden_methods
 from phalanx.monitoring import event_writer
 from phalanx.monitoring.event_writer import EventWriter
 from phalanx.storage.paths import storage_path
-from phalanx.strategies.replica_context import current_strategy
+from phalanx.strategies.replica_context import owning_strategy
 from phalanx.supervisor.looper_threads import LooperThreads
 from phalanx.supervisor.managed_session import ManagedSession, SessionServices
 from phalanx.supervisor.saver import Saver
@@ -382,7 +382,7 @@ class Supervisor:
 
 def _is_chief_here() -> bool:
     """Whether this process is the chief, as far as is known before there is a model."""
-    strategy = current_strategy()
+    strategy = owning_strategy()
     if strategy is not None and strategy.num_replicas_in_sync > 1:
         return strategy.is_chief
     resolver = resolve()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, NoReturn
 
 from phalanx.data import DatasetCreator, DistributedDataset
 from phalanx.errors import UnsupportedError
@@ -35,45 +35,55 @@ from phalanx.training.step_examination import is_examined
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy, on_device
 
 _STEPS = {"fit": "train", "evaluate": "test"}  # the other methods begin with the name of their step
-_MEMBER = "_phalanx_member"
-_POLICY = "_phalanx_policy"
+_OWNER = "_phalanx_owner"
 _TRAINER = "_phalanx_trainer"
 
 Member = Replica | ParameterServerWorker
 """What a model belongs to: this process's place among replicas, or among parameter servers."""
 
 
+class ModelOwner(NamedTuple):
+    """A strategy, as far as its models' trainers know it.
+
+    Attributes:
+        member: see `Member`.
+        policy: how it trains models.
+        running: makes the context in which methods of its models run.
+    """
+
+    member: Member
+    policy: TrainingPolicy = EVERY_STEP
+    running: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
 class ModelDispatcher:
     """See `phalanx.keras_compat.trainer_hook.KerasDispatcher`.
 
     Args:
-        current_member: returns the member that a model constructed or compiled now belongs to; None for Keras's own.
+        current_owner: returns the owner of a model that is constructed or compiled now; None for Keras's own.
         merge_gradients: see `Dispatcher.merge_gradients`.
-        current_policy: returns how such a model is to be trained.
         note_variable: called with each Keras variable that is created.
     """
 
     def __init__(
         self,
-        current_member: Callable[[], Member | None],
+        current_owner: Callable[[], ModelOwner | None],
         merge_gradients: Callable[[list[Any], list[Any]], list[Any]],
-        current_policy: Callable[[], TrainingPolicy] = lambda: EVERY_STEP,
         note_variable: Callable[[Any], None] = lambda variable: None,
     ) -> None:
-        self._current_member = current_member
-        self._current_policy = current_policy
+        self._current_owner = current_owner
         self.register_variable = note_variable
         self.merge_gradients = merge_gradients
 
     def register_model(self, model: Any) -> None:
-        """Note the current strategy's member, and that a former trainer is stale.
+        """Note the current strategy, and that a former trainer is stale.
 
         Raises: UnsupportedError for a compiled model that parameter servers cannot train.
         """
-        if (member := self._current_member()) is not None:
+        if (owner := self._current_owner()) is not None:
             # Called for the constructor and for `compile`: a model that was made outside of the scope may be compiled
             # in it.
-            set_untracked(model, **{_MEMBER: member, _POLICY: self._current_policy()})
+            set_untracked(model, **{_OWNER: owner})
         # Engines trace what `compile` was given, so a trainer lives as long as one compilation.
         forget_trainer(model)
         if getattr(model, "compiled", False) and isinstance(member_of(model), ParameterServerWorker):
@@ -85,12 +95,14 @@ class ModelDispatcher:
 
     def register_object(self, thing: Any) -> None:
         """Name what is created, so that tasks can refer to it."""
-        if isinstance(member := self._current_member(), ParameterServerWorker):
-            member.made.note(thing)
+        owner = self._current_owner()
+        if owner is not None and isinstance(owner.member, ParameterServerWorker):
+            owner.member.made.note(thing)
 
     def run(self, model: Any, method: KerasMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `fit` and the like by the model's trainer, or by Keras if the model trains in this process alone."""
-        with on_device(policy_of(model).device):
+        owner = _owner_of(model)
+        with on_device(policy_of(model).device), nullcontext() if owner is None else owner.running():
             return self._run(model, method, args, kwargs)
 
     def _run(self, model: Any, method: KerasMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,14 +136,19 @@ class ModelDispatcher:
 
 def member_of(model: Any) -> Member | None:
     """What a model belongs to, or None if Keras itself trains it."""
-    member: Member | None = vars(model).get(_MEMBER)
-    return member
+    owner = _owner_of(model)
+    return None if owner is None else owner.member
 
 
 def policy_of(model: Any) -> TrainingPolicy:
     """How its strategy trains a model."""
-    policy: TrainingPolicy = vars(model).get(_POLICY, EVERY_STEP)
-    return policy
+    owner = _owner_of(model)
+    return EVERY_STEP if owner is None else owner.policy
+
+
+def _owner_of(model: Any) -> ModelOwner | None:
+    owner: ModelOwner | None = vars(model).get(_OWNER)
+    return owner
 
 
 def is_server_worker(model: Any) -> bool:
@@ -173,7 +190,7 @@ def _examine(
         )
     arguments = method.bind(model, args, kwargs)
     _refuse_own_functions(model, member, method.name, validates=False)
-    ReplicaTrainer(model, member, vars(model).get(_POLICY, EVERY_STEP)).examine_fit(**arguments)
+    ReplicaTrainer(model, member, policy_of(model)).examine_fit(**arguments)
 
 
 def _run_by_keras(method: KerasMethod, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -244,7 +261,7 @@ def forget_trainer(model: Any) -> None:
 
 def _trains_alone(model: Any, replica: Replica) -> bool:
     """Whether Keras itself trains the model: no other replica, and nothing to do that Keras does not do."""
-    policy: TrainingPolicy = vars(model)[_POLICY]
+    policy = policy_of(model)
     return not divides_batches(replica) and policy.period is None and policy.placement is None
 
 

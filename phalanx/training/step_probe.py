@@ -29,6 +29,7 @@ from phalanx.engines.step_layout import MergeWeight
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.metric_uses import MetricUses
+from phalanx.keras_compat.simulated_ranks import simulated_ranks
 from phalanx.keras_compat.trial_conditions import LARGEST_CHANGE, TrialConditions
 from phalanx.training.program_objects import reads_iterators
 from phalanx.training.program_state import ProgramState
@@ -192,7 +193,8 @@ class _Trial:
         if other_seeds:
             self._state.change_seeds()
         self._ranks.be_whole()
-        return self._steps(batches, 1.0)
+        with simulated_ranks(1):
+            return self._steps(batches, 1.0)
 
     def _of_ranks(self, parts: Sequence[Sequence[Any]]) -> list[list[_Results]]:
         # Each round computes all ranks' steps again from their beginning, up to a collective that was not answered
@@ -204,7 +206,8 @@ class _Trial:
                 self._state.restore()
                 self._ranks.be_rank(rank)
                 try:
-                    finished.append(self._steps(part, 1.0 / len(parts)))
+                    with simulated_ranks(len(parts)):
+                        finished.append(self._steps(part, 1.0 / len(parts)))
                 except Unanswered:
                     continue
             if len(finished) == len(parts):
@@ -229,7 +232,12 @@ class _Trial:
                 logs = self._train(part, share) if self._name == "train_step" else self._test(part, share)
         finally:
             engine.end()
-        return self._results({name: _array(value) for name, value in model_state.flat_logs(logs).items()})
+        # What follows from the state of metrics is compared there: a ratio may divide by what rounding leaves.
+        known = model_state.flat_logs(self._model.get_metrics_result())
+        found = {name: _array(value) for name, value in model_state.flat_logs(logs).items()}
+        return self._results(
+            {k: v for k, v in found.items() if k not in known or not np.array_equal(v, _array(known[k]))}
+        )
 
     def _train(self, part: Any, share: float) -> Mapping[str, Any]:
         self._engine.train(part, share)
@@ -403,7 +411,12 @@ class _Comparison(NamedTuple):
         own = np.abs(self.whole.gradients[name]).max(initial=0)
         largest = max(np.abs(v).max(initial=0) for v in of_update)
         tolerance, rounding = self._tolerances()
-        return float(tolerance * own + rounding * largest)
+        return float(tolerance * own + rounding * largest + ROUNDING * self._loss())
+
+    def _loss(self) -> float:
+        """The size of the loss: where all gradients are much smaller, they are nothing but rounding of it."""
+        total, count = (self.whole.metrics.get(f"loss/{name}", np.zeros(1)) for name in ("total", "count"))
+        return float(np.abs(total).max(initial=0) / max(1.0, count.max(initial=0)))
 
     def _tolerances(self) -> tuple[float, float]:
         """Relative to a gradient or a change, and to the largest of all."""
@@ -413,6 +426,8 @@ class _Comparison(NamedTuple):
         whole = getattr(self.whole, kind)[name]
         if kind == "others" and whole.size == 1:  # not made of weights, whose gradients may differ
             return self._allowed(kind, name)
+        if all(np.abs(v).max(initial=0) <= ROUNDING * self._loss() for v in self.whole.gradients.values()):
+            return np.inf  # steps of the trial are as large as that of any other gradients
         before = getattr(self.before, kind).get(name, whole)
         tolerance, rounding = self._tolerances()
         own = tolerance * np.abs(whole - before).max(initial=0)
@@ -431,8 +446,9 @@ class _Comparison(NamedTuple):
             what = f"a layer of the program ({names})" if names else "an operation between the layers"
             advice = (
                 f"So {what} computes something of all samples of a batch, such as their mean, and uses it. Compute it "
-                f"of each sample, or with keras.layers.BatchNormalization(synchronized=True); or compute it in a loss "
-                f"in phalanx.losses.OverGlobalBatch(loss)."
+                f"of each sample; of sums over all replicas (phalanx.get_replica_context().all_reduce); with "
+                f"keras.layers.BatchNormalization(synchronized=True); or in a loss in "
+                f"phalanx.losses.OverGlobalBatch(loss)."
             )
             if any(map(model_state.regularizes_activity, own)):
                 advice += (

@@ -102,6 +102,22 @@ def stateless_scopes_are_known() -> None:
 
 
 @check()
+def symbolic_scopes_are_known() -> None:
+    from phalanx.keras_compat.keras_internals import in_symbolic_scope
+
+    found = []
+
+    class Looking(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            found.append(in_symbolic_scope())
+            return inputs
+
+    Looking()(keras.Input((2,)))
+    Looking()(np.zeros((1, 2), "float32"))
+    assert (found[0], found[-1]) == (True, False)
+
+
+@check()
 def monitors_know_whether_more_is_better() -> None:
     from phalanx.keras_compat.keras_internals import MonitorCallback
 

@@ -53,9 +53,9 @@ def test_what_servers_cannot_train_is_refused_at_compile(make: Callable[[], kera
     dispatcher = ModelDispatcher(lambda: None, lambda gradients, variables: gradients)
     for model in (make(), compiled("adam")):
         dispatcher.register_model(model)  # no strategy: all are allowed
-        set_untracked(model, **{model_dispatch._MEMBER: worker})
+        set_untracked(model, **{model_dispatch._OWNER: model_dispatch.ModelOwner(worker)})
     dispatcher.register_model(model)
     served = make()
-    set_untracked(served, **{model_dispatch._MEMBER: worker})
+    set_untracked(served, **{model_dispatch._OWNER: model_dispatch.ModelOwner(worker)})
     with pytest.raises(UnsupportedError, match=message):
         dispatcher.register_model(served)

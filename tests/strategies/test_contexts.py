@@ -32,6 +32,16 @@ def test_the_scope_of_the_default_strategy_is_outside_of_every_scope() -> None:
     assert look() == (True, False, False, False)
 
 
+def test_outside_of_every_scope_a_process_reduces_alone() -> None:
+    context = phalanx.get_replica_context()
+    assert context is not None
+    value = {"rows": keras.ops.arange(3), "none": None}
+    assert list(keras.ops.convert_to_numpy(context.all_reduce("MAX", value)["rows"])) == [0, 1, 2]
+    assert context.all_reduce("SUM", value)["none"] is None
+    assert "float" in str(context.all_reduce("MEAN", value)["rows"].dtype)
+    assert context.all_gather(keras.ops.ones((2, 5)), axis=1).shape == (2, 5)
+
+
 def test_a_trace_is_for_one_strategy_also_after_that_is_gone() -> None:
     keys: set[Hashable] = {replica_context.trace_key()}
     for _ in range(20):

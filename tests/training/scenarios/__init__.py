@@ -17,6 +17,7 @@ from tests.training.scenarios import (
     own_code,
     precision,
     reading,
+    replica_contexts,
     steps,
 )
 from tests.training.scenarios.registry import SCENARIOS, Scenario, Setting
@@ -41,5 +42,6 @@ __all__ = [
     "own_code",
     "precision",
     "reading",
+    "replica_contexts",
     "steps",
 ]

@@ -39,7 +39,7 @@ from phalanx.keras_compat.global_gradients import GlobalGradients
 from phalanx.keras_compat.global_losses import GloballyScaledLosses
 from phalanx.keras_compat.layer_building import build_all
 from phalanx.keras_compat.optimizer_applies import merging_applies
-from phalanx.keras_compat.step_collectives import InStep, trace_key
+from phalanx.keras_compat.step_collectives import PREDICTION, InStep, trace_key
 from phalanx.keras_compat.step_means import WeightedStepMeans
 from phalanx.keras_compat.tensorflow_tape import SampleLossGradients
 from phalanx.keras_compat.tensorflow_trace_cache import trace_apart
@@ -157,7 +157,7 @@ class TensorFlowEngine(ReplicaEngine):
             self._predictions[form] = functions
         self._graph.begin_step(share)
         _, means, _, _ = self._contexts
-        with means if self.counts_in_predictions else nullcontext():
+        with InStep(PREDICTION, key="predict"), means if self.counts_in_predictions else nullcontext():
             outputs = functions(data)
         return tree.map_structure(partial(_predicted, self._model), outputs)
 

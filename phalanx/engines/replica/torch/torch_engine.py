@@ -35,7 +35,7 @@ from phalanx.keras_compat.global_gradients import GlobalGradients
 from phalanx.keras_compat.global_losses import GloballyScaledLosses
 from phalanx.keras_compat.layer_building import has_built_layers
 from phalanx.keras_compat.optimizer_applies import merging_applies
-from phalanx.keras_compat.step_collectives import InStep
+from phalanx.keras_compat.step_collectives import PREDICTION, InStep
 from phalanx.keras_compat.step_means import WeightedStepMeans
 from phalanx.keras_compat.torch_internals import convert_to_tensor, get_device
 
@@ -243,7 +243,7 @@ class TorchEngine(ReplicaEngine):
         self._share = share
         _, means, _, products = self._contexts
         counting = means if self.counts_in_predictions else nullcontext()
-        with torch.no_grad(), products, counting, self.drawing_apart():
+        with torch.no_grad(), products, counting, InStep(PREDICTION), self.drawing_apart():
             outputs = self._model.predict_step(self._batches.pack(_to_device(data), form))
         return tree.map_structure(to_host, outputs)
 

@@ -1,0 +1,36 @@
+"""How many replicas there are in a trial, where one process computes what several would (`step_probe`, `loss_probe`).
+
+A step that divides by the number of replicas would otherwise divide by the same number in one process, and the trial
+would not see what that does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class _Trials(threading.local):
+    """The numbers of the trials that this thread is inside of, innermost last."""
+
+    def __init__(self) -> None:
+        self.ranks: list[int] = []
+
+
+_trials = _Trials()
+
+
+@contextmanager
+def simulated_ranks(number: int) -> Iterator[None]:
+    """A context in which so many replicas share a batch."""
+    _trials.ranks.append(number)
+    try:
+        yield
+    finally:
+        _trials.ranks.pop()
+
+
+def number_of_simulated_ranks() -> int | None:
+    """See `simulated_ranks`; None outside of a trial."""
+    return _trials.ranks[-1] if _trials.ranks else None

@@ -1,0 +1,30 @@
+"""What a program may name as the operation of a reduction, and pass as its values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx.collectives.communicator import ReduceOp
+from phalanx.errors import ConfigurationError
+
+
+def reduce_op_of(value: Any) -> ReduceOp:
+    """A `ReduceOp` from its name, itself, or `tf.distribute.ReduceOp`."""
+    name = value if isinstance(value, str) else getattr(value, "name", None)
+    try:
+        return ReduceOp[str(name).upper()]
+    except KeyError:
+        known = ", ".join(op.name for op in ReduceOp)
+        raise ConfigurationError(f"reduce_op is {value!r}; it must be one of {known}.") from None
+
+
+def as_float(leaf: Any) -> Any:
+    """A tensor that has a mean: integers and booleans as Keras's own float; None as it is."""
+    if leaf is None:
+        return None
+    kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    is_whole = any(name in str(kind) for name in ("int", "bool"))
+    return keras.ops.cast(leaf, keras.config.floatx()) if is_whole else leaf
