@@ -476,6 +476,27 @@ _DEFINED = {
                     self.mean.assign(0.9 * self.mean + 0.1 * mean)
                 return inputs - ops.cast(before, inputs.dtype)
         """,
+    "Centered": """
+        @keras.saving.register_keras_serializable("program")
+        class Centered(layers.Layer):
+            def call(self, inputs, training=None):
+                if not training:
+                    return inputs
+                import phalanx
+
+                mean = ops.mean(inputs, axis=0)
+                return inputs - phalanx.get_replica_context().all_reduce("MEAN", mean)
+        """,
+    "Gathering": """
+        @keras.saving.register_keras_serializable("program")
+        class Gathering(layers.Layer):
+            def call(self, inputs, training=None):
+                if not training:
+                    return inputs
+                import phalanx
+
+                return inputs - ops.mean(phalanx.get_replica_context().all_gather(inputs, axis=0), axis=0)
+        """,
 }
 
 
