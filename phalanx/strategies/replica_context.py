@@ -286,8 +286,7 @@ def current_replica_context() -> ReplicaContext | None:
         return current_run()
     strategy = _stack.entered[-1].strategy
     # Between steps, in callbacks and where layers are built, each process computes alone.
-    collectives = step_collectives.current() if strategy.num_replicas_in_sync > 1 else None
-    return StepContext(strategy, collectives or LONE)
+    return StepContext(strategy, (strategy.shares_batches and step_collectives.current()) or LONE)
 
 
 def trace_key() -> Hashable | None:

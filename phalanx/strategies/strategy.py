@@ -36,7 +36,7 @@ from phalanx.strategies.reduce_ops import as_float, reduce_op_of
 from phalanx.strategies.replica_parts import StrategyParts
 from phalanx.strategies.strategy_extended import StrategyExtended
 from phalanx.training import model_dispatch
-from phalanx.training.replica import Replica
+from phalanx.training.replica import Replica, divides_batches
 from phalanx.training.steps.gradient_merge import GradientMerge
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
 
@@ -120,6 +120,11 @@ class Strategy:
     def computes_alone(self) -> bool:
         """Whether nothing is to be merged with other replicas: there are none, or one program computes everything."""
         return self._replica.is_alone or self.placement is not None
+
+    @property
+    def shares_batches(self) -> bool:
+        """Whether steps of `fit` are computed in parts: on several replicas, now or later, or in micro-batches."""
+        return self.num_replicas_in_sync > 1 or divides_batches(self._replica)
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
