@@ -147,7 +147,8 @@ class _Trial:
             verdict = self._misuse(differs=bool(verdict)) or verdict
             if verdict or found[0].is_finite():
                 break
-        if verdict or not (later := found[1].verdict_of_next_step()):
+        # What moved by rounding is elsewhere on the replicas.
+        if verdict or found[0].moves_by_rounding() or not (later := found[1].verdict_of_next_step()):
             return verdict
         # Is it because of what the first step has left, or because of the samples?
         return self._compare(second)[0].verdict() or later
@@ -384,6 +385,11 @@ class _Comparison(NamedTuple):
             for name, value in getattr(rank, kind).items()
         )
 
+    def moves_by_rounding(self) -> bool:
+        """Whether all gradients are nothing but rounding. Steps of the trial are as large as those of any others."""
+        largest = max((np.abs(each).max(initial=0) for each in self.whole.gradients.values()), default=0.0)
+        return 0 < largest <= ROUNDING * self._loss()
+
     def _different(self, kind: str, allowed: Callable[[str, str], float]) -> str:
         whole, other = getattr(self.whole, kind), getattr(self.other, kind)
         for name, value in whole.items():
@@ -426,8 +432,8 @@ class _Comparison(NamedTuple):
         whole = getattr(self.whole, kind)[name]
         if kind == "others" and whole.size == 1:  # not made of weights, whose gradients may differ
             return self._allowed(kind, name)
-        if all(np.abs(v).max(initial=0) <= ROUNDING * self._loss() for v in self.whole.gradients.values()):
-            return np.inf  # steps of the trial are as large as that of any other gradients
+        if self.moves_by_rounding():
+            return np.inf
         before = getattr(self.before, kind).get(name, whole)
         tolerance, rounding = self._tolerances()
         own = tolerance * np.abs(whole - before).max(initial=0)
