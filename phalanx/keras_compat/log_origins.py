@@ -86,9 +86,8 @@ class LogOrigins:
                     logs[name] = computed[key]
                 continue
             if id(metric) not in known:
-                result = metric.result()
-                known[id(metric)] = flat_logs(result) if isinstance(result, Mapping) else result
-            logs[name] = known[id(metric)] if key is None else known[id(metric)][key]
+                known[id(metric)] = _parts(metric.result())
+            logs[name] = known[id(metric)][key]
         return logs
 
     def may_be_result(self, name: str, names: Iterable[str]) -> bool:
@@ -102,9 +101,8 @@ class LogOrigins:
         return _nested(form, logs) if form else dict(logs)
 
     def _note(self, metric: Any, result: Any) -> Any:
-        parts = flat_logs(result).items() if isinstance(result, Mapping) else [(None, result)]
         # The values are kept, because the identity of a deleted object may be used again.
-        self._seen += [(value, _Origin(metric, key)) for key, value in parts]
+        self._seen += [(value, _Origin(metric, key)) for key, value in _parts(result).items()]
         return result
 
     def _find(self, nested: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,6 +132,11 @@ class LogOrigins:
         except Exception:  # anything may be raised, as there is no batch
             self._looks_at_batch = True
             return {}
+
+
+def _parts(result: Any) -> Mapping[str | None, Any]:
+    """The numbers of a metric's result by name; a single one by None."""
+    return dict(flat_logs(result).items()) if isinstance(result, Mapping) else {None: result}
 
 
 def _names_in(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -289,8 +289,12 @@ class _Probe:
         cut = self._rows // 3
         parts = [map_leaves(lambda each: each[:cut], x), map_leaves(lambda each: each[cut:], x)]
         rows = [cut, self._rows - cut]
-        whole, again = (self._forward(x, training=True, other_seeds=seeds)[1] for seeds in (False, True))
-        of_parts = _of_ranks(lambda part: self._forward(part, training=True)[1], parts, rows)
+
+        def added(part: Any, other_seeds: bool = False) -> list[tuple[Any, Any]]:
+            return self._forward(part, training=True, other_seeds=other_seeds)[1]
+
+        whole, again = (_of_ranks(partial(added, other_seeds=seeds), [x], [self._rows])[0] for seeds in (False, True))
+        of_parts = _of_ranks(added, parts, rows)
         layers = self._model._flatten_layers()
         found: dict[str, list[bool | None]] = {}
         if len({len(each) for each in (whole, again, *of_parts)}) > 1:
@@ -302,6 +306,10 @@ class _Probe:
             # Of other seeds another value: it follows from random numbers, which the parts draw differently as well.
             tolerance = _tolerance(layer.compute_dtype)
             verdict = Combination.UNKNOWN if is_random else _combination(own, numbers, rows, tolerance)
+            if verdict is Combination.SUM and _close(numbers[0], numbers[1], own):
+                # No sum over samples, of which the parts have unequally many: a term that is divided by the number of
+                # replicas. Those without samples, in the last batch, do not count, and its rest would be missing.
+                verdict = Combination.OTHER
             if verdict is Combination.OTHER:
                 what = f"What the layer {layer.name!r} of {self._model.name!r} passes to add_loss"
                 return Findings([], {}, error=_error(what, verdict))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -28,3 +29,11 @@ def as_float(leaf: Any) -> Any:
     kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
     is_whole = any(name in str(kind) for name in ("int", "bool"))
     return keras.ops.cast(leaf, keras.config.floatx()) if is_whole else leaf
+
+
+def on_present_leaves(function: Callable[[list[Any]], Iterable[Any]], value: Any) -> Any:
+    """A structure with what `function` makes of all its leaves; None, as the gradient of what is not used, stays."""
+    leaves = keras.tree.flatten(value)
+    present = [leaf for leaf in leaves if leaf is not None]
+    made = iter(function(present) if present else ())
+    return keras.tree.pack_sequence_as(value, [None if leaf is None else next(made) for leaf in leaves])

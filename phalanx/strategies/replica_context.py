@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +15,7 @@ from phalanx.keras_compat import step_collectives
 from phalanx.keras_compat.keras_internals import in_symbolic_scope
 from phalanx.keras_compat.step_collectives import LONE, InStep, StepCollectives
 from phalanx.keras_compat.step_means import share_of_step
-from phalanx.strategies.reduce_ops import as_float, reduce_op_of
+from phalanx.strategies.reduce_ops import as_float, on_present_leaves, reduce_op_of
 
 if TYPE_CHECKING:
     from phalanx.strategies.strategy import Strategy
@@ -129,10 +129,12 @@ class StepContext(ReplicaContext):
         share = share_of_step() if op is ReduceOp.MEAN and not self._is_lone else None
 
         def reduce(tensors: list[Any]) -> list[Any]:
-            own = tensors if share is None else [tensor * keras.ops.cast(share, tensor.dtype) for tensor in tensors]
+            own = [keras.ops.convert_to_tensor(tensor) for tensor in tensors]
+            if share is not None:
+                own = [tensor * keras.ops.cast(share, tensor.dtype) for tensor in own]
             return self._collectives.all_reduce(own)
 
-        return _on_leaves(reduce, keras.tree.map_structure(as_float, value) if op is ReduceOp.MEAN else value)
+        return on_present_leaves(reduce, keras.tree.map_structure(as_float, value) if op is ReduceOp.MEAN else value)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """The replicas' values, concatenated along `axis` in rank order; gradients flow back through it.
@@ -148,7 +150,7 @@ class StepContext(ReplicaContext):
             first = [keras.ops.moveaxis(tensor, axis, 0) for tensor in tensors]
             return [keras.ops.moveaxis(tensor, 0, axis) for tensor in self._collectives.all_gather(first)]
 
-        return _on_leaves(gather, value)
+        return on_present_leaves(gather, value)
 
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `ReplicaContext.merge_call`.
@@ -165,12 +167,6 @@ class StepContext(ReplicaContext):
     @property
     def _is_lone(self) -> bool:
         return self._collectives is LONE
-
-
-def _on_leaves(function: Callable[[list[Any]], list[Any]], value: Any) -> Any:
-    leaves = keras.tree.flatten(value)
-    merged = iter(function([keras.ops.convert_to_tensor(leaf) for leaf in leaves if leaf is not None]))
-    return keras.tree.pack_sequence_as(value, [None if leaf is None else next(merged) for leaf in leaves])
 
 
 class _Collectives:

@@ -32,7 +32,7 @@ from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.keras_compat.simulated_ranks import number_of_simulated_ranks
 from phalanx.runtime import process_exit, progress
 from phalanx.strategies import replica_context
-from phalanx.strategies.reduce_ops import as_float, reduce_op_of
+from phalanx.strategies.reduce_ops import as_float, on_present_leaves, reduce_op_of
 from phalanx.strategies.replica_parts import StrategyParts
 from phalanx.strategies.strategy_extended import StrategyExtended
 from phalanx.training import model_dispatch
@@ -285,12 +285,10 @@ class Strategy:
         shape_of: Callable[[Shape], Shape],
         gradient: Gradient | None,
     ) -> Any:
-        """A structure with its leaves merged; None, such as the gradient of what is not used, stays None."""
-        leaves = keras.tree.flatten(value)
-        present = [leaf for leaf in leaves if leaf is not None]
+        """A structure with its leaves merged."""
+        call = partial(self._tensors.call, merge, shape_of=shape_of, gradient=gradient)
         with replica_context.reading_own():
-            merged = iter(self._tensors.call(merge, present, shape_of=shape_of, gradient=gradient) if present else ())
-        return keras.tree.pack_sequence_as(value, [None if leaf is None else next(merged) for leaf in leaves])
+            return on_present_leaves(call, value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """The replicas' values, concatenated along `axis` in rank order, on every replica. Other axes must agree.

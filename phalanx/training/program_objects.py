@@ -21,13 +21,13 @@ _MOST_ITEMS, _MOST_BYTES = 1000, 1 << 20
 
 
 class Place:
-    """An attribute, a variable around a function, or a global variable: what code of the program reads and assigns.
+    """A variable around a function, or a global variable: what a function of the program reads and assigns.
 
     Attributes:
         key: the same for the same place, while what has it lives.
 
     Args:
-        owner: the dictionary of an object or a module; or a function's cell.
+        owner: the dictionary of a module; or a function's cell.
         name: "" for a cell.
     """
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import keras
@@ -148,7 +150,7 @@ class _Trial:
             if verdict or found[0].is_finite():
                 break
         # What moved by rounding is elsewhere on the replicas.
-        if verdict or found[0].moves_by_rounding() or not (later := found[1].verdict_of_next_step()):
+        if verdict or found[0].moves_by_rounding or not (later := found[1].verdict_of_next_step()):
             return verdict
         # Is it because of what the first step has left, or because of the samples?
         return self._compare(second)[0].verdict() or later
@@ -287,7 +289,8 @@ class _Trial:
         return found
 
 
-class _Comparison(NamedTuple):
+@dataclass(frozen=True)
+class _Comparison:
     """Results of a step: before it, of the batch, of the batch with other seeds, and of the replicas."""
 
     model: Any
@@ -385,10 +388,19 @@ class _Comparison(NamedTuple):
             for name, value in getattr(rank, kind).items()
         )
 
+    @cached_property
     def moves_by_rounding(self) -> bool:
         """Whether all gradients are nothing but rounding. Steps of the trial are as large as those of any others."""
-        largest = max((np.abs(each).max(initial=0) for each in self.whole.gradients.values()), default=0.0)
-        return 0 < largest <= ROUNDING * self._loss()
+        return 0 < max(self._largest_gradients.values(), default=0.0) <= ROUNDING * self._loss
+
+    @cached_property
+    def _largest_gradients(self) -> dict[str, float]:
+        """Of each update."""
+        found: dict[str, float] = {}
+        for name, value in self.whole.gradients.items():
+            update = _update_of(name)
+            found[update] = max(found.get(update, 0.0), float(np.abs(value).max(initial=0)))
+        return found
 
     def _different(self, kind: str, allowed: Callable[[str, str], float]) -> str:
         whole, other = getattr(self.whole, kind), getattr(self.other, kind)
@@ -412,13 +424,12 @@ class _Comparison(NamedTuple):
         return tolerance * float(max(np.abs(each).max(initial=0) for each in known)) + ROUNDING
 
     def _allowed_gradient(self, kind: str, name: str) -> float:
-        update = name.partition(".")[0]
-        of_update = [v for other, v in self.whole.gradients.items() if other.partition(".")[0] == update]
         own = np.abs(self.whole.gradients[name]).max(initial=0)
-        largest = max(np.abs(v).max(initial=0) for v in of_update)
+        largest = self._largest_gradients[_update_of(name)]
         tolerance, rounding = self._tolerances()
-        return float(tolerance * own + rounding * largest + ROUNDING * self._loss())
+        return float(tolerance * own + rounding * largest + ROUNDING * self._loss)
 
+    @cached_property
     def _loss(self) -> float:
         """The size of the loss: where all gradients are much smaller, they are nothing but rounding of it."""
         total, count = (self.whole.metrics.get(f"loss/{name}", np.zeros(1)) for name in ("total", "count"))
@@ -432,7 +443,7 @@ class _Comparison(NamedTuple):
         whole = getattr(self.whole, kind)[name]
         if kind == "others" and whole.size == 1:  # not made of weights, whose gradients may differ
             return self._allowed(kind, name)
-        if self.moves_by_rounding():
+        if self.moves_by_rounding:
             return np.inf
         before = getattr(self.before, kind).get(name, whole)
         tolerance, rounding = self._tolerances()
@@ -516,6 +527,11 @@ def _with_unlike_parts(data: Any) -> Any:
 
 def _rows(data: Any, start: int, stop: int) -> Any:
     return map_leaves(lambda array: array[start:stop], data)
+
+
+def _update_of(name: str) -> str:
+    """Of a gradient's name, that of the update."""
+    return name.partition(".")[0]
 
 
 def _add(found: dict[str, Array], name: str, value: Any) -> None:

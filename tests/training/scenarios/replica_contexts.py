@@ -30,7 +30,6 @@ class Centered(layers.Layer):
     how: str = "sums"
 
     def build(self, shape: Any) -> None:
-        self.inside = phalanx.has_strategy()
         self.newest = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)
 
     def call(self, inputs: Any, training: bool = False) -> Any:
@@ -81,6 +80,26 @@ def added_losses_of_merged_values(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
         hidden = layers.Dense(8, activation="tanh")
         return keras.Sequential([keras.Input((FEATURES,)), hidden, Balanced(), layers.Dense(CLASSES, "softmax")])
+
+    return fitted(compiled(setting, build))
+
+
+@scenario(
+    error=dict.fromkeys(BACKENDS, ("UnsupportedError", "number of replicas")),
+    plain=False,
+    quick=ONE_BACKEND,
+    quick_of_three=True,
+)
+def added_losses_divided_by_the_number_of_replicas(setting: Setting) -> dict[str, Any]:
+    """As programs for `tf.distribute` scale regularization, whose gradients are summed."""
+
+    class Regularized(layers.Dense):
+        def call(self, inputs: Any) -> Any:
+            self.add_loss(0.1 * ops.sum(ops.square(self.kernel)) / setting.strategy.num_replicas_in_sync)
+            return super().call(inputs)
+
+    def build() -> Any:
+        return keras.Sequential([keras.Input((FEATURES,)), Regularized(CLASSES, activation="softmax")])
 
     return fitted(compiled(setting, build))
 
