@@ -189,7 +189,7 @@ def _push(
     writer: Any,
 ) -> None:
     _start(core)
-    from phalanx.parameter_server.client import ParameterServerClient
+    from phalanx.parameter_server.client.parameter_client import ParameterServerClient
     from phalanx.parameter_server.server_messages import (
         DeclareModel,
         EndFit,

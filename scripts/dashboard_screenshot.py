@@ -15,7 +15,7 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 from phalanx.dashboard import browser_view, page
-from phalanx.launcher.job_follower import read_events
+from phalanx.launcher.watching.job_follower import read_events
 from phalanx.monitoring.job_events import JobEnded, JobEvent, TaskExited
 from phalanx.monitoring.job_view import replay
 

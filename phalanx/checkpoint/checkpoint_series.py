@@ -35,7 +35,7 @@ class CheckpointSeries:
     are_folders: bool = False
 
     def name_of(self, step: int) -> str:
-        """What the checkpoint of a step is called, or would be."""
+        """The name of the checkpoint of a step, whether or not it exists."""
         return name_of_step(self.basename, self.suffix, step)
 
     def by_step(self) -> list[tuple[int, StoragePath]]:

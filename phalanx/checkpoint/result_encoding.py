@@ -24,7 +24,7 @@ def as_plain_value(value: Any) -> Any:
 
 
 def plain_history(history: Any) -> dict[str, list[Any]]:
-    """What a `History` has recorded, as it can be encoded."""
+    """The records of a `History`, as values that can be encoded."""
     return {name: [as_plain_value(value) for value in values] for name, values in history.history.items()}
 
 

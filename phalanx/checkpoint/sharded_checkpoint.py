@@ -378,7 +378,7 @@ def _copied(value: Any) -> Any:
 
 
 def _target(entry: Any) -> Any:
-    """What is to be restored for an entry: shape, dtype and place."""
+    """The shape, dtype and place to which an entry is restored."""
     value, jax = _value(entry), _jax()
     if not isinstance(value, jax.Array):
         return value

@@ -13,7 +13,7 @@ STEP_DIGITS = 9
 
 
 def name_of_step(basename: str, suffix: str, step: int) -> str:
-    """What the checkpoint of a step is called, or would be."""
+    """The name of the checkpoint of a step, whether or not it exists."""
     return f"{basename}-{step:0{STEP_DIGITS}}{suffix}"
 
 

@@ -21,7 +21,7 @@ def dashboard(job: str | None, port: int | None, control: bool, listen_fd: int |
     ssh -L 8787:localhost:8787 HOST
     """
     from phalanx.launcher.dashboard_process import DashboardLink, check_packages, open_link
-    from phalanx.launcher.status_report import choose_job
+    from phalanx.launcher.watching.status_report import choose_job
 
     check_packages()
     from phalanx.config.environment import process_environment

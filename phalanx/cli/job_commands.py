@@ -15,7 +15,7 @@ _JOB = click.option("--job", help="Which job, as `phalanx status` names it; need
 @click.option("--watch", is_flag=True, help="Print again every second, until no job is running.")
 def status(job: str | None, as_json: bool, watch: bool) -> None:
     """Show running jobs: members, step, speed, loss, and who waits for whom."""
-    from phalanx.launcher import status_report
+    from phalanx.launcher.watching import status_report
 
     sys.exit(status_report.status(job, as_json=as_json, watch=watch))
 
@@ -24,7 +24,7 @@ def status(job: str | None, as_json: bool, watch: bool) -> None:
 @_JOB
 def top(job: str | None) -> None:
     """Watch a job in this terminal."""
-    from phalanx.launcher import top_view
+    from phalanx.launcher.watching import top_view
 
     sys.exit(top_view.show(job))
 
@@ -34,6 +34,6 @@ def top(job: str | None) -> None:
 @click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="The new number of workers.")
 def scale(job: str | None, workers: int) -> None:
     """Change the number of workers of an elastic job, between its MIN and MAX."""
-    from phalanx.launcher import status_report
+    from phalanx.launcher.watching import status_report
 
     sys.exit(status_report.scale(job, workers))

@@ -15,14 +15,14 @@ import click
 from phalanx.cli import horovodrun_options
 from phalanx.cli.option_groups import GroupedCommand, GroupedOption
 from phalanx.config.keras_backends import BACKENDS
-from phalanx.launcher.host_blacklist import COOLDOWN_S
+from phalanx.launcher.elastic_hosts.host_blacklist import COOLDOWN_S
 from phalanx.launcher.host_slots import MAX_WORKERS
 from phalanx.launcher.restart_policy import DEFAULT_RESTARTS
 from phalanx.runtime.exit_codes import SIGNAL_BASE
 
 if TYPE_CHECKING:
     from phalanx.config.launch_config import LaunchConfig
-    from phalanx.launcher.host_pool import ElasticOptions
+    from phalanx.launcher.elastic_hosts.host_pool import ElasticOptions
     from phalanx.launcher.host_slots import HostShare
     from phalanx.launcher.job_request import JobRequest
 
@@ -406,8 +406,8 @@ def _worker_range(options: RunOptions) -> WorkerRange:
 
 
 def _elastic_options(options: RunOptions, workers: WorkerRange, config: LaunchConfig) -> ElasticOptions:
-    from phalanx.launcher.host_discovery import DiscoveryScript
-    from phalanx.launcher.host_pool import ElasticOptions
+    from phalanx.launcher.elastic_hosts.host_discovery import DiscoveryScript
+    from phalanx.launcher.elastic_hosts.host_pool import ElasticOptions
 
     assert workers.minimum is not None
     if options.ps or options.chief:

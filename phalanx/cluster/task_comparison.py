@@ -18,7 +18,7 @@ MIXED_BACKENDS = "mixed"
 
 
 class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the layers above contribute to the comparison.
+    """Facts that the layers above add to the comparison.
 
     Attributes:
         keras: version of Keras.

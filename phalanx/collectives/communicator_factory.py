@@ -40,7 +40,7 @@ SHARED_MEMORY = "shared memory"
 
 
 class _Facts(msgspec.Struct, frozen=True):
-    """What the ranks exchange first."""
+    """The facts that the ranks exchange first."""
 
     implementation: str
     bytes_per_pack: int

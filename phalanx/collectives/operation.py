@@ -23,7 +23,7 @@ ArrayKind = tuple[DType, tuple[int | str, ...]]
 
 
 class CollectiveDescription(msgspec.Struct, frozen=True):
-    """What must be equal on all ranks, as text. Ranks compare its signature; errors show it.
+    """The properties that must be equal on all ranks, as text. Ranks compare its signature; errors show it.
 
     Attributes:
         name: the method that was called.

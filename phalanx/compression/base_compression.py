@@ -15,7 +15,7 @@ State = Mapping[str, Array]
 """What a compression keeps from one step to the next, equal on all ranks. Never changed, only replaced."""
 
 
-def below(prefix: str, state: State) -> dict[str, Array]:
+def strip_prefix(prefix: str, state: State) -> dict[str, Array]:
     """The arrays whose names start with `prefix`, by the rest of their names."""
     return {name.removeprefix(prefix): array for name, array in state.items() if name.startswith(prefix)}
 

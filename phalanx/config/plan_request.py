@@ -31,7 +31,7 @@ class PlanRequest:
 
     @classmethod
     def from_environment(cls) -> PlanRequest | None:
-        """What is asked of this program; None if it is not examined."""
+        """The request to examine this program; None if there is none."""
         text = process_environment().get(PLAN)
         return cls.from_text(text) if text else None
 

@@ -219,7 +219,7 @@ class AcceptedWorkers:
             threading.Thread(target=body, args=(worker,), name=f"phalanx-{hello.task}", daemon=True).start()
 
     def _all_broadcasts(self) -> Iterator[Message | DeferredMessage]:
-        """What a worker without a program gets: what it must have, what may refer to that, and what runs now."""
+        """The messages for a worker without a program: what it must have, what may refer to that, and what runs now."""
         if self.greeting is not None:
             yield DeferredMessage(self.greeting)
         yield from (message for role, message in self._of_servers.items() if role != METHOD)

@@ -30,7 +30,7 @@ Trace = list[tuple[bool, Any]]
 
 
 def trace(function: Any, is_constant: Callable[[Any], bool], pickled: Callable[[Any], bytes]) -> Trace:
-    """What a function refers to.
+    """The objects that a function refers to.
 
     Args:
         is_constant: whether a thing travels as a reference, or is taken to be constant.
@@ -105,7 +105,7 @@ def _travels_along(thing: Any) -> bool:
 
 
 def _members(cls: type) -> Iterator[Any]:
-    """What a class holds, less what Python itself puts there."""
+    """The members of a class, without those that Python itself adds."""
     for name, member in vars(cls).items():
         if not isinstance(member, GetSetDescriptorType | MemberDescriptorType) and not name.startswith("_abc_"):
             yield name

@@ -20,7 +20,7 @@ from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.coordinator.accepted_workers import PING_S
 from phalanx.coordinator.coordinator_messages import Answer, Order, Ping, Pong, StopWorker
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError, RendezvousError
-from phalanx.parameter_server.server_dialing import connect
+from phalanx.parameter_server.client.server_dialing import connect
 from phalanx.parameter_server.server_protocol import peer_lost
 from phalanx.transport.decoding import Decoder
 from phalanx.transport.link import Link

@@ -27,8 +27,8 @@ from phalanx.coordinator.remote_values import PerWorkerDataset, PerWorkerIterato
 from phalanx.coordinator.scheduled_calls import ScheduledCall
 from phalanx.engines import make_tensors
 from phalanx.errors import ConfigurationError, PeerLostError, RendezvousError, UnsupportedError
-from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.scope_registry import ScopedName
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
 if TYPE_CHECKING:
     from phalanx.strategies.parameter_server_strategy import ParameterServerStrategy

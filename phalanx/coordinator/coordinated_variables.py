@@ -17,9 +17,9 @@ from phalanx.engines.tensors import Tensors
 from phalanx.errors import DisagreementError, PhalanxError, UnsupportedError
 from phalanx.keras_compat.keras_internals import in_stateless_scope
 from phalanx.keras_compat.optimizer_applies import redirect_apply
-from phalanx.training.parameter_server_worker import ParameterServerWorker
-from phalanx.training.remote_variables import RemoteVariables, checksum, to_host
 from phalanx.training.scope_registry import ScopedName, ScopeRegistry
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
+from phalanx.training.servers.remote_variables import RemoteVariables, checksum, to_host
 from phalanx.training.steps.parameter_server_step import ParameterServerMerge
 
 Array = np.ndarray[Any, Any]

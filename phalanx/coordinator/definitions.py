@@ -24,8 +24,8 @@ from phalanx.keras_compat.model_copies import LayerCopy, copy_of
 from phalanx.keras_compat.model_state import optimizers
 from phalanx.runtime.pickling import dumps_referring, refusing
 from phalanx.training.call_pickling import of_call
-from phalanx.training.remote_variables import to_host
 from phalanx.training.scope_registry import KINDS, ScopedName, ScopeRegistry
+from phalanx.training.servers.remote_variables import to_host
 
 Array = np.ndarray[Any, Any]
 
@@ -48,7 +48,7 @@ class Definition(NamedTuple):
 
 
 def parts_of(root: Any) -> list[Any]:
-    """What was made with an object: itself, the layers in it and their metrics, and a model's optimizers."""
+    """An object and its parts: the layers in it and their metrics, and a model's optimizers."""
     found = {id(root): root}
     if isinstance(root, keras.layers.Layer):
         for layer in root._flatten_layers():
@@ -113,7 +113,7 @@ class OutgoingDefinitions:
             return all(root in self._required and root in present for root in roots)
 
     def _root_of(self, name: ScopedName) -> ScopedName | None:
-        """What an object travels in. One that was required by itself does so until what it is in by now is required."""
+        """The object in which another one travels; itself, if it was required alone and its owner was not yet."""
         return name if name in self._required else self._roots.get(name)
 
     def announce(self, dispatcher: Dispatcher) -> None:

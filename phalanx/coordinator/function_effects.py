@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx.engines.metric_rules import declared_rule
-from phalanx.training.remote_variables import to_host
 from phalanx.training.scope_registry import ScopedName, ScopeRegistry
+from phalanx.training.servers.remote_variables import to_host
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class EffectRecorder:
         self._state = layer_state(self._made)
 
     def collect(self) -> FunctionEffects:
-        """What the function changed."""
+        """The changes that the function made."""
         self._collected = True
         changes = FunctionEffects({}, {})
         for place, variable, metric in _metric_variables(self._made):

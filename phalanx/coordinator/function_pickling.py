@@ -72,7 +72,7 @@ class References:
         return "tensor", keras.ops.convert_to_numpy(thing)
 
     def load(self, reference: tuple[Any, ...]) -> Any:
-        """What a reference refers to here."""
+        """The object on this task that a reference refers to."""
         kind, *rest = reference
         if kind == "fixed":
             return self._fixed[rest[0]]

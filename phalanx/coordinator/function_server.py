@@ -30,9 +30,9 @@ from phalanx.engines import make_tensors
 from phalanx.engines.random_state import draw_own_numbers, random_state
 from phalanx.errors import LinkTimeoutError, PeerLostError, PhalanxError
 from phalanx.runtime import function_call as calls
-from phalanx.training.parameter_server_worker import ParameterServerWorker
-from phalanx.training.remote_variables import to_host
 from phalanx.training.scope_registry import ScopedName
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
+from phalanx.training.servers.remote_variables import to_host
 from phalanx.training.state_sync import shifted_seed
 
 

@@ -19,9 +19,9 @@ from phalanx.keras_compat.model_copies import record_construction
 from phalanx.keras_compat.object_names import name_counters
 from phalanx.runtime.pickling import dumps_referring, refusing
 from phalanx.training.call_pickling import A_CALL_TAKES, of_call
-from phalanx.training.parameter_server_worker import ParameterServerWorker
-from phalanx.training.program_random_state import random_state
+from phalanx.training.program_effects.program_random_state import random_state
 from phalanx.training.scope_registry import KINDS, ScopedName
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
 
 class MethodCalls:

@@ -28,7 +28,7 @@ PICKLES_KEPT = 16
 
 @dataclass
 class NotedReference:
-    """What a pickle refers to.
+    """A reference in a pickle.
 
     Attributes:
         names: of what was made in scopes.
@@ -66,7 +66,7 @@ class OutgoingReferences(References):
 
     @contextmanager
     def noting(self, *, keeps: bool) -> Iterator[NotedReference]:
-        """What is packed meanwhile is noted.
+        """While inside, note what is pickled.
 
         Args:
             keeps: whether large arrays are references; they are taken to be constant then.

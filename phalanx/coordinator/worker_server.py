@@ -26,13 +26,13 @@ from phalanx.keras_compat.object_names import set_name_counters, set_path
 from phalanx.parameter_server.partitioners import Partitioner
 from phalanx.parameter_server.server_messages import UpdateRules
 from phalanx.runtime import function_call
-from phalanx.training.parameter_server_worker import ParameterServerWorker
-from phalanx.training.program_random_state import set_random_state
+from phalanx.training.program_effects.program_random_state import set_random_state
 from phalanx.training.scope_registry import ScopedName, ScopeRegistry
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
 
 class WorkerSettings(NamedTuple):
-    """What the chief's strategy was given, as far as it concerns workers; and where its program imports from."""
+    """The arguments of the chief's strategy that concern workers, and the import path of its program."""
 
     rules: UpdateRules
     partitioner: Partitioner | None

@@ -1,4 +1,4 @@
-"""What the page is told of a job. Pure: views in, values for JSON out."""
+"""The data that the page receives about a job. Pure: views in, values for JSON out."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from msgspec import to_builtins
 from phalanx.monitoring.job_view import ACTIONS, NO_RATES, RUNNING, SILENT_S, JobView, MemberView, doing, why_not
 
 FEED_ITEMS = 200
+_UNTIL_IT_STARTS = {"job": "", "program": "", "kind": "", "version": "", "log_dir": "", "minimum": 0, "maximum": 0}
 _COUNTS = ("epoch", "step", "steps", "samples", "bytes_sent", "generation", "restarts")
 
 
 def message(
     view: JobView, before: JobView | None = None, *, live: bool = True, control: bool = False, problem: str = ""
 ) -> dict[str, Any]:
-    """What the page needs to draw a job, as far as it has changed.
+    """The data that the page needs to draw a job, as far as it has changed.
 
     Args:
         view: the job now.
@@ -48,13 +49,7 @@ def head(view: JobView, *, live: bool = True, control: bool = False) -> dict[str
     started, end = view.started, view.end
     now = view.ended_at or view.now
     return {
-        "job": "" if started is None else started.job,
-        "program": "" if started is None else started.program,
-        "kind": "" if started is None else started.kind,
-        "version": "" if started is None else started.version,
-        "log_dir": "" if started is None else started.log_dir,
-        "minimum": 0 if started is None else started.minimum,
-        "maximum": 0 if started is None else started.maximum,
+        **{name: getattr(started, name, unknown) for name, unknown in _UNTIL_IT_STARTS.items()},
         "wanted": view.wanted,
         "status": view.status,
         "reason": "" if end is None else end.reason,

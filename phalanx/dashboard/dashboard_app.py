@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from phalanx.dashboard import access, browser_view, page, prometheus_metrics
 from phalanx.dashboard.job_hub import FollowedJob, JobHub, ask
 from phalanx.errors import ConfigurationError, FrameError, LinkClosedError
-from phalanx.launcher.job_connection import ControlRequest
+from phalanx.launcher.watching.job_connection import ControlRequest
 from phalanx.monitoring.job_view import ACTIONS, RUNNING, JobView
 from phalanx.transport.decoding import decode_json
 
@@ -46,7 +46,7 @@ _HEADERS = {
 
 
 class Dashboard:
-    """What the handlers share.
+    """The state that the handlers share.
 
     Args:
         hub: knows the jobs.

@@ -10,9 +10,9 @@ import threading
 from dataclasses import dataclass
 
 from phalanx.errors import LinkClosedError
-from phalanx.launcher.job_connection import ControlAnswer, ControlRequest, send_request
-from phalanx.launcher.job_follower import JobFollower
-from phalanx.launcher.job_registry import RegisteredJob, running
+from phalanx.launcher.watching.job_connection import ControlAnswer, ControlRequest, send_request
+from phalanx.launcher.watching.job_follower import JobFollower
+from phalanx.launcher.watching.job_registry import RegisteredJob, running
 from phalanx.monitoring.job_view import JobView
 
 MAX_ENDED = 20

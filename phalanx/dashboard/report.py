@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from phalanx.dashboard import browser_view, page
 from phalanx.errors import ConfigurationError
-from phalanx.launcher.job_follower import read_view
 from phalanx.launcher.log_directory import log_name
+from phalanx.launcher.watching.job_follower import read_view
 from phalanx.monitoring.console import plain_text
 from phalanx.monitoring.job_events import EVENTS_FILE
+from phalanx.storage.files import read_end, write_file
 
 REPORT_FILE = "report.html"
 OUTPUT_BYTES = 64 * 1024
@@ -30,12 +30,9 @@ def write(log_dir: Path, path: Path | None = None) -> Path:
     if not path.name:
         raise ConfigurationError(f"{str(path)!r} is not the name of a file for the report.")
     document = render(log_dir)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(document, encoding="utf-8")
-        os.replace(temporary, path)
+        write_file(path, document.encode())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ConfigurationError(f"The report cannot be written to {path}: {error.strerror}.") from error
     return path
 
@@ -52,10 +49,6 @@ def render(log_dir: Path) -> str:
 
 def _end_of(path: Path) -> str:
     try:
-        with open(path, "rb") as file:
-            file.seek(0, os.SEEK_END)
-            size = file.tell()
-            file.seek(max(0, size - OUTPUT_BYTES))
-            return plain_text(file.read())
+        return plain_text(read_end(path, OUTPUT_BYTES))
     except OSError:  # the task has written nothing, or someone has tidied up
         return ""

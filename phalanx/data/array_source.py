@@ -40,7 +40,7 @@ class _Converted:
 
 
 def _indexable(sliceable: Any) -> Any:
-    """What the hot loop indexes: a plain array wherever the data is one, found once instead of per batch."""
+    """The object that the hot loop indexes: a plain array wherever the data is one, found once instead of per batch."""
     array = sliceable.array
     kind = type(sliceable).__name__
     if "Sparse" in kind or "Ragged" in kind:

@@ -21,7 +21,7 @@ from phalanx.data.batch_split import LocalShare, cut, local_range
 from phalanx.data.dataloader_order import DataLoaderOrder
 from phalanx.data.dataset_elements import Array, to_numpy
 from phalanx.data.input_request import InputRequest
-from phalanx.data.reading_apart import drawing_samples
+from phalanx.data.rank_local_reads import drawing_samples
 from phalanx.data.sharding_policy import AutoShardPolicy
 from phalanx.data.source import SourceTraits, StreamSource, same_stream
 from phalanx.errors import ConfigurationError

@@ -16,7 +16,7 @@ MOST_PARTS = 3
 
 
 class ElementStructure(enum.Enum):
-    """What the elements of a dataset are. A custom `train_step` receives them in this structure."""
+    """The structure of a dataset's elements. A custom `train_step` receives them in this structure."""
 
     PARTS = "x, (x, y) or (x, y, sample_weight)"
     ALONE = "(x,)"

@@ -48,7 +48,7 @@ class InputDescription:
 
     @property
     def disagreement(self) -> str:
-        """What is wrong, and what to do, if the ranks' fingerprints of a batch differ."""
+        """The error text, with advice, if the ranks' fingerprints of a batch differ."""
         return (
             f"The ranks read different global batches from the {self.source.traits.kind}, so cutting them would "
             "use some samples twice and others never. Every rank must read the same data in the same order. "

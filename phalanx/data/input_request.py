@@ -9,6 +9,8 @@ from phalanx.data.shuffling import Shuffling
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat import data_adapters
 
+TWO_WEIGHTS = "You cannot specify `class_weight` and `sample_weight` at the same time."
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputRequest:
@@ -50,4 +52,4 @@ class InputRequest:
         if not 0 <= self.rank < self.world_size:
             raise ConfigurationError(f"rank must be 0 to world_size - 1; got rank {self.rank} of {self.world_size}.")
         if self.class_weight is not None and self.sample_weight is not None:
-            raise ConfigurationError("You cannot `class_weight` and `sample_weight` at the same time.")
+            raise ConfigurationError(TWO_WEIGHTS)

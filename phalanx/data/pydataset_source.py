@@ -15,7 +15,7 @@ import numpy as np
 from phalanx.arrays.tree import map_leaves
 from phalanx.data.batch_split import LocalShare, cut
 from phalanx.data.dataset_elements import Array, to_numpy
-from phalanx.data.input_request import InputRequest
+from phalanx.data.input_request import TWO_WEIGHTS, InputRequest
 from phalanx.data.source import PassOrder, SourceTraits, same_stream
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat import data_adapters
@@ -87,7 +87,7 @@ def standardize(batch: Any, class_weight: dict[int, float] | None) -> Any:
         )
     if class_weight is not None:
         if len(batch) == 3 and batch[2] is not None:
-            raise ConfigurationError("You cannot specify `class_weight` and `sample_weight` at the same time.")
+            raise ConfigurationError(TWO_WEIGHTS)
         if len(batch) >= 2:
             batch = (batch[0], batch[1], data_adapters.class_weights(batch[1], class_weight))
     return batch

@@ -17,7 +17,7 @@ from phalanx.data.input_description import InputDescription
 from phalanx.data.input_position import InputPosition
 from phalanx.data.input_request import InputRequest
 from phalanx.data.local_batch import LocalBatch
-from phalanx.data.reading_apart import reading_apart
+from phalanx.data.rank_local_reads import reading_rank_local_data
 from phalanx.data.sharding_policy import AutoShardPolicy
 from phalanx.data.source import Source
 from phalanx.data.source_registry import make_source
@@ -285,4 +285,4 @@ def _read_first(source: Source) -> None:
 
 def _reading(source: Source) -> AbstractContextManager[None]:
     """Around all that reads data."""
-    return nullcontext() if source.traits.is_read_alike else reading_apart(source.traits.kind)
+    return nullcontext() if source.traits.is_read_alike else reading_rank_local_data(source.traits.kind)

@@ -19,7 +19,7 @@ from phalanx.data.sharding_policy import AutoShardPolicy
 
 @dataclass(frozen=True, slots=True)
 class SourceTraits:
-    """What a source is like; it does not change.
+    """Properties of a source; they do not change.
 
     Attributes:
         kind: what the data is, for messages: `NumPy arrays`.
@@ -29,7 +29,7 @@ class SourceTraits:
         is_uniform: whether every rank is known to see equally many batches of the same global sizes.
         is_endless: whether the data is known never to end.
         is_compared: whether shares carry fingerprints that the ranks should compare.
-        is_read_alike: whether every rank reads all of the data, and so does alike what is done to read it.
+        is_read_alike: whether every rank reads all of the data, and therefore runs the same reading code.
         is_random_access: whether `read` may start anywhere in a pass, and any number of times.
         draws_as_keras: whether it draws all random numbers itself that Keras would draw to open a pass.
         fixed_size: the size of every global batch, if Keras on TensorFlow knows it before it reads one.

@@ -22,7 +22,7 @@ from tensorflow.python.data.ops.options import ExternalStatePolicy
 
 from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.data.dataset_elements import to_numpy
-from phalanx.data.input_request import InputRequest
+from phalanx.data.input_request import TWO_WEIGHTS, InputRequest
 from phalanx.data.sharding_policy import AutoShardPolicy
 from phalanx.data.source import SourceTraits, StreamSource
 from phalanx.errors import ConfigurationError
@@ -259,7 +259,7 @@ def _check_class_weight(element_spec: Any) -> None:
     if not isinstance(element_spec, tuple) or len(element_spec) < 2:
         raise ConfigurationError(f"`class_weight` needs elements (x, y); the dataset's are {element_spec}.")
     if len(element_spec) == 3:
-        raise ConfigurationError("You cannot `class_weight` and `sample_weight` at the same time.")
+        raise ConfigurationError(TWO_WEIGHTS)
     data_adapters.check_class_weight_targets(element_spec[1])
 
 

@@ -127,5 +127,5 @@ def _copy_into(out: Sequence[Array] | None) -> Callable[[list[Array]], list[Arra
 
 
 def _kept(out: Sequence[Array] | None) -> Callable[[list[Array]], list[Array]]:
-    """What is kept of a result for another member that may lack it."""
+    """The part of a result that is kept for another member that may lack it."""
     return copied if out is None else lambda result: result

@@ -107,7 +107,7 @@ def _follow(node: ElasticNode, participant: Participant, error: Exception) -> No
 
 
 class ElasticProgram(Protocol):
-    """What a function that is repeated after each change of the members needs before and after it."""
+    """How a function is prepared, and recovers, that is repeated after each change of the members."""
 
     def synchronize(self, *, has_changed: bool) -> None:
         """Give all members the chief's state before the function is called.

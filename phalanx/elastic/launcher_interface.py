@@ -40,7 +40,7 @@ class ElasticJob(Protocol):
 
 
 class MembershipControl(Protocol):
-    """What the launcher tells the coordinator. May be called from any thread."""
+    """The launcher's requests to the coordinator. May be called from any thread."""
 
     def lose(self, task: str) -> None:
         """The process of this task has ended, and not successfully."""

@@ -128,7 +128,7 @@ class Engine(ABC):
 
     `share` is this rank's fraction of the global batch. After each training step weights, optimizer state, floating
     non-trainable state and metrics are the same on every rank. If a step raises (a peer is lost), they are as before
-    it, apart from random seeds. So it is with `MicroBatchKept`.
+    it, apart from random seeds. The same holds for `MicroBatchKept`.
 
     Args:
         model: compiled.

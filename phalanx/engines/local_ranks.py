@@ -51,11 +51,11 @@ class LocalRanks(Merge):
         self._open: dict[int, _Part] = {}
 
     def be_whole(self) -> None:
-        """What is computed next has the whole batch."""
+        """From here on, compute the step of the whole batch."""
         self._rank, self.merged = None, []
 
     def be_rank(self, rank: int) -> None:
-        """What is computed next is this rank's step, from its beginning."""
+        """From here on, compute this rank's step, from its beginning."""
         self._rank, self._calls, self.merged = rank, 0, []
 
     def forget(self) -> None:
@@ -113,6 +113,6 @@ class LocalRanks(Merge):
 
 
 def _form(part: _Part) -> Any:
-    """What must be the same on all ranks."""
+    """The form of a call, which must be the same on all ranks."""
     first = 1 if part.kind == "rows" else 0
     return part.kind, [(array.shape[first:], array.dtype) for array in part.arrays]

@@ -19,7 +19,7 @@ Call = Callable[..., list[Any]]
 class MergeCollectives:
     """Collectives of a step whose gradients a merge weights by the ranks' shares of the global batch.
 
-    So do they weight what flows back through them, and divide it by this rank's own share:
+    They weight the gradients that flow back in the same way, and divide it by this rank's own share:
 
         own = (sum over r of share_r * gradient_r) / share
 

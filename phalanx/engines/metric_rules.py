@@ -39,7 +39,7 @@ RULE_OF_AGGREGATION = {
 
 
 def declared_rule(variable: Any) -> MetricRule:
-    """What a variable says of itself; flags, which cannot be added, are raised."""
+    """The rule that a variable declares; flags, which cannot be added, are raised."""
     if variable.dtype == "bool":
         return MetricRule(MergeWeight.MAX, False)
     return RULE_OF_AGGREGATION[variable.aggregation]
@@ -86,7 +86,7 @@ class MetricRules:
         self._write(self.variables, values)
 
     def decide(self, rules: Sequence[MetricRule]) -> None:
-        """What the variables were found to do."""
+        """Set the rules that were found for the variables."""
         self.rules = tuple(rules)
         self.is_decided = True
 
@@ -113,7 +113,7 @@ class MetricRules:
         return any(rule != COUNTER and (rule.is_additive or rule.weight not in EXTREMES) for rule in self.rules)
 
     def added(self, values: Sequence[Array], start: Sequence[Array]) -> list[Array]:
-        """What is merged of these values, if they began with those of `start`."""
+        """The part of `values` to merge: increments since `start` for additive rules, else the values."""
         return [
             np.asarray(value - begun) if rule.is_additive else value
             for value, begun, rule in zip(values, start, self.rules, strict=True)

@@ -158,7 +158,7 @@ def bundles(layout: StepLayout, small: int = SMALL) -> list[list[int]]:
 
 
 def absent(array: Array, weight: MergeWeight) -> Array:
-    """What a rank without samples brings to a merge instead of its array, so that it does not count.
+    """The array that a rank without samples brings to a merge, so that it does not count.
 
     Its array is that of a placeholder batch. To scale it by zero is not enough: it may hold NaN where no sample has it.
     """

@@ -102,7 +102,7 @@ class BestCheckpoint:
         write_file(self._directory / f"{NAME}.json", json.dumps(content, indent=1).encode())
 
     def _recall(self) -> None:
-        """What an evaluator before this one has kept."""
+        """Take over the best result that an earlier evaluator has kept."""
         place = self._directory / f"{NAME}.json"
         try:
             content = json.loads(place.read_bytes())

@@ -192,7 +192,7 @@ class CheckpointWatcher:
 
 
 def _open(name: str, copy: Path, scratch: Path) -> FoundCheckpoint:
-    """What is in a copy of a checkpoint.
+    """The contents of a copy of a checkpoint.
 
     Raises: DamagedError if it is not whole.
     """

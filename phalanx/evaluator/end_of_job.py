@@ -132,7 +132,7 @@ class JobSignPoller:
         self.trouble = ""
 
     def look(self) -> JobSign:
-        """What is to be seen now."""
+        """The present state of the job."""
         if self._me is not None and self._clock() - self._asked_at >= PROBE_EVERY_S:
             self._asked_at = self._clock()
             signs = [JobSign.GONE]

@@ -68,12 +68,6 @@ def execute(communicator: Communicator, requests: Sequence[Request], parts: Sequ
             part.result = [_reducescatter(communicator, array, requests[0]) for array in part.arrays]
 
 
-def share_of_rows(rows: int, size: int) -> list[int]:
-    """How many rows of a reducescatter each rank gets: equal shares; the first ranks take one of the rest each."""
-    quotient, rest = divmod(rows, size)
-    return [quotient + (rank < rest) for rank in range(size)]
-
-
 # -------------------------------------------------------------------------------------------------------- reductions
 
 
@@ -144,7 +138,7 @@ def _outputs(part: FusedPart) -> list[Array]:
 
 
 def _neutral(op: HorovodOp, dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
-    """What a rank that has joined contributes: zeros to sums and averages, else values that change nothing."""
+    """The arrays of a rank that has joined: zeros for sums and averages, else values that change nothing."""
     value: Any = 0
     if op is HorovodOp.PRODUCT:
         value = 1
@@ -184,13 +178,12 @@ def _reducescatter(communicator: Communicator, array: Array, request: Request) -
 
     `Communicator.reduce_scatter` does the same, but requires equal shares.
     """
-    # Of one array for all ranks: they have agreed on its shape.
-    counts = share_of_rows(array.shape[0], communicator.world_size)
     given, array = array.dtype, _scaled(array, request.prescale)
     if request.op == HorovodOp.AVERAGE:
         array = _widened(array)
     array = np.ascontiguousarray(array)
-    rows = communicator.all_to_all(np.split(array, np.cumsum(counts)[:-1]))
+    # Equal shares, and one of the rest for each of the first ranks: as Horovod has it, and `array_split`.
+    rows = communicator.all_to_all(np.array_split(array, communicator.world_size))
     out = np.empty(rows[0].shape, array.dtype)
     divisor = communicator.world_size if request.op == HorovodOp.AVERAGE else 1
     # A mean of floats is divided before it is rounded to their dtype, in which the sum may overflow.

@@ -137,7 +137,7 @@ class HorovodJob:
 
     @property
     def traffic(self) -> telemetry.WorkerTraffic:
-        """What this process has sent and waited for, for those who watch the job. May be read from any thread."""
+        """The bytes sent and the time waited by this process, for monitoring. May be read from any thread."""
         # A copy, made in one step of the interpreter: the program's thread adds and removes process sets.
         statistics = [controller.communicator.statistics for controller in [*self.controllers.values()]]
         sent, on_links = sum(each.bytes_sent for each in statistics), sum(each.bytes_on_links for each in statistics)

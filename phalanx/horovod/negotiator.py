@@ -35,7 +35,7 @@ _NAMES_IN_MESSAGES = 5
 
 
 class RoundResult(NamedTuple):
-    """What a round has brought.
+    """The result of a round.
 
     Attributes:
         operations: what can begin or has failed, in an order that is the same on all ranks.
@@ -147,7 +147,7 @@ class Negotiator:
         self._warn(self._awaited(), set(ranks), ranks, "which have not requested it")
 
     def _awaited(self) -> str:
-        """What this rank waits for."""
+        """The requests for which this rank waits."""
         names = list(self._waiting) or ["join"]
         return ", ".join(names[:_NAMES_IN_MESSAGES]) + (", ..." if len(names) > _NAMES_IN_MESSAGES else "")
 

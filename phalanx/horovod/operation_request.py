@@ -39,7 +39,7 @@ class HorovodOp(enum.StrEnum):
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """What must be equal on all ranks that request an operation of this name.
+    """The properties of a request that must be equal on all ranks.
 
     Attributes:
         name: identifies the operation among those in progress.

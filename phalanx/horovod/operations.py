@@ -3,7 +3,7 @@
 A row (`Verb`) says what arrays a collective takes, what all ranks must agree on, and how its result is differentiated.
 `start` begins any of them and returns a `PendingResult`; `run` waits for the result. Several arrays in one call are a
 group: they start together and travel together. The arrays belong to the operation until it is done. The functions of
-all frameworks are built on these two (`bindings`).
+all frameworks are built on these two (`framework_bindings`).
 
 Gradients are those that Horovod 0.28 defines for TensorFlow and PyTorch. The gradients of an allreduce and of an
 alltoall are the adjoint operations, which is right for a loss that is the sum of the ranks' losses. The gradients of an
@@ -51,7 +51,7 @@ AUTOMATIC_NAMES = 64
 
 
 class Arguments(msgspec.Struct, frozen=True):
-    """What a collective is called with besides its arrays. Each verb uses some of these.
+    """The arguments of a collective besides its arrays. Each verb uses some of these.
 
     Attributes:
         name: identifies the operation among those that run at the same time; equal on all ranks. Without a name, the
@@ -256,7 +256,7 @@ def _check_allreduce(kind: OperationKind, arrays: Sequence[Array], arguments: Ar
     for array in arrays:
         check_reducible(array.dtype, ReduceOp.SUM)
         if arguments.op is Average and array.dtype == np.bool_:
-            raise ConfigurationError("the average of booleans is no boolean. Use Min, Max or Sum (any), or cast them.")
+            raise ConfigurationError("booleans cannot be averaged. Use Min, Max or Sum (any), or cast them.")
     factors = arguments.prescale_factor, arguments.postscale_factor
     if not all(map(math.isfinite, factors)):
         raise ConfigurationError(f"prescale_factor and postscale_factor are {factors}: both must be finite.")

@@ -36,7 +36,7 @@ class AdaptedState(NamedTuple):
 
 
 def adapted_states(root: Any) -> tuple[AdaptedState, ...]:
-    """What a layer, and those in it, have learned."""
+    """The learned state of a layer and of those in it."""
     return tuple(_state(number, layer) for number, layer in enumerate(root._flatten_layers()) if _is_adapted(layer))
 
 

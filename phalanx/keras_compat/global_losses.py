@@ -235,7 +235,7 @@ def _totals(own: list[Any]) -> list[Any]:
 
 
 def _summed(own: Any, factor: Any = 1.0) -> Any:
-    """What a rank has of a sum, times a factor, so that the mean weighted by the shares is the sum over the ranks."""
+    """A rank's part of a sum, scaled so that the mean weighted by the shares is the sum over the ranks."""
     share = ops.convert_to_tensor(share_of_step(), "float32")
     return own * ops.cast(factor * ops.divide_no_nan(1.0, share), own.dtype)  # without samples: nothing
 

@@ -1,6 +1,6 @@
 """Functions and classes of Keras that have no public name, used as they are.
 
-Tested with Keras 3.12 and 3.15. `tests/keras_compat/test_internals.py` checks that each exists and behaves as expected.
+Tested with Keras 3.12 and 3.15. `tests/keras_compat/contract.py` checks that each exists and behaves as expected.
 """
 
 from __future__ import annotations

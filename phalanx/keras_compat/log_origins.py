@@ -32,7 +32,7 @@ class _Origin(NamedTuple):
 
 
 class LogOrigins:
-    """What the logs of a model's step are made of."""
+    """The origins of the logs of a model's step."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -117,7 +117,7 @@ class LogOrigins:
         return logs
 
     def _compute(self) -> Mapping[str, Any]:
-        """What the model's `compute_metrics` computes from results alone; nothing if it reads the batch."""
+        """The logs that the model's `compute_metrics` computes from results alone; nothing if it reads the batch."""
         if self._looks_at_batch:
             return {}
         absent = _Absent()

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class Combination(Enum):
-    """What the losses of two parts of a batch are to the loss of the batch."""
+    """How the losses of two parts of a batch combine to the loss of the batch."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -70,7 +70,7 @@ SUMS = (Combination.SUM, Combination.UNSCALED_SUM)
 
 
 class Findings(NamedTuple):
-    """What was found out.
+    """The findings of the probe.
 
     Attributes:
         sums: indices of the compiled losses that are one sum over the batch.

@@ -70,7 +70,7 @@ class ReplicaParts(Protocol):
         ...
 
     def own_part(self, value: Any, aggregation: str) -> Any:
-        """What this replica keeps of a value that is assigned to the job's."""
+        """This replica's part of a value that is assigned to the job's."""
         ...
 
     def assigns_wholes(self) -> bool:
@@ -111,7 +111,7 @@ def merge_variable(variable: Any, parts: ReplicaParts) -> None:
 
 
 def merged_for_checkpoint(tensors: dict[str, Any], parts: ReplicaParts, aggregation: str, name: str) -> dict[str, Any]:
-    """What a `tf.train.Checkpoint` saves of a variable that is merged on read.
+    """The value that a `tf.train.Checkpoint` saves of a variable that is merged on read.
 
     Args:
         tensors: what it would save of this replica's, as save specs, which read the variable only when it saves.
@@ -131,7 +131,7 @@ def merged_for_checkpoint(tensors: dict[str, Any], parts: ReplicaParts, aggregat
 
 
 def own_parts(restored: dict[str, Any], parts: ReplicaParts, aggregation: str) -> dict[str, Any]:
-    """What this replica keeps of a variable that is merged on read, when a `tf.train.Checkpoint` restores it."""
+    """This replica's part of a variable that is merged on read, when a `tf.train.Checkpoint` restores it."""
     if not parts.merges_reads():
         return restored
     return {key: parts.own_part(value, aggregation) for key, value in restored.items()}

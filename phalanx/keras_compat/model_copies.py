@@ -32,7 +32,7 @@ _CONSTRUCTION, _COMPILATION = "_phalanx_construction", "_phalanx_compilation"
 
 
 class Arguments(NamedTuple):
-    """What a class or method was called with.
+    """The arguments of a call of a class or method.
 
     Attributes:
         names: how many objects of each kind Keras had named by then, so that copies get the same names.
@@ -44,7 +44,7 @@ class Arguments(NamedTuple):
 
 
 class LayerCopy(NamedTuple):
-    """What it takes to make a layer, perhaps a model, again.
+    """The recipe for making a layer, perhaps a model, again.
 
     Attributes:
         kind: its class, if it is one of the program's own that is made from `construction`; None if from `config`.
@@ -197,7 +197,7 @@ def _is_own(kind: type) -> bool:
 
 
 def _own_methods(layer: Any) -> set[str]:
-    """What the program's own classes of a layer define."""
+    """The methods that the program's own classes of a layer define."""
     return {name for kind in type(layer).__mro__ if _is_own(kind) for name in vars(kind)} - set(vars(object))
 
 

@@ -1,6 +1,6 @@
 """Internals of Keras's PyTorch backend, used as they are. Import only when Keras runs on PyTorch.
 
-Tested with Keras 3.12 and 3.15. `tests/keras_compat/test_internals.py` checks each.
+Tested with Keras 3.12 and 3.15. `tests/keras_compat/contract.py` checks each.
 """
 
 from __future__ import annotations

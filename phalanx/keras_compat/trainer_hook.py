@@ -77,7 +77,7 @@ class KerasMethod:
 
 
 class KerasDispatcher(Protocol):
-    """What a strategy registers: who trains the models of the program."""
+    """The object that a strategy registers: it decides who trains the models of the program."""
 
     def register_model(self, model: Any) -> None:
         """Called when a model was constructed or compiled."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from msgspec.structs import replace as replace_fields
 
+from phalanx.launcher.failures.output_tail import OutputTails
+from phalanx.launcher.failures.root_cause import WorkerExit
 from phalanx.launcher.host_messages import Event, Exited, WorkerDiagnostics
 from phalanx.launcher.job_observer import JobObserver
-from phalanx.launcher.output_tail import OutputTails
 from phalanx.launcher.restart_policy import RestartPolicy
-from phalanx.launcher.root_cause import WorkerExit
 from phalanx.launcher.shutdown import ShutdownPlan
 from phalanx.launcher.slot_provider import SlotProvider
 from phalanx.launcher.task_table import CHIEF_RANK, TaskRecord, TaskState, TaskTable

@@ -68,7 +68,7 @@ class HostLoop:
             self._callbacks.popleft()()
 
     def events(self) -> Iterator[Event]:
-        """What the hosts report now."""
+        """The events that the hosts report now."""
         for host in self.hosts:
             yield from host.events()
 

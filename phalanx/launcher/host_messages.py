@@ -12,7 +12,7 @@ STOPPED = "T"
 
 
 class WorkerDiagnostics(msgspec.Struct, frozen=True):
-    """What is known about how a worker ended.
+    """The evidence of how a worker ended.
 
     Attributes:
         phase, epoch, step: its last progress report; None if there was none.
@@ -76,7 +76,7 @@ class CheckpointBeforeExit(msgspec.Struct, frozen=True, tag="checkpoint"):
 
 
 class WorkerReport(msgspec.Struct, frozen=True, tag="report"):
-    """What the worker of this rank does."""
+    """The present activity of the worker of this rank."""
 
     rank: int
     report: TaskReport

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from phalanx.launcher.failures.root_cause import WorkerExit
 from phalanx.launcher.hosts.base_host import WorkerPlacement
-from phalanx.launcher.root_cause import WorkerExit
 from phalanx.monitoring.job_events import HostStatus
 from phalanx.monitoring.worker_figures import TaskReport
 
@@ -25,7 +25,7 @@ class JobObserver:
         """A process of a task has exited."""
 
     def reported(self, task: str, rank: int, report: TaskReport) -> None:
-        """What a task does, about twice a second."""
+        """A task's present activity, about twice a second."""
 
     def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
         """In an elastic job: these tasks train together from now on."""

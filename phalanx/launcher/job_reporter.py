@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from phalanx.config.task_names import count_workers
+from phalanx.launcher.failures.root_cause import WorkerExit
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.job_observer import JobObserver
-from phalanx.launcher.root_cause import WorkerExit
 from phalanx.launcher.start_phases import StartPhases
 from phalanx.launcher.task_table import TRAINING
 from phalanx.monitoring.console import Console

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.config.launch_config import LaunchConfig
-from phalanx.launcher.host_pool import ElasticOptions
+from phalanx.launcher.elastic_hosts.host_pool import ElasticOptions
 from phalanx.launcher.host_slots import HostShare
 
 

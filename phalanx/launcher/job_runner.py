@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 from phalanx.config.environment import allows_colour, set_variables
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError, PeerLostError, PreemptedError, RendezvousError
-from phalanx.launcher import failure_report
-from phalanx.launcher.elastic_supervisor import ElasticSupervisor
-from phalanx.launcher.host_pool import ElasticOptions, HostPool
+from phalanx.launcher.elastic_hosts.elastic_supervisor import ElasticSupervisor
+from phalanx.launcher.elastic_hosts.host_pool import ElasticOptions, HostPool
+from phalanx.launcher.failures import failure_report
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.hosts.local_host import LocalHost
 from phalanx.launcher.hosts.output_streams import OutputStreams, TerminalSize
@@ -39,7 +39,7 @@ from phalanx.launcher.orphan_reaper import adopt_orphans, end_orphans
 from phalanx.launcher.restart_policy import SHORT_LIFE_S, RestartPolicy
 from phalanx.launcher.stop_signals import stop_signals, stopped_by_signals
 from phalanx.launcher.task_table import SERVERS
-from phalanx.launcher.watched_job import WatchedJob
+from phalanx.launcher.watching.watched_job import WatchedJob
 from phalanx.launcher.worker_placement import WorkerRecipe, place
 from phalanx.monitoring.console import Console, prefixes, width
 from phalanx.monitoring.startup_noise import QUIET

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.launcher.exit_handler import ExitHandler
+from phalanx.launcher.failures.output_tail import OutputTails
+from phalanx.launcher.failures.root_cause import RootCause, WorkerExit, find_root_cause
 from phalanx.launcher.host_event_loop import HostLoop
 from phalanx.launcher.host_messages import CheckpointBeforeExit, Event, Exited, Output, Started, WorkerReport
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.job_observer import JobObserver
-from phalanx.launcher.output_tail import OutputTails
 from phalanx.launcher.restart_policy import RestartPolicy
-from phalanx.launcher.root_cause import RootCause, WorkerExit, find_root_cause
 from phalanx.launcher.shutdown import GIVE_UP_S, ShutdownPlan, ShutdownStep
 from phalanx.launcher.slot_provider import SlotProvider
 from phalanx.launcher.task_table import TaskState, TaskTable, exits_to_judge

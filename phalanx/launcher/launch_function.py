@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from phalanx.config.environment import allows_colour
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
-from phalanx.launcher import failure_report
+from phalanx.launcher.failures import failure_report
+from phalanx.launcher.failures.root_cause import WorkerExit
 from phalanx.launcher.host_slots import MAX_WORKERS, HostShare
 from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.job_observer import JobObserver, ObserverGroup
-from phalanx.launcher.job_recorder import JobRecorder
 from phalanx.launcher.job_reporter import JobReporter
 from phalanx.launcher.job_size import describe_start
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
 from phalanx.launcher.log_directory import open_logs
-from phalanx.launcher.root_cause import WorkerExit
+from phalanx.launcher.watching.job_recorder import JobRecorder
 from phalanx.launcher.worker_placement import WorkerRecipe, check_start_timeout, place, task_names
 from phalanx.monitoring.console import NOTEBOOK, Console
 from phalanx.runtime.bootstrap import FUNCTION
@@ -104,7 +104,7 @@ def launch(
 
 def _run(name: str, recipe: WorkerRecipe) -> JobOutcome:
     from phalanx.launcher.job_request import JobRequest
-    from phalanx.launcher.watched_job import WatchedJob
+    from phalanx.launcher.watching.watched_job import WatchedJob
 
     tasks, config = recipe.tasks, recipe.config
     shares = [HostShare("localhost", len(tasks))]

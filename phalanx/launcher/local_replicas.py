@@ -29,13 +29,13 @@ from phalanx.config.environment_variables import JOB_ID, LISTEN_FD, TF_CONFIG
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.devices.gpu_assignment import device_variables
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
-from phalanx.launcher import failure_report
+from phalanx.launcher.failures import failure_report
+from phalanx.launcher.failures.root_cause import WorkerExit
 from phalanx.launcher.host_messages import WorkerSpec
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.hosts.local_host import LocalHost
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
-from phalanx.launcher.root_cause import WorkerExit
 from phalanx.launcher.worker_environment import job_settings, thread_settings
 from phalanx.launcher.worker_placement import LOOPBACK, new_identity, task_names
 from phalanx.launcher.worker_program import Program, parse_command, runs_tests, starting_folder

@@ -74,7 +74,7 @@ class Finding(NamedTuple):
 
 
 class BackendProbe(NamedTuple):
-    """What the import of a backend showed.
+    """The result of importing a backend.
 
     Attributes:
         error: the last line of what it said; empty if it succeeded.

@@ -34,7 +34,7 @@ GIVE_UP_S = 5.0
 
 
 class ShutdownStep(enum.Enum):
-    """What is done to every task that still runs."""
+    """An action that is taken on every task that still runs."""
 
     DUMP_STACKS = "dump stacks"
     INTERRUPT = "interrupt"
@@ -63,7 +63,7 @@ class JobState(enum.Enum):
     """Workers have received a signal: exits are no longer their own."""
 
 
-class JobEvent(enum.Enum):
+class Trigger(enum.Enum):
     """What changes a job's state."""
 
     ONLY_OPTIONAL_LEFT = "only optional tasks are left"
@@ -77,20 +77,29 @@ class JobEvent(enum.Enum):
 
 
 _FROM_RUNNING = {
-    JobEvent.FAILED: JobState.FAILING,
-    JobEvent.INTERRUPTED: JobState.INTERRUPTING,
-    JobEvent.PREEMPTED: JobState.PREEMPTING,
+    Trigger.FAILED: JobState.FAILING,
+    Trigger.INTERRUPTED: JobState.INTERRUPTING,
+    Trigger.PREEMPTED: JobState.PREEMPTING,
 }
-TRANSITIONS: Mapping[JobState, Mapping[JobEvent, JobState]] = {
-    JobState.RUNNING: {**_FROM_RUNNING, JobEvent.ONLY_OPTIONAL_LEFT: JobState.FINISHING},
-    JobState.FINISHING: {**_FROM_RUNNING, JobEvent.OVERDUE: JobState.TERMINATING},
-    JobState.FAILING: {JobEvent.SIGNALLED: JobState.TERMINATING, JobEvent.KILLED: JobState.TERMINATING},
-    JobState.INTERRUPTING: {JobEvent.SIGNALLED: JobState.TERMINATING, JobEvent.KILLED: JobState.TERMINATING},
-    JobState.PREEMPTING: {JobEvent.SIGNALLED: JobState.PREEMPTED, JobEvent.KILLED: JobState.TERMINATING},
-    JobState.PREEMPTED: {JobEvent.CHECKPOINTING: JobState.CHECKPOINTING, JobEvent.KILLED: JobState.TERMINATING},
+TRANSITIONS: Mapping[JobState, Mapping[Trigger, JobState]] = {
+    JobState.RUNNING: {**_FROM_RUNNING, Trigger.ONLY_OPTIONAL_LEFT: JobState.FINISHING},
+    JobState.FINISHING: {**_FROM_RUNNING, Trigger.OVERDUE: JobState.TERMINATING},
+    JobState.FAILING: {Trigger.SIGNALLED: JobState.TERMINATING, Trigger.KILLED: JobState.TERMINATING},
+    JobState.INTERRUPTING: {
+        Trigger.SIGNALLED: JobState.TERMINATING,
+        Trigger.KILLED: JobState.TERMINATING,
+    },
+    JobState.PREEMPTING: {Trigger.SIGNALLED: JobState.PREEMPTED, Trigger.KILLED: JobState.TERMINATING},
+    JobState.PREEMPTED: {
+        Trigger.CHECKPOINTING: JobState.CHECKPOINTING,
+        Trigger.KILLED: JobState.TERMINATING,
+    },
     # Every worker that saves a checkpoint gets the full time: they do not begin at the same moment.
-    JobState.CHECKPOINTING: {JobEvent.CHECKPOINTING: JobState.CHECKPOINTING, JobEvent.KILLED: JobState.TERMINATING},
-    JobState.TERMINATING: {JobEvent.KILLED: JobState.TERMINATING},
+    JobState.CHECKPOINTING: {
+        Trigger.CHECKPOINTING: JobState.CHECKPOINTING,
+        Trigger.KILLED: JobState.TERMINATING,
+    },
+    JobState.TERMINATING: {Trigger.KILLED: JobState.TERMINATING},
 }
 _SIGNALLED = (JobState.PREEMPTED, JobState.CHECKPOINTING, JobState.TERMINATING)
 
@@ -178,17 +187,17 @@ class ShutdownPlan:
 
     def finish_within(self, now: float, seconds: float) -> None:
         """Only tasks that no other waits for still run: they have this long."""
-        if self._apply(JobEvent.ONLY_OPTIONAL_LEFT, ()):
+        if self._apply(Trigger.ONLY_OPTIONAL_LEFT, ()):
             self._finish_by = now + seconds
 
     def check_overdue(self, now: float) -> bool:
         """End the optional tasks once their time is over; returns whether this call did."""
         late = self._finish_by is not None and self._finish_by <= now
-        return late and self._apply(JobEvent.OVERDUE, after_overdue_evaluation(now))
+        return late and self._apply(Trigger.OVERDUE, after_overdue_evaluation(now))
 
     def fail(self, now: float) -> bool:
         """A worker failed; returns whether this is the reason to end the job."""
-        return self._apply(JobEvent.FAILED, after_failure(now, self._grace_s))
+        return self._apply(Trigger.FAILED, after_failure(now, self._grace_s))
 
     def request_stop(self, number: int) -> None:
         """The launcher received this signal. Only records it, so signal handlers and other threads may call it."""
@@ -203,16 +212,16 @@ class ShutdownPlan:
             number = self._requests.popleft()
             self._signals += 1
             if self._signals > 1 and number == signal.SIGINT:
-                self._apply(JobEvent.KILLED, _kill_at(now))
+                self._apply(Trigger.KILLED, _kill_at(now))
                 continue
-            event = JobEvent.INTERRUPTED if number == signal.SIGINT else JobEvent.PREEMPTED
+            event = Trigger.INTERRUPTED if number == signal.SIGINT else Trigger.PREEMPTED
             if self._apply(event, after_signal(now, number)):
                 self.interrupted_by = reason = number
         return reason
 
     def allow_checkpoint(self, now: float) -> None:
         """A worker answered SIGTERM by saving a checkpoint."""
-        self._apply(JobEvent.CHECKPOINTING, _kill_at(now + self._preemption_grace_s))
+        self._apply(Trigger.CHECKPOINTING, _kill_at(now + self._preemption_grace_s))
 
     def pop_due_step(self, now: float) -> ShutdownStep | None:
         """The next step, if its time has come. From the first signal on, exits count as caused by the launcher."""
@@ -221,10 +230,10 @@ class ShutdownPlan:
         (_, step), *rest = self._schedule
         self._schedule = tuple(rest)
         if step is not ShutdownStep.DUMP_STACKS:  # which ends no worker
-            self._apply(JobEvent.SIGNALLED, self._schedule)
+            self._apply(Trigger.SIGNALLED, self._schedule)
         return step
 
-    def _apply(self, event: JobEvent, schedule: Schedule) -> bool:
+    def _apply(self, event: Trigger, schedule: Schedule) -> bool:
         """Follow the table; returns whether it has such a transition."""
         state = TRANSITIONS[self.state].get(event)
         if state is None:

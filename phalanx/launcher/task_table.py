@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.errors import EvictedError, PeerLostError, PreemptedError, RendezvousError
+from phalanx.launcher.failures.root_cause import WorkerExit
 from phalanx.launcher.host_messages import WorkerDiagnostics
 from phalanx.launcher.hosts.base_host import WorkerPlacement
-from phalanx.launcher.root_cause import WorkerExit
 from phalanx.runtime.exit_codes import CONSEQUENCES
 
 EVALUATORS = "evaluator/"
@@ -40,7 +40,7 @@ class TaskState(enum.Enum):
 
 @dataclass
 class TaskRecord:
-    """What is known of one task. Times are by the job's clock, in seconds.
+    """The state of one task. Times are by the job's clock, in seconds.
 
     Attributes:
         placement: where it runs, or ran last.

@@ -75,7 +75,7 @@ def horovod_settings(addresses: Sequence[str], rank: int) -> dict[str, str]:
 
 
 def thread_settings(threads: int) -> dict[str, str]:
-    """What the backends and their libraries read to size their thread pools.
+    """The variables from which backends and their libraries size their thread pools.
 
     JAX sizes its pool by the affinity already; PJRT_NPROC covers containers whose quota is below it.
     TensorFlow gets a second inter-op thread even on one core: a collective blocks the one it runs on, and

@@ -64,7 +64,7 @@ def task_names(workers: int, *, chief: bool = False, servers: int = 0, evaluator
 
 @dataclass(frozen=True)
 class WorkerRecipe:
-    """What the workers of a job have in common.
+    """The settings that the workers of a job have in common.
 
     Attributes:
         arguments: the program's command line, as after `python`.

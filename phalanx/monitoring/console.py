@@ -75,7 +75,7 @@ def width(text: str) -> int:
 
 
 def plain_text(content: bytes) -> str:
-    """What a task has written, as a terminal shows it in the end, without colours."""
+    """A task's output as a terminal shows it in the end, without colours."""
     lines = content.decode(errors="replace").replace("\r\n", "\n").split("\n")
     return "\n".join(_without_controls(_final(line)) for line in lines)
 

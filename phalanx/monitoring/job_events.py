@@ -109,7 +109,7 @@ class StragglersChanged(msgspec.Struct, frozen=True, tag="stragglers_changed"):
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
-    """What the tasks do, as far as they have reported anything new; about once a second."""
+    """The activity of the tasks that have reported anything new; about once a second."""
 
     at: float
     reports: dict[str, TaskReport]

@@ -268,7 +268,7 @@ def why_not(state: JobView, action: str) -> str:
 
 
 def doing(member: MemberView, now: float) -> str:
-    """What a task does, for people."""
+    """A task's present activity, in words."""
     if not member.is_running:
         return member.how or "not started"
     if not member.phase:
@@ -473,7 +473,7 @@ def _reported(member: MemberView, report: TaskReport, at: float) -> MemberView:
 
 
 def _gained(former: MemberView, member: MemberView) -> WorkerFigures:
-    """What a process has done between two reports."""
+    """The increase of a process's figures between two reports."""
     new = member.recent[-1].figures if member.recent else WorkerFigures()
     return new.since(former.recent[-1].figures if former.recent else WorkerFigures())
 

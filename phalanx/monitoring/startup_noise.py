@@ -39,7 +39,7 @@ class StartupNoiseFilter:
         return "".join(shown)
 
     def finish(self) -> str:
-        """What was held back."""
+        """The output that was held back."""
         held, self._held = self._held, ""
         return "" if held.startswith(_BEGINNINGS) else held
 

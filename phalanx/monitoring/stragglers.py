@@ -39,7 +39,7 @@ COLLECTIVE = "all_reduce"
 
 
 class _Member:
-    """What is known of a task that has reported figures.
+    """The figures of a task that has reported.
 
     Attributes:
         name: as shown to people.
@@ -71,7 +71,7 @@ class _Member:
         self.position = None
 
     def gained(self, now: float) -> WorkerFigures:
-        """What it has done in the last seconds; of a silent one, what it did last."""
+        """Its figures for the last seconds; for a silent task, the last ones it reported."""
         # The second one decides: the first may be older, so that the window covers WINDOW_S at least.
         while len(self.window) > 2 and self.window[1][0] < now - WINDOW_S:
             self.window.popleft()

@@ -30,7 +30,7 @@ class SavedCheckpoint(msgspec.Struct, frozen=True):
 
 
 class ServerFigures(msgspec.Struct, frozen=True):
-    """What a parameter server has done.
+    """The work of a parameter server.
 
     Attributes:
         version: of the values; it grows with every update.
@@ -42,13 +42,13 @@ class ServerFigures(msgspec.Struct, frozen=True):
 
 
 class GpuFigures(msgspec.Struct, frozen=True):
-    """What a GPU does now.
+    """The present load of a GPU.
 
     Attributes:
         index: of the GPU on its host.
         name: of its model.
         utilization: the fraction of the time that it computes.
-        memory, memory_total: bytes that are occupied, and that there are.
+        memory, memory_total: bytes in use, and in total.
     """
 
     index: int
@@ -59,7 +59,7 @@ class GpuFigures(msgspec.Struct, frozen=True):
 
 
 class WorkerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a process has done since it started, unless noted otherwise.
+    """A process's figures since it started, unless noted otherwise.
 
     Attributes:
         computed_s, waited_s: seconds outside of collectives and inside them, from when it had joined its job.
@@ -89,7 +89,7 @@ class WorkerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
     server: ServerFigures | None = None
 
     def since(self, former: WorkerFigures) -> WorkerFigures:
-        """What the process has done since it had the former figures; without what is true of one moment."""
+        """The figures of the time since the earlier ones; without momentary values."""
         return WorkerFigures(
             computed_s=self.computed_s - former.computed_s,
             waited_s=self.waited_s - former.waited_s,
@@ -101,7 +101,7 @@ class WorkerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TaskReport(msgspec.Struct, frozen=True):
-    """What a task does now, about twice a second while it says something new.
+    """A task's present activity, about twice a second while there is something new.
 
     Attributes:
         phase, epoch, step: as in `runtime.progress`.

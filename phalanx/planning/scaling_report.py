@@ -48,7 +48,7 @@ def render_rows(rows: Sequence[Sequence[str]], alignments: str) -> str:
 
 
 def describe_measurement(measurement: StepMeasurement) -> str:
-    """What was measured, in a line."""
+    """The measurement in a line."""
     period = "" if measurement.cycle == 1 else f", as the mean of {measurement.cycle} steps"
     return (
         f"{measurement.weights:,} weights on {measurement.backend}; a replica merges "

@@ -52,7 +52,7 @@ NO_ERROR = b"null"
 
 @dataclass(frozen=True, slots=True)
 class WorkerBootstrap:
-    """What the launcher passes to a worker. Numbers are file descriptors, -1 for none.
+    """The values that the launcher passes to a worker. Numbers are file descriptors, -1 for none.
 
     Attributes:
         cores: to bind the process to.

@@ -18,7 +18,7 @@ SIGNAL_BASE = 128
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What an exit code says: the error's name, one sentence, and what to check."""
+    """The meaning of an exit code: the error's name, one sentence, and what to check."""
 
     name: str
     sentence: str
@@ -125,7 +125,7 @@ MEANINGS: dict[int, Meaning] = {
 
 
 def meaning(code: int) -> Meaning:
-    """What an exit code means; codes that are not in the table have a general meaning."""
+    """The meaning of an exit code; codes that are not in the table have a general one."""
     if code in MEANINGS:
         return MEANINGS[code]
     if code - SIGNAL_BASE in signal.valid_signals():
@@ -181,7 +181,7 @@ def causes(error: BaseException | None, *, handled: bool = False) -> Iterator[Ba
 
 
 def message(error: BaseException) -> str:
-    """What an error says, as text that can be sent: it may be unable to say it, or name a file that is no UTF-8."""
+    """The text of an error, such that it can be sent: `str` may fail, and the text may not be valid UTF-8."""
     try:
         text = str(error)
     except Exception:

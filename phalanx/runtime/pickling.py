@@ -88,7 +88,7 @@ def dumps_referring(thing: Any, refer: Refer, reduce: Reduce) -> bytes:
 
 
 def loads_referring(data: bytes | memoryview, load: Callable[[Any], Any]) -> Any:
-    """What was pickled; `load` returns what a reference refers to here."""
+    """Unpickle; `load` returns the object here that a reference refers to."""
     return _ReferenceUnpickler(io.BytesIO(data), load).load()
 
 

@@ -35,7 +35,7 @@ class WorkerTraffic(NamedTuple):
 
 
 class Traffic(Protocol):
-    """What a process has sent and waited for so far, as in `WorkerFigures`; `CommunicatorStatistics` is one."""
+    """The bytes sent and the time waited so far, as in `WorkerFigures`; `CommunicatorStatistics` is one."""
 
     @property
     def bytes_sent(self) -> int: ...

@@ -174,7 +174,7 @@ class RemotePath:
 
 
 def _info(store: Any, path: str) -> Any:
-    """What a store says about a path; None if there is nothing. (fsspec's `exists` and `isdir` mean an error by "no",
+    """A store's description of a path; None if there is nothing. (fsspec's `exists` and `isdir` mean an error by "no",
     too.)"""
     try:
         return store.info(path)
@@ -205,7 +205,7 @@ def check_store(url: str, argument: str) -> None:
 
 
 def _missing_package(url: str) -> str:
-    """What is not installed for the store of a URL; the scheme itself if it is unknown; empty if nothing is missing."""
+    """The missing package for the store of a URL; the scheme itself if it is unknown; empty if nothing is missing."""
     if importlib.util.find_spec("fsspec") is None:
         return "fsspec"
     scheme = _scheme(url)

@@ -20,14 +20,14 @@ from phalanx.config.job_config import JobConfig
 from phalanx.devices.gpu_assignment import same_device
 from phalanx.errors import ConfigurationError, PhalanxError
 from phalanx.launcher.local_replicas import JOIN_S, start_local_replicas
-from phalanx.parameter_server.client import ParameterServerClient
+from phalanx.parameter_server.client.parameter_client import ParameterServerClient
 from phalanx.parameter_server.server.parameter_server import ParameterServer
 from phalanx.parameter_server.server_messages import UpdateRules
 from phalanx.strategies.current_job import CurrentJob, join_job
 from phalanx.strategies.mirrored_strategy import local_devices
 from phalanx.strategies.strategy import Strategy
 from phalanx.training import model_dispatch
-from phalanx.training.central_storage_trainer import CentralStorageWorker
+from phalanx.training.servers.central_storage_trainer import CentralStorageWorker
 
 logger = logging.getLogger(__name__)
 

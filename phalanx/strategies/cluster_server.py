@@ -22,7 +22,7 @@ from phalanx.strategies.parameter_server_strategy import (
     serve,
 )
 from phalanx.strategies.strategy import install_hook
-from phalanx.training.parameter_server_worker import ParameterServerWorker
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
 
 class Server:

@@ -30,7 +30,7 @@ from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.planning.simulated_node import SimulatedNode, simulate_node
 from phalanx.runtime import process_exit, telemetry
 from phalanx.strategies import task_replicas
-from phalanx.training.program_random_state import random_state, set_random_state
+from phalanx.training.program_effects.program_random_state import random_state, set_random_state
 from phalanx.training.replica import Replica
 from phalanx.transport.listener import Service
 

@@ -29,7 +29,7 @@ from phalanx.devices import gpu_figures
 from phalanx.devices.gpu_count import HIDE_GPUS
 from phalanx.engines import prepare
 from phalanx.errors import CollectiveTimeoutError, ConfigurationError, UnsupportedError
-from phalanx.parameter_server.client import ParameterServerClient
+from phalanx.parameter_server.client.parameter_client import ParameterServerClient
 from phalanx.parameter_server.partitioners import Partitioner
 from phalanx.parameter_server.server.parameter_server import ParameterServer, snapshots_of
 from phalanx.parameter_server.server.shard_group import RETURN_S, SNAPSHOT_S
@@ -37,9 +37,9 @@ from phalanx.parameter_server.server_messages import UpdateRules
 from phalanx.runtime import process_exit, progress, telemetry
 from phalanx.strategies.strategy import Strategy
 from phalanx.training import model_dispatch
-from phalanx.training.parameter_server_worker import ParameterServerWorker
-from phalanx.training.program_random_state import random_state, set_random_state
+from phalanx.training.program_effects.program_random_state import random_state, set_random_state
 from phalanx.training.replica import alone
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from phalanx.keras_compat.model_copies import LayerCopy
 from phalanx.runtime.pickling import dumps_referring, loads_referring, refusing
 from phalanx.training.call_pickling import A_CALL_TAKES, of_call
 from phalanx.training.model_dispatch import policy_of
-from phalanx.training.program_random_state import random_state
+from phalanx.training.program_effects.program_random_state import random_state
 from phalanx.training.training_policy import TrainingPolicy
 
 PURPOSE = "replica-calls"
@@ -94,13 +94,13 @@ Kept = TypeVar("Kept")
 
 
 class KeptModels(OrderedDict[int, Kept]):
-    """What is known of the models that were called last, by number; MODELS_KEPT at most.
+    """The records of the models that were called last, by number; MODELS_KEPT at most.
 
     The session and the replicas keep one each and use them alike, so that the session knows what the replicas have.
     """
 
     def use(self, number: int) -> Kept:
-        """What is known of a model, which is the last one called now."""
+        """The record of a model, which becomes the last one called."""
         self.move_to_end(number)
         return self[number]
 

@@ -286,7 +286,7 @@ def current_replica_context() -> ReplicaContext | None:
 
 
 def trace_key() -> Hashable | None:
-    """What a trace depends on: the strategies whose scope and whose `run` this code is in; None outside of all."""
+    """The strategies whose scope and whose `run` this code is in, on which a trace depends; None outside of all."""
     # Not their identities: a trace outlives its strategy, and the next one may get the address of that.
     strategy, run = owning_strategy(), current_run()
     return None if strategy is None else (strategy._trace_key, run.strategy._trace_key if run else None)

@@ -17,7 +17,7 @@ import msgspec
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
 from phalanx.errors import LinkClosedError, LinkTimeoutError
-from phalanx.parameter_server.server_dialing import connect
+from phalanx.parameter_server.client.server_dialing import connect
 from phalanx.runtime import function_call
 from phalanx.strategies import replica_calls
 from phalanx.strategies.current_job import join_job
@@ -34,7 +34,7 @@ from phalanx.strategies.replica_calls import (
     Settled,
 )
 from phalanx.strategies.strategy import Strategy
-from phalanx.training.program_random_state import set_random_state
+from phalanx.training.program_effects.program_random_state import set_random_state
 from phalanx.training.replica import Replica
 from phalanx.transport.decoding import Decoder
 from phalanx.transport.link import Link

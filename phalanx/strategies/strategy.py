@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
+from rich.filesize import decimal
 
 from phalanx import data
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
@@ -42,7 +43,7 @@ from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
 
 
 class ValueContext:
-    """What a value function may want to know (`tf.distribute.experimental.ValueContext`)."""
+    """The context that a value function receives (`tf.distribute.experimental.ValueContext`)."""
 
     def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1):
         self.replica_id_in_sync_group = replica_id_in_sync_group
@@ -156,13 +157,13 @@ class Strategy:
         return self._replica.communicator.statistics.bytes_sent
 
     def communication_summary(self) -> str:
-        """What this replica has sent so far, as one line of text."""
+        """The communication of this replica so far, as one line of text."""
         sent, network, collectives, _ = self._replica.communicator.statistics
         way = "shared memory" if not network else "the network" if network == sent else "network and shared memory"
         period = self._policy.period
         rhythm = "" if period is None else f", weights exchanged every {period.steps} steps"
         return (
-            f"replica {self.rank} of {self.num_replicas_in_sync}: {_bytes(sent)} sent through {way} in "
+            f"replica {self.rank} of {self.num_replicas_in_sync}: {decimal(sent)} sent through {way} in "
             f"{collectives} collectives, compression: {describe(self._policy.compression)}{rhythm}"
         )
 
@@ -423,7 +424,7 @@ def _elements(shape: Sequence[int], axes: tuple[int, ...]) -> Array:
 
 
 def _full(array: Array, axes: tuple[int, ...], value: float) -> Array:
-    """What an empty part adds to a maximum or minimum: the least (greatest) value of its dtype."""
+    """The neutral value of an empty part for a maximum or minimum: the least (greatest) value of its dtype."""
     if array.dtype.kind in "iu":
         limits = np.iinfo(array.dtype)
         value = limits.min if value < 0 else limits.max
@@ -476,13 +477,6 @@ def _with_open_axis(shape: Shape, axis: int) -> Shape:
     return [None if place in (axis, axis + len(shape)) else length for place, length in enumerate(shape)]
 
 
-def _bytes(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
-
-
 def _current_owner() -> model_dispatch.ModelOwner | None:
     strategy = replica_context.owning_strategy()
     if strategy is None:
@@ -503,7 +497,7 @@ def _note_variable(variable: Any) -> None:
 
 
 def _merge_gradients(gradients: list[Any], variables: list[Any]) -> list[Any]:
-    """What an optimizer does first inside `strategy.run`."""
+    """Merge gradients, as an optimizer does first inside `strategy.run`."""
     context = replica_context.current_run()
     if context is None or context.strategy.computes_alone:
         return gradients

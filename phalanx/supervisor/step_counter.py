@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from phalanx.training.model_dispatch import Member
-from phalanx.training.parameter_server_worker import ParameterServerWorker
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
 
 class StepCounter:

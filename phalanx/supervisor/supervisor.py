@@ -31,8 +31,8 @@ from phalanx.supervisor.managed_session import ManagedSession, SessionServices
 from phalanx.supervisor.saver import Saver
 from phalanx.supervisor.step_counter import StepCounter
 from phalanx.training import model_dispatch, state_sync
-from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.replica import Replica
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
 logger = logging.getLogger(__name__)
 

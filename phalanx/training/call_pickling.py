@@ -11,7 +11,7 @@ from phalanx.engines.tensors import Tensors
 from phalanx.keras_compat import model_copies
 from phalanx.keras_compat.callback_bases import OnChief
 from phalanx.runtime.pickling import Reduce
-from phalanx.training.callback_list import runs_on_chief
+from phalanx.training.chief_callbacks import runs_on_chief
 
 A_CALL_TAKES = "Pass arrays, a keras.utils.PyDataset, a DataLoader or a tf.data.Dataset rather than a running generator"
 """The beginning of what to do where an argument cannot travel."""

@@ -22,7 +22,7 @@ from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.errors import MembershipChangedError, PeerLostError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.runtime import progress
-from phalanx.training import callback_list, saver_claims, state_sync
+from phalanx.training import callback_list, chief_callbacks, saver_claims, state_sync
 from phalanx.training.fit_position import FitPosition, FitRecorder
 from phalanx.training.fit_state import ReplicaFitState
 from phalanx.training.joint_batches import JointBatch, read_part
@@ -106,7 +106,7 @@ class ElasticRecovery:
     def share_chief_callbacks(self) -> None:
         """After each epoch all ranks learn the state of the chief's own callbacks, in case they become chief."""
         # A collective in any case: ranks may have been passed different callbacks (`if rank == 0: ...`).
-        waiting = callback_list.chief_only_callbacks(self._state.arguments.callbacks)
+        waiting = chief_callbacks.chief_only_callbacks(self._state.arguments.callbacks)
         own = self._states_of(waiting)
         chiefs: Any = self.retry(lambda: self._replica.broadcast_from_chief(own))
         if not self._replica.is_chief:
@@ -157,7 +157,7 @@ class ElasticRecovery:
     def _become_chief(self) -> None:
         """Begin what only a chief does: progress, files."""
         state = self._state
-        waiting = callback_list.chief_only_callbacks(state.arguments.callbacks)
+        waiting = chief_callbacks.chief_only_callbacks(state.arguments.callbacks)
         former, learnt = state.callbacks, self._states_of(waiting)
         # These have run on this rank all the time, and continue.
         kept = [callback for callback in former.callbacks if callback not in waiting]
@@ -205,7 +205,7 @@ class ElasticRecovery:
 
         # What callbacks do to the model when training or epoch begins is in the state that was received. They must
         # still see these hooks: most set up their own attributes there.
-        with state_sync.unchanged(self._model.model), callback_list.on_this_rank_only():
+        with state_sync.unchanged(self._model.model), chief_callbacks.on_this_rank_only():
             state.callbacks.on_train_begin()
             state.callbacks.on_epoch_begin(position.epoch)
         self._recorder.restore(position, restart_epoch=lambda: None)
@@ -265,7 +265,7 @@ def build_fit_callbacks(replica_model: ReplicaModel, state: ReplicaFitState, cal
     built = replica_model.build_callbacks(
         callbacks, arguments.verbose, epochs=arguments.epochs, steps=state.source.num_batches, add_history=True
     )
-    callback_list.isolate_chief_hooks(built, state.undo)
+    chief_callbacks.isolate_chief_hooks(built, state.undo)
     state.use_callbacks(built)
     saver_claims.claim_paths(built, state.undo, lambda: replica_model.replica.generation)
 

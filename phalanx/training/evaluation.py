@@ -17,7 +17,7 @@ from phalanx.errors import MembershipChangedError
 from phalanx.keras_compat.keras_internals import pythonify_logs
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
-from phalanx.training import callback_list
+from phalanx.training import progress_bar
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.joint_batches import JointBatch, JointBatches, batch_groups
 from phalanx.training.replica_model import ReplicaModel
@@ -51,7 +51,7 @@ def _pass(
 ) -> dict[str, Any]:
     """Evaluate on all batches; on those of one group if callbacks of any rank have stopped it before (`stops`)."""
     model, engine, replica = replica_model.model, replica_model.engine, replica_model.replica
-    bar = callback_list.progress_bar(callbacks, replica.world_size)
+    bar = progress_bar.progress_bar(callbacks, replica.world_size)
     model.stop_evaluating = stops = replica.any(stops)  # as Keras, which looks after each group
     before = engine.metric_rules.values()
     model.reset_metrics()

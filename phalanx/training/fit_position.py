@@ -96,7 +96,7 @@ class FitRecorder:
             self.ledger.end_epoch(self._state.epoch)
 
     def callback_states(self) -> list[tuple[str, bytes]]:
-        """What the callbacks have learnt since this `fit` began."""
+        """The state that the callbacks have learned since this `fit` began."""
         assert self._callback_states is not None, "the callbacks are tracked before the first step"
         return self._callback_states.changes(self._state.arguments.callbacks)
 

@@ -41,7 +41,7 @@ _finished: dict[StoragePath, int] = {}  # number of calls of `fit` that have fin
 
 @dataclass(kw_only=True)
 class FitSnapshot(FitPosition):
-    """What a checkpoint contains of a `fit`, besides weights and optimizer: its position, and more.
+    """The part of a checkpoint that describes a `fit`, besides weights and optimizer: its position, and more.
 
     Attributes:
         samples: number of samples in a pass over the data; None if unknown.

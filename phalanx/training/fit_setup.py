@@ -11,15 +11,15 @@ import keras
 from phalanx.checkpoint.backup_and_restore import saves_mid_epoch
 from phalanx.data import ShardedInput, accepts_batch_size
 from phalanx.keras_compat.model_state import overrides
-from phalanx.training import callback_list, saver_claims
+from phalanx.training import callback_hooks, saver_claims
 from phalanx.training.checkpointing import FitCheckpointing
-from phalanx.training.consistency import check_same_configuration, compare_inputs, compare_samples
+from phalanx.training.checks.consistency import check_same_configuration, compare_inputs, compare_samples
+from phalanx.training.checks.model_checks import check_clipping
 from phalanx.training.elastic_recovery import ElasticRecovery, build_fit_callbacks
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.fit_position import FitRecorder
 from phalanx.training.fit_resumption import FitResumption
 from phalanx.training.fit_state import ReplicaFitState
-from phalanx.training.model_checks import check_clipping
 from phalanx.training.replica import divides_batches, seed_from_program
 from phalanx.training.replica_model import ReplicaModel
 
@@ -76,16 +76,16 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
     def any_rank(flag: bool) -> bool:
         return retry(lambda: replica.any(flag))
 
-    saves = callback_list.needs_whole_optimizer(arguments.callbacks)  # perhaps on the chief alone
+    saves = callback_hooks.needs_whole_optimizer(arguments.callbacks)  # perhaps on the chief alone
     repeats = resumption is not None or any_rank(saves)
     state.stepper = replica_model.stepper(repeats=repeats)
     if recovery is not None:
         recovery.keep_up()  # building the model may have met a change of the membership
     retry(lambda: compare_samples(state.source, replica))
     replica_model.announce_sharding(state.source, arguments.verbose)
-    state.watched = any_rank(callback_list.has_batch_hooks(arguments.callbacks, "train"))
-    state.watched_validation = any_rank(callback_list.has_batch_hooks(arguments.callbacks, "test"))
-    state.chief_adds_logs = any_rank(callback_list.chief_may_add_logs(arguments.callbacks))
+    state.watched = any_rank(callback_hooks.has_batch_hooks(arguments.callbacks, "train"))
+    state.watched_validation = any_rank(callback_hooks.has_batch_hooks(arguments.callbacks, "test"))
+    state.chief_adds_logs = any_rank(callback_hooks.chief_may_add_logs(arguments.callbacks))
     try:
         build_fit_callbacks(replica_model, state, arguments.callbacks)
         if fit.recorder is not None:

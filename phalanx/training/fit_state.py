@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.data import ShardedInput
-from phalanx.training import callback_list
+from phalanx.training import callback_hooks, progress_bar
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.joint_batches import JointBatches
 from phalanx.training.steps.stepper import ReplicaStepper, Stepper
@@ -32,7 +32,7 @@ class FitState:
     stepper: Stepper = field(init=False)
     callbacks: Any = None
     has_batch_hooks: bool = False
-    progress_bar: callback_list.ReplicaProgbar | None = None
+    progress_bar: progress_bar.ReplicaProgbar | None = None
     epoch: int = 0
     logs: dict[str, Any] = field(default_factory=dict)
     undo: ExitStack = field(default_factory=ExitStack, repr=False)
@@ -40,8 +40,8 @@ class FitState:
     def use_callbacks(self, callbacks: Any) -> None:
         """Run this `CallbackList` from here on."""
         self.callbacks = callbacks
-        self.has_batch_hooks = callback_list.runs_batch_hooks(callbacks, "train")
-        self.progress_bar = callback_list.progress_bar(callbacks)
+        self.has_batch_hooks = callback_hooks.runs_batch_hooks(callbacks, "train")
+        self.progress_bar = progress_bar.progress_bar(callbacks)
 
 
 @dataclass(kw_only=True)

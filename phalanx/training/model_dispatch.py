@@ -20,18 +20,19 @@ from phalanx.keras_compat.keras_internals import keras_trainer
 from phalanx.keras_compat.model_state import sync_jax_state
 from phalanx.keras_compat.patching import set_untracked
 from phalanx.keras_compat.trainer_hook import KerasMethod
-from phalanx.training import callback_list, program_random_state, shared_saving
-from phalanx.training.central_storage_trainer import CentralStorageTrainer, CentralStorageWorker
+from phalanx.training import chief_callbacks, shared_saving
+from phalanx.training.checks.model_checks import check_served
+from phalanx.training.checks.step_examination import is_examined
 from phalanx.training.fit_resumption import has_checkpoint
-from phalanx.training.model_checks import check_served
 from phalanx.training.nested_calls import in_method
-from phalanx.training.own_random_numbers import running_method
-from phalanx.training.parameter_server_trainer import ParameterServerTrainer
-from phalanx.training.parameter_server_worker import ParameterServerWorker
+from phalanx.training.program_effects import program_random_state
+from phalanx.training.program_effects.per_rank_random_numbers import running_method
 from phalanx.training.replica import Replica, alone, divides_batches
 from phalanx.training.replica_trainer import ReplicaTrainer
+from phalanx.training.servers.central_storage_trainer import CentralStorageTrainer, CentralStorageWorker
+from phalanx.training.servers.parameter_server_trainer import ParameterServerTrainer
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 from phalanx.training.state_sync import metrics_kept
-from phalanx.training.step_examination import is_examined
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy, on_device
 
 _STEPS = {"fit": "train", "evaluate": "test"}  # the other methods begin with the name of their step
@@ -112,7 +113,7 @@ class ModelDispatcher:
         is_alone = member is None or (isinstance(member, Replica) and _trains_alone(model, member))
         if is_alone and method.name != "fit":
             return _run_by_keras(method, model, *args, **kwargs)
-        if isinstance(member, Replica) and callback_list.runs_on_this_rank_only():
+        if isinstance(member, Replica) and chief_callbacks.runs_on_this_rank_only():
             _refuse_training_in_chief_callback(method)
             # The other ranks' metrics continue to count: logs, and what callbacks decide by them, must stay the same.
             with metrics_kept(model):
@@ -135,7 +136,7 @@ class ModelDispatcher:
 
 
 def member_of(model: Any) -> Member | None:
-    """What a model belongs to, or None if Keras itself trains it."""
+    """The member to which a model belongs; None if Keras itself trains it."""
     owner = _owner_of(model)
     return None if owner is None else owner.member
 

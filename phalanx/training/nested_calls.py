@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from phalanx.data.reading_apart import data_read_apart
+from phalanx.data.rank_local_reads import rank_local_data
 from phalanx.errors import UnsupportedError
 from phalanx.training.replica import Replica
 
@@ -24,7 +24,7 @@ def in_method(replica: Replica, name: str) -> Iterator[None]:
         problem = "in a process that a replica has started, as workers of a DataLoader or PyDataset are"
     elif former not in (None, thread):
         problem = "in a thread, while another one of this process runs such a method (workers of a PyDataset, tf.data)"
-    elif kind := data_read_apart():
+    elif kind := rank_local_data():
         problem = f"while this replica reads data ({kind}) that the others do not read"
     if problem is not None:
         raise UnsupportedError(

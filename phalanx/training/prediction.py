@@ -14,7 +14,7 @@ from phalanx.data.dataset_elements import ElementStructure
 from phalanx.errors import MembershipChangedError, UnsupportedError
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
-from phalanx.training import callback_list
+from phalanx.training import callback_hooks, progress_bar
 from phalanx.training.joint_batches import JointBatch, JointBatches, all_gather_rows, batch_groups
 from phalanx.training.replica import Replica, alone
 from phalanx.training.replica_model import ReplicaModel
@@ -39,8 +39,8 @@ def predict_on_replicas(replica_model: ReplicaModel, source: ShardedInput, callb
 def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, watched: bool, stops: bool) -> Any:
     """Predict all batches; those of one group if callbacks of any rank have stopped it before (`stops`)."""
     model, engine, replica = replica_model.model, replica_model.engine, replica_model.replica
-    has_hooks = callback_list.runs_batch_hooks(callbacks, "predict")
-    bar = callback_list.progress_bar(callbacks, replica.world_size)
+    has_hooks = callback_hooks.runs_batch_hooks(callbacks, "predict")
+    bar = progress_bar.progress_bar(callbacks, replica.world_size)
     progress.report("predict")
     model.stop_predicting = stops = replica.any(stops)  # as Keras, which looks after each group
     batches = JointBatches(source, 0, replica)
@@ -91,7 +91,7 @@ def local_outputs(
 
 
 class LayerCounts:
-    """What the metrics of layers count while a model predicts: merged, as if one process had predicted all samples.
+    """The counts of layers' metrics while a model predicts: merged, as if one process had predicted all samples.
 
     Args:
         replica_model: whose engine has begun.
@@ -128,7 +128,7 @@ class LayerCounts:
 
 
 class LocalOutputs:
-    """What this rank predicted for its parts of batches, until the ranks gather them.
+    """This rank's predictions for its parts of batches, until the ranks gather them.
 
     Attributes:
         parts: a structure of arrays for each batch.

@@ -23,8 +23,8 @@ from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.elastic.entry_results import KEPT_BYTES
 from phalanx.errors import MembershipChangedError, UnsupportedError
 from phalanx.runtime.host_identity import host_identity
-from phalanx.training.own_random_numbers import OwnRandomNumbers
 from phalanx.training.preemption import PreemptionNotice
+from phalanx.training.program_effects.per_rank_random_numbers import OwnRandomNumbers
 from phalanx.transport.decoding import decode_message
 
 T = TypeVar("T")

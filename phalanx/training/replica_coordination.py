@@ -15,11 +15,11 @@ from phalanx.keras_compat.model_state import logs_differ_from_metrics, logs_of_e
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import state_sync
+from phalanx.training.checks.model_checks import explaining_parts
 from phalanx.training.evaluation import evaluate_on_replicas
 from phalanx.training.fit_position import enter_epoch, restart_epoch
 from phalanx.training.fit_setup import ReplicaFit
 from phalanx.training.joint_batches import JointBatch, JointBatches
-from phalanx.training.model_checks import explaining_parts
 from phalanx.transport.serialization import decode, encode
 
 

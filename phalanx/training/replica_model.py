@@ -21,19 +21,20 @@ from phalanx.keras_compat.global_gradients import refuse_overwritten
 from phalanx.keras_compat.keras_internals import compute_output_spec, print_msg
 from phalanx.keras_compat.layer_building import build_layers, has_built_layers, keras_tensors
 from phalanx.keras_compat.model_state import builds_in_steps, is_unbuilt
-from phalanx.training import callback_list, state_sync
-from phalanx.training.consistency import compare_inputs, compare_samples
-from phalanx.training.fit_arguments import capped
-from phalanx.training.joint_batches import JointBatches, read_part
-from phalanx.training.model_checks import (
+from phalanx.training import callback_list, progress_bar, state_sync
+from phalanx.training.checks.consistency import compare_inputs, compare_samples
+from phalanx.training.checks.model_checks import (
     check_batch_size,
     check_normalization,
     check_spectrograms,
     explaining_parts,
     stateful_layer,
 )
-from phalanx.training.own_random_numbers import drawing_in_steps, draws_apart
-from phalanx.training.program_probes import ChiefFinds, ProgramProbes
+from phalanx.training.checks.program_probes import ChiefFinds, ProgramProbes
+from phalanx.training.fit_arguments import capped
+from phalanx.training.joint_batches import JointBatches, read_part
+from phalanx.training.layer_building_step import build_parts
+from phalanx.training.program_effects.per_rank_random_numbers import drawing_in_steps, draws_apart
 from phalanx.training.replica import Replica, divides_batches, seed_from_program
 from phalanx.training.steps.deterministic import DeterministicStepper, check_deterministic
 from phalanx.training.steps.gradient_merge import StepMerge
@@ -43,7 +44,6 @@ from phalanx.training.steps.optimizer_properties import accumulation_steps, cons
 from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
 from phalanx.training.steps.synchronous import SynchronousStepper
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
-from phalanx.training.unbuilt_parts import build_parts
 
 logger = logging.getLogger(__name__)
 
@@ -317,7 +317,7 @@ class ReplicaModel:
         built = callback_list.build_callback_list(
             callbacks, self.model, is_chief=replica.is_chief, replicas=replica.world_size, verbose=verbose, **options
         )
-        bar, placement = callback_list.progress_bar(built), self.policy.placement
+        bar, placement = progress_bar.progress_bar(built), self.policy.placement
         if bar is not None and placement is not None:
             bar.devices = placement.mesh.devices.size
         return built

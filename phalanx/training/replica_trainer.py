@@ -20,7 +20,8 @@ from phalanx.engines.engine import Engine
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.keras_internals import class_weight_to_sample_weights, pythonify_logs
 from phalanx.monitoring import timeline
-from phalanx.training import callback_list
+from phalanx.training import callback_hooks
+from phalanx.training.checks.step_examination import examine_fit
 from phalanx.training.evaluation import evaluate_batch, evaluate_on_replicas
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.fit_loop import FitLoop
@@ -31,7 +32,6 @@ from phalanx.training.prediction import LayerCounts, LocalOutputs, local_outputs
 from phalanx.training.replica import EntryOverError, Replica
 from phalanx.training.replica_coordination import ReplicaCoordination
 from phalanx.training.replica_model import ReplicaModel
-from phalanx.training.step_examination import examine_fit
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
 from phalanx.transport.serialization import decode, encode
 
@@ -109,7 +109,7 @@ class ReplicaTrainer:
             replica_model.prepare(source, "evaluate")
             replica_model.synchronise()
             # `verbose` may differ between the ranks.
-            shows = verbose in ("auto", 1, True) or callback_list.has_batch_hooks(callbacks, "test")
+            shows = verbose in ("auto", 1, True) or callback_hooks.has_batch_hooks(callbacks, "test")
             watched = replica.retry(lambda: replica.any(shows))
             built = replica_model.build_callbacks(callbacks, verbose, epochs=1, steps=source.num_batches)
             return evaluate_on_replicas(replica_model, source, built, watched=watched)
@@ -134,7 +134,7 @@ class ReplicaTrainer:
             self._wait_for_result()
             replica_model.prepare_to_predict(source, "predict")
             replica_model.synchronise()
-            has_hooks = callback_list.has_batch_hooks(callbacks, "predict")
+            has_hooks = callback_hooks.has_batch_hooks(callbacks, "predict")
             watched = replica.retry(lambda: replica.any(has_hooks))
             built = replica_model.build_callbacks(callbacks, verbose, epochs=1, steps=source.num_batches)
             return predict_on_replicas(replica_model, source, built, watched=watched)

@@ -10,8 +10,8 @@ from typing import Any
 
 from phalanx.keras_compat.trainer_hook import SAVED_SUFFIXES, KerasMethod
 from phalanx.storage.paths import is_url
-from phalanx.training.parameter_server_worker import ParameterServerWorker
 from phalanx.training.replica import Replica
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The one port of a task: accepts connections and hands authenticated links to the service of their purpose.
 
-One thread does all of it, with a selector, for the whole life of the task. `phalanx.transport.arrivals` takes each
-connection through the handshake.
+One thread does all of it, with a selector, for the whole life of the task. `pending_connections` takes each connection
+through the handshake.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Protocol
 import msgspec
 
 from phalanx.errors import LinkClosedError, LinkTimeoutError
-from phalanx.transport.arrivals import Arrival, ArrivalQueue, RefusalLog
 from phalanx.transport.credentials import Credentials
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
+from phalanx.transport.pending_connections import Arrival, ArrivalQueue, RefusalLog
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.launcher.job_follower import read_events
+from phalanx.launcher.watching.job_follower import read_events
 from phalanx.monitoring.job_events import GenerationFormed, JobEvent, TaskStarted
 from scripts.pictures.recorded_job import KILLED_AT
 from scripts.pictures.svg import Drawing

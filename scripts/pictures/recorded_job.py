@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phalanx.launcher.job_follower import read_events
+from phalanx.launcher.watching.job_follower import read_events
 from phalanx.monitoring.job_events import EVENTS_FILE, Measured, TaskStarted
 
 BOUND_S = 300.0

@@ -25,7 +25,7 @@ from phalanx.coordinator.remote_values import RemoteValue
 from phalanx.coordinator.scheduled_calls import ScheduledCall
 from phalanx.coordinator.worker_connection import WorkerConnection
 from phalanx.errors import LinkClosedError, LinkTimeoutError, PeerLostError, RendezvousError
-from phalanx.parameter_server.server_dialing import connect
+from phalanx.parameter_server.client.server_dialing import connect
 from phalanx.runtime import function_call as calls
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener

@@ -23,7 +23,7 @@ from phalanx.config.job_config import JobConfig
 from phalanx.coordinator import ClusterCoordinator
 from phalanx.errors import ConfigurationError, PeerLostError, RendezvousError
 from phalanx.parameter_server.server_messages import UpdateRules
-from phalanx.training.parameter_server_worker import ParameterServerWorker
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 from tests.coordinator import counting
 from tests.coordinator.program import FUNCTIONS
 from tests.coordinator.serving import SERVERS

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from phalanx.config.environment_variables import DASHBOARD_TOKEN, JOBS_DIRECTORY
-from phalanx.launcher.job_control import JobControl
-from phalanx.launcher.job_recorder import JobRecorder
-from phalanx.launcher.job_registry import registered, socket_path
+from phalanx.launcher.watching.job_control import JobControl
+from phalanx.launcher.watching.job_recorder import JobRecorder
+from phalanx.launcher.watching.job_registry import registered, socket_path
 from phalanx.monitoring import job_events as events
 from tests.dashboard.jobs import job_events, measured
 from tests.launcher.test_watched_job import Job

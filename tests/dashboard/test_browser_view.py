@@ -11,7 +11,7 @@ import pytest
 from phalanx.dashboard import browser_view, page, report
 from phalanx.dashboard.prometheus_metrics import expose
 from phalanx.errors import ConfigurationError
-from phalanx.launcher.job_recorder import JobRecorder
+from phalanx.launcher.watching.job_recorder import JobRecorder
 from phalanx.monitoring.job_events import EVENTS_FILE
 from phalanx.monitoring.job_view import JobView, advance, replay
 from tests.dashboard.jobs import job_events, job_view, measured

@@ -19,9 +19,9 @@ from phalanx.dashboard.dashboard_app import Dashboard
 from phalanx.dashboard.job_hub import JobHub
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.dashboard_process import DashboardLink
-from phalanx.launcher.job_control import JobControl
-from phalanx.launcher.job_recorder import JobRecorder
-from phalanx.launcher.job_registry import registered, socket_path
+from phalanx.launcher.watching.job_control import JobControl
+from phalanx.launcher.watching.job_recorder import JobRecorder
+from phalanx.launcher.watching.job_registry import registered, socket_path
 from phalanx.monitoring import job_events as events
 from tests.dashboard.jobs import job_events
 from tests.launcher.test_watched_job import Job

@@ -13,8 +13,8 @@ import pytest
 
 from phalanx.dashboard import job_hub
 from phalanx.dashboard.job_hub import JobHub
-from phalanx.launcher import job_follower
-from phalanx.launcher.job_connection import ControlAnswer, ControlRequest
+from phalanx.launcher.watching import job_follower
+from phalanx.launcher.watching.job_connection import ControlAnswer, ControlRequest
 from phalanx.monitoring.job_view import JobView
 
 MEETING_S = 0.5

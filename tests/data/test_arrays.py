@@ -203,7 +203,7 @@ def test_signatures_tell_ranks_with_other_data_apart():
         ((X[:0],), {}, ConfigurationError, "x holds 0 samples"),
         ((X,), {"batch_size": 0}, ConfigurationError, "batch_size must be at least 1"),
         ((X,), {"steps_per_epoch": 0}, ConfigurationError, "steps_per_epoch must be at least 1"),
-        ((X, Y, W), {"class_weight": {0: 1.0}}, ValueError, "You cannot `class_weight` and `sample_weight`"),
+        ((X, Y, W), {"class_weight": {0: 1.0}}, ValueError, "You cannot specify `class_weight` and `sample_weight`"),
         ((X, [Y, Y]), {"class_weight": {0: 1.0}}, ValueError, "only supported for Models with a single"),
         (
             (X, np.zeros((SAMPLES, 4, 3))),

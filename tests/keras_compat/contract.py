@@ -530,7 +530,7 @@ def trials_depend_on_samples_alone() -> None:
 def state_of_a_program_is_restored() -> None:
     import random
 
-    from phalanx.training.program_state import ProgramState
+    from phalanx.training.program_effects.program_state import ProgramState
 
     model = small_model()
     model._symbolic_build(data_batch=(X, Y, None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.launcher.host_blacklist import FAILURES, WITHIN_S, BlacklistedHost, HostBlacklist
+from phalanx.launcher.elastic_hosts.host_blacklist import FAILURES, WITHIN_S, BlacklistedHost, HostBlacklist
 
 
 def test_several_failures_in_short_order_blacklist_a_host() -> None:

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from phalanx.errors import ConfigurationError
-from phalanx.launcher.host_discovery import DiscoveryScript, HostDiscovery
-from phalanx.launcher.host_discovery_poller import DiscoveryAnswer
+from phalanx.launcher.elastic_hosts.host_discovery import DiscoveryScript, HostDiscovery
+from phalanx.launcher.elastic_hosts.host_discovery_poller import DiscoveryAnswer
 from phalanx.launcher.host_slots import HostShare, own_name, parse_discovered
 from tests.launcher.conftest import Launcher, wait_until
 
@@ -113,7 +113,7 @@ def test_an_answer_that_is_cut_off_is_none() -> None:
 
 PROGRAM = """
 import sys, time
-from phalanx.launcher.host_discovery import DiscoveryScript, HostDiscovery
+from phalanx.launcher.elastic_hosts.host_discovery import DiscoveryScript, HostDiscovery
 script = DiscoveryScript(sys.argv[1], slots=1, every_s=0.05, timeout_s=float(sys.argv[2]))
 discovery = HostDiscovery(
     script,

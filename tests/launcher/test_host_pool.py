@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import ConfigurationError, RendezvousError
-from phalanx.launcher.host_pool import ElasticOptions, HostPool
+from phalanx.launcher.elastic_hosts.host_pool import ElasticOptions, HostPool
 from phalanx.launcher.host_slots import HostShare
 from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.job_observer import JobObserver

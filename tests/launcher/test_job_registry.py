@@ -12,9 +12,9 @@ import pytest
 
 from phalanx.config.environment_variables import JOBS_DIRECTORY
 from phalanx.errors import ConfigurationError
-from phalanx.launcher import job_registry
-from phalanx.launcher.job_registry import registered, running
-from phalanx.launcher.status_report import scale, status
+from phalanx.launcher.watching import job_registry
+from phalanx.launcher.watching.job_registry import registered, running
+from phalanx.launcher.watching.status_report import scale, status
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from phalanx.config.launch_config import LaunchConfig
 from phalanx.errors import EvictedError, LinkTimeoutError, PeerLostError, RendezvousError
 from phalanx.launcher import job_runner
 from phalanx.launcher import job_supervisor as job_module
+from phalanx.launcher.failures.root_cause import RootCause, WorkerExit
 from phalanx.launcher.host_messages import (
     CheckpointBeforeExit,
     Event,
@@ -25,7 +26,6 @@ from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
 from phalanx.launcher.restart_policy import RestartPolicy
-from phalanx.launcher.root_cause import RootCause, WorkerExit
 from phalanx.runtime.crash_report import CrashReport
 
 

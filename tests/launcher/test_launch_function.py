@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from phalanx.errors import CollectiveTimeoutError, ConfigurationError, PeerLostError
-from phalanx.launcher.job_follower import read_view
 from phalanx.launcher.launch_function import launch
+from phalanx.launcher.watching.job_follower import read_view
 from phalanx.runtime import pickling
 from phalanx.runtime.worker_traceback import WorkerTraceback
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launcher import failure_report
+from phalanx.launcher.failures import failure_report
+from phalanx.launcher.failures.root_cause import WorkerExit, find_root_cause
 from phalanx.launcher.host_messages import WorkerDiagnostics
-from phalanx.launcher.root_cause import WorkerExit, find_root_cause
 from phalanx.runtime.crash_report import CrashReport
 
 LOST, TIMEOUT = 71, 69

@@ -8,10 +8,10 @@ import pytest
 
 from phalanx.launcher.shutdown import (
     TRANSITIONS,
-    JobEvent,
     JobState,
     ShutdownPlan,
     ShutdownStep,
+    Trigger,
     after_failure,
     after_signal,
 )
@@ -102,7 +102,7 @@ def test_optional_tasks_are_ended_when_their_time_is_over() -> None:
 
 def test_events_outside_the_table_change_nothing() -> None:
     for state, events in TRANSITIONS.items():
-        for event in set(JobEvent) - set(events):
+        for event in set(Trigger) - set(events):
             other = plan()
             other.state = state
             assert not other._apply(event, ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.launcher.slot_assignment import HostSlot, SlotAssignment
+from phalanx.launcher.elastic_hosts.slot_assignment import HostSlot, SlotAssignment
 
 
 def filled(slots: SlotAssignment, usable: int = 9) -> list[tuple[int, str, int]]:

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from phalanx.launcher.top_view import render
+from phalanx.launcher.watching.top_view import render
 from phalanx.monitoring import job_events as events
 from phalanx.monitoring.job_view import replay
 from tests.dashboard.jobs import job_view

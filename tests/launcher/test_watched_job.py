@@ -17,12 +17,12 @@ import msgspec
 import pytest
 
 from phalanx.errors import ConfigurationError, LinkClosedError
-from phalanx.launcher import job_follower
-from phalanx.launcher.job_connection import ControlRequest, send_request, short_name
-from phalanx.launcher.job_control import JobControl
-from phalanx.launcher.job_follower import JobFollower, read_events, read_view
-from phalanx.launcher.job_recorder import MAX_RECENT, JobRecorder
-from phalanx.launcher.root_cause import WorkerExit
+from phalanx.launcher.failures.root_cause import WorkerExit
+from phalanx.launcher.watching import job_follower
+from phalanx.launcher.watching.job_connection import ControlRequest, send_request, short_name
+from phalanx.launcher.watching.job_control import JobControl
+from phalanx.launcher.watching.job_follower import JobFollower, read_events, read_view
+from phalanx.launcher.watching.job_recorder import MAX_RECENT, JobRecorder
 from phalanx.monitoring import job_events as events
 from phalanx.monitoring.job_view import replay
 from phalanx.monitoring.worker_figures import FinishedEpoch, SavedCheckpoint, TaskReport, WorkerFigures

@@ -18,7 +18,7 @@ from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import LinkClosedError, LinkTimeoutError, PhalanxError
-from phalanx.parameter_server.client import ParameterServerClient
+from phalanx.parameter_server.client.parameter_client import ParameterServerClient
 from phalanx.parameter_server.server.group_leadership import LeaderOffer
 from phalanx.parameter_server.server.parameter_server import ParameterServer
 from phalanx.parameter_server.server.shard_group import ShardGroup

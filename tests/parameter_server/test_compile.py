@@ -12,7 +12,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.patching import set_untracked
 from phalanx.training import model_dispatch
 from phalanx.training.model_dispatch import ModelDispatcher
-from phalanx.training.parameter_server_worker import ParameterServerWorker
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
 
 class TwoOptimizers(keras.Sequential):

@@ -304,7 +304,7 @@ def test_optimizers_that_servers_cannot_run_are_refused(
 
 
 def test_a_model_without_trainable_weights_is_refused() -> None:
-    from phalanx.training.remote_variables import RemoteVariables
+    from phalanx.training.servers.remote_variables import RemoteVariables
 
     unused: Any = None
     with pytest.raises(UnsupportedError, match="no trainable weights"):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from phalanx.errors import EvictedError
-from phalanx.parameter_server.client import HEAD
-from phalanx.parameter_server.placed_variables import PlacedVariables
+from phalanx.parameter_server.client.parameter_client import HEAD
+from phalanx.parameter_server.client.placed_variables import PlacedVariables
 from phalanx.parameter_server.server_messages import QueryJobOver, Response, Ticket, Values
 from phalanx.parameter_server.shard_placement import PlacedVariable, Shard
 from phalanx.training.steps.parameter_server_step import ParameterServerMerge

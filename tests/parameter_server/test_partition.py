@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import ConfigurationError
+from phalanx.parameter_server.client.placed_variables import PlacedVariables
 from phalanx.parameter_server.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
-from phalanx.parameter_server.placed_variables import PlacedVariables
 from phalanx.parameter_server.shard_placement import PlacedVariable, place
 
 

@@ -221,7 +221,7 @@ def codes(content: bytes) -> None:
 def events(content: bytes) -> None:
     """What `phalanx status` and the dashboard make of the events of a job."""
     from phalanx.dashboard import browser_view, prometheus_metrics
-    from phalanx.launcher.job_follower import read_view
+    from phalanx.launcher.watching.job_follower import read_view
     from phalanx.monitoring.job_events import EVENTS_FILE
 
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
@@ -279,7 +279,7 @@ def plan(content: bytes) -> None:
 
 def control_answers(content: bytes) -> None:
     """What a launcher answers to any line on its socket."""
-    from phalanx.launcher.job_control import JobControl
+    from phalanx.launcher.watching.job_control import JobControl
 
     control = object.__new__(JobControl)
     control._recorder, control.job = (
@@ -299,7 +299,7 @@ def special_targets() -> dict[str, Target]:
     """Decoders of other bytes than messages."""
     from phalanx.compression import codec
     from phalanx.data.sample_ledger import SampleLedger
-    from phalanx.launcher.job_connection import ControlRequest
+    from phalanx.launcher.watching.job_connection import ControlRequest
     from phalanx.transport import frames, serialization
 
     mixed = {"a": [1, 2.5, None, "b"], "c": np.arange(6, dtype=np.float32).reshape(2, 3), "d": (1,)}

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
 from phalanx.config.environment_variables import JOBS_DIRECTORY
 from phalanx.errors import ConfigurationError, FrameError
-from phalanx.launcher import job_registry
-from phalanx.launcher.job_connection import ControlRequest
-from phalanx.launcher.job_follower import read_view
+from phalanx.launcher.watching import job_registry
+from phalanx.launcher.watching.job_connection import ControlRequest
+from phalanx.launcher.watching.job_follower import read_view
 from phalanx.monitoring.job_events import EVENTS_FILE
 from phalanx.runtime import crash_report
 from phalanx.runtime.write_claim import WriteClaim

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from phalanx.errors import PhalanxError
-from phalanx.transport import arrivals
+from phalanx.transport import pending_connections
 from phalanx.transport.credentials import Credentials
 from phalanx.transport.dial import dial
 from phalanx.transport.frames import MAGIC, FrameReader
@@ -30,13 +30,13 @@ def dial_in(port: Port) -> Link:
 @pytest.mark.parametrize("says", [b"", Handshake(Role.DIALER, b"a guess").data_to_send()], ids=["silent", "half done"])
 def test_one_address_cannot_take_the_places_of_others(says: bytes) -> None:
     with open_port() as port, contextlib.ExitStack() as stack:
-        for _ in range(arrivals.MAX_ARRIVALS + 50):
+        for _ in range(pending_connections.MAX_ARRIVALS + 50):
             stranger = socket.create_connection((port.address.host, port.address.port), source_address=("127.0.0.2", 0))
             stack.enter_context(stranger).sendall(says)
         for _ in range(5):
             dial_in(port).close()  # at the first attempt
         addresses = Counter(arrival.link.peer.rpartition(":")[0] for arrival in port.listener._arrivals._arrivals)
-        assert addresses["127.0.0.2"] <= arrivals.MAX_ARRIVALS
+        assert addresses["127.0.0.2"] <= pending_connections.MAX_ARRIVALS
 
 
 def test_where_all_sources_have_as_many_the_oldest_connection_is_dropped_no_sooner_than_others() -> None:
@@ -65,7 +65,7 @@ def test_where_all_sources_have_as_many_the_oldest_connection_is_dropped_no_soon
     ],
 )
 def test_all_addresses_of_a_host_are_one_source(address: str, source: str) -> None:
-    assert arrivals.source_of(address) == source
+    assert pending_connections.source_of(address) == source
 
 
 def test_a_member_gets_in_beside_a_flood_from_its_own_address() -> None:

@@ -20,15 +20,15 @@ import pytest
 
 from phalanx.config.job_config import Encryption, TLSFiles
 from phalanx.errors import ConfigurationError, HandshakeError, LinkClosedError, LinkTimeoutError
-from phalanx.transport import arrivals, ports
 from phalanx.transport import dial as dial_module
 from phalanx.transport import listener as listener_module
+from phalanx.transport import pending_connections, ports
 from phalanx.transport.address import Address
-from phalanx.transport.arrivals import RefusalLog
 from phalanx.transport.credentials import Credentials
 from phalanx.transport.dial import RefusedError, UnreachableError, dial, retry_delay_s
 from phalanx.transport.handshake import MAGIC, OPENING_BYTES, Handshake, Hello, Role, Welcome, WrongSecretError
 from phalanx.transport.link import Link
+from phalanx.transport.pending_connections import RefusalLog
 from phalanx.transport.ports import PortTakenError, open_listening_sockets
 from phalanx.transport.tls import TLS, load_tls
 from tests.transport.conftest import SECRET, Echo, Port, open_port, soon, wait_until
@@ -197,14 +197,14 @@ def test_thousands_of_idle_connections_keep_nobody_out(port: Port, caplog: pytes
             with contextlib.suppress(ConnectionError):
                 sock.sendall(b"PHA")
         assert_members_get_in(port)
-        assert len(port.listener._arrivals) <= arrivals.MAX_ARRIVALS
-    assert len(refusals(caplog)) <= arrivals.REFUSALS_PER_MINUTE
+        assert len(port.listener._arrivals) <= pending_connections.MAX_ARRIVALS
+    assert len(refusals(caplog)) <= pending_connections.REFUSALS_PER_MINUTE
 
 
 def test_a_connection_that_dawdles_is_dropped(
     port: Port, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrivals, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(pending_connections, "HANDSHAKE_TIMEOUT_S", 0.2)
     with port.connect() as stranger:
         stranger.sendall(b"PHALANX")
         assert stranger.recv(100) == b""
@@ -556,7 +556,7 @@ def test_refusals_are_counted_and_their_lines_limited() -> None:
 
 
 def test_a_flood_of_reasons_takes_no_memory_and_hides_no_refusal_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "MAX_REASONS", 2)
+    monkeypatch.setattr(pending_connections, "MAX_REASONS", 2)
     counter = RefusalLog("worker/0", 2222)
     for reason in ("wrong secret", "it sent 1", "it sent 2", "wrong secret"):
         counter.count("10.0.0.1", reason)

@@ -30,15 +30,15 @@ def _in_slurm_step(environ: _Environ) -> bool:
     return "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ
 
 
-_CHOICES: tuple[tuple[Callable[[_Environ], bool], Callable[[_Environ], ClusterResolver]], ...] = (
+_CHOICES: tuple[tuple[Callable[[_Environ], bool], Callable[..., ClusterResolver]], ...] = (
     # An explicit description comes first.
-    (lambda environ: bool(environ.get(TF_CONFIG)), lambda environ: TFConfigClusterResolver(environ=environ)),
+    (lambda environ: bool(environ.get(TF_CONFIG)), TFConfigClusterResolver),
     # mpirun inside a Slurm job starts its daemons with srun, so Slurm's variables describe the daemons.
-    (_in_open_mpi, lambda environ: MPIClusterResolver(environ=environ)),
+    (_in_open_mpi, MPIClusterResolver),
     # srun may set PMI's variables too, but its own variables include the hosts.
-    (_in_slurm_step, lambda environ: SlurmClusterResolver(environ=environ)),
-    (started_by_mpi, lambda environ: MPIClusterResolver(environ=environ)),
-    (started_by_kubernetes, lambda environ: KubernetesClusterResolver(environ=environ)),
+    (_in_slurm_step, SlurmClusterResolver),
+    (started_by_mpi, MPIClusterResolver),
+    (started_by_kubernetes, KubernetesClusterResolver),
 )
 
 
@@ -73,9 +73,9 @@ def resolve(environ: _Environ | None = None) -> ClusterResolver:
     Raises: ConfigurationError if torchrun or horovodrun has started several processes, each of which would train alone.
     """
     environ = process_environment() if environ is None else environ
-    for fits, make in _CHOICES:
+    for fits, kind in _CHOICES:
         if fits(environ):
-            resolver = make(environ)
+            resolver = kind(environ=environ)
             logger.debug("the cluster is resolved by %s", type(resolver).__name__)
             return resolver
     _refuse_other_launchers(environ)

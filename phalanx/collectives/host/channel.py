@@ -32,7 +32,7 @@ _SINK = memoryview(bytearray(256 * 1024))
 
 
 class PacketKind(enum.IntEnum):
-    """What a packet is."""
+    """The kinds of packets."""
 
     DATA = 1
     """Values of a collective."""

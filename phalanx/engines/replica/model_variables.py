@@ -40,7 +40,7 @@ class ModelVariables(ABC):
 
 
 def variables_of_optimizers(model: Any) -> list[Any]:
-    """What a custom `train_step` has changed if it fails after its gradients were merged and applied."""
+    """The variables that a custom `train_step` has changed if it fails after its gradients were merged and applied."""
     optimizers = model_state.optimizers(model)
     return [*model.trainable_variables, *(v for optimizer in optimizers for v in optimizer.variables)]
 

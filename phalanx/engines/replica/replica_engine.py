@@ -44,7 +44,7 @@ class ReplicaEngine(Engine):
 
     @abstractmethod
     def _own_logs(self) -> Mapping[str, Any]:
-        """What the newest training step logged itself."""
+        """The logs that the newest training step made itself."""
 
     def _reading_metrics(self) -> AbstractContextManager[Any]:
         """A context in which the metrics compute their results from the newest values."""
@@ -76,7 +76,7 @@ class ReplicaEngine(Engine):
     def _merge_added(
         self, share: float, added: Sequence[Array], logs: Sequence[Array]
     ) -> tuple[list[Array], list[Array]]:
-        """What all ranks have added to the metrics, and the means of their logs."""
+        """The sums over all ranks of what they added to the metrics, and the means of their logs."""
         arrays = [*added, *logs]
         layout = StepLayout.of(arrays, [*self.metric_rules.weights, *[MergeWeight.SHARE] * len(logs)])
         values = layout.cut(self._merge(layout, arrays, share)) if arrays else []

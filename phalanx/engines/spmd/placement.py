@@ -35,7 +35,7 @@ DATA, MODEL, REPLICA, SHARD = "data", "model", "replica", "shard"
 
 
 class LaidOut(Protocol):
-    """What has a place: a Keras variable."""
+    """An object with a place on the mesh: a Keras variable."""
 
     path: str
     shape: Shape

@@ -22,7 +22,7 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 def measure_step(model: Any, placement: Placement | None, data: Batch, topology: DeviceTopology) -> ProgramMeasurement:
-    """What a device needs for a training step. Nothing is computed.
+    """Compile a training step for a device, and measure the program. Nothing is computed.
 
     Args:
         model: compiled.

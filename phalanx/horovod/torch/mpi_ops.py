@@ -1,4 +1,4 @@
-"""Collectives of PyTorch's tensors. Names, arguments and meaning are Horovod's; `bindings` explains the forms.
+"""Collectives of PyTorch's tensors, with Horovod's names and arguments; `framework_bindings` explains the forms.
 
 Tensors on other devices than the CPU pass through the host's memory. Functions that return new tensors have a gradient.
 """

@@ -31,7 +31,7 @@ class _Once(torch.autograd.Function):
 
 
 def differentiable_once(function: Callable[..., Sequence[Tensor]], *upstream: Tensor) -> Any:
-    """What a function computes of gradients, with an error for who differentiates that again.
+    """A function of gradients, with an error for a second differentiation.
 
     PyTorch's own `once_differentiable` raises in `backward` only: `torch.autograd.grad` bypasses it.
 

@@ -50,7 +50,7 @@ class LauncherChannel:
         self._lease_ends_at = time.monotonic() + SILENCE_S
 
     def commands(self) -> Iterator[Command]:
-        """What has come. Raises: LauncherLostError."""
+        """The commands that have arrived. Raises: LauncherLostError."""
         self._receive()
         while self._commands:
             yield self._commands.popleft()

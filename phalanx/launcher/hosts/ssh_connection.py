@@ -145,7 +145,7 @@ class SSHConnection:
                     self._write(msgspec.json.encode(KeepAlive()) + b"\n")
 
     def answers(self) -> list[Answer] | None:
-        """What the agent has sent; None at the end of the connection. Never blocks."""
+        """The messages that the agent has sent; None at the end of the connection. Never blocks."""
         found: list[Answer] = []
         while True:
             try:

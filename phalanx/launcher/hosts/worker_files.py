@@ -89,7 +89,7 @@ class WorkerFiles:
         return _content(self.error) == bootstrap.NO_ERROR
 
     def new_report(self, rank: int) -> WorkerReport | None:
-        """What the worker does, if it has said anything since the last call."""
+        """The worker's report, if there is a new one since the last call."""
         content = _content(self.progress)  # one read for all, so that phase and figures are of one moment
         last, encoded = progress.parse(content), progress.parse_figures(content)
         number, when = self._reported
@@ -108,7 +108,7 @@ class WorkerFiles:
         progress.request_save(self.progress.fileno())
 
     def diagnostics(self, state: str, *, code_is_unknown: bool) -> WorkerDiagnostics:
-        """What is known about the end of the worker.
+        """The evidence of how the worker ended.
 
         Args:
             state: see `WorkerDiagnostics`.

@@ -32,7 +32,7 @@ KILL_WAIT_S = 2.0
 
 @dataclass(frozen=True)
 class WorkerLaunch:
-    """What a worker is started with, and restarted with.
+    """Everything with which a worker is started, and restarted.
 
     Attributes:
         listener: the socket on the worker's port.
@@ -112,7 +112,7 @@ class WorkerProcess:
         )
 
     def events(self) -> Iterator[Event]:
-        """What it has written, and its exit; never blocks."""
+        """The worker's output and its exit; never blocks."""
         yield from self._read(reads=1)  # no more, so that other workers are read too
         if _is_dead(self.pid):
             yield from self._exit()

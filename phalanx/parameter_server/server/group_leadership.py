@@ -54,7 +54,7 @@ class GroupRole(Enum):
 
 
 class LeaderOffer(msgspec.Struct, frozen=True):
-    """What a server that leads sends when it requests that the other one keeps the replica.
+    """The message of a leading server that asks the other one to keep the replica.
 
     Attributes:
         description: of the server's task.

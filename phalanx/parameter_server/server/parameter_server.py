@@ -85,7 +85,7 @@ class ParameterServer:
 
     @property
     def figures(self) -> ServerFigures:
-        """What this server has done, for those who watch the job. May be read from any thread."""
+        """The figures of this server, for monitoring. May be read from any thread."""
         led = [group.figures for group in self._groups if group.leadership.is_leading]
         return ServerFigures(
             version=max((group.version for group in led), default=0),

@@ -114,7 +114,7 @@ class ShardGroup:
 
     @property
     def figures(self) -> ServerFigures:
-        """What this group's leader has done. May be read from any thread."""
+        """The figures of this group's leader. May be read from any thread."""
         return ServerFigures(self._store.version, len(self._members.table.links))
 
     def start(self) -> None:

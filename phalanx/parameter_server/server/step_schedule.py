@@ -268,7 +268,7 @@ class StepSchedule:
     # Reports.
 
     def add_report(self, worker: Worker, report: messages.EpochReport, arrays: list[Array]) -> None:
-        """What a worker counted in an epoch; ignored if the epoch was collected without it."""
+        """Add a worker's counts for an epoch; ignored if the epoch was collected without it."""
         with self.changed:
             if self.fit.is_open(report.fit, report.epoch):
                 self.fit.reports.add(worker, report, arrays)

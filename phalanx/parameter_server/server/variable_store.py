@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 
 class JoinedFit(NamedTuple):
-    """What a worker that joins a `fit` needs to know; see `FitJoined`."""
+    """The state that a worker needs to join a `fit`; see `FitJoined`."""
 
     first_epoch: int
     tables: tuple[int, ...]

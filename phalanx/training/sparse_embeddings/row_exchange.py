@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.parameter_server.client import ParameterServerClient
-from phalanx.parameter_server.placed_variables import PlacedVariables
+from phalanx.parameter_server.client.parameter_client import ParameterServerClient
+from phalanx.parameter_server.client.placed_variables import PlacedVariables
 from phalanx.parameter_server.server_messages import PullRows, PullTables, Ticket, Values, arrays_of
 from phalanx.parameter_server.table_rows import TableRows, numbers_in_shard
 

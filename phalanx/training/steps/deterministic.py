@@ -14,8 +14,8 @@ from phalanx.data.micro_batches import MicroBatch
 from phalanx.engines.engine import Engine
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
+from phalanx.training.checks.model_checks import stateful_layer
 from phalanx.training.joint_batches import JointBatch
-from phalanx.training.model_checks import stateful_layer
 from phalanx.training.replica import Replica
 from phalanx.training.steps.gradient_merge import StepMerge
 from phalanx.training.steps.micro_batch_merge import MicroBatchMerge

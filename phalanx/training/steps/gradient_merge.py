@@ -15,7 +15,7 @@ import numpy as np
 
 from phalanx.collectives.communicator import ReduceOp
 from phalanx.compression import CompressedReducer, Compression
-from phalanx.compression.base_compression import State, below
+from phalanx.compression.base_compression import State, strip_prefix
 from phalanx.engines.engine import Gather, GradientRows, Merge
 from phalanx.engines.step_layout import EXTREMES, MergeWeight, StepLayout, absent
 from phalanx.errors import UnsupportedError
@@ -235,7 +235,7 @@ class StepMerge(Merge):
             self._reducer.load({})
 
     def pooled(self) -> dict[str, Array]:
-        """What the merges of all ranks keep of steps that are over, pooled; all ranks must call."""
+        """The state that merges keep between steps, pooled over all ranks; all ranks must call."""
         if self._reducer is None:
             return {}
         pooled = self._reducer.pooled(self._replica.communicator)
@@ -244,7 +244,7 @@ class StepMerge(Merge):
     def load_pooled(self, state: State) -> None:
         """Continue, with the present ranks, from what `pooled` returned."""
         if self._reducer is not None:
-            self._reducer.load_pooled(below("compression/", state), self._replica.world_size)
+            self._reducer.load_pooled(strip_prefix("compression/", state), self._replica.world_size)
 
     def synchronise(self) -> None:
         """Give every rank the shared part of the chief's state; all ranks must call."""

@@ -36,7 +36,7 @@ import numpy as np
 from keras.optimizers.schedules import LearningRateSchedule
 
 from phalanx.compression import Compression
-from phalanx.compression.base_compression import State, below
+from phalanx.compression.base_compression import State, strip_prefix
 from phalanx.engines.engine import Engine
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
@@ -179,9 +179,9 @@ class LocalSGDStepper(ReplicaStepper):
         """See `ReplicaStepper.load_pooled`."""
         if "trained" not in state:
             return  # written by a job that merged every step
-        self.exchange.load_pooled(below("exchange/", state), self._replica.world_size)
+        self.exchange.load_pooled(strip_prefix("exchange/", state), self._replica.world_size)
         self._trained = int(state["trained"]) if self._replica.is_chief else 0
-        start = below("start/", state)
+        start = strip_prefix("start/", state)
         self._metrics_start = [np.asarray(start[name]) for name in sorted(start, key=int)]
         if not self._replica.is_chief:
             self._forget_metrics()

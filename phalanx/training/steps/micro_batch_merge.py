@@ -198,7 +198,7 @@ class MicroBatchMerge:
 
 
 def _weighted(layout: StepLayout, arrays: Sequence[Array], micro: MicroBatch) -> list[Array]:
-    """What a micro-batch adds to the sum, in one array for each dtype of the layout, in the dtypes of the sum."""
+    """The terms that a micro-batch adds to the sum: one array for each dtype of the layout, in the sum's dtype."""
     flats = layout.allocate()
     with np.errstate(all="ignore"):  # an overflow shows in the sum
         for view, array, weight in zip(layout.cut(flats), arrays, layout.weights, strict=True):

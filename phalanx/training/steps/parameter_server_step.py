@@ -14,8 +14,8 @@ from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.errors import UnsupportedError
 from phalanx.monitoring import timeline
 from phalanx.parameter_server import server_messages as messages
-from phalanx.parameter_server.client import HEAD
-from phalanx.parameter_server.placed_variables import PlacedVariables
+from phalanx.parameter_server.client.parameter_client import HEAD
+from phalanx.parameter_server.client.placed_variables import PlacedVariables
 from phalanx.parameter_server.server_messages import (
     EpochOver,
     FitOver,
@@ -26,7 +26,7 @@ from phalanx.parameter_server.server_messages import (
     dtypes_of,
 )
 from phalanx.runtime import progress
-from phalanx.training.parameter_server_worker import ParameterServerWorker
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 from phalanx.training.sparse_embeddings import EmbeddingRowExchange
 from phalanx.training.steps.gradient_merge import MergeBuffers
 from phalanx.training.steps.shard_transfer import ShardTransfer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.training.remote_model import RemoteModel
-from phalanx.training.ticket_batches import TicketBatch, TicketBatches
+from phalanx.training.servers.remote_model import RemoteModel
+from phalanx.training.servers.ticket_batches import TicketBatch, TicketBatches
 
 
 class ParameterServerStepper:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.parameter_server.client import ParameterServerClient, ResponseArrays
-from phalanx.parameter_server.placed_variables import PlacedVariables
+from phalanx.parameter_server.client.parameter_client import ParameterServerClient, ResponseArrays
+from phalanx.parameter_server.client.placed_variables import PlacedVariables
 from phalanx.parameter_server.server_messages import Values, arrays_of
 from phalanx.parameter_server.shard_packing import Kind, kind_of
 from phalanx.parameter_server.shard_placement import rows as rows_of

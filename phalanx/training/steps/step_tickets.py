@@ -8,7 +8,7 @@ from phalanx.parameter_server.server_messages import FitJoined, Rejoin, Ticket, 
 
 
 class StepTickets:
-    """What a worker knows of the schedule.
+    """A worker's knowledge of the schedule.
 
     Attributes:
         fit: number of the `fit` call.

@@ -13,7 +13,7 @@ import numpy as np
 from phalanx.collectives.communicator import Array, Communicator, Handle
 from phalanx.collectives.keyed_collectives import broadcast_named
 from phalanx.compression import CompressedReducer, Compression
-from phalanx.compression.base_compression import State, below
+from phalanx.compression.base_compression import State, strip_prefix
 from phalanx.training.replica import Replica
 from phalanx.training.steps.outer_optimizer import AverageOuterOptimizer, OuterOptimizer
 
@@ -121,7 +121,7 @@ class WeightExchange:
         """Continue, on so many ranks, from what `pooled` returned."""
         self._take(state)
         if self._reducer is not None:
-            self._reducer.load_pooled(below(_COMPRESSION, state), ranks)
+            self._reducer.load_pooled(strip_prefix(_COMPRESSION, state), ranks)
 
     def synchronise(self, communicator: Communicator, *, take: bool) -> None:
         """Right after an exchange that was not overlapped: give ranks that join (`take`) what all have in common. All

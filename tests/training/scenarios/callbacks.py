@@ -15,7 +15,7 @@ from phalanx.callbacks import OnChief
 from phalanx.errors import ConfigurationError
 from phalanx.storage.files import list_names
 from phalanx.storage.remote_path import RemotePath
-from phalanx.training.callback_list import has_batch_hooks
+from phalanx.training.callback_hooks import has_batch_hooks
 from phalanx.tuning import call_on_chief
 from tests.support.seeds import set_random_seed
 from tests.training.scenarios.common import CLASSES, SAMPLES, compiled, features, fitted, labels, regressor

@@ -101,7 +101,7 @@ class CompiledStep:
 
 
 def kind_of_trace(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """What a trace of a step is for, as JAX itself has it; the same inside of the trace.
+    """The key of a step's trace, as JAX itself has it; the same inside of the trace.
 
     Args:
         arguments: of the step: lists with the values of variables, and last its batch.

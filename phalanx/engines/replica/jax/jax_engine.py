@@ -43,7 +43,7 @@ Values = list[Any]
 
 
 class _FirstHalf(NamedTuple):
-    """What is compiled for one kind of global batches, up to the merge."""
+    """The compiled functions for one kind of global batches, up to the merge."""
 
     functions: StepFunctions
     local: LocalStep

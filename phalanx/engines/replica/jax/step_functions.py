@@ -59,7 +59,7 @@ class AppliedResults(NamedTuple):
 
 
 class TraceResults(NamedTuple):
-    """What a trace of `train_step` results in, without the update.
+    """The results of a trace of `train_step`, without the update.
 
     Attributes:
         gradients: of all trainable variables; none of a step that has applied its optimizers.
@@ -233,7 +233,7 @@ class StepFunctions:
         return origins.watched(of_interest=model_state.logs_differ_from_metrics(self._model, step))
 
     def _own_logs(self, step: str, logs: Mapping[str, Any]) -> dict[str, Any]:
-        """What an overridden step logged; Keras's own steps log metric results, which follow from the merged state."""
+        """The logs of an overridden step. Keras's own steps log metric results, which follow from the merged state."""
         if not model_state.logs_differ_from_metrics(self._model, step):
             return {}
         return {name: jnp.asarray(value, "float32") for name, value in logs.items()}

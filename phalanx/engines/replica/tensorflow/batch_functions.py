@@ -72,7 +72,7 @@ def to_tensors(data: Batch) -> Batch:
 
 
 def batch_kind(data: Any) -> Any:
-    """What a trace depends on: structure, shapes and dtypes."""
+    """The key of a batch's trace: structure, shapes and dtypes."""
     if isinstance(data, Mapping):
         return [(name, batch_kind(value)) for name, value in data.items()]
     if isinstance(data, list | tuple):

@@ -72,7 +72,7 @@ def call_on_host(
 
 
 def take_failure() -> BaseException | None:
-    """What the last function raised that `call_on_host` has called; None if it returned, or if it was taken."""
+    """The error of the last function that `call_on_host` has called; None if it returned, or if the error was taken."""
     return _failures.pop() if _failures else None
 
 

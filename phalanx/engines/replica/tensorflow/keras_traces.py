@@ -24,7 +24,7 @@ from phalanx.keras_compat.trainable_flags import TrainableFlags
 
 
 class TraceConditions:
-    """What a trace of a model's step is made with, as it is now."""
+    """The settings with which a model's step would be traced now."""
 
     def __init__(self, model: Any) -> None:
         self._hyperparameters = Hyperparameters(model_state.optimizers(model))

@@ -253,7 +253,7 @@ class TensorFlowEngine(ReplicaEngine):
         return averages, dict(self._model.get_metrics_result()), self.origins.results(averages)
 
     def _test_step(self, data: Batch) -> dict[str, Any]:
-        """What it logs itself."""
+        """The logs of the step itself."""
         differ = model_state.logs_differ_from_metrics(self._model, "test_step")
         with self._test_origins.watched(of_interest=differ) as find:
             logs = find(self._model.test_step(self._batches.pack(data)))

@@ -124,7 +124,7 @@ class TensorFlowTensors(Tensors):
 
 
 def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a `tf.function` calls, without the weak references by which TensorFlow binds one that is a method."""
+    """The function that a `tf.function` calls, without the weak references by which TensorFlow binds a method."""
     target: Any = getattr(getattr(function, "__original_wrapped__", None), "__self__", None)
     if type(target).__name__ != "TfMethodTarget":
         return function

@@ -1,0 +1,116 @@
+"""The launcher's side of an elastic job: runs the coordinator of its members and carries out its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from phalanx.launcher.elastic_hosts.host_pool import ElasticOptions
+from phalanx.launcher.host_slots import HostShare, own_name
+from phalanx.launcher.job_observer import JobObserver
+from phalanx.launcher.job_supervisor import JobSupervisor
+from phalanx.launcher.worker_placement import LOOPBACK, new_identity
+from phalanx.transport.ports import listen_at
+
+if TYPE_CHECKING:
+    from phalanx.elastic.coordinator_server import CoordinatorServer
+    from phalanx.elastic.launcher_interface import MembershipControl
+
+
+class ElasticSupervisor:
+    """Opens the coordinator's port at once, but serves it only when the workers are starting: its imports take as long
+    as theirs. A context manager.
+
+    Args:
+        shares: the hosts that are known.
+        stays_here: whether all members will always be on this host.
+        start_timeout_s: seconds to wait for the members; None uses PHALANX_RENDEZVOUS_TIMEOUT.
+
+    Attributes:
+        address: the address of the coordinator, for the workers.
+        identity: the secret and the id of the job.
+    """
+
+    def __init__(self, shares: Sequence[HostShare], *, stays_here: bool, start_timeout_s: float | None):
+        self._start_timeout_s = start_timeout_s
+        self._listener = listen_at(LOOPBACK if stays_here else None)
+        host = LOOPBACK if stays_here else own_name([share for share in shares if not share.is_here])
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self.identity = new_identity()
+        self._server: CoordinatorServer | None = None  # from `begin` on; who connects earlier waits in the backlog
+
+    def __enter__(self) -> ElasticSupervisor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.close()  # with the listener, which it has taken over
+        else:
+            self._listener.close()
+
+    def begin(
+        self, job: JobSupervisor, members: ElasticOptions, started: int, observer: JobObserver
+    ) -> MembershipControl:
+        """Serve the members of a job that has been started; returns how the launcher controls them.
+
+        Args:
+            job: the job, in this process.
+            members: how many there may be, and how many the job should begin with.
+            started: the number of workers that have been started.
+            observer: is told of each generation, and of what the user should know.
+        """
+        from phalanx.config.job_config import JobConfig
+        from phalanx.elastic.coordinator_server import CoordinatorServer
+        from phalanx.elastic.member_table import MembershipLimits
+        from phalanx.transport.credentials import Credentials
+        from phalanx.transport.tls import load_tls
+
+        config = JobConfig.from_environment()
+        secret, job_id = self.identity
+        self._server = CoordinatorServer(
+            [self._listener],
+            MembershipLimits(
+                minimum=members.minimum,
+                maximum=members.maximum,
+                expected=min(members.begin or started, started),
+                start_s=self._start_timeout_s or config.rendezvous_timeout_s,
+                timeout_s=config.timeout_s,
+            ),
+            credentials=Credentials(secret.encode(), load_tls(config.tls)),
+            job=job_id,
+            job_actions=_JobActions(job, observer),
+        )
+        return self._server
+
+
+class _JobActions:
+    """Carries out what the coordinator requests, in the thread that runs the job; see `ElasticJob`."""
+
+    def __init__(self, job: JobSupervisor, observer: JobObserver):
+        self._job = job
+        self._observer = observer
+
+    def evict(self, task: str) -> None:
+        self._job.loop.run_soon(lambda: self._job.kill(task))
+
+    def release(self, task: str) -> None:
+        self._job.loop.run_soon(lambda: self._job.release(task))
+
+    def finish(self, tasks: Sequence[str]) -> None:
+        self._job.loop.run_soon(lambda: self._job.finish(tasks))
+
+    def fail(self, reason: str, code: int) -> None:
+        self._job.loop.run_soon(lambda: self._job.abort(reason, code))
+
+    def resize(self, workers: int) -> None:
+        self._job.loop.run_soon(lambda: self._job.resize(workers))
+
+    def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
+        self._job.loop.run_soon(lambda: self._observer.generation_formed(generation, tasks))
+
+    def log(self, text: str) -> None:
+        self._job.loop.run_soon(lambda: self._log(text))
+
+    def _log(self, text: str) -> None:
+        if not self._job.is_shutting_down:  # the launcher ends the members itself, which is no news
+            self._observer.noticed(text)

@@ -1,0 +1,215 @@
+"""The connections to the hosts of an elastic job: opened, enlarged, lost, closed.
+
+Waiting for other hosts to answer happens in threads; everything else in the thread that runs the job. Threads pass what
+they find to `post`, which runs it there.
+"""
+
+from __future__ import annotations
+
+import selectors
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from phalanx.errors import PhalanxError
+from phalanx.launcher.elastic_hosts.host_blacklist import HostBlacklist
+from phalanx.launcher.host_event_loop import HostLoop
+from phalanx.launcher.host_slots import HostShare
+from phalanx.launcher.hosts.local_host import LocalHost
+from phalanx.launcher.hosts.output_streams import OutputStreams
+from phalanx.launcher.hosts.ssh_host import SSHHost
+from phalanx.launcher.worker_placement import LOOPBACK, START_TIMEOUT_S
+
+CLOSE_S = 5.0
+
+
+@dataclass
+class HostConnection:
+    """A host that takes part, or is about to.
+
+    Attributes:
+        share: the host and its number of workers.
+        host: starts the workers.
+        name: the name by which other hosts reach it.
+        requested: the number of ports that it was asked for. Never smaller: a slot that is offered again has its port.
+        ports: a port for each slot; None until the host has answered.
+        waiter: the thread that waits for the answer.
+    """
+
+    share: HostShare
+    host: LocalHost | SSHHost
+    name: str
+    requested: int
+    ports: list[int] | None = None
+    waiter: threading.Thread | None = None
+
+    def address(self, slot: int) -> str:
+        assert self.ports is not None
+        return f"{self.name}:{self.ports[slot]}"
+
+    def grow(self, slots: int) -> None:
+        """Add slots, if the host offers more than before. Those of another host arrive later."""
+        if self.ports is None:
+            return
+        if isinstance(self.host, SSHHost):
+            self.ports += self.host.new_ports
+            self.host.new_ports.clear()
+        more = slots - self.requested
+        if more > 0:
+            self.requested += more
+            if isinstance(self.host, SSHHost):
+                self.host.grow(more)
+            else:
+                self.ports += self.host.prepare(more, address=self.name)
+
+    def close(self) -> None:
+        if self.waiter is not None and isinstance(self.host, SSHHost):
+            if self.ports is None:
+                self.host.abandon()
+            self.waiter.join(CLOSE_S)  # before the close: the thread uses the host
+        self.host.close()
+
+
+class HostConnections:
+    """See the top of the file.
+
+    Args:
+        selector: wakes the launcher when a host has sent something.
+        streams: where the output of local workers goes.
+        start_timeout_s: seconds to wait for a host.
+        log: shows a line.
+        relay: shows a line of a host, which names it.
+        post: runs a function in the thread that runs the job. May be called from any thread.
+
+    Attributes:
+        blacklist: the hosts that are not used for a while.
+        error: why the first host could not be connected.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        streams: OutputStreams,
+        *,
+        start_timeout_s: float | None,
+        blacklist: HostBlacklist,
+        log: Callable[[str], None],
+        relay: Callable[[str], None],
+        post: Callable[[Callable[[], None]], None],
+    ):
+        self._selector, self._streams = selector, streams
+        self._start_timeout_s = start_timeout_s or START_TIMEOUT_S
+        self._log, self._relay, self._post = log, relay, post
+        self.blacklist = blacklist
+        self.error: Exception | None = None
+        self._connections: dict[str, HostConnection] = {}  # by name of the host; those that have not answered included
+        self._loop: HostLoop | None = None  # of the job, once it has been started
+
+    def attach(self, loop: HostLoop) -> None:
+        """Add the hosts that have answered, now and later, to the loop of the job, which has been started."""
+        self._loop = loop
+        for name in self.names:
+            if connection := self.ready(name):
+                loop.add(connection.host)
+
+    @property
+    def names(self) -> list[str]:
+        """The hosts that are connected or being connected."""
+        return list(self._connections)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a host has not answered yet."""
+        return any(connection.ports is None for connection in self._connections.values())
+
+    def ready(self, name: str) -> HostConnection | None:
+        """The connection to a host that has answered."""
+        connection = self._connections.get(name)
+        return None if connection is None or connection.ports is None else connection
+
+    def usable_slots(self, name: str) -> int:
+        """How many slots of a host can be used now."""
+        connection = self.ready(name)
+        if connection is None or connection.host.lost or self.blacklist.is_blacklisted(name, time.monotonic()):
+            return 0
+        return len(connection.ports or ())
+
+    def connect(self, share: HostShare, *, name: str, slots: int, loopback: bool) -> None:
+        """Connect to a host, unless it is blacklisted.
+
+        Args:
+            share: the host.
+            name: the name by which other hosts reach it.
+            slots: the number of ports to request.
+            loopback: whether only processes on this host need to reach its workers.
+        """
+        if self.blacklist.is_blacklisted(share.name, time.monotonic()):
+            return
+        if share.is_here:
+            local = LocalHost(self._selector, streams=self._streams)
+            local.name = share.name
+            connection = self._connections[share.name] = HostConnection(share, local, name, slots)
+            self._answered(connection, local.prepare(slots, address=LOOPBACK if loopback else name))
+            return
+        remote = SSHHost(self._selector, share, say=lambda text: self._post(lambda: self._relay(text)))
+        remote.share = replace(share, workers=slots)
+        connection = self._connections[share.name] = HostConnection(share, remote, name, slots)
+        try:
+            remote.connect()
+        except (PhalanxError, OSError) as error:
+            failure = error
+            self._post(lambda: self._failed(connection, failure))
+            return
+        connection.waiter = threading.Thread(
+            target=self._await_ports, args=(connection, remote), name=f"phalanx-host-{share.name}", daemon=True
+        )
+        connection.waiter.start()
+
+    def update(self, offered: Mapping[str, HostShare], now: float) -> None:
+        """Close lost connections, and use new slots.
+
+        Args:
+            offered: the hosts on which workers may run, by name.
+            now: seconds of the monotonic clock.
+        """
+        for name, connection in list(self._connections.items()):
+            if connection.host.lost:
+                seconds = self.blacklist.unreachable(name, now)
+                again = f"; next attempt in {seconds:g} s" if name in offered else ""
+                self._log(f"{name} is lost: the connection has ended{again}")
+                self.close([name])
+            elif name in offered:
+                connection.grow(offered[name].workers)
+
+    def close(self, names: Iterable[str]) -> None:
+        """Close the connections to these hosts."""
+        for name in list(names):
+            connection = self._connections.pop(name)
+            if self._loop is not None:
+                self._loop.remove(connection.host)
+            connection.close()
+
+    def _await_ports(self, connection: HostConnection, host: SSHHost) -> None:
+        try:
+            ports = host.ports(time.monotonic() + self._start_timeout_s)
+        except (PhalanxError, OSError) as error:
+            failure = error
+            self._post(lambda: self._failed(connection, failure))
+            return
+        self._post(lambda: self._answered(connection, ports))
+
+    def _answered(self, connection: HostConnection, ports: list[int]) -> None:
+        if self._connections.get(connection.share.name) is connection:  # otherwise it was closed meanwhile
+            connection.ports = ports
+            if self._loop is not None:
+                self._log(f"{connection.share.name} joined with {connection.share.workers} slots")
+                self._loop.add(connection.host)
+
+    def _failed(self, connection: HostConnection, error: Exception) -> None:
+        name = connection.share.name
+        if self._connections.get(name) is connection:
+            seconds = self.blacklist.unreachable(name, time.monotonic())
+            self._log(f"{name} cannot take part: {error} Next attempt in {seconds:g} s.")
+            self.error = self.error or error
+            self.close([name])

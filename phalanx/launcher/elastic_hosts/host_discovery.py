@@ -1,0 +1,131 @@
+"""Discovers the hosts of an elastic job with a script (`--host-discovery-script`) that runs every few seconds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.errors import ConfigurationError
+from phalanx.launcher.elastic_hosts.host_discovery_poller import DiscoveryAnswer
+from phalanx.launcher.host_slots import HostShare, parse_discovered
+from phalanx.launcher.orphan_reaper import await_end
+from phalanx.runtime.orphan_guard import OrphanGuard
+from phalanx.transport.decoding import decode_json
+
+CLOSE_S = 5.0
+_ROOT = str(Path(__file__).resolve().parents[3])
+# Not `-m`, which would need this package on the path, and the script must inherit the path unchanged.
+_POLLER = "phalanx.launcher.elastic_hosts.host_discovery_poller"
+_PROGRAM = f"import sys; sys.path.insert(0, {_ROOT!r}); from {_POLLER} import main; main()"
+
+
+@dataclass(frozen=True)
+class DiscoveryScript:
+    """A host discovery script.
+
+    Attributes:
+        command: the command line, as for a shell.
+        slots: the number of slots of a host that is printed without one.
+        every_s: seconds between two runs.
+        timeout_s: seconds that a run may take.
+    """
+
+    command: str
+    slots: int
+    every_s: float
+    timeout_s: float
+
+
+class HostDiscovery:
+    """Runs a script repeatedly until it is closed. If a run fails, the last valid answer holds, and the failure is
+    logged once. A host is withdrawn only if two answers in a row lack it: the first may come from a file that is being
+    written.
+
+    Args:
+        script: the script.
+        on_change: called with all hosts whenever they have changed. Called in a thread.
+        log: shows a line. Called in a thread.
+
+    Attributes:
+        problem: why the last run failed; empty if it did not.
+    """
+
+    def __init__(
+        self, script: DiscoveryScript, *, on_change: Callable[[list[HostShare]], None], log: Callable[[str], None]
+    ):
+        self._script, self._on_change, self._log = script, on_change, log
+        self.problem = ""
+        self._hosts: list[HostShare] | None = None  # as `on_change` was told last
+        self._last_answer: list[HostShare] = []  # as the script printed it
+        self._closed = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._guard = OrphanGuard()
+        self._thread = threading.Thread(target=self._receive, name="phalanx-discovery", daemon=True)
+
+    def start(self) -> None:
+        """Start to run the script."""
+        script = self._script
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM, str(script.every_s), str(script.timeout_s), script.command],
+            stdin=self._guard.worker_end,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        await_end(self._process)
+        self._guard.started()
+        self._thread.start()
+
+    def handle(self, answer: DiscoveryAnswer) -> None:
+        """The script has printed the hosts, or has failed."""
+        problem, name = answer.problem, f"the host discovery script {self._script.command}"
+        shares: Sequence[HostShare] = ()
+        if not problem:
+            try:
+                shares = parse_discovered(answer.text, self._script.slots)
+            except ConfigurationError as error:
+                problem = str(error)
+        if problem:
+            if problem != self.problem:
+                consequence = "no hosts are known yet" if self._hosts is None else "the known hosts are kept"
+                self._log(f"{name} failed: {problem.rstrip('.')}; {consequence}")
+            self.problem = problem
+            return
+        if self.problem:
+            self._log(f"{name} recovered")
+            self.problem = ""
+        hosts = _larger(self._last_answer, shares)
+        self._last_answer = list(shares)
+        if hosts != self._hosts:
+            self._hosts = hosts
+            self._on_change(hosts)
+
+    def close(self) -> None:
+        """Stop running the script, and kill it if it is running. Safe to call twice."""
+        self._closed = True
+        self._guard.cut()
+        if self._process is not None:
+            if self._process.poll() is None:
+                self._process.kill()
+            self._process.wait(CLOSE_S)
+            self._thread.join(CLOSE_S)
+
+    def _receive(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                if line.endswith(b"\n"):  # else the process was killed while it wrote
+                    self.handle(decode_json(line, DiscoveryAnswer))
+        if not self._closed:
+            self._log("the process that runs the host discovery script was killed; the known hosts are kept")
+
+
+def _larger(before: Sequence[HostShare], now: Sequence[HostShare]) -> list[HostShare]:
+    """The hosts of both answers, with the larger numbers of slots; those of `now` in their order, then the others."""
+    former = {share.name: share for share in before}
+    merged = [max(share, former.pop(share.name, share), key=lambda each: each.workers) for share in now]
+    return [*merged, *former.values()]

@@ -1,0 +1,371 @@
+"""The hosts of an elastic job: connected, filled with workers, blacklisted, withdrawn.
+
+`slot_assignment` decides which worker runs where, `host_blacklist` which hosts are not used for a while;
+`host_connections` connects them. Everything happens in the thread that runs the job, except waiting for other hosts and
+for the discovery script. Those threads queue *events*, which the next `update` runs.
+"""
+
+from __future__ import annotations
+
+import queue
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from phalanx.config.environment_variables import DEFAULT_RENDEZVOUS_TIMEOUT_S
+from phalanx.config.task_names import trains
+from phalanx.errors import ConfigurationError, RendezvousError
+from phalanx.launcher.elastic_hosts.host_blacklist import COOLDOWN_S, HostBlacklist
+from phalanx.launcher.elastic_hosts.host_connections import HostConnection, HostConnections
+from phalanx.launcher.elastic_hosts.host_discovery import DiscoveryScript, HostDiscovery
+from phalanx.launcher.elastic_hosts.slot_assignment import HostSlot, SlotAssignment
+from phalanx.launcher.host_slots import HostShare, own_name
+from phalanx.launcher.hosts.base_host import WorkerPlacement
+from phalanx.launcher.hosts.output_streams import OutputStreams
+from phalanx.launcher.job_observer import JobObserver
+from phalanx.launcher.job_supervisor import JobSupervisor
+from phalanx.launcher.worker_placement import LOOPBACK, START_TIMEOUT_S, WorkerRecipe
+from phalanx.monitoring.job_events import HostStatus
+
+if TYPE_CHECKING:
+    from phalanx.elastic.launcher_interface import MembershipControl
+
+GATHER_POLL_S = 0.5
+NO_ADDRESS = "vacant-{}.invalid:1"
+"""The address of a task that has none: TF_CONFIG names all tasks, and elastic jobs do not use these addresses."""
+
+
+@dataclass(frozen=True)
+class ElasticOptions:
+    """How many workers an elastic job has, and where they may run.
+
+    Attributes:
+        minimum, maximum: the number of workers; below the minimum the job waits.
+        begin: the number of workers with which the job begins if there are enough slots in time; None: the minimum, or
+            as many as fit.
+        script: the script that discovers the hosts; None: they are known.
+        cooldown_s: see `HostBlacklist`.
+    """
+
+    minimum: int
+    maximum: int
+    begin: int | None = None
+    script: DiscoveryScript | None = None
+    cooldown_s: tuple[float, float] = COOLDOWN_S
+
+
+class ElasticPlacements:
+    """Where the tasks of an elastic job run: workers in the slots that they are assigned, an evaluator on the last
+    host.
+
+    Args:
+        tasks: all tasks of the job, those that train first.
+        slots: the slots of the workers.
+        connections: the hosts.
+
+    Attributes:
+        extra_slots: the number of slots that the last host needs for the evaluator.
+        recipe: what the tasks have in common. Set before the first placement.
+    """
+
+    def __init__(self, tasks: Sequence[str], slots: SlotAssignment, connections: HostConnections):
+        self._tasks, self._slots, self._connections = tasks, slots, connections
+        self.extra_slots = sum(not trains(task) for task in tasks)
+        self._evaluator_address: str | None = None
+        self.recipe: WorkerRecipe | None = None
+
+    def worker(self, rank: int, slot: HostSlot) -> WorkerPlacement:
+        connection = self._connections.ready(slot.host)
+        assert connection is not None
+        return self._place(rank, connection, slot.number)
+
+    def leave_out_vacant(self) -> None:
+        """The tasks without a slot never start, and no task is to know of them."""
+        assert self.recipe is not None
+        self._tasks = [
+            task for rank, task in enumerate(self._tasks) if not trains(task) or self._slots.slot(rank) is not None
+        ]
+        self.recipe = replace(self.recipe, tasks=self._tasks)
+
+    def evaluator(self, host: str) -> list[WorkerPlacement]:
+        """The placement of the evaluator, if there is one.
+
+        Raises: RendezvousError or the error of the connection if the host has not answered.
+        """
+        if not self.extra_slots:
+            return []
+        connection = self._connections.ready(host)
+        if connection is None or connection.ports is None:
+            raise self._connections.error or RendezvousError(f"{host} did not answer in time.")
+        slot = len(connection.ports) - 1
+        self._evaluator_address = connection.address(slot)
+        return [self._place(len(self._tasks) - 1, connection, slot)]
+
+    def _place(self, rank: int, connection: HostConnection, slot: int) -> WorkerPlacement:
+        assert self.recipe is not None
+        addresses = [self._address(each) for each in range(len(self._tasks))]
+        return self.recipe.placement(rank, addresses, connection.host, slot)
+
+    def _address(self, rank: int) -> str:
+        slot = self._slots.slot(rank)
+        if slot is not None and (connection := self._connections.ready(slot.host)):
+            return connection.address(slot.number)
+        is_evaluator = not trains(self._tasks[rank])
+        return (is_evaluator and self._evaluator_address) or NO_ADDRESS.format(rank)
+
+
+class HostPool:
+    """See the top of the file. Call `gather`, then `first`, then `begin`, and `close` in the end.
+
+    Args:
+        tasks: the tasks of the job, those that train first.
+        selector: wakes the launcher when a host has sent something.
+        streams: where the output of local workers goes.
+        members: how many workers there may be, and where the hosts come from.
+        shares: the hosts, unless a script discovers them.
+        start_timeout_s: seconds to wait for the hosts at the start; None: one minute, or five for a script's first
+            hosts.
+        observer: is told what happens to the hosts.
+        relay: shows a line of a host, which names it.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        selector: selectors.BaseSelector,
+        streams: OutputStreams,
+        members: ElasticOptions,
+        *,
+        shares: Sequence[HostShare],
+        start_timeout_s: float | None = None,
+        observer: JobObserver,
+        relay: Callable[[str], None],
+    ):
+        self._tasks, self._members, self._log, self._on_hosts = tasks, members, observer.noticed, observer.hosts_changed
+        self._drained: set[str] = set()  # hosts that stay withdrawn whatever the discovery script prints
+        self._start_timeout_s = start_timeout_s
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._connections = HostConnections(
+            selector,
+            streams,
+            start_timeout_s=start_timeout_s,
+            blacklist=HostBlacklist(members.cooldown_s),
+            log=self._log,
+            relay=relay,
+            post=self._post,
+        )
+        trained = [rank for rank, task in enumerate(tasks) if trains(task)]
+        self._slots = SlotAssignment(trained, len(trained))
+        self._placements = ElasticPlacements(tasks, self._slots, self._connections)
+        self._shares: dict[str, HostShare] = {}  # replaced and never changed: `drain` reads it in another thread
+        self._job: JobSupervisor | None = None
+        self._membership: MembershipControl | None = None
+        self._shown: list[HostStatus] = []
+        self._discovery: HostDiscovery | None = None
+        if (script := members.script) is not None:
+            self._discovery = HostDiscovery(
+                script,
+                on_change=lambda hosts: self._post(lambda: self._offer(hosts)),
+                log=lambda text: self._post(lambda: self._log(text)),
+            )
+        else:
+            self._offer(shares)
+
+    @property
+    def shares(self) -> list[HostShare]:
+        """The hosts that may be used."""
+        return [share for name, share in self._shares.items() if name not in self._drained]
+
+    @property
+    def stays_here(self) -> bool:
+        """Whether no worker will ever run on another host."""
+        return self._discovery is None and all(share.is_loopback for share in self.shares)
+
+    # Before the job.
+
+    def gather(self) -> None:
+        """Connect to the hosts until there are enough slots to begin.
+
+        Raises: RendezvousError, ConfigurationError or OSError if there are not enough in time.
+        """
+        minimum, enough = self._members.minimum, self._members.begin or self._members.minimum
+        patience_s = START_TIMEOUT_S if self._discovery is None else DEFAULT_RENDEZVOUS_TIMEOUT_S
+        deadline = time.monotonic() + (self._start_timeout_s or patience_s)
+        if self._discovery is not None:
+            self._discovery.start()
+        while True:
+            self._connect()
+            slots = sum(min(share.workers, self._connections.usable_slots(share.name)) for share in self.shares)
+            # Without a script no other host can come. With one, the job waits until it names enough of them.
+            if not self._connections.is_waiting and (slots >= enough or self._discovery is None):
+                break
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            try:
+                self._events.get(timeout=min(GATHER_POLL_S, left_s))()
+            except queue.Empty:
+                continue
+        if slots >= minimum:
+            return  # without the hosts that have not answered
+        if self._connections.error is not None:
+            raise self._connections.error
+        problem = "" if self._discovery is None else self._discovery.problem
+        raise RendezvousError(
+            f"{slots} slots were found in time, and {minimum} are needed"
+            + (f"; of the host discovery script: {problem}" if problem else "")
+            + ". --start-timeout allows more time."
+        )
+
+    def first(self, recipe: WorkerRecipe, *, is_fixed: bool = False) -> list[WorkerPlacement]:
+        """The workers with which the job begins, and its other tasks.
+
+        Args:
+            is_fixed: whether no worker starts later.
+        """
+        self._placements.recipe = recipe
+        assigned = self._slots.assign(self._connections.usable_slots)
+        if is_fixed:
+            self._placements.leave_out_vacant()
+        evaluator = self._placements.evaluator(self.shares[-1].name) if self.shares else []
+        return [*(self._placements.worker(rank, slot) for rank, slot in assigned), *evaluator]
+
+    def begin(self, job: JobSupervisor, membership: MembershipControl) -> None:
+        """The job has been started."""
+        self._job, self._membership = job, membership
+        self._connections.attach(job.loop)
+        job.loop.wake()  # for events that were posted before `_post` knew of the loop
+
+    def drain(self, host: str) -> None:
+        """Withdraw a host: its workers leave before the next step, and no other starts there. May be called from any
+        thread.
+
+        Raises: ConfigurationError if the host is unknown, or if too few slots would be left.
+        """
+        names = [share.name for share in self.shares]
+        if host not in names:
+            raise ConfigurationError(f"{host!r} is not a host of the job; its hosts are {', '.join(names)}.")
+        slots = sum(share.workers for share in self.shares if share.name != host)
+        if slots < self._members.minimum:
+            raise ConfigurationError(
+                f"Without {host} the job has {slots} slots, and needs {self._members.minimum}. Add a host first."
+            )
+
+        # At once: the thread that runs the job may not have come here before the next request.
+        self._drained.add(host)
+        self._post(lambda: self._offer(list(self._shares.values())))
+
+    def close(self) -> None:
+        """Close all connections, and stop the discovery script. Safe to call twice."""
+        if self._discovery is not None:
+            self._discovery.close()
+        self._connections.close(self._connections.names)
+
+    # See `SlotProvider`.
+
+    def task_failed(self, task: str) -> None:
+        # Closed links reveal most exits as well, but not where the network or the power of a host is cut.
+        if self._membership is not None:
+            self._membership.lose(task)
+
+    def worker_exited(self, rank: int, *, failed: bool) -> bool:
+        slot, now = self._slots.slot(rank), time.monotonic()
+        if slot is None:
+            return False
+        # The only host is not blacklisted: that would help nothing.
+        others = any(self._connections.usable_slots(name) for name in self._shares if name != slot.host)
+        connection = self._connections.ready(slot.host)
+        if failed and connection is not None and not connection.host.lost and others:
+            blacklisted = self._connections.blacklist.worker_failed(slot.host, now)
+            if blacklisted is not None:
+                self._log(f"{slot.host} is blacklisted for {blacklisted.seconds:g} s: {blacklisted.reason}")
+        # True: it is restarted in its slot, at the same port. On a host that is lost, blacklisted or withdrawn it is
+        # not; `update` then starts it where a slot is free.
+        if failed and self._slots.keeps_slot(rank) and self._connections.usable_slots(slot.host):
+            return True
+        self._slots.free(rank)
+        return False
+
+    def retire(self, rank: int) -> None:
+        self._slots.retire(rank)
+        if self._membership is not None:
+            self._membership.limit(self._slots.max_workers)
+
+    def set_target(self, workers: int) -> None:
+        self._slots.target = workers
+
+    def update(self) -> float | None:
+        now = time.monotonic()
+        while not self._events.empty():
+            self._events.get()()
+        self._connections.update({share.name: share for share in self.shares}, now)
+        self._connections.close(self._slots.unused_hosts(self._connections.names))
+        self._connect()
+        if self._membership is not None:
+            self._withdraw(self._membership)
+            self._start_workers(self._membership)
+            self._show(now)
+        blacklisted = self._connections.blacklist.hosts(now)
+        return min((host.seconds for name, host in blacklisted.items() if name in self._shares), default=None)
+
+    # Inside.
+
+    def _post(self, event: Callable[[], None]) -> None:
+        """Run a function in the thread that runs the job. Called from any thread."""
+        self._events.put(event)
+        if self._job is not None:
+            self._job.loop.wake()  # an `update` follows
+
+    def _offer(self, shares: Sequence[HostShare]) -> None:
+        """Replace the hosts on which workers may run."""
+        most = len(self._tasks)  # more slots are of no use, and each costs a socket
+        shares = [replace(share, workers=min(share.workers, most)) for share in shares]
+        self._shares = {share.name: share for share in shares}
+        self._slots.offer({share.name: share.workers for share in self.shares})
+        if self._job is not None:
+            names = ", ".join(f"{share.name}:{share.workers}" for share in shares) or "none"
+            self._log(f"the hosts are now: {names}")
+
+    def _connect(self) -> None:
+        is_fixed, connected = self._discovery is None, self._connections.names
+        for share in self.shares:
+            name = share.name
+            if name in connected:
+                continue
+            if share.is_loopback:
+                name = LOOPBACK if is_fixed else own_name([other for other in self.shares if not other.is_here])
+            is_last = is_fixed and share is self.shares[-1]  # the evaluator runs there
+            slots = share.workers + (self._placements.extra_slots if is_last else 0)
+            self._connections.connect(share, name=name, slots=slots, loopback=is_fixed and share.is_loopback)
+
+    def _withdraw(self, membership: MembershipControl) -> None:
+        for rank in self._slots.withdraw():
+            slot = self._slots.slot(rank)
+            host = slot.host if slot else ""
+            self._log(f"{self._tasks[rank]} leaves before the next step: {host} is withdrawn")
+            membership.withdraw(self._tasks[rank])
+
+    def _start_workers(self, membership: MembershipControl) -> None:
+        """Start workers where there are free slots."""
+        if self._job is None or not self._job.accepts_workers:
+            return
+        for rank, slot in self._slots.assign(self._connections.usable_slots):
+            self._log(f"{self._tasks[rank]} starts on {slot.host}")
+            membership.readmit(self._tasks[rank])  # before it starts, or it would leave again with its withdrawn host
+            self._job.start_worker(self._placements.worker(rank, slot))
+
+    def _show(self, now: float) -> None:
+        """Report the hosts, if they have changed."""
+        blacklisted = self._connections.blacklist.hosts(now)
+        states = []  # of drained hosts too
+        for name, share in self._shares.items():
+            host = blacklisted.get(name)
+            # Rounded, because the clock passes between two calls: an unchanged state is not sent again.
+            until, reason = (None, "") if host is None else (round(time.time() + host.seconds), host.reason)
+            taken = len(self._slots.ranks_on(name))
+            states.append(HostStatus(name, share.workers, taken, until, reason, name in self._drained))
+        if states != self._shown:
+            self._shown = states
+            self._on_hosts(states)

@@ -1,0 +1,253 @@
+"""The failure report: why a job ended, in which task, step and operation, and each task's last progress."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from phalanx.config.keras_backends import BACKENDS, installed_backends
+from phalanx.launcher.failures.root_cause import RootCause, WorkerExit, waited_for
+from phalanx.launcher.host_messages import STOPPED, WorkerDiagnostics
+from phalanx.launcher.log_directory import JSON_FILE, PAGE_FILE, open_no_link
+from phalanx.runtime import exit_codes
+
+# Keeps the report to one page; the files have everything.
+STACK_LINES_ON_TERMINAL = 16
+TRACEBACK_LINES_ON_TERMINAL = 16
+TASKS_ON_TERMINAL = 6
+# Of a traceback that is cut: where the program began, and whom it called.
+_FIRST_LINES = 2
+_RULE = "-" * 78
+
+_STATES = {
+    "R": "it was computing",
+    "S": "it was waiting",
+    "D": "it was waiting for a disk or a network file system",
+    STOPPED: "it was stopped (SIGSTOP or a debugger)",
+    "Z": "it had ended",
+}
+
+
+def as_json(verdict: RootCause, ends: Sequence[WorkerExit]) -> dict[str, Any]:
+    """The report for programs, as values for JSON. Its names are documented, so they stay."""
+    meaning = exit_codes.meaning(verdict.code)
+    return {
+        "exit_code": verdict.code,
+        "reason": verdict.reason,
+        "cause": verdict.cause.task if verdict.cause else None,
+        "meaning": f"{meaning.name}: {meaning.sentence}",
+        "check": _check(verdict, ends),
+        "tasks": [
+            {
+                **{name: getattr(end, name) for name in ("rank", "task", "host", "pid", "by_launcher", "hung")},
+                "exit_code": end.code,
+                "words": end.diagnostics,
+            }
+            for end in sorted(ends, key=lambda end: end.rank)
+        ],
+    }
+
+
+def render(
+    verdict: RootCause,
+    ends: Sequence[WorkerExit],
+    *,
+    log_dir: Path | None = None,
+    full: bool = True,
+    traceback: bool = True,
+    colour: bool = False,
+    hint: str = "",
+) -> str:
+    """The report as text: first the cause, in the program's own code, then what it did to the others.
+
+    Args:
+        verdict: why the job ended.
+        ends: the exits of all tasks.
+        log_dir: where the logs are; None if there are none.
+        full: with all tracebacks and whole stacks; otherwise short enough for a terminal.
+        traceback: whether to show tracebacks; not needed if an error has the one of the cause already.
+        colour: whether the cause is coloured.
+        hint: how to see more, if there are no logs.
+    """
+    ends = sorted(ends, key=lambda end: end.rank)
+    cause = verdict.cause
+    lines = [_RULE, *_cause(verdict, colour=colour)]
+    if traceback and cause is not None:
+        lines += _quoted(cause, ends, full)
+    meaning = exit_codes.meaning(verdict.code)
+    lines += ["", f"Exit code {verdict.code}: {meaning.name} - {meaning.sentence}"]
+    lines += [f"Check: {_check(verdict, ends)}", "", "Each task's end and last progress:"]
+    name_width = max((len(end.task) for end in ends), default=0)
+    shown = ends if full else _nearest(ends, cause)
+    lines += [f"  {end.task:<{name_width}}  {_end(end)}; {_last(end)}" for end in shown]
+    if len(shown) < len(ends):
+        lines.append(f"  ... and {len(ends) - len(shown)} more tasks")
+    lines += _stacks(ends, cause, full)
+    if traceback and full:
+        lines += _echoes(ends, cause)
+    if log_dir is not None:
+        lines += [
+            "",
+            f"The whole output of each task, and this report as {PAGE_FILE} and {JSON_FILE}: {log_dir}",
+        ]
+    elif hint:
+        lines += ["", hint]
+    lines.append(_RULE)
+    return "\n".join(lines) + "\n"
+
+
+def _cause(verdict: RootCause, *, colour: bool) -> list[str]:
+    """What happened and where, in the lines that are read first."""
+    start, bold, end = ("\x1b[1;31m", "\x1b[1m", "\x1b[0m") if colour else ("", "", "")
+    lines = [f"{start}The job ended: {verdict.reason}{end}"]
+    if verdict.cause is not None:
+        diagnostics = verdict.cause.diagnostics
+        if diagnostics.error is not None and diagnostics.error.origin:
+            lines.append(f"  {bold}{diagnostics.error.origin}{end}")
+        if diagnostics.phase is not None:
+            lines.append(f"  it was in: {_describe(diagnostics)}")
+    return lines
+
+
+def _quoted(cause: WorkerExit, ends: Sequence[WorkerExit], full: bool) -> list[str]:
+    """The traceback of the cause; without one, the end of its output, and what a task says that lost it."""
+    error = cause.diagnostics.error
+    if error is not None:
+        text = error.traceback if full else error.folded or error.traceback
+        lines = text.rstrip("\n").splitlines()
+        return ["", *(lines if full else _shortened(lines))] if lines else []
+    lines = ["", f"{cause.task} said last:", cause.diagnostics.output] if cause.diagnostics.output else []
+    errors = ((end, end.diagnostics.error) for end in ends)
+    other, error = next(((end, error) for end, error in errors if error is not None), (cause, None))
+    if error is not None:
+        lines += ["", f"{other.task} said: {error.kind}: {error.message}"]
+    return lines
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    """The beginning and the end, which has the error itself."""
+    if len(lines) <= TRACEBACK_LINES_ON_TERMINAL:
+        return lines
+    left_out = len(lines) - TRACEBACK_LINES_ON_TERMINAL + 1
+    return [*lines[:_FIRST_LINES], f"  ... {left_out} lines", *lines[_FIRST_LINES + left_out :]]
+
+
+def _nearest(ends: Sequence[WorkerExit], cause: WorkerExit | None) -> list[WorkerExit]:
+    """Those of so many tasks as there is room for that say the most: the cause, then all that are no echo of it."""
+    ordered = sorted(ends, key=lambda end: (end is not cause, end.by_launcher and not end.hung, end.distance, end.rank))
+    return sorted(ordered[:TASKS_ON_TERMINAL], key=lambda end: end.rank)
+
+
+def _stacks(ends: Sequence[WorkerExit], cause: WorkerExit | None, full: bool) -> list[str]:
+    lines = []
+    for end in ends:
+        interrupted = cause is None  # then the position of each task is all that there is to report
+        if end.diagnostics.stacks and (full or end.hung or end is cause or interrupted):
+            lines += ["", f"Stacks of {end.task}{_state(end.diagnostics)} (innermost call first):"]
+            lines += _indent(_innermost(end.diagnostics.stacks, full))
+    return lines
+
+
+def _echoes(ends: Sequence[WorkerExit], cause: WorkerExit | None) -> list[str]:
+    """The tracebacks of the other tasks."""
+    lines = []
+    for end in ends:
+        error = end.diagnostics.error
+        if end is not cause and error is not None and error.traceback and not error.interrupted:
+            lines += ["", f"{end.task} said:", error.traceback.rstrip("\n")]
+    return lines
+
+
+def write(folder: Path, verdict: RootCause, ends: Sequence[WorkerExit]) -> None:
+    """Write the report and its JSON form into the log directory."""
+    page = render(verdict, ends, log_dir=folder).encode(errors="replace")
+    fields = msgspec.json.format(msgspec.json.encode(as_json(verdict, ends)), indent=2)
+    for name, content in ((PAGE_FILE, page), (JSON_FILE, fields)):
+        with open(folder / name, "wb", opener=open_no_link) as file:
+            file.write(content)
+
+
+def _check(verdict: RootCause, ends: Sequence[WorkerExit]) -> str:
+    """What to look at first."""
+    cause = verdict.cause
+    if cause is None:
+        return exit_codes.meaning(verdict.code).check
+    if cause.returncode is None:
+        return f"that {cause.host} runs and can be reached through ssh"
+    if cause.returncode == 0:
+        return (
+            f"why {cause.task} ended early: os._exit, sys.exit, less data than the others, or a fit, evaluate or "
+            f"predict that only some tasks call (under `is_chief`)"
+        )
+    hung = waited_for(cause, ends)
+    if hung and cause.code in exit_codes.CONSEQUENCES:
+        return f"the stacks of {', '.join(hung)} below: that is where the job hung"
+    missed = cause.diagnostics.missed
+    if missed in [end.task for end in ends if end.by_launcher and end.returncode is not None]:
+        return f"the network between {cause.task} and {missed}, which was still there when the launcher ended it"
+    if backend := _missing_backend(cause):
+        others = " or ".join(f"--backend {other}" for other in installed_backends() if other != backend)
+        return (
+            f"that {backend} is installed, or choose another backend"
+            + (f" with {others}" if others else "")
+            + "; Keras uses tensorflow where neither --backend nor KERAS_BACKEND nor keras.json names one"
+        )
+    if cause.returncode > 0 and cause.diagnostics.error is None:
+        return "the end of its output, and where the program ends itself with this code (`sys.exit`)"
+    return exit_codes.meaning(verdict.code).check
+
+
+def _missing_backend(cause: WorkerExit) -> str | None:
+    """The backend of Keras that the program, or Keras itself, could not import."""
+    error = cause.diagnostics.error
+    if error is None or error.kind != "ModuleNotFoundError":
+        return None
+    return next((backend for backend in BACKENDS if error.message == f"No module named '{backend}'"), None)
+
+
+def _end(end: WorkerExit) -> str:
+    if end.returncode is None:
+        return "lost with its host"
+    if end.by_launcher:
+        stopped = f"; {_STATES[STOPPED]}" if end.diagnostics.state == STOPPED and not end.diagnostics.stacks else ""
+        return "ended by the launcher" + (" after the grace time" if end.hung else "") + stopped
+    if end.returncode < 0:
+        return f"killed by {exit_codes.signal_name(-end.returncode)}"
+    if end.diagnostics.error is not None:
+        return f"exit code {end.returncode} ({end.diagnostics.error.kind})"
+    return f"exit code {end.returncode}"
+
+
+def _last(end: WorkerExit) -> str:
+    if end.returncode is None and end.diagnostics.phase is None:
+        return "its last progress is unknown"
+    if end.diagnostics.phase is None:
+        return "it had not started the program"
+    return f"last in {_describe(end.diagnostics)}, {end.diagnostics.age_s:.1f} s before"
+
+
+def _describe(diagnostics: WorkerDiagnostics) -> str:
+    where = [f"epoch {diagnostics.epoch}"] if diagnostics.epoch is not None else []
+    where += [f"step {diagnostics.step}"] if diagnostics.step is not None else []
+    return ", ".join([diagnostics.phase or "?", *where])
+
+
+def _state(diagnostics: WorkerDiagnostics) -> str:
+    return f"; {_STATES[diagnostics.state]}" if diagnostics.state in _STATES else ""
+
+
+def _innermost(stacks: str, full: bool) -> list[str]:
+    lines = stacks.rstrip().splitlines()
+    if full or len(lines) <= STACK_LINES_ON_TERMINAL:
+        return lines
+    # faulthandler lists the main thread last, and it is the one that matters.
+    heads = [i for i, line in enumerate(lines) if line.startswith(("Thread ", "Current thread "))]
+    main = lines[heads[-1] :] if heads else lines
+    return main[:STACK_LINES_ON_TERMINAL]
+
+
+def _indent(lines: Sequence[str]) -> list[str]:
+    return [f"  {line}" for line in lines]

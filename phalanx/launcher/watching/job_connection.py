@@ -1,0 +1,124 @@
+"""Asks the launcher of a running job: for its state, or to do something with it.
+
+The launcher answers on a Unix socket in this user's folder of jobs. The kernel tells both ends whose process the other
+one is, so no secret is needed, and none is stored. A connection carries one request and one answer, each a line of
+JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from phalanx.errors import ConfigurationError, FrameError, LinkClosedError
+from phalanx.monitoring.job_view import JobView
+from phalanx.transport.decoding import decode_json
+
+ANSWER_S = 5.0
+MAX_REQUEST_BYTES = 4096
+MAX_PATH_BYTES = 100
+"""Of a socket's name; the kernels' limits are 104 and 108."""
+
+
+class ControlRequest(msgspec.Struct, frozen=True):
+    """A request to a job's launcher.
+
+    Attributes:
+        action: `view`, `output`, `stop`, `checkpoint`, `scale` or `drain`.
+        after: for `view`: the number of the last event that is known; -1 for the whole view.
+        task: for `output`.
+        workers: for `scale`.
+        host: for `drain`.
+    """
+
+    action: str = "view"
+    after: int = -1
+    task: str = ""
+    workers: int = 0
+    host: str = ""
+
+
+class ControlAnswer(msgspec.Struct, frozen=True):
+    """The launcher's answer.
+
+    Attributes:
+        refusal: why the request cannot be fulfilled; else empty.
+        text: what will happen, for people; the end of a task's output.
+        number: of the last event.
+        view: the whole view, if it was asked for or the events are no longer known.
+        events: the events after the one that is known.
+    """
+
+    refusal: str = ""
+    text: str = ""
+    number: int = -1
+    view: JobView | None = None
+    events: list[msgspec.Raw] = []
+
+
+def send_request(path: Path, request: ControlRequest, *, timeout_s: float = ANSWER_S) -> ControlAnswer:
+    """Send a request to the launcher whose socket this is.
+
+    Args:
+        path: of the socket.
+        request: what is asked.
+        timeout_s: seconds for each part of the exchange.
+
+    Raises:
+        ConfigurationError: the request cannot be fulfilled.
+        LinkClosedError: the launcher does not answer; because of a `TimeoutError`, if it is there.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, short_name(path) as name:
+            connection.settimeout(timeout_s)
+            connection.connect(name)
+            if not is_of_this_user(connection):
+                raise PermissionError(errno.EPERM, "its socket belongs to another user", str(path))
+            connection.sendall(msgspec.json.encode(request) + b"\n")
+            content = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        answer = decode_json(content, ControlAnswer)
+    except (OSError, FrameError) as error:
+        raise LinkClosedError(f"the launcher of the job does not answer: {error}") from error
+    if answer.refusal:
+        raise ConfigurationError(answer.refusal)
+    return answer
+
+
+def is_of_this_user(connection: socket.socket) -> bool:
+    """Whether a process of this user, or of root, is at the other end. Elsewhere than on Linux the permissions of the
+    socket say so."""
+    return _peer(connection)[1] in (os.getuid(), 0)
+
+
+def peer_pid(connection: socket.socket) -> int:
+    """The process at the other end; 0 where that cannot be known."""
+    return _peer(connection)[0]
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end. Source: unix(7), SO_PEERCRED."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return 0, os.getuid()
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return pid, uid
+
+
+@contextlib.contextmanager
+def short_name(path: Path) -> Iterator[str]:
+    """A name for a socket that the kernel accepts, however deep its folder is."""
+    if len(os.fsencode(path)) <= MAX_PATH_BYTES:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)

@@ -1,0 +1,222 @@
+"""Turns what a job reports into events, keeps its view, and writes the events into the log directory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO
+
+import msgspec
+from msgspec.structs import replace
+
+from phalanx.launcher.failures.root_cause import WorkerExit
+from phalanx.launcher.hosts.base_host import WorkerPlacement
+from phalanx.launcher.job_observer import JobObserver
+from phalanx.monitoring import job_events as events
+from phalanx.monitoring.console import plain_text
+from phalanx.monitoring.job_events import HostStatus, JobEvent
+from phalanx.monitoring.job_view import JobView, advance
+from phalanx.monitoring.worker_figures import FinishedEpoch, SavedCheckpoint, TaskReport
+from phalanx.runtime.exit_codes import describe_exit, sendable
+
+MEASURED_S = 0.5
+"""How often the reports of the tasks become an event."""
+MAX_RECENT = 500
+"""Events that are kept for those who ask what has changed; who asks less often gets the whole view."""
+IN_FILE_S = (1.0, 10.0)
+"""How often figures are written to the file: at first, and after hours, so that a day takes a few MB."""
+FIGURES_IN_FILE = 600
+OUTPUT_BYTES = 16 * 1024
+"""How much of the end of each task's output is kept."""
+
+
+class JobRecorder(JobObserver):
+    """See the top of the file. Except for `changes`, all calls come from the thread that runs the job.
+
+    Args:
+        file: for all events; None to write none.
+        clock: seconds since 1970.
+
+    Attributes:
+        view: everything that is shown of the job.
+        number: of events so far.
+        problem: why events are no longer written; empty while they are.
+    """
+
+    def __init__(self, file: BinaryIO | None = None, *, clock: Callable[[], float] = time.time):
+        self._file = file
+        self._clock = clock
+        # Held to replace the view, the number and what is recent together, for readers in other threads. One thread
+        # writes, so it reads them without.
+        self._lock = threading.Lock()
+        self._recent: deque[bytes] = deque(maxlen=MAX_RECENT)  # encoded events, the newest of number `number`
+        self._reports: dict[str, TaskReport] = {}  # since the last `Measured`, by task
+        self._left_out: dict[str, TaskReport] = {}  # the last of each task, while it is newer than those in the file
+        self._measured_at = self._in_file_at = 0.0
+        self._output: dict[int, bytearray] = {}  # by rank
+        self._epochs: dict[str, tuple[int, FinishedEpoch]] = {}  # see `_is_new`
+        self._newest_epoch = (0, -1)  # round and number of the one that was recorded last
+        self._checkpoints: dict[str, SavedCheckpoint] = {}
+        self.view = JobView()
+        self.number = 0
+        self.problem = ""
+
+    def record(self, event: JobEvent) -> None:
+        """Something has happened."""
+        try:
+            line = msgspec.json.encode(event)
+        except UnicodeEncodeError:  # of a path whose bytes are no text
+            event = msgspec.convert(_as_text(msgspec.to_builtins(event)), JobEvent)
+            line = msgspec.json.encode(event)
+        if isinstance(event, events.JobStarted):
+            self._newest_epoch = (self._newest_epoch[0] + 1, -1)
+        view = advance(self.view, event)
+        with self._lock:
+            self.view, self.number = view, self.number + 1
+            self._recent.append(line)
+        if self._file is not None and self._belongs_in_file(event):
+            try:
+                _write_whole(self._file, line + b"\n")
+            except OSError as error:
+                self._file, self.problem = None, error.strerror or str(error)
+
+    def changes(self, after: int) -> tuple[int, list[bytes] | None]:
+        """The number of the last event, and the encoded events after a number; None if they are no longer known. May be
+        called in any thread."""
+        with self._lock:
+            missing = self.number - after
+            if not 0 <= missing <= len(self._recent):
+                return self.number, None
+            return self.number, list(self._recent)[len(self._recent) - missing :]
+
+    def numbered_view(self) -> tuple[int, JobView]:
+        """The view and the number of the last event that it contains. May be called in any thread."""
+        with self._lock:
+            return self.number, self.view
+
+    def output_of(self, task: str) -> str:
+        """The end of what a task has written, as a terminal would show it. May be called in any thread."""
+        member = self.view.members.get(task)
+        content = b"" if member is None else bytes(self._output.get(member.rank, b""))
+        return plain_text(content)
+
+    def stragglers_changed(self, tasks: Sequence[str]) -> None:
+        """The others wait for these tasks."""
+        self.record(events.StragglersChanged(self._clock(), list(tasks)))
+
+    # See `JobObserver`.
+
+    def output(self, rank: int, is_error: bool, data: bytes) -> None:
+        kept = self._output.setdefault(rank, bytearray())
+        kept += data
+        if len(kept) > 2 * OUTPUT_BYTES:
+            del kept[:-OUTPUT_BYTES]
+
+    def started(self, placement: WorkerPlacement, pid: int) -> None:
+        self._epochs.pop(placement.task, None)
+        self._checkpoints.pop(placement.task, None)
+        self.record(events.TaskStarted(self._clock(), placement.task, placement.spec.rank, placement.host.name, pid))
+
+    def exited(self, end: WorkerExit) -> None:
+        if end.task in self._left_out:  # the last figures belong in the file
+            self._reports.setdefault(end.task, self._left_out[end.task])
+        self._in_file_at = 0.0
+        self._flush()
+        if (error := end.diagnostics.error) is not None:  # the worker has not printed it
+            self.output(end.rank, True, error.traceback.encode())
+        how = "was lost with its host" if end.returncode is None else describe_exit(end.returncode)
+        if end.by_launcher:
+            how = f"{how}, ended by the launcher"
+        self.record(events.TaskExited(self._clock(), end.task, end.code, how, end.by_launcher))
+
+    def reported(self, task: str, rank: int, report: TaskReport) -> None:
+        figures, waiting = report.figures, self._reports.get(task)
+        if figures is not None:
+            self._record_landmarks(task, figures.finished_epoch, figures.checkpoint)
+            figures = replace(figures, finished_epoch=None, checkpoint=None)
+        elif waiting is not None:
+            figures = waiting.figures
+        self._reports[task] = replace(report, age_s=round(report.age_s, 3), figures=figures)
+        if not 0 <= self._clock() - self._measured_at < MEASURED_S * 0.9:  # the clock may be set back
+            self._flush()
+
+    def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
+        self.record(events.GenerationFormed(self._clock(), generation, list(tasks)))
+
+    def hosts_changed(self, hosts: Sequence[HostStatus]) -> None:
+        self.record(events.HostsChanged(self._clock(), list(hosts)))
+
+    def failed(self, end: WorkerExit) -> None:
+        self.noticed(f"{end.task} (rank {end.rank}) failed with exit code {end.code}; ending the job")
+
+    def survived(self, end: WorkerExit, how: str) -> None:
+        self.noticed(f"{end.task}: {how}")
+
+    def noticed(self, text: str) -> None:
+        self.record(events.Noticed(self._clock(), text))
+
+    # Inside.
+
+    def _flush(self) -> None:
+        """Record what the tasks have reported meanwhile."""
+        reports, self._reports = self._reports, {}
+        if reports:
+            self._measured_at = self._clock()
+            self.record(events.Measured(self._measured_at, reports))
+
+    def _record_landmarks(self, task: str, epoch: FinishedEpoch | None, checkpoint: SavedCheckpoint | None) -> None:
+        now = self._clock()
+        if epoch is not None and self._is_new(task, epoch):
+            self.record(events.EpochFinished(now, epoch.epoch, epoch.logs))
+        if checkpoint is not None and checkpoint != self._checkpoints.get(task):
+            self._checkpoints[task] = checkpoint
+            self.record(events.CheckpointWritten(now, checkpoint.step, checkpoint.path))
+
+    def _is_new(self, task: str, epoch: FinishedEpoch) -> bool:
+        """Whether this task is the first one to report an epoch: all ranks finish the same.
+
+        Others may be some short epochs behind. So epochs are compared by their *rounds* first: a round ends where a
+        task's epochs begin at a lower number again, in another `fit` or after a restart.
+        """
+        former = self._epochs.get(task)
+        if former is not None and former[1] == epoch:
+            return False  # reports repeat the last one
+        number = self._newest_epoch[0] if former is None else former[0] + (epoch.epoch <= former[1].epoch)
+        self._epochs[task] = number, epoch
+        is_new = (number, epoch.epoch) > self._newest_epoch
+        if is_new:
+            self._newest_epoch = number, epoch.epoch
+        return is_new
+
+    def _belongs_in_file(self, event: JobEvent) -> bool:
+        """Everything but figures, of which there are enough after a while."""
+        if not isinstance(event, events.Measured):
+            return True
+        shortest_s, longest_s = IN_FILE_S
+        elapsed_s = event.at - self.view.began_at
+        if 0 <= event.at - self._in_file_at < min(longest_s, max(shortest_s, elapsed_s / FIGURES_IN_FILE)):
+            self._left_out |= event.reports
+            return False
+        for task in event.reports:
+            self._left_out.pop(task, None)
+        self._in_file_at = event.at
+        return True
+
+
+def _write_whole(file: BinaryIO, line: bytes) -> None:
+    """Raises: OSError, also if a part is written: what would follow it is no line of its own."""
+    if file.write(line) < len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _as_text(value: Any) -> Any:
+    """The same with texts that can be sent."""
+    if isinstance(value, str):
+        return sendable(value)
+    if isinstance(value, dict):
+        return {_as_text(key): _as_text(each) for key, each in value.items()}
+    return [_as_text(each) for each in value] if isinstance(value, list | tuple) else value

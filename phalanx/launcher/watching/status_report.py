@@ -1,0 +1,159 @@
+"""The jobs of this user, as `phalanx status`, `scale` and `top` find and show them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from phalanx.config.task_names import count_workers
+from phalanx.errors import ConfigurationError, LinkClosedError
+from phalanx.launcher.watching.job_connection import ControlRequest, send_request
+from phalanx.launcher.watching.job_registry import RegisteredJob, running
+from phalanx.monitoring.console import without_escapes, write_whole
+from phalanx.monitoring.job_view import JobView, MemberView, doing
+
+WATCH_S = 1.0
+
+
+@dataclass(frozen=True)
+class JobListing:
+    """A job that is registered, and what is shown of it; None and the problem if its launcher does not answer here."""
+
+    entry: RegisteredJob
+    view: JobView | None
+    problem: str = ""
+
+
+def list_jobs(job: str | None = None) -> list[JobListing]:
+    """The running jobs of this user.
+
+    Args:
+        job: the id of a job; None for all.
+    """
+    return [_listing(entry) for entry in running() if job is None or entry.job == job]
+
+
+def _listing(entry: RegisteredJob) -> JobListing:
+    if not entry.is_here:
+        return JobListing(entry, None, f"runs on {entry.host}; run `phalanx status` there for more")
+    try:
+        return JobListing(entry, send_request(entry.socket_path, ControlRequest()).view)
+    except LinkClosedError as error:
+        return JobListing(entry, None, f"its launcher (pid {entry.pid}) does not answer: {error}")
+
+
+def choose_job(job: str | None) -> RegisteredJob:
+    """The job with this id, or the only one.
+
+    Raises: ConfigurationError if it is not clear which job is meant.
+    """
+    known_jobs = running()
+    jobs = [entry for entry in known_jobs if (entry.is_here if job is None else entry.job == job)]
+    if len(jobs) == 1 and jobs[0].is_here:
+        return jobs[0]
+    if len(jobs) == 1:
+        raise ConfigurationError(f"Job {job} runs on {jobs[0].host}. Run this command there.")
+    known = ", ".join(entry.job for entry in known_jobs if entry.is_here)
+    if job is not None:
+        raise ConfigurationError(f"No job {job} is running here; running: {known or 'none'}.")
+    raise ConfigurationError(f"Choose a job with --job; running here: {known}." if known else NO_JOB)
+
+
+NO_JOB = "No job is running here."
+
+
+def status(job: str | None, *, as_json: bool = False, watch: bool = False) -> int:
+    """Print the running jobs.
+
+    Args:
+        job: the id of a job; None for all.
+        as_json: whether to print JSON, for programs: one object per line for each look.
+        watch: whether to continue, once a second, as long as there is a job.
+
+    Returns: the exit code: 0, or 1 if no job is running.
+    """
+    while True:
+        jobs = list_jobs(job)
+        if as_json:
+            _print(msgspec.json.encode([_as_json(each) for each in jobs]).decode())
+        elif not jobs:
+            _print(NO_JOB if job is None else f"No job {job} is running here.")
+        else:
+            for each in jobs:
+                _print(describe(each, time.time()))
+        if not jobs or not watch:
+            return 0 if jobs else 1
+        time.sleep(WATCH_S)
+
+
+def scale(job: str | None, workers: int) -> int:
+    """Request another number of workers; returns the exit code.
+
+    Raises: ConfigurationError if it is not clear which job is meant, or the number is out of its bounds.
+    """
+    entry = choose_job(job)
+    answer = send_request(entry.socket_path, ControlRequest("scale", workers=workers))
+    _print(f"{entry.job}: {answer.text}.")
+    return 0
+
+
+def _print(text: str) -> None:
+    write_whole(sys.stdout, f"{without_escapes(text)}\n")  # which names of programs and hosts may contain
+
+
+def _as_json(listing: JobListing) -> dict[str, object]:
+    entry, view = listing.entry, listing.view
+    found: dict[str, object] = {"job": entry.job, "host": entry.host, "pid": entry.pid, "program": entry.program}
+    return {**found, "problem": listing.problem} if view is None else {**found, "view": view}
+
+
+def describe(listing: JobListing, now: float) -> str:
+    """The lines that `phalanx status` prints about a job.
+
+    Args:
+        listing: the job.
+        now: seconds since 1970.
+    """
+    entry, view = listing.entry, listing.view
+    head = f"{entry.job}  {entry.program}  (launcher {entry.pid})"
+    if view is None:
+        return f"{head}: {listing.problem}"
+    lines = [f"{head}: {summary(view)}"]
+    lines += [_describe_member(member, now) for member in view.members.values() if member.starts]
+    # A single healthy host is not worth a line.
+    if len(view.hosts) > 1 or any(host.blacklisted_until is not None for host in view.hosts):
+        for host in view.hosts:
+            line = f"  {host.name:10} {host.taken} of {host.slots} slots taken"
+            if host.blacklisted_until is not None:
+                line += f"; blacklisted, {host.reason}: next attempt in {max(0.0, host.blacklisted_until - now):.0f} s"
+            lines.append(f"{line}; drained" if host.is_drained else line)
+    return "\n".join(lines)
+
+
+def summary(view: JobView) -> str:
+    """A job in one line."""
+    started, workers = view.started, [member for member in view.workers if member.is_member]
+    count = count_workers(len(workers))
+    if started is not None and started.minimum != started.maximum:
+        count = f"{len(workers)} of {started.minimum} to {started.maximum} workers, generation {view.generation}"
+    parts = [count, f"{view.steps_per_s:.3g} steps/s" if view.steps_per_s else "no step yet"]
+    parts += [f"{view.samples_per_s:.4g} samples/s"] if view.samples_per_s else []
+    parts += [f"{name} {show_number(value)}" for name, value in list(view.logs.items())[:4]]
+    return ", ".join(parts)
+
+
+def show_number(value: float | None) -> str:
+    """A metric for people; None is one that is not finite."""
+    return "NaN" if value is None else f"{value:.4g}"
+
+
+def _describe_member(member: MemberView, now: float) -> str:
+    line = f"  {member.task:10} pid {member.pid} on {member.host}: {doing(member, now)}"
+    if member.is_running and member.compute_s is not None and member.wait_s is not None:
+        line += f"; computes for {member.compute_s * 1000:.3g} ms and waits for {member.wait_s * 1000:.3g} ms per step"
+    if member.server is not None:
+        line += f"; version {member.server.version}, {member.updates_per_s:.3g} updates/s"
+    return line

@@ -1,0 +1,169 @@
+"""Checks that all ranks run the same program: the same methods, arguments and data."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from phalanx.data import ShardedInput
+from phalanx.errors import DisagreementError
+from phalanx.keras_compat.model_state import optimizers
+from phalanx.keras_compat.object_config import configuration_of
+from phalanx.training.fit_arguments import FitArguments
+from phalanx.training.replica import Replica
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
+
+_PLAIN = (bool, int, float, str, type(None))
+_NOT_COMPARED = ("name", "learning_rate")
+"""Of a configuration: Keras numbers names, and the learning rate is the chief's."""
+
+_INPUT = "input"
+"""Subject of the chief's message about its data."""
+
+_SEEDS = (
+    "If they are made or split at random, give a seed (`random_state=0`, `np.random.default_rng(0)`, and to PyTorch's "
+    "random_split `generator=torch.Generator().manual_seed(0)`). Sort what comes from a set or a directory."
+)
+
+
+def compare_inputs(source: ShardedInput, replica: Replica, method: str) -> None:
+    """Compare lengths, shapes and dtypes of the data that the ranks passed to a method of the model.
+
+    Raises: DisagreementError on every rank, if they differ.
+    """
+    signatures = gather_of_method(replica, method, source.description.signature)
+    different = next((rank for rank, signature in enumerate(signatures) if signature != signatures[0]), None)
+    if different is not None:
+        raise DisagreementError(
+            f"The ranks were given different data: rank 0 has {signatures[0]}; rank {different} has "
+            f"{signatures[different]}. Every rank must pass the same data; Phalanx divides it. To give each "
+            f"rank its own, use `strategy.distribute_datasets_from_function`."
+        )
+
+
+def gather_of_method(replica: Replica, method: str, text: str) -> list[str]:
+    """Every rank's text about the method of the model that it called.
+
+    Raises: DisagreementError on every rank, if they called different methods.
+    """
+    gathered = [
+        each.decode().partition("\n") for each in replica.communicator.all_gather_bytes(f"{method}\n{text}".encode())
+    ]
+    # The method travels with the first comparison of every call: a rank in `evaluate` and one in `fit` learn it here,
+    # and do not wait for each other in different collectives.
+    methods = [name for name, _, _ in gathered]
+    other = next((rank for rank, name in enumerate(methods) if name != methods[0]), None)
+    if other is not None:
+        raise DisagreementError(
+            f"Rank 0 called {methods[0]}() where rank {other} called {methods[other]}(). Every rank must call the same "
+            f"methods of the model: do not put them under `if strategy.is_chief`."
+        )
+    return [text for _, _, text in gathered]
+
+
+def compare_samples(source: ShardedInput, replica: Replica) -> None:
+    """Compare a sample of the values in the ranks' data.
+
+    Raises: DisagreementError on every rank, if they differ, or come in another order.
+    """
+    samples = replica.communicator.all_gather(source.probe)
+    same = [_same(sample, samples[0]) for sample in samples]
+    if not all(same):
+        raise DisagreementError(
+            f"The ranks were given different data: the values of rank {same.index(False)} differ from those of rank "
+            f"0, or are in another order. Every rank must pass the same data; Phalanx divides it. {_SEEDS} To give "
+            f"each rank its own data, use `strategy.distribute_datasets_from_function`."
+        )
+
+
+def send_input(source: ShardedInput, worker: ParameterServerWorker, fit: int) -> None:
+    """On the chief among parameter servers: send what the others compare their data with."""
+    worker.broadcast(_INPUT, [np.frombuffer(source.description.signature.encode(), np.uint8), source.probe], fit)
+
+
+def compare_input_with_chief(source: ShardedInput, worker: ParameterServerWorker, fit: int) -> None:
+    """On another worker among parameter servers: compare its data with the chief's.
+
+    Raises: DisagreementError if they differ.
+    """
+    message = worker.receive_broadcast(_INPUT, fit)
+    if message is None:
+        return
+    chiefs, own = bytes(message[0]).decode(), source.description.signature
+    why = f"the chief has {chiefs}; this worker has {own}." if chiefs != own else ""
+    if not why and not _same(source.probe, np.frombuffer(message[1], np.float64)):
+        why = f"the values of this worker are not those of the chief, or stand in another order. {_SEEDS}"
+    if why:
+        raise DisagreementError(
+            f"The workers were given different data: {why} Every worker must pass the same data, of which the first "
+            f"server hands out the batches."
+        )
+
+
+def _same(sample: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    # Not bit by bit: hosts with different processors round differently.
+    return sample.shape == other.shape and np.allclose(sample, other, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+def check_same_configuration(model: Any, call: FitArguments, replica: Replica) -> None:
+    """Compare the arguments of `fit` and `compile`.
+
+    Raises: DisagreementError on every rank, if they differ on one: gradients of two losses, or two kinds of updates,
+        make no model.
+    """
+    own = json.dumps(_facts(model, call))
+    facts = [json.loads(text) for text in gather_of_method(replica, "fit", own)]
+    for rank, others in enumerate(facts):
+        for key in dict.fromkeys(itertools.chain(facts[0], others)):
+            if (first := facts[0].get(key)) != (other := others.get(key)):
+                raise DisagreementError(
+                    f"The ranks got different arguments: {key} is {first} on rank 0, and {other} on rank {rank}. "
+                    f"The same program, with the same arguments, must run on every rank."
+                )
+
+
+def _facts(model: Any, call: FitArguments) -> dict[str, str]:
+    facts: dict[str, Any] = {
+        "epochs of fit()": call.epochs,
+        # Whether there are any, not which: values are compared as those of the training data.
+        "validation data of fit()": "given" if call.validation_data is not None else "not given",
+        "validation_freq of fit()": call.validation_freq,
+    }
+    loss, metrics = getattr(model, "_compile_loss", None), getattr(model, "_compile_metrics", None)
+    if loss is not None:
+        facts |= {"loss": loss._user_loss, "loss_weights": loss._user_loss_weights}
+    if metrics is not None:
+        facts |= {"metrics": metrics._user_metrics, "weighted_metrics": metrics._user_weighted_metrics}
+    facts["optimizer"] = [type(optimizer).__name__ for optimizer in optimizers(model)]
+    for number, optimizer in enumerate(optimizers(model)):
+        # Messages name the first as users do; several of one class must have different keys.
+        kind = type(optimizer).__name__ if number == 0 else f"{type(optimizer).__name__} ({number + 1})"
+        facts |= {f"{name} of {kind}": value for name, value in _settings(optimizer).items()}
+    return {name: _described(value) for name, value in facts.items()}
+
+
+def _settings(thing: Any) -> dict[str, Any]:
+    """The plain values in the configuration of a Keras object; empty, if it has none."""
+    try:
+        configuration = configuration_of(thing)
+    except (NotImplementedError, TypeError, ValueError, AttributeError):
+        return {}
+    return {k: v for k, v in configuration.items() if isinstance(v, _PLAIN) and k not in _NOT_COMPARED}
+
+
+def _described(thing: Any) -> str:
+    """The same text on all ranks for the same thing: without addresses, and in an order that does not vary."""
+    if isinstance(thing, _PLAIN):
+        return repr(thing)
+    if isinstance(thing, Mapping):
+        return "{" + ", ".join(f"{name!r}: {_described(value)}" for name, value in thing.items()) + "}"
+    if isinstance(thing, list | tuple):
+        return "[" + ", ".join(map(_described, thing)) + "]"
+    if hasattr(thing, "get_config"):
+        settings = ", ".join(f"{name}={value!r}" for name, value in _settings(thing).items())
+        return f"{type(thing).__name__}({settings})"
+    return str(getattr(thing, "__name__", type(thing).__name__))

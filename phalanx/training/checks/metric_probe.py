@@ -1,0 +1,324 @@
+"""How a metric's state is merged is found out before the first step: on one batch and on parts of it.
+
+What two parts do to a variable is compared with what the whole batch does, from two different starts:
+
+    counter     whole - start = (first - start) + (second - start)
+    mean        whole = share of first * first + share of second * second
+    extreme     whole = max(first, second), or min
+
+The first that holds is the variable's rule. A metric of which none holds is refused: no merge of what the replicas
+know gives what one process would have. Metrics of Keras's own are known to be counters, and need no probe.
+
+A batch may leave a variable alone (a maximum that begins at zero, and predictions below). Then other values of the
+batch's targets, predictions or weights are tried, until they change it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import tree
+
+from phalanx.arrays.tree import map_leaves
+from phalanx.collectives.reduction import is_float
+from phalanx.engines.engine import Engine
+from phalanx.engines.metric_rules import MetricRule, MetricRules
+from phalanx.engines.step_layout import EXTREMES, MergeWeight
+from phalanx.errors import UnsupportedError
+from phalanx.keras_compat import model_state
+from phalanx.keras_compat.metric_kinds import compiled_metrics, counts_samples
+from phalanx.keras_compat.step_means import WeightedStepMeans
+from phalanx.training.program_effects.program_state import ProgramState, PythonState
+
+Array = np.ndarray[Any, Any]
+States = list[Array]
+Values = tuple[Any, Any, Any]
+"""Targets, predictions and weights of a batch."""
+Change = Callable[[Values], Values]
+Update = Callable[[Values, float], None]
+"""Adds samples to the metrics, as this share of a global batch."""
+
+ROWS = 8
+"""Number of samples that are probed; at least two are needed."""
+TOLERANCE = {"float16": 5e-3, "bfloat16": 3e-2, "float64": 1e-6}
+FLOAT32_TOLERANCE = 1e-5
+
+logger = logging.getLogger(__name__)
+
+
+class Trial(NamedTuple):
+    """What some samples do to a variable: before, after the first part of them, after the second instead, after all."""
+
+    share: float  # of the first part
+    start: Array
+    first: Array
+    second: Array
+    whole: Array
+
+
+def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] | str:
+    """The rules of the metrics' variables; or why one of the metrics cannot be merged.
+
+    Args:
+        engine: of the model, built, not begun.
+        data: a local batch, `(x, y, sample_weight)`.
+    """
+    rules = engine.metric_rules
+    probed = [metric for metric in compiled_metrics(model) if not counts_samples(metric)]
+    if not probed:
+        return rules.rules
+    own = {id(variable): metric for metric in probed for variable in metric.variables}
+    numbers = [number for number, variable in enumerate(rules.variables) if id(variable) in own]
+    # The probe runs on the model and its own metrics; nothing of it may be left in them.
+    state = ProgramState(model, trains=False)
+    try:
+        batch = _batch_of(engine, data)
+        trials = _trials_that_tell(rules, batch, partial(_update, model), numbers)
+        state.restore()
+        if engine.runs_python and (metric := _metric_in_python(model, probed, batch)) is not None:
+            return _refusal_of_python(metric)
+    finally:
+        state.restore()
+    decided = list(rules.rules)
+    for number in numbers:
+        rule = _rule_of(decided[number], trials[number]) if number in trials else decided[number]
+        if rule is None:
+            return _refusal(own[id(rules.variables[number])], rules.variables[number])
+        decided[number] = rule
+    return tuple(decided)
+
+
+def _metric_in_python(model: Any, metrics: Sequence[Any], batch: Values) -> Any:
+    """The first metric whose result depends on what it keeps outside of its variables; None if there is none."""
+    half = model_state.samples(batch) // 2
+    _update(model, map_leaves(lambda array: array[:half], batch), 0.5)
+    kept = [PythonState([metric]) for metric in metrics]
+    _update(model, map_leaves(lambda array: array[half:], batch), 0.5)
+    for metric, state in zip(metrics, kept, strict=True):
+        result = _result(metric)
+        state.restore()
+        if not np.array_equal(result, _result(metric), equal_nan=True):
+            return metric
+    return None
+
+
+def _result(metric: Any) -> Array:
+    try:
+        values = tree.flatten(metric.result())
+        return np.concatenate([np.ravel(keras.ops.convert_to_numpy(value)).astype("float64") for value in values])
+    except Exception as error:  # a metric need not have a result of so few samples
+        logger.debug("The metric %r has no result: %r", metric.name, error)
+        return np.zeros(0)
+
+
+def rules_of(values: Sequence[tuple[str, bool]]) -> tuple[MetricRule, ...]:
+    """Rules that came in a message."""
+    return tuple(MetricRule(MergeWeight(weight), is_additive) for weight, is_additive in values)
+
+
+def checked(found: tuple[MetricRule, ...] | str) -> tuple[MetricRule, ...]:
+    """The rules, or UnsupportedError with the reason why there are none."""
+    if isinstance(found, str):
+        raise UnsupportedError(found)
+    return found
+
+
+def _trials_that_tell(
+    rules: MetricRules, batch: Values, update: Update, numbers: Sequence[int]
+) -> dict[int, list[Trial]]:
+    """Trials that change the variables of these numbers; none of a variable that nothing changes."""
+    trials = _observe(rules, batch, update)
+    known = {number: trials[number] for number in numbers if not _is_silent(trials[number])}
+    start = rules.values()
+    for change in _changes():
+        if len(known) == len(numbers):
+            break
+        rules.set_values(start)
+        try:
+            trials = _observe(rules, change(batch), update)
+        except Exception as error:  # a metric need not know values that no model of its kind has
+            logger.debug("Metrics refuse other values: %r", error)
+            continue
+        for number in numbers:
+            if number not in known and not _is_silent(trials[number]) and _are_finite(trials[number]):
+                known[number] = trials[number]
+    return known
+
+
+def _observe(rules: MetricRules, batch: Values, update: Update) -> list[list[Trial]]:
+    """The effect of the samples of a batch on each variable."""
+    rows = model_state.samples(batch)
+
+    turned = map_leaves(lambda array: array[::-1], batch)
+
+    def after(start: States, first: int, stop: int, samples: Values = batch) -> States:
+        rules.set_values(start)
+        part = map_leaves(lambda array: array[first:stop], samples)
+        # With the part's share, as a step of replicas has it: means of one number for each step are weighted by it.
+        update(part, (stop - first) / rows)
+        return rules.values()
+
+    start = rules.values()
+    # Each start tells what another hides: one far away rounds all differences, a sample may leave a start as it is, and
+    # all samples leave no maximum to be found.
+    later, last = after(start, 0, 1), after(start, 0, rows)
+
+    # One sample differs from all others more than two halves from each other; and what keeps the last sample's value
+    # may look like an extreme in one order, not in both.
+    half = rows // 2
+    cuts = ((start, 1, batch), (start, 1, turned), (start, half, batch), (later, half, batch), (last, half, batch))
+    trials = [
+        (cut / rows, (begun, after(begun, 0, cut, each), after(begun, cut, rows, each), after(begun, 0, rows, each)))
+        for begun, cut, each in cuts
+    ]
+    rules.set_values(start)
+    return [
+        [Trial(share, *(each[number] for each in states)) for share, states in trials] for number in range(len(start))
+    ]
+
+
+def _is_silent(trials: Sequence[Trial]) -> bool:
+    """Whether the samples leave a variable alone."""
+    return all(np.array_equal(one.start, state) for one in trials for state in (one.first, one.second, one.whole))
+
+
+def _changes() -> Iterator[Change]:
+    """Other values of a batch, the most likely ones first."""
+    for values in (_reflected, lambda array: -array, lambda array: 10 * array):
+        for chosen in ((1,), (0,), (2,), (0, 1, 2)):
+
+            def change(batch: Values, values: Any = values, chosen: Any = chosen) -> Values:
+                def changed(array: Array) -> Array:
+                    is_number = is_float(array.dtype) or (values is _reflected and array.dtype.kind in "iu")
+                    return np.asarray(values(array), array.dtype) if is_number else array
+
+                y, outputs, weight = (map_leaves(changed, e) if i in chosen else e for i, e in enumerate(batch))
+                return y, outputs, weight
+
+            yield change
+
+
+def _reflected(array: Array) -> Array:
+    """The largest values as the smallest, and so on: labels stay labels, and probabilities too."""
+    return np.asarray(array.max() + array.min() - array)
+
+
+def _rule_of(declared: MetricRule, trials: Sequence[Trial]) -> MetricRule | None:
+    """The rule that holds in all trials."""
+    if declared.weight is MergeWeight.FIRST and all(_same(one.first, one.second, one.whole) for one in trials):
+        return declared
+    weights = [weight for weight in (MergeWeight.ONE, MergeWeight.SHARE, *EXTREMES) if _fits(weight, trials)]
+    if not weights:
+        return None
+    # Several rules may hold for the samples at hand. What the variable declares is then more likely than the order of a
+    # list.
+    weight = declared.weight if declared.weight in weights else weights[0]
+    return MetricRule(weight, weight is MergeWeight.ONE or _is_additive(trials))
+
+
+def _fits(weight: MergeWeight, trials: Sequence[Trial]) -> bool:
+    kind = trials[0].start.dtype.kind
+    if weight in EXTREMES:
+        return all(_close(EXTREMES[weight](one.first, one.second), one.whole, one.start) for one in trials)
+    if kind == "b" or not _are_finite(trials):
+        return False
+    if weight is MergeWeight.SHARE:  # what is no float is not weighted
+        return kind not in "iu" and all(
+            _close(one.share * _wide(one.first) + (1 - one.share) * _wide(one.second), one.whole, one.start)
+            for one in trials
+        )
+    return _is_additive(trials) and all(
+        _close(_wide(one.first) + _wide(one.second) - _wide(one.start), one.whole, one.start) for one in trials
+    )
+
+
+def _is_additive(trials: Sequence[Trial]) -> bool:
+    """Whether what the whole batch adds does not depend on the state before."""
+    if trials[0].start.dtype.kind == "b" or not _are_finite(trials):
+        return False
+    one, later = trials[0], trials[-1]
+    return _close(_wide(one.whole) - _wide(one.start) + _wide(later.start), later.whole, later.start)
+
+
+def _are_finite(trials: Sequence[Trial]) -> bool:
+    return all(np.isfinite(_wide(state)).all() for one in trials for state in one[1:])
+
+
+def _same(*states: Array) -> bool:
+    return all(np.array_equal(states[0], state) for state in states[1:])
+
+
+def _wide(state: Array) -> Array:
+    return state.astype(np.int64 if state.dtype.kind in "iu" else np.float64)
+
+
+def _close(computed: Array, state: Array, begun: Array) -> bool:
+    """Whether a state is what was computed, up to the rounding of numbers of its size."""
+    if state.dtype.kind in "biu":
+        return bool(np.array_equal(computed, state))
+    # Relative to the largest number that was added up: a difference of two large states has their rounding, not its
+    # own.
+    tolerance = TOLERANCE.get(state.dtype.name, FLOAT32_TOLERANCE)
+    finite = [abs(_wide(each)[np.isfinite(_wide(each))]).max(initial=0) for each in (state, begun)]
+    return bool(np.allclose(_wide(computed), _wide(state), rtol=0, atol=tolerance * max(*finite, 1e-30)))
+
+
+def _batch_of(engine: Engine, data: Any) -> Values:
+    """Some samples of a batch, with the model's predictions."""
+    engine.begin()
+    try:
+        outputs = engine.predict(data)
+    finally:
+        engine.end()
+    rows = min(model_state.samples(data), ROWS)
+    if rows == 1:  # a second sample like it, with other predictions
+        data = map_leaves(lambda array: np.concatenate([array, array]), data)
+        outputs = tree.map_structure(_with_another, outputs)
+        rows = 2
+    _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    batch: Values = map_leaves(lambda array: array[:rows], (y, outputs, sample_weight))
+    return batch
+
+
+def _update(model: Any, batch: Values, share: float) -> None:
+    with WeightedStepMeans(lambda: share):
+        model_state.update_metrics(model, None, *map_leaves(_tensor, batch))
+
+
+def _with_another(array: Array) -> Array:
+    other = array * array.dtype.type(0.5) if is_float(array.dtype) else array
+    return np.concatenate([array, other])
+
+
+def _tensor(array: Array) -> Any:
+    return keras.ops.convert_to_tensor(array) if array.dtype.kind not in "OSU" else array
+
+
+def _refusal_of_python(metric: Any) -> str:
+    return (
+        f"The metric {metric.name!r} ({type(metric).__name__}) cannot be merged over the replicas: its result depends "
+        f"on what update_state() keeps in Python, in an attribute or a list, where no other replica sees it. Keep it "
+        f"in variables: self.add_weight(...) in __init__() and assign_add() in update_state()."
+    )
+
+
+def _refusal(metric: Any, variable: Any) -> str:
+    described = f"The metric {metric.name!r} ({type(metric).__name__})"
+    if isinstance(metric, keras.metrics.MeanMetricWrapper):
+        return (
+            f"{described} cannot be merged over the replicas: for a batch its function returns a number that does not "
+            f"follow from the numbers of the batch's parts (a ratio, a root, a correlation over the samples, a "
+            f"weighted mean). Return one value for each sample, write a keras.metrics.Metric that adds up what the "
+            f"number is computed from and computes it in result(), or compute it in a callback with model.predict()."
+        )
+    return (
+        f"{described} cannot be merged over the replicas: what a batch does to its variable {variable.name!r} is no "
+        f"sum, mean, maximum or minimum of what the parts of the batch do to it. Add up sums over samples in "
+        f"update_state(), and compute everything else in result(); or compute the metric in a callback with "
+        f"model.predict()."
+    )

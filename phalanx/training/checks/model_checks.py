@@ -1,0 +1,136 @@
+"""Checks of the model: what several replicas cannot do, or would do differently."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+
+from phalanx.arrays.tree import leaves
+from phalanx.data import LocalBatch
+from phalanx.engines.updater import check_kind
+from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
+from phalanx.keras_compat.model_state import names_in, optimizers
+
+CLIPPING = {"clip_by_global_norm", "clip_by_norm", "clip_by_average_norm", "clip_grad_norm_", "clip_grad_value_"}
+"""Functions of TensorFlow, PyTorch and Optax that clip gradients."""
+
+_WORDS_OF_SIZES = ("shape", "size", "broadcast", "dimension", "incompatible")
+
+_SETS_ITS_WEIGHTS = (keras.layers.SpectralNormalization,)
+
+
+def check_served(model: Any) -> None:
+    """Raise UnsupportedError for a compiled model that parameter servers cannot train."""
+    used = optimizers(model)
+    if len(used) > 1:
+        raise UnsupportedError(
+            "The model has several optimizers; on parameter servers one optimizer trains all variables."
+        )
+    for optimizer in used:
+        check_kind(optimizer)
+    normalizes = next((layer for layer in model._flatten_layers() if isinstance(layer, _SETS_ITS_WEIGHTS)), None)
+    if normalizes is not None:
+        raise UnsupportedError(
+            f"The layer {normalizes.name!r} ({type(normalizes).__name__}) sets its own weights when it is called, "
+            f"and parameter servers, which store them, do not see that. Use MultiWorkerMirroredStrategy."
+        )
+
+
+def stateful_layer(model: Any) -> Any:
+    """The first layer that keeps a state for each sample of a batch; None if there is none."""
+    return next((layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)), None)
+
+
+@contextmanager
+def explaining_parts(data: Any, replicas: int) -> Iterator[None]:
+    """A context that adds to an error of the program's about sizes that a replica sees a part of a batch."""
+    try:
+        yield
+    except PhalanxError:
+        raise
+    except Exception as error:
+        sizes = {len(leaf) for leaf in leaves(data)}
+        if replicas > 1 and sizes and any(word in str(error).lower() for word in _WORDS_OF_SIZES):
+            error.add_note(
+                f"Each of the {replicas} replicas sees its part of a batch, this one {min(sizes)} samples. Code that "
+                f"needs the number of samples must take it from what it gets, as keras.ops.shape(x)[0], not from the "
+                f"batch_size."
+            )
+        raise
+
+
+def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:
+    """Check that stateful layers, which keep a state for each sample of a batch, are built for a replica's part of it.
+
+    Args:
+        batch: the first batch of this rank.
+        replicas: number of replicas.
+
+    Raises: ConfigurationError if they are built for another size.
+    """
+    stateful = stateful_layer(model)
+    if stateful is None or replicas == 1 or not batch.size:
+        return
+    try:
+        inputs = leaves(model.inputs)
+    except (AttributeError, ValueError):  # of a subclassed model
+        return
+    fixed = {one.shape[0] for one in inputs if one is not None and one.shape[0] not in (None, batch.size)}
+    if fixed:
+        raise ConfigurationError(
+            f"{stateful.name} is stateful, with a state for each of the {max(fixed)} samples of the Input's "
+            f"batch_shape; but each of the {replicas} replicas gets its part of a global batch, {batch.size} samples "
+            f"here. Give Input the part of one replica, batch_shape=({batch.size}, ...), and global batches that have "
+            f"equal parts."
+        )
+
+
+def check_normalization(model: Any) -> None:
+    """Check that no batch normalization is over the batches of all replicas, where these do not wait for each other.
+
+    Raises: UnsupportedError naming the layer.
+    """
+    for layer in model._flatten_layers():
+        # A frozen one uses what it has collected.
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized and layer.trainable:
+            raise UnsupportedError(
+                f"{layer.name!r} of {model.name!r} is a BatchNormalization(synchronized=True), whose replicas meet in "
+                f"every step; with this strategy they do not wait for each other. Leave out synchronized=True, or use "
+                f"MultiWorkerMirroredStrategy."
+            )
+
+
+def check_spectrograms(model: Any) -> None:
+    """Check that no spectrogram is cut relative to the loudest sample of the whole batch.
+
+    Raises: UnsupportedError naming the layer.
+    """
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.MelSpectrogram) and math.isfinite(layer.top_db):
+            raise UnsupportedError(
+                f"{layer.name!r} of {model.name!r} cuts off what is {layer.top_db:g} dB below the loudest sample of a "
+                f"batch, of which each replica sees a part. Create it with top_db=float('inf'), which cuts off "
+                f"nothing but what is below min_power, or compute it in the input pipeline."
+            )
+
+
+def check_clipping(model: Any) -> None:
+    """Check that a custom `train_step` does not clip gradients, which are those of this replica alone there.
+
+    Raises: UnsupportedError naming the function.
+    """
+    kind = type(model)
+    names = names_in(kind.train_step)
+    for name in [each for each in names if each in vars(kind)]:
+        names |= names_in(vars(kind)[name])
+    if clips := sorted(names & CLIPPING):
+        raise UnsupportedError(
+            f"The train_step of {kind.__name__} uses {clips[0]}. It sees the gradients of this replica's part of the "
+            f"batch, before they are merged, so it clips other gradients than one process would. "
+            f"Let the optimizer clip what is merged: clipnorm=, global_clipnorm= or clipvalue= of Keras's optimizers. "
+            f"Or train in a custom loop and clip what strategy.reduce('MEAN', gradients) returns."
+        )

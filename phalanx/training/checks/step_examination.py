@@ -1,0 +1,203 @@
+"""The `fit` of a program that `phalanx plan` examines: a few measured steps, or one that is compiled and not run. Then
+the program ends.
+
+Nothing of the program's is touched: no callback runs, nothing is validated, restored or saved.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+
+from phalanx.arrays.tree import map_leaves
+from phalanx.collectives.host.recording_algorithm import RecordedCall, RecordingAlgorithm
+from phalanx.config.plan_request import PlanRequest
+from phalanx.errors import UnsupportedError
+from phalanx.planning.accelerators import DeviceTopology, parse_topology
+from phalanx.planning.program_measurement import ProgramMeasurement
+from phalanx.planning.step_measurement import StepMeasurement, write_result
+from phalanx.training.fit_arguments import FitArguments
+from phalanx.training.fit_loop import FitLoop
+from phalanx.training.fit_setup import ReplicaFit, prepare_fit, shard_training_data
+from phalanx.training.joint_batches import JointBatch
+from phalanx.training.replica import Replica
+from phalanx.training.replica_coordination import ReplicaCoordination
+from phalanx.training.replica_model import ReplicaModel
+from phalanx.training.steps.optimizer_properties import accumulation_steps
+from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
+
+WARM_UP_STEPS = 4
+"""The first compile; of the next some still allocate."""
+STEPS, LEAST_STEPS = 60, 5
+ENOUGH_S = 5.0
+"""After so many seconds, fewer steps will do."""
+MANY_EPOCHS = 1_000_000
+
+
+def is_examined(replica: Replica) -> bool:
+    """Whether `phalanx plan` runs this program for what this replica's model does."""
+    return replica.recording is not None or PlanRequest.from_environment() is not None
+
+
+def examine_fit(replica_model: ReplicaModel, arguments: FitArguments) -> NoReturn:
+    """Measure or compile the step of a `fit`, write the plan's result, and end the program.
+
+    Raises:
+        SystemExit: the result is written.
+        UnsupportedError: the `fit` was over before enough steps, or cannot be examined in this way.
+    """
+    plan = PlanRequest.from_environment()
+    assert plan is not None, "see is_examined"
+    if plan.topology:
+        write_result(plan.result, _compile_step(replica_model, arguments, parse_topology(plan.topology)))
+    else:
+        write_result(plan.result, _measure_steps(replica_model, arguments))
+    sys.exit(0)
+
+
+def _compile_step(replica_model: ReplicaModel, arguments: FitArguments, topology: DeviceTopology) -> ProgramMeasurement:
+    from phalanx.engines.spmd.topology_step import measure_step  # imports JAX
+
+    source = shard_training_data(replica_model, arguments, seed=0)
+    part = source.peek()
+    samples = part.global_size or part.size * replica_model.replica.world_size
+    data = map_leaves(lambda array: ArrayShape.with_rows(array, samples), part.data)
+    return measure_step(replica_model.model, replica_model.policy.placement, data, topology)
+
+
+def _measure_steps(replica_model: ReplicaModel, arguments: FitArguments) -> StepMeasurement:
+    recording, policy = replica_model.replica.recording, replica_model.policy
+    if recording is None:
+        raise UnsupportedError(
+            "The strategy of this program compiles one program for many devices. Plan it for these: phalanx plan "
+            "SCRIPT --topology v5e:2x4."
+        )
+    nothing_else: dict[str, Any] = {"callbacks": None, "validation_data": None, "validation_split": 0.0, "verbose": 0}
+    epochs = arguments.initial_epoch + MANY_EPOCHS
+    fit = prepare_fit(replica_model, replace(arguments, epochs=epochs, **nothing_else), None)
+    period = 1 if policy.period is None else policy.period.steps
+    timer = StepTimer(fit.state.stepper, recording, cycle=period * accumulation_steps(replica_model.model))
+    fit.state.stepper = timer
+    try:
+        FitLoop(replica_model.model, fit.state, ReplicaCoordination(fit)).run()
+    except _Measured:
+        return _measurement(timer, fit)
+    raise UnsupportedError(
+        f"fit() of {replica_model.model.name!r} was over after {timer.steps} steps, and `phalanx plan` needs "
+        f"{WARM_UP_STEPS + LEAST_STEPS}: the data can be read only once. Give the program more of them."
+    )
+
+
+@dataclass(frozen=True)
+class ArrayShape:
+    """The properties of an array that the compiler must know.
+
+    Attributes:
+        shape: of it.
+        dtype: of its values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @classmethod
+    def with_rows(cls, array: np.ndarray[Any, Any], rows: int) -> ArrayShape:
+        """That of an array with so many rows; of a single value as it is."""
+        return cls((rows, *array.shape[1:]) if array.ndim else (), array.dtype)
+
+
+class _Measured(BaseException):
+    """Enough steps. No `except Exception` of the program's may stop it."""
+
+
+class StepTimer(ReplicaStepper):
+    """Takes the steps of another stepper, and notes how long they compute, how large they are and what they merge.
+
+    Args:
+        cycle: number of steps after which the collectives repeat.
+    """
+
+    def __init__(self, stepper: ReplicaStepper, recording: RecordingAlgorithm, cycle: int) -> None:
+        self._stepper = stepper
+        self._recording = recording
+        self.cycle = cycle
+        self.steps = 0
+        self.sizes: Counter[tuple[int, int]] = Counter()
+        self.seconds: list[float] = []
+        self.calls: list[list[RecordedCall]] = []
+        self._began_at = 0.0
+        self.merges_every_step = stepper.merges_every_step
+
+    @property
+    def is_merged(self) -> bool:
+        return self._stepper.is_merged
+
+    def begin(self, *, watched: bool, entering: bool = False) -> None:
+        self._stepper.begin(watched=watched, entering=entering)
+
+    def train(self, batch: JointBatch, *, last: bool | None = None) -> None:
+        now = time.perf_counter()  # from entry to entry: reading a batch and the epoch's own work count as well
+        if self.steps > WARM_UP_STEPS:
+            self.seconds.append(now - self._began_at - self._recording.seconds)
+            self.calls.append(self._recording.calls)
+        if self._is_enough():
+            raise _Measured
+        self._began_at = now
+        self._recording.reset()
+        self.steps += 1
+        self.sizes[batch.size, batch.global_size] += 1
+        self._stepper.train(batch, last=last)
+
+    def _is_enough(self) -> bool:
+        taken = len(self.seconds)
+        if taken < max(LEAST_STEPS, 2 * self.cycle):
+            return False
+        return taken >= STEPS or sum(self.seconds) > ENOUGH_S
+
+    def usual_cycle(self) -> tuple[float, tuple[RecordedCall, ...]]:
+        """Seconds of a step, the median over cycles, and the calls of the most frequent kind of cycle: at the turn of
+        an epoch the ranks agree on more."""
+        starts = range(0, len(self.seconds) - self.cycle + 1, self.cycle)
+        # Of whole cycles, because steps of one differ: some merge, some accumulate.
+        seconds = statistics.median(sum(self.seconds[start : start + self.cycle]) for start in starts) / self.cycle
+        cycles = [tuple(call for calls in self.calls[start : start + self.cycle] for call in calls) for start in starts]
+        return seconds, Counter(cycles).most_common(1)[0][0]
+
+    def merge_if_due(self, retry: RetryOnMembershipChange) -> Sequence[str]:
+        return self._stepper.merge_if_due(retry)
+
+    def finish(self, retry: RetryOnMembershipChange) -> Sequence[str]:
+        return self._stepper.finish(retry)
+
+    def logs(self) -> Mapping[str, Any]:
+        return self._stepper.logs()
+
+    def end(self, retry: RetryOnMembershipChange) -> None:
+        self._stepper.end(retry)
+
+
+def _measurement(timer: StepTimer, fit: ReplicaFit) -> StepMeasurement:
+    period = fit.model.policy.period
+    (local_batch, global_batch), _ = timer.sizes.most_common(1)[0]
+    seconds, calls = timer.usual_cycle()
+    return StepMeasurement(
+        replicas=fit.model.replica.world_size,
+        local_batch=local_batch,
+        global_batch=global_batch,
+        computed_s=seconds,
+        steps=len(timer.seconds),
+        cycle=timer.cycle,
+        collectives=calls,
+        overlaps=period is not None and period.overlap,
+        weights=sum(math.prod(variable.shape) for variable in fit.model.model.trainable_variables),
+        backend=keras.backend.backend(),
+    )

@@ -1,0 +1,133 @@
+"""What a program keeps in Python, outside of Keras's layers, metrics and optimizers: a loss that counts its calls, a
+schedule object that a layer holds, the variables around a function, and global variables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import keras
+
+from phalanx.keras_compat.model_state import compiled_losses, names_in, own_layers
+
+KERAS_PARTS = (keras.layers.Layer, keras.Variable, keras.optimizers.Optimizer, keras.metrics.Metric)
+
+_DEPTH = 4
+"""So many objects and collections within each other are looked through."""
+_MOST_ITEMS, _MOST_BYTES = 1000, 1 << 20
+"""Larger collections and arrays are data, not state."""
+
+
+class Place:
+    """A variable around a function, or a global variable: what a function of the program reads and assigns.
+
+    Attributes:
+        key: the same for the same place, while what has it lives.
+
+    Args:
+        owner: the dictionary of a module; or a function's cell.
+        name: "" for a cell.
+    """
+
+    def __init__(self, owner: dict[str, Any] | CellType, name: str = "") -> None:
+        self._owner = owner
+        self._name = name
+        self.key = id(owner), name
+
+    def get(self) -> Any:
+        return self._owner.cell_contents if isinstance(self._owner, CellType) else self._owner[self._name]
+
+    def set(self, value: Any) -> None:
+        if isinstance(self._owner, CellType):
+            self._owner.cell_contents = value
+        else:
+            self._owner[self._name] = value
+
+
+class ProgramObjects:
+    """Those that are reachable from the attributes and methods of others.
+
+    Attributes:
+        objects: instances of the program's own classes.
+        variables: those around the program's functions, and the global ones that they use.
+        iterators: whether there are any, which lose what is read from them.
+
+    Args:
+        owners: parts of a model; or losses, which are looked at themselves.
+    """
+
+    def __init__(self, owners: Iterable[Any]) -> None:
+        self._seen: set[int] = set()
+        self._variables: dict[tuple[int, str], Place] = {}
+        self.objects: list[Any] = []
+        self.iterators = False
+        for owner in owners:
+            if not isinstance(owner, KERAS_PARTS):
+                self._look(owner, _DEPTH)
+            self._look_at_all(_own(owner), _DEPTH)
+
+    @property
+    def variables(self) -> list[Place]:
+        return list(self._variables.values())
+
+    def _look(self, value: Any, depth: int) -> None:
+        if isinstance(value, MethodType):
+            value = value.__self__
+        if not depth or id(value) in self._seen:
+            return
+        self.iterators = self.iterators or hasattr(type(value), "__next__")
+        if isinstance(value, dict | list | tuple):
+            if len(value) <= _MOST_ITEMS:
+                self._look_at_all(value.values() if isinstance(value, dict) else value, depth - 1)
+        elif isinstance(value, FunctionType):
+            self._seen.add(id(value))
+            # An empty cell is of a variable that has no value yet.
+            used = [Place(cell) for cell in value.__closure__ or () if cell != CellType()]
+            if is_of_program(value):
+                known = value.__globals__
+                used += [Place(known, name) for name in names_in(value) if name in known]
+                self._look(getattr(value, "__wrapped__", None), depth - 1)
+            self._variables.update((place.key, place) for place in used)
+            self._look_at_all([place.get() for place in used], depth - 1)
+        elif hasattr(value, "__dict__") and not isinstance(value, KERAS_PARTS) and is_of_program(type(value)):
+            self._seen.add(id(value))
+            self.objects.append(value)
+            self._look_at_all(_own(value), depth - 1)
+
+    def _look_at_all(self, values: Iterable[Any], depth: int) -> None:
+        for value in list(values):
+            self._look(value, depth)
+
+
+def reads_iterators(model: Any) -> bool:
+    """Whether steps, layers or losses of the program may read from iterators: what a test of them reads would be lost.
+
+    Args:
+        model: compiled.
+    """
+    return ProgramObjects([model, *own_layers(model), *compiled_losses(model)]).iterators
+
+
+def _own(owner: Any) -> list[Any]:
+    """The attributes of an object, and the methods of the program's own classes."""
+    kinds = [kind for kind in type(owner).__mro__ if is_of_program(kind)]
+    return [*vars(owner).values(), *(value for kind in kinds for value in vars(kind).values())]
+
+
+def is_large(value: Any) -> bool:
+    """Whether a value of the program's is data rather than state."""
+    if getattr(value, "nbytes", 0) > _MOST_BYTES:
+        return True
+    return isinstance(value, list | tuple | dict | set) and len(value) > _MOST_ITEMS
+
+
+def is_of_program(defined: type | FunctionType) -> bool:
+    """Whether a class or function is in a module of the program, and not of a library."""
+    module = defined.__module__ or ""  # a function of a text that was compiled has none
+    if module == "__main__":
+        return True
+    home = getattr(sys.modules.get(module), "__file__", None) or ""
+    root = module.partition(".")[0]
+    return bool(home) and "-packages" not in home and root not in sys.stdlib_module_names and root != "phalanx"

@@ -1,0 +1,291 @@
+"""All that a step of a program can change, so that a step can be tried and undone."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx.engines import buffers
+from phalanx.engines.random_state import random_state, set_random_state
+from phalanx.keras_compat import model_state
+from phalanx.keras_compat.keras_internals import global_seed_generator
+from phalanx.keras_compat.variable_assignments import (
+    TensorFlowVariable,
+    outside_of_functions,
+    raw_of,
+    watched_assignments,
+)
+from phalanx.training.program_effects import program_random_state
+from phalanx.training.program_effects.program_objects import KERAS_PARTS, Place, ProgramObjects, is_large
+from phalanx.training.state_sync import seed_generators, value_of, variables_of
+
+Array = np.ndarray[Any, Any]
+
+OTHER_SEED = 0x5EED_0DD
+"""That no program is likely to have chosen."""
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class ProgramState:
+    """The state of a model, its optimizers and metrics, and of what the program keeps with them.
+
+    That is: the variables, also those that are created or first assigned since then; attributes that are numbers,
+    texts, arrays or collections; and the states of random number generators. Files, and what else a step does outside
+    of its model, are not undone.
+
+    Args:
+        model: whose parts that are not built yet keep what they get when they are built.
+        trains: whether weights and optimizers may change too. Without, no copy of them is made.
+    """
+
+    def __init__(self, model: Any, *, trains: bool = True) -> None:
+        self._model = model
+        # By id, with the variable itself, so that no other object gets this id meanwhile.
+        self._variables: dict[int, tuple[Any, Array]] = {}
+        self._raws: dict[int, Any] = {}  # likewise, what they keep their values in
+        layers = model._flatten_layers()
+        parts = [*layers, *model.metrics, *(model_state.optimizers(model) if trains else [])]
+        parts = [part for part in parts if part is model or getattr(part, "built", True)]
+        weights = set() if trains else {id(weight) for layer in layers for weight in layer._trainable_variables}
+        held_variables = [variable for part in parts for variable in _held_variables(vars(part))]
+        own = variables_of(model) if trains else [*model.non_trainable_variables, *buffers(model)]
+        variables = [*own, *model.metrics_variables, *held_variables]
+        self.keep(variable for variable in variables if id(variable) not in weights)
+        unique = list({id(part): part for part in parts}.values())
+        self._in_python = PythonState(unique, model_state.compiled_losses(model))
+        self._random = program_random_state.states(), random_state(), _tensorflow_random()
+        self._gradients = [(tensor, tensor.grad) for tensor in _parameters(model)]
+        self._restore_gradients()  # with a copy, as steps add to it in place
+
+    def keep(self, variables: Iterable[Any]) -> None:
+        """Note the values of variables that are not known yet."""
+        for variable in variables:
+            if id(variable) not in self._variables:
+                self._variables[id(variable)] = variable, value_of(variable)
+                if (raw := raw_of(variable)) is not None:
+                    self._raws[id(raw)] = raw
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A context after which the state is as it was."""
+
+        def found(variable: Any) -> None:
+            with outside_of_functions():
+                self.keep([variable])
+
+        def found_raw(raw: Any) -> None:
+            if id(raw) not in self._raws:
+                found(TensorFlowVariable(raw))
+                self._raws[id(raw)] = raw
+
+        with watched_assignments(found, found_raw):
+            try:
+                yield
+            finally:
+                self.restore()
+
+    def restore_python(self) -> None:
+        """Undo what has happened since to attributes and objects of the program."""
+        self._in_python.restore()
+
+    def variables(self) -> list[tuple[Any, Array]]:
+        """The variables that are known so far, and the values that they began with."""
+        return list(self._variables.values())
+
+    def restore(self) -> None:
+        """Undo what has happened since."""
+        self.restore_python()
+        for variable, value in self.variables():
+            if not np.array_equal(value_of(variable), value):
+                variable.assign(value)
+        self._restore_gradients()
+        self._model._clear_losses()
+        of_program, of_backend, of_tensorflow = self._random
+        program_random_state.set_states(of_program)
+        set_random_state(of_backend)
+        if of_tensorflow is not None:
+            of_tensorflow[0].setstate(of_tensorflow[1])
+
+    def _restore_gradients(self) -> None:
+        for tensor, gradient in self._gradients:
+            tensor.grad = None if gradient is None else gradient.clone()
+
+    def _seed_generators(self) -> list[Any]:
+        everywhere = global_seed_generator()
+        return [*seed_generators(self._model), *([] if everywhere is None else [everywhere])]
+
+    def change_seeds(self) -> None:
+        """Let all that draws random numbers draw others, until `restore`."""
+        for generator in self._seed_generators():
+            generator.state.assign(value_of(generator.state) + 1)
+        random.seed(OTHER_SEED)
+        np.random.seed(OTHER_SEED)
+        if (generator := _tensorflow_random()) is not None:
+            generator[0].seed(OTHER_SEED)
+        if keras.backend.backend() == "torch":
+            import torch
+
+            torch.manual_seed(OTHER_SEED)
+
+
+class PythonState:
+    """What parts of a model keep in attributes, and in objects and functions of the program.
+
+    Args:
+        parts: layers, metrics and optimizers.
+        others: losses of the model.
+    """
+
+    def __init__(self, parts: Sequence[Any], others: Sequence[Any] = ()) -> None:
+        held = ProgramObjects([*parts, *others])
+        self._kept: list[_Attributes | _Variable] = [_Attributes(part) for part in parts]
+        self._kept += [_Attributes(each, is_programs=True) for each in held.objects]
+        self._kept += [_Variable(place) for place in held.variables]
+
+    def restore(self) -> None:
+        """Undo what has happened to it since."""
+        for each in self._kept:
+            each.restore()
+
+
+def _held_variables(value: Any, depth: int = 4) -> Iterator[Any]:
+    """The variables in the attributes of a part, also those that Keras does not track, as states of recurrent layers.
+
+    Args:
+        value: the attributes, or what is in one of them.
+        depth: so many collections within each other are looked through.
+    """
+    if isinstance(value, keras.Variable):
+        yield value
+    elif depth and isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _held_variables(each, depth - 1)
+
+
+class _Attributes:
+    """The attributes of an object that a step may count or collect in.
+
+    Args:
+        is_programs: whether its class is the program's own, and no part of Keras.
+    """
+
+    def __init__(self, owner: Any, *, is_programs: bool = False) -> None:
+        self._owner = owner
+        self._names = set(vars(owner))
+        self._kept: list[tuple[str, Any, Callable[[], None]]] = []
+        for name, value in vars(owner).items():
+            is_counter = isinstance(value, int | float) and not isinstance(value, bool)
+            restore = None if is_programs and is_large(value) else _content(value)
+            # Private attributes are mostly Keras's bookkeeping, which follows from what was built, and what was built
+            # stays. Private numbers may be counters of the program.
+            if restore is not None and name != "built" and (is_programs or is_counter or not name.startswith("_")):
+                self._kept.append((name, value, restore))
+
+    def restore(self) -> None:
+        now = vars(self._owner)
+        for name in [name for name in now if name not in self._names and not name.startswith("_")]:
+            if not isinstance(now[name], KERAS_PARTS):
+                del now[name]
+        for name, value, restore in self._kept:
+            now[name] = value
+            restore()
+
+
+class _Variable:
+    """A variable around a function of the program, or a global one, which the function may count or collect in."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._value = place.get()
+        self._restore = None if is_large(self._value) else _content(self._value)
+
+    def restore(self) -> None:
+        if self._restore is not None:
+            self._place.set(self._value)
+            self._restore()
+
+
+def _content(value: Any) -> Callable[[], None] | None:
+    """What gives a value its present content again; None if that is not known."""
+    if isinstance(value, _PLAIN) or type(value).__module__.startswith("jax"):
+        return _nothing
+    if isinstance(value, np.random.Generator):
+        numbers, state = value.bit_generator, copy.deepcopy(value.bit_generator.state)
+        return lambda: setattr(numbers, "state", state)
+    if isinstance(value, np.random.RandomState):
+        of_numpy = value.get_state()
+        return lambda: value.set_state(of_numpy)
+    if isinstance(value, random.Random):
+        of_python = value.getstate()
+        return lambda: value.setstate(of_python)
+    if isinstance(value, np.ndarray):
+        array = value.copy()
+        return lambda: np.copyto(value, array)
+    if isinstance(value, list | deque | dict | set):
+        return _content_of_collection(value)
+    return _content_of_tensor(value)
+
+
+def _content_of_collection(value: Any) -> Callable[[], None]:
+    items = copy.copy(list(value.items()) if isinstance(value, dict) else list(value))
+    inside = [_content(each[1] if isinstance(value, dict) else each) or _nothing for each in items]
+    kind = next(each for each in (list, deque, OrderedDict, dict, set) if isinstance(value, each))
+    extend = kind.extend if kind in (list, deque) else kind.update  # type: ignore[union-attr]
+
+    def restore() -> None:  # past Keras's tracking of what is in it
+        for each in _stores(value):
+            kind.clear(each)
+            extend(each, items)  # type: ignore[operator]
+        for each in inside:
+            each()
+
+    return restore
+
+
+def _stores(collection: Any) -> list[Any]:
+    """The lists or dictionaries with the items: TensorFlow wraps dictionaries, and keeps the items of lists twice."""
+    if hasattr(collection, "__wrapped__"):
+        return [collection.__wrapped__]
+    storage = getattr(collection, "_storage", None)
+    return [collection] if storage is None else [collection, storage]
+
+
+def _content_of_tensor(value: Any) -> Callable[[], None] | None:
+    module = type(value).__module__
+    if module.startswith("torch") and hasattr(value, "detach"):
+        tensor = value.detach().clone()
+        return lambda: _nothing(value.data.copy_(tensor))
+    if module.startswith("tensorflow"):
+        if not hasattr(value, "assign"):
+            return _nothing if hasattr(value, "numpy") else None
+        array = value.numpy()
+        return lambda: _nothing(value.assign(array))
+    return None
+
+
+def _parameters(model: Any) -> list[Any]:
+    """PyTorch's tensors that have gradients, which a step may add to those of an earlier one."""
+    if keras.backend.backend() != "torch":
+        return []
+    return [variable.value for variable in model.trainable_variables if variable.value.requires_grad]
+
+
+def _tensorflow_random() -> tuple[random.Random, Any] | None:
+    """TensorFlow's generator of seeds, if there is one, and its state."""
+    if keras.backend.backend() != "tensorflow":
+        return None
+    from tensorflow.python.eager import context
+
+    generator = getattr(context.context(), "_rng", None)
+    return None if generator is None else (generator, generator.getstate())
+
+
+def _nothing(_: Any = None) -> None:
+    pass

@@ -1,0 +1,88 @@
+"""Which numbers and flags that a program's code reads are on: the weight of a term of a loss, a switch of a layer.
+
+What a step leaves out, no test of that step can judge. So the tests are repeated when something is on that was off
+(`ProgramProbes.begin_epoch`): a callback raises the weight of a term from zero, an epoch switches an adversary on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx.keras_compat import model_state
+from phalanx.training.program_effects.program_objects import ProgramObjects, is_large
+from phalanx.training.state_sync import seed_generators, value_of
+
+Switches = dict[tuple[int, str], bool]
+"""By the place that holds a number or flag, and its name there: whether it is on."""
+
+
+def find_switches(model: Any) -> Switches:
+    """All that the program's layers, steps and losses read: from attributes, closures and global variables.
+
+    Those are flags, numbers with a fraction and variables of one such number; not what counts (integers), nor what
+    training itself changes.
+
+    Args:
+        model: compiled and built.
+    """
+    return {place: is_on for place, value in _values(model) if (is_on := _is_on(value)) is not None}
+
+
+def variables_that_are_off(model: Any) -> list[Any]:
+    """The `keras.Variable`s among the switches that are zero."""
+    values = [value for _, value in _values(model) if isinstance(value, keras.Variable) and _is_on(value) is False]
+    return list({id(value): value for value in values}.values())
+
+
+def has_begun(before: Switches, now: Switches) -> bool:
+    """Whether something is on that was off."""
+    return any(is_on and before.get(place) is False for place, is_on in now.items())
+
+
+def _values(model: Any) -> Iterator[tuple[tuple[int, str], Any]]:
+    """The values that the program's code reads, with their places."""
+    parts = [model, *model_state.own_layers(model), *model_state.compiled_losses(model)]
+    held = ProgramObjects(parts)
+    owners = {id(each): each for each in (*parts, *held.objects)}.values()
+    trained = {id(variable) for variable in _trained(model)}
+    read = [((id(owner), name), value) for owner in owners for name, value in _with_items(vars(owner))]
+    read += [(place.key, place.get()) for place in held.variables]
+    return ((place, value) for place, value in read if id(value) not in trained)
+
+
+def _trained(model: Any) -> Iterator[Any]:
+    """The variables that every step may change."""
+    yield from model.trainable_variables
+    yield from model.metrics_variables
+    for optimizer in model_state.optimizers(model):
+        yield from optimizer.variables
+    for generator in seed_generators(model):
+        yield generator.state
+
+
+def _with_items(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The attributes of an object, and what those that are collections hold."""
+    for name, value in attributes.items():
+        yield name, value
+        if isinstance(value, dict | list | tuple) and not is_large(value):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{name}[{key}]", item) for key, item in items)
+
+
+def _is_on(value: Any) -> bool | None:
+    """Whether a number or flag is not zero; None for everything else."""
+    if isinstance(value, bool | float | np.bool_ | np.floating):
+        return bool(value)
+    if isinstance(value, keras.Variable):
+        return bool(value_of(value)) if value.shape == () and keras.backend.is_float_dtype(value.dtype) else None
+    # Tensors of JAX and TensorFlow are constants of compiled steps, or only symbols; a `tf.Variable` is neither.
+    home = type(value).__module__
+    if not (home.startswith(("numpy", "torch")) or (home.startswith("tensorflow") and hasattr(value, "assign"))):
+        return None
+    if getattr(value, "shape", None) != () or "float" not in str(getattr(value, "dtype", "")):
+        return None
+    return bool(keras.ops.convert_to_numpy(value))

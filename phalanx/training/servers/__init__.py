@@ -1,0 +1,1 @@
+"""Training with parameter servers: what the chief and the workers do in `fit`."""

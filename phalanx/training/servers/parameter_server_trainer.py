@@ -1,0 +1,181 @@
+"""`fit`, `evaluate` and `predict` of a Keras model on one worker among parameter servers.
+
+Arguments and results are those of the Keras methods; `batch_size` is that of one update: in asynchronous training one
+worker's batch, in synchronous training that of all workers. On other workers than the chief `fit` returns their own
+part of the history.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from keras.callbacks import CallbackList
+
+from phalanx.data import ShardedInput, shard_input
+from phalanx.data.input_request import InputRequest
+from phalanx.data.numbered_batches import NumberedBatches
+from phalanx.data.shuffling import Shuffling
+from phalanx.errors import PhalanxError, UnsupportedError
+from phalanx.keras_compat.callback_bases import flatten_callbacks
+from phalanx.keras_compat.keras_internals import print_msg
+from phalanx.parameter_server.client.parameter_client import HEAD
+from phalanx.parameter_server.server_messages import RequestStop
+from phalanx.training import callback_list, saver_claims
+from phalanx.training.fit_arguments import FitArguments
+from phalanx.training.fit_loop import FitLoop
+from phalanx.training.fit_state import FitState
+from phalanx.training.servers.parameter_server_coordination import (
+    FitRejoin,
+    ParameterServerCoordination,
+    ValidationHeartbeat,
+)
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
+from phalanx.training.servers.remote_model import RemoteModel
+from phalanx.training.servers.ticket_batches import TicketBatches
+from phalanx.training.servers.worker_agreement import ChiefDecides, WorkerAgreement
+
+OriginalMethod = Callable[[str], Callable[..., Any]]
+"""Keras's own method of a name, bound to the model."""
+
+
+class ParameterServerTrainer:
+    """Trains one compiled Keras model with parameter servers.
+
+    Args:
+        original: gives Keras's own methods.
+        make_agreement: what the workers of a `fit` of this number decide together; None: the chief decides.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        worker: ParameterServerWorker,
+        original: OriginalMethod,
+        make_agreement: Callable[[int], WorkerAgreement] | None = None,
+    ) -> None:
+        self._model = model
+        self._worker = worker
+        self._original = original
+        self._make_agreement = make_agreement
+        self._remote_model = RemoteModel(model, worker)
+        self._rejoin: FitRejoin | None = None  # of the `fit` that runs
+        self._is_announced = False
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a `fit` runs."""
+        return self._remote_model.is_training
+
+    def fit(self, **arguments: Any) -> Any:
+        """Takes `FitArguments`."""
+        model, worker, remote_model = self._model, self._worker, self._remote_model
+        if worker.in_function:
+            raise UnsupportedError(
+                "fit() was called inside a function that a ClusterCoordinator has scheduled. It trains with all "
+                "workers at once: call optimizer.apply() there, or fit() in the program itself, on every task."
+            )
+        model._assert_compile_called("fit")
+        state = FitState(arguments=FitArguments(**arguments))
+        # All workers count alike: by this number their messages of one `fit` meet at the servers.
+        fit = worker.next_fit()
+        batches = TicketBatches(fit, worker, remote_model.merge)
+        source = self._open_input(fit, state.arguments, batches)
+        batches.source = NumberedBatches(source)
+        remote_model.prepare(source)
+        state.use_callbacks(self._build_callbacks(state.arguments, source))
+        if worker.is_chief and not self._is_announced and state.arguments.verbose != 0:
+            self._is_announced = True
+            print_msg(worker.describe())
+        make_agreement = self._make_agreement or (lambda fit: ChiefDecides(fit, worker, remote_model))
+        evaluate = self._original("evaluate")
+        coordination = ParameterServerCoordination(
+            fit, remote_model, worker, state, batches, make_agreement(fit), evaluate
+        )
+        # From here on `request_stop` of any callback knows which `fit` to stop, and a head that comes back is told
+        # again.
+        self._rejoin = coordination.rejoin
+        try:
+            with state.undo:
+                saver_claims.claim_paths(state.callbacks, state.undo)
+                return FitLoop(model, state, coordination).run()
+        except PhalanxError:  # perhaps of a lost server, which cannot be asked for anything
+            raise
+        except Exception:
+            # The program's own. It may catch this on all workers, and continue with the model.
+            if worker.rules.is_lockstep:
+                remote_model.pull_consistent()
+            raise
+        finally:
+            self._rejoin = worker.client.reconnection.rejoin_requests = None
+            remote_model.is_training = False
+
+    def _open_input(self, fit: int, arguments: FitArguments, batches: TicketBatches) -> ShardedInput:
+        worker = self._worker
+        request = InputRequest(
+            arguments.x,
+            arguments.y,
+            arguments.sample_weight,
+            batch_size=arguments.batch_size,
+            steps_per_epoch=arguments.steps_per_epoch,
+            shuffle=arguments.shuffle,
+            class_weight=arguments.class_weight,
+            steps_per_execution=self._model.steps_per_execution,
+            shuffling=Shuffling(worker.is_chief, from_chief=batches.agree_on_order),
+            # `hash` would differ between processes.
+            seed=zlib.crc32(f"{worker.seed} {fit}".encode()),
+        )
+        return shard_input(request)
+
+    def _build_callbacks(self, arguments: FitArguments, source: ShardedInput) -> Any:
+        worker, callbacks = self._worker, arguments.callbacks
+        validates = worker.workers > 1 and arguments.validation_data is not None
+        if validates and not isinstance(callbacks, CallbackList):
+            callbacks = [*flatten_callbacks(callbacks), ValidationHeartbeat(worker.client)]
+        return callback_list.build_callback_list(
+            callbacks,
+            self._model,
+            is_chief=worker.is_chief,
+            replicas=worker.workers,
+            verbose=arguments.verbose,
+            epochs=arguments.epochs,
+            steps=source.num_batches,
+            add_history=True,
+        )
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras's method, on this worker alone, with the servers' newest weights; so do the methods below."""
+        return self._run_locally("evaluate", *args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_locally("predict", *args, **kwargs)
+
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_locally("test_on_batch", *args, **kwargs)
+
+    def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_locally("predict_on_batch", *args, **kwargs)
+
+    def _run_locally(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self._remote_model.refresh()
+        return self._original(method)(*args, **kwargs)
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Not supported."""
+        raise UnsupportedError(
+            "train_on_batch() is not supported with parameter servers: the servers decide who trains on which batch. "
+            "Use fit(), with a callback for actions between batches."
+        )
+
+    # For callbacks, in the middle of `fit`.
+
+    def pull_consistent(self) -> None:
+        """See `RemoteModel.pull_consistent`."""
+        self._remote_model.pull_consistent()
+
+    def request_stop(self) -> None:
+        """From any worker: have the chief end the running `fit` with the epoch."""
+        if self._rejoin is not None:
+            self._rejoin.is_stop_requested = True
+        self._worker.client.request(HEAD, RequestStop(self._worker.last_fit, stop=True))

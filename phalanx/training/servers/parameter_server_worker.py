@@ -1,0 +1,148 @@
+"""This process as a worker among parameter servers, and what the chief broadcasts to the other workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from phalanx.compression import BFloat16, Float16
+from phalanx.parameter_server.client.parameter_client import HEAD, ParameterServerClient
+from phalanx.parameter_server.partitioners import Partitioner
+from phalanx.parameter_server.server_messages import BeginSession, Broadcast, FitOver, RequestBroadcast, UpdateRules
+from phalanx.runtime.telemetry import WorkerTraffic
+from phalanx.training.replica import ReplicaCalls
+from phalanx.training.scope_registry import ScopeRegistry
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class ParameterServerWorker:
+    """What training needs to know of the job.
+
+    Attributes:
+        client: the connections to the servers.
+        number: number of this worker; 0 is the chief.
+        workers: number of workers.
+        rules: how gradients become updates; the chief's are used.
+        partitioner: how variables are cut; None: they are not.
+        compression: the dtype in which gradients are sent; None: their own.
+        seed: equal on all tasks; determines the sample orders that are drawn here.
+        embedding_rows: whether embeddings are trained by rows: True, False or "auto"; the chief's is used.
+        global_step: number of updates of the job when this worker's last one was applied.
+        made: the objects that the program has created in the strategy's scope.
+        coordinator: the `ClusterCoordinator` of this process, if there is one.
+        in_function: whether this process runs functions that a coordinator has scheduled.
+        calls: on the chief: takes calls of a model's methods to workers that run no program of their own; None: there
+            are none.
+    """
+
+    client: ParameterServerClient
+    number: int
+    workers: int
+    rules: UpdateRules
+    partitioner: Partitioner | None
+    compression: Float16 | BFloat16 | None
+    seed: str
+    embedding_rows: bool | str = "auto"
+    global_step: int = 0
+    made: ScopeRegistry = field(default_factory=ScopeRegistry)
+    coordinator: Any = None
+    in_function: bool = False
+    calls: ReplicaCalls | None = None
+    # The numbers of the last `fit` and of the last managed session, equal on all workers because all run the same
+    # program.
+    _last: dict[str, int] = field(default_factory=lambda: {"fit": -1, "session": -1})
+    # On the chief, by subject: what a head that comes back must have again.
+    _broadcasts: dict[str, tuple[Broadcast, list[Array]]] = field(default_factory=dict)
+
+    @property
+    def traffic(self) -> WorkerTraffic:
+        """The bytes sent and the time waited by this worker, for monitoring. May be read from any thread."""
+        client = self.client
+        on_links = sum(each.bytes_sent for each in client.reconnection.connections if each.channel is None)
+        return WorkerTraffic(client.bytes_sent, on_links, client.waited_s)
+
+    @property
+    def is_chief(self) -> bool:
+        return self.number == 0
+
+    def next_fit(self) -> int:
+        """Numbers the calls of `fit` in the program, equally on all workers."""
+        self._last["fit"] += 1
+        return self._last["fit"]
+
+    def begin_at(self, fit: int) -> None:
+        """Let the next `fit` be that of this number."""
+        self._last["fit"] = fit - 1
+
+    def requests_to_repeat(self) -> list[tuple[BeginSession | Broadcast, list[Array]]]:
+        """On the chief: its broadcasts and the beginning of its session, for a head that comes back."""
+        begun: list[tuple[BeginSession | Broadcast, list[Array]]] = []
+        if self._last["session"] >= 0:
+            begun.append((BeginSession(self._last["session"]), []))
+        return [*begun, *self._broadcasts.values()]
+
+    def broadcast(self, subject: str, arrays: list[Array], fit: int = -1) -> None:
+        """On the chief: send arrays to the other workers.
+
+        Args:
+            subject: what the arrays are.
+            arrays: replace those broadcast before.
+            fit: first `fit` for which they hold; -1: for the whole program.
+        """
+        # Kept before it is sent: if the head is lost on the way, its successor gets it with the requests to repeat.
+        self._broadcasts[subject] = (Broadcast(subject, fit), arrays)
+        self.client.request(HEAD, *self._broadcasts[subject])
+
+    def broadcast_first(self, subject: str, array: Array) -> memoryview:
+        """On the chief: send an array to the other workers, unless the chief has sent one before a restart.
+
+        Returns: the bytes of the array that holds.
+        """
+        _, buffers = self.client.request(HEAD, Broadcast(subject, keep_first=True), [array])
+        self._broadcasts[subject] = (Broadcast(subject), [np.frombuffer(bytes(buffers[0]), np.uint8)])
+        return buffers[0]
+
+    def repeat_broadcasts(self) -> None:
+        """On the chief: repeat what holds for the whole program; the head may be another process by now."""
+        for message, arrays in [*self._broadcasts.values()]:
+            if message.fit < 0:
+                self.client.request(HEAD, message, arrays)
+
+    def receive_broadcast(self, subject: str, fit: int = -1) -> list[memoryview] | None:
+        """On the others: the chief's arrays for this `fit` or a later one; None if it leaves without sending any.
+
+        Raises: CollectiveTimeoutError or PeerLostError naming the chief.
+        """
+        answer, buffers = self.client.request(HEAD, RequestBroadcast(subject, fit))
+        return None if isinstance(answer, FitOver) else list(buffers)
+
+    def begin_session(self) -> None:
+        """On the chief: the state that this managed session starts from is restored. On others: wait until it is.
+
+        Raises: CollectiveTimeoutError or PeerLostError naming the chief.
+        """
+        self._last["session"] += 1
+        self.client.request(HEAD, BeginSession(self._last["session"]))
+
+    @property
+    def last_fit(self) -> int:
+        """The number of the last `fit`; -1 before the first."""
+        return self._last["fit"]
+
+    def describe(self) -> str:
+        rules = self.rules
+        if rules.synchronous:
+            mode = (
+                f"synchronous, of the first {rules.replicas_to_aggregate} workers"
+                if rules.replicas_to_aggregate
+                else "synchronous"
+            )
+        elif rules.staleness >= 0:
+            mode = f"asynchronous, at most {rules.staleness} steps apart"
+        else:
+            mode = "asynchronous"
+        return f"Parameter servers: {self.client.num_servers} for {self.workers} workers, {mode}."

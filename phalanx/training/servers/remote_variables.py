@@ -1,0 +1,310 @@
+"""The variables that servers train, as one task has them: declared by the chief, compared by the others."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx.engines.updater import check_optimizer, clipped, clips_by_norm
+from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.global_gradients import refuse_overwritten
+from phalanx.keras_compat.object_config import config_json_of
+from phalanx.keras_compat.optimizer_slots import OptimizerSlot, check_methods, plain_settings, slots_of_model
+from phalanx.parameter_server.client.parameter_client import HEAD
+from phalanx.parameter_server.client.placed_variables import PlacedVariables
+from phalanx.parameter_server.server_messages import (
+    AssignVariables,
+    DeclareModel,
+    FitJoined,
+    JoinFit,
+    ModelDescription,
+    PullOptimizer,
+    SetLearningRate,
+    Values,
+    arrays_of,
+)
+from phalanx.parameter_server.shard_placement import PlacedVariable, place
+from phalanx.runtime import progress
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
+from phalanx.training.steps.parameter_server_step import ParameterServerMerge
+from phalanx.transport.frames import byte_view
+
+Array = np.ndarray[Any, Any]
+
+
+class RemoteVariables:
+    """Variables of this task, and the optimizer that updates them on the servers.
+
+    Args:
+        worker: this process as a worker.
+        merge: sends gradients to the servers.
+        optimizer: a built Keras optimizer.
+        variables: the built variables to train, in the same order on every task.
+
+    Attributes:
+        slots: what each of the optimizer's variables belongs to.
+        tables: numbers of the variables that are trained by rows.
+
+    Raises: UnsupportedError for an optimizer that cannot run on servers.
+    """
+
+    def __init__(
+        self, worker: ParameterServerWorker, merge: ParameterServerMerge, optimizer: Any, variables: Sequence[Any]
+    ) -> None:
+        self.optimizer = optimizer
+        self.variables = list(variables)
+        if not self.variables:
+            raise UnsupportedError(
+                "The model has no trainable weights (`trainable` is False everywhere?), so there is nothing that "
+                "servers could train. Use evaluate() to measure it."
+            )
+        self._worker = worker
+        self._client = worker.client
+        self._merge = merge
+        # The learning rate that the servers have; None before it was declared, and for schedules, which they compute
+        # themselves.
+        self._rate: float | None = None
+        self._fit = -1
+        # By number of the variable, a checksum of its value on the servers; empty until an epoch has begun. Copies
+        # would take as much memory as the model.
+        self._known: dict[int, int] = {}
+        self._known_optimizer = self._optimizer_settings()
+        self.tables: tuple[int, ...] = ()
+        self._described = described = [PlacedVariable(v.path, tuple(v.shape), _dtype_of(v)) for v in self.variables]
+        self._shards = shards = place(described, self._client.num_servers, worker.partitioner)
+        in_pieces = len(shards) > len(described)
+        whole = self._client.num_servers == 1 and not in_pieces
+        check_optimizer(optimizer, cut=in_pieces, whole=whole, late=bool(worker.rules.replicas_to_aggregate))
+        refuse_overwritten(self.variables, "a parameter server")
+        if in_pieces and any(v.constraint is not None for v in self.variables):
+            raise UnsupportedError(
+                "A variable with a constraint cannot be cut: it may look at all of its rows. Leave out "
+                "variable_partitioner, or the constraint."
+            )
+        self.slots = slots_of_model(optimizer, self.variables)
+        self._placed = PlacedVariables(described, shards, self._client.num_servers)
+        # Where no server sees all gradients, workers clip them.
+        self._clip = None if whole or not clips_by_norm(optimizer) else partial(clipped, optimizer)
+
+    def begin(self, fit: int, first_epoch: int = 0, tables: tuple[int, ...] = ()) -> int | None:
+        """Agree with the servers on the variables to train.
+
+        Args:
+            fit: number of the `fit` call.
+            first_epoch: on the chief, number of its first epoch.
+            tables: on the chief, numbers of the variables that are trained by rows.
+
+        Returns: the chief's first epoch; None if the chief is in a later `fit` by now.
+        """
+        self._fit = fit
+        if self._worker.is_chief:
+            self._worker.repeat_broadcasts()
+            self._declare(fit, first_epoch, tables)
+        self._client.is_starting = True
+        progress.report("initial values")
+        answers = self._client.request_all([(JoinFit(fit, self._placed.variables), ())] * self._client.num_servers)
+        attached = [answer for answer, _ in answers if isinstance(answer, FitJoined)]
+        if len(attached) < len(answers):
+            return None
+        answer = attached[HEAD]
+        self._merge.tickets.era, self.tables = answer.era, answer.tables
+        # It may be less than before, if the chief was restarted.
+        self._worker.global_step = self._merge.tickets.note_count(answer)
+        groups = [each.groups for each in attached]
+        self._placed = PlacedVariables(self._described, self._shards, self._client.num_servers, self.tables, groups)
+        if self._clip is not None and self.tables and self._worker.rules.synchronous:
+            raise UnsupportedError(
+                "The optimizer clips by the norm of merged gradients, of which each of several servers has only "
+                "a part, and embeddings are trained by rows. Pass embedding_rows=False, use one server, or clipvalue."
+            )
+        self._merge.place(fit, self._placed, self._clip)
+        self._client.reconnection.rejoin_requests = self._rejoin_requests
+        return answer.first_epoch
+
+    def _rejoin_requests(self, server: int) -> list[tuple[Any, Sequence[Array]]]:
+        """Requests for a server that comes back, if no schedule hands out steps."""
+        of_chief = self._worker.requests_to_repeat() if server == HEAD else []
+        return [(self._merge.rejoin(server), []), *self.requests_to_repeat(), *of_chief]
+
+    def assign(self, values: Sequence[Array | None]) -> None:
+        """Assign values to this task's variables; those for which there is None keep theirs."""
+        for variable, value in zip(self.variables, values, strict=True):
+            if value is not None:
+                variable.assign(value)
+
+    def pull_optimizer(self, *, tables: bool = True) -> list[int]:
+        """Copy the optimizer's state from the servers into this task's optimizer, so that it can be saved.
+
+        Args:
+            tables: whether to copy the state of variables that are trained by rows too.
+
+        Returns: the versions of the servers' values.
+        """
+        concerned = {
+            slot: variable
+            for slot, variable in zip(self.slots, self.optimizer.variables, strict=True)
+            if tables or slot.variable not in self.tables
+        }
+        state = {slot: np.array(to_host(variable)) for slot, variable in concerned.items()}
+        answers = self._client.request_all([(PullOptimizer(tables), ())] * self._client.num_servers)
+        for server, (answer, buffers) in enumerate(answers):
+            assert isinstance(answer, Values)
+            places = _slots_on(self.slots, self._placed, server)
+            for key, value in zip(answer.slots, arrays_of(buffers, answer.dtypes), strict=True):
+                slot, rows = places[key]
+                state[slot][rows] = value.reshape(state[slot][rows].shape)
+        for slot, variable in concerned.items():
+            variable.assign(state[slot])
+        return [answer.version for answer, _ in answers if isinstance(answer, Values) and answer.slots]
+
+    def requests_to_repeat(self) -> list[tuple[Any, Sequence[Array]]]:
+        """Requests since the `fit` began that a server which comes back may not have received."""
+        return [] if self._rate is None else [(SetLearningRate(self._rate), [])]
+
+    def record_values(self, *, tables: bool) -> None:
+        """The variables have the same values as on the servers now: `send_changes` compares with them.
+
+        Args:
+            tables: whether this holds for variables that are trained by rows too.
+        """
+        settings = self._unchanged_settings()
+        self._known = self._checksums(tables)
+        self._known_optimizer = {**settings, **self._optimizer_checksums()}
+
+    def send_changes(self) -> bool:
+        """Send the variables that have changed here since `record_values`; returns whether there were any.
+
+        Raises: UnsupportedError if anything else of the optimizer was changed than its learning rate.
+        """
+        known = self._known
+        if not known:
+            return False  # no epoch has begun
+        settings = self._unchanged_settings()
+        _refuse_changes(self._known_optimizer, {**settings, **self._optimizer_checksums()})
+        now = self._checksums(any(table in known for table in self.tables))
+        changed = tuple(number for number, checksum in now.items() if checksum != known[number])
+        if not changed:
+            return False
+        values = [to_host(v) if number in changed else None for number, v in enumerate(self.variables)]
+        message = AssignVariables(self._fit, changed)
+        servers = range(self._client.num_servers)
+        self._client.request_all([(message, self._placed.cut(values, server)) for server in servers])
+        return True
+
+    def _unchanged_settings(self) -> dict[str, Any]:
+        """The optimizer's settings, which must be as known: with others it may have other variables."""
+        settings = self._optimizer_settings()
+        _refuse_changes({name: self._known_optimizer.get(name) for name in settings}, settings)
+        return settings
+
+    def _optimizer_settings(self) -> dict[str, Any]:
+        """The optimizer's arguments by name; of a learning rate that can be sent, only that it is one."""
+        rate = getattr(self.optimizer, "_learning_rate", None)
+        kind = "a number" if isinstance(rate, keras.Variable) else f"{type(rate).__name__} at {id(rate)}"
+        return {**plain_settings(self.optimizer), "learning_rate": kind}
+
+    def _optimizer_checksums(self) -> dict[str, int]:
+        """By path: the optimizer's variables, which only the servers change; not the learning rate."""
+        return {
+            variable.path: checksum(to_host(variable))
+            for slot, variable in zip(self.slots, self.optimizer.variables, strict=True)
+            if slot != OptimizerSlot(-1, "learning_rate") and slot.variable not in self.tables
+        }
+
+    def _checksums(self, tables: bool) -> dict[int, int]:
+        return {
+            number: checksum(to_host(variable))
+            for number, variable in enumerate(self.variables)
+            if tables or number not in self.tables
+        }
+
+    def send_learning_rate(self) -> None:
+        """Send the optimizer's learning rate to the servers, if it has changed."""
+        rate = self._learning_rate()
+        if rate is not None and rate != self._rate:
+            self._rate = rate
+            self._client.request_all([(SetLearningRate(rate), ())] * self._client.num_servers)
+
+    def _declare(self, fit: int, first_epoch: int, tables: tuple[int, ...]) -> None:
+        placed, optimizer, trained = self._placed, self.optimizer, self.variables
+        check_methods(optimizer)
+        description = ModelDescription(
+            placed.variables,
+            placed.shards,
+            config_json_of(optimizer),
+            tuple(v.constraint and config_json_of(v.constraint) for v in trained),
+            tuple(bool(optimizer._use_weight_decay(v)) for v in trained)
+            if optimizer.weight_decay is not None
+            else (True,) * len(trained),
+            tables,
+        )
+        values = [to_host(v) for v in trained]
+        state = self._optimizer_state()
+        # A checkpoint that the program has loaded may be ahead of what this worker has seen of the job, or behind it.
+        step = self._worker.global_step = max(self._worker.global_step, int(to_host(optimizer._iterations)))
+        # Greater than that of any chief before a restart, so tickets of that time are recognized as void. It need not
+        # be exact.
+        requests, era = [], time.time_ns()
+        for server in range(self._client.num_servers):
+            places = _slots_on(self.slots, placed, server)
+            message = DeclareModel(fit, first_epoch, description, self._worker.rules, tuple(places), step, era)
+            requests.append(
+                (message, [*placed.cut(values, server), *[state[slot][rows] for slot, rows in places.values()]])
+            )
+        self._client.request_all(requests)
+        self._rate = self._learning_rate()
+
+    def _optimizer_state(self) -> dict[OptimizerSlot, Array]:
+        return {slot: np.array(to_host(v)) for slot, v in zip(self.slots, self.optimizer.variables, strict=True)}
+
+    def _learning_rate(self) -> float | None:
+        rate = getattr(self.optimizer, "_learning_rate", None)
+        return float(to_host(rate)) if isinstance(rate, keras.Variable) else None
+
+
+def _dtype_of(variable: Any) -> str:
+    # The value's dtype: without x64 mode, JAX stores in float32 what Keras calls float64.
+    name: str = keras.backend.standardize_dtype(variable.value.dtype)
+    return name
+
+
+def _slots_on(
+    slots: Sequence[OptimizerSlot], placed: PlacedVariables, server: int
+) -> dict[tuple[int, str], tuple[OptimizerSlot, Any]]:
+    """The variables of a server's optimizer: by its name for each, the slot of the model's optimizer and the rows."""
+    own: dict[tuple[int, str], tuple[OptimizerSlot, Any]] = {
+        (-1, slot.name): (slot, ...) for slot in slots if slot.variable < 0
+    }
+    of_shards: dict[tuple[int, str], tuple[OptimizerSlot, Any]] = {
+        (number, slot.name): (slot, slice(shard.start, shard.stop) if placed.variables[slot.variable].shape else ...)
+        for number, shard in enumerate(placed.of_server[server])
+        for slot in slots
+        if slot.variable == shard.variable
+    }
+    return own | of_shards if placed.of_server[server] else {}
+
+
+def _refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    changed = [name for name, value in before.items() if now.get(name) != value]
+    if changed:
+        raise UnsupportedError(
+            f"The optimizer's {', '.join(changed[:3])} was changed during fit(). The servers run the optimizer, and "
+            f"receive only another number as its learning rate, and new weights. Change it before fit(), or call fit() "
+            f"once for each setting."
+        )
+
+
+def checksum(value: Array) -> int:
+    """Detects that a program has changed a variable."""
+    return zlib.crc32(byte_view(np.ascontiguousarray(value)))
+
+
+def to_host(variable: Any) -> Array:
+    """The value of a variable or tensor, as a NumPy array."""
+    return np.asarray(keras.ops.convert_to_numpy(getattr(variable, "value", variable)))

@@ -1,0 +1,146 @@
+"""The batches of one worker among parameter servers: tickets of the servers' schedule name them.
+
+The chief draws the orders of shuffled samples; the others get them from the servers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from phalanx.data.batch_split import cut
+from phalanx.data.numbered_batches import BatchNotAvailableError, NumberedBatches
+from phalanx.parameter_server.client.parameter_client import HEAD
+from phalanx.parameter_server.server_messages import EndEpoch, EpochOver, FitOver, NoBatch, Ticket
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
+from phalanx.training.steps.parameter_server_step import ParameterServerMerge
+
+Array = np.ndarray[Any, Any]
+
+
+class OrderUnavailableError(Exception):
+    """The chief shuffles for no such epoch: it has gone back, or has ended the `fit`.
+
+    Attributes:
+        answer: the servers' answer instead of an order.
+    """
+
+    def __init__(self, answer: EpochOver | FitOver) -> None:
+        super().__init__()
+        self.answer = answer
+
+
+@dataclass(frozen=True, slots=True)
+class TicketBatch:
+    """This worker's part of the batch that a ticket names; see `TrainingBatch`."""
+
+    data: tuple[Any, Any, Any]
+    size: int
+    global_size: int
+    ticket: Ticket
+
+    @property
+    def step(self) -> int:
+        return self.ticket.batch
+
+    @property
+    def share(self) -> float:
+        return self.size / (self.global_size or 1)
+
+
+class TicketBatches:
+    """Takes tickets, epoch after epoch, and cuts the batches that they name.
+
+    Attributes:
+        source: the data, by the number of the batch; set once it was made with `agree_on_order`.
+        drawn_order: on the chief, the order that it has drawn for the epoch that begins, until the servers have it.
+        is_ended: whether the chief has ended the running epoch.
+    """
+
+    source: NumberedBatches
+
+    def __init__(self, fit: int, worker: ParameterServerWorker, merge: ParameterServerMerge) -> None:
+        self.drawn_order: Array | None = None
+        self.is_ended = False
+        self._fit = fit
+        self._worker = worker
+        self._client = worker.client
+        self._merge = merge
+        self._ahead: dict[int, TicketBatch] = {}  # by serial of the ticket: batches of steps to come
+
+    def agree_on_order(self, own: Array) -> Array:
+        """The chief's order of the samples in the pass that begins.
+
+        Args:
+            own: the order that this process has drawn.
+
+        Raises: OrderUnavailableError if there is none.
+        """
+        # `_open_epoch` sends it, when the epoch is opened.
+        if self._worker.is_chief:
+            self.drawn_order = own
+            return own
+        answer = self._merge.request_sample_order(self._fit, self.source.pass_key)
+        if isinstance(answer, EpochOver | FitOver):
+            raise OrderUnavailableError(answer)
+        return answer
+
+    def begin(self) -> None:
+        """Another epoch begins."""
+        self.is_ended = False
+        self._ahead.clear()
+
+    def next(self, epoch: int) -> Ticket | EpochOver | FitOver:
+        """The ticket of the next step, or why there is none."""
+        while True:
+            ticket = self._merge.next_ticket(self._fit, epoch)
+            if not isinstance(ticket, Ticket) or not (self.is_ended and len(ticket.members) == 1):
+                return ticket
+            # A step of several members may already be under way on the others; this one is not.
+            self._report_missing(ticket, ends=True)
+
+    def batch(self, ticket: Ticket) -> TicketBatch | None:
+        """This worker's part of the batch that the ticket names; None, which the servers learn, if there is none."""
+        return self._ahead.pop(ticket.serial, None) or self._read(ticket)
+
+    def upcoming(self) -> TicketBatch | None:
+        """The batch of the step after this one, if its ticket is at hand."""
+        ticket = self._merge.tickets.upcoming()
+        if ticket is None:
+            return None
+        batch = self._read(ticket)
+        if batch is None:
+            self._merge.tickets.drop_upcoming()
+        else:
+            self._ahead[ticket.serial] = batch
+        return batch
+
+    def end_epoch(self, epoch: int) -> EpochOver:
+        """As the chief, whose callbacks stop the training: let no worker begin another step of the epoch."""
+        self._merge.flush()
+        answer, _ = self._client.request(HEAD, EndEpoch(self._fit, epoch))
+        assert isinstance(answer, EpochOver)
+        self.is_ended = True
+        return answer
+
+    def _read(self, ticket: Ticket) -> TicketBatch | None:
+        try:
+            batch = self.source.batch(ticket.batch)
+        except BatchNotAvailableError:
+            self._report_missing(ticket, ends=False)
+            return None
+        if batch is None:
+            self._report_missing(ticket, ends=True)
+            return None
+        # In synchronous training several workers share a batch: each takes the part of its place among the ticket's
+        # members.
+        part = cut(batch.data, ticket.members.index(ticket.member), len(ticket.members), "the input", copies=False)
+        return TicketBatch(part.data, part.size, part.global_size or part.size, ticket)
+
+    def _report_missing(self, ticket: Ticket, *, ends: bool) -> None:
+        """Return a ticket without a batch; `ends`: because the data have ended."""
+        self._merge.flush()
+        self._client.request(HEAD, NoBatch(ticket, ends))
+        self._merge.tickets.abandon(ticket)
