@@ -161,6 +161,21 @@ def listen_at(host: str | None, port: int = 0) -> socket.socket:
 
 def listen(family: int, endpoint: tuple[object, ...], *, dual: bool = False) -> socket.socket:
     """A listening socket; `dual` makes an IPv6 socket accept IPv4 connections too."""
+    sock = _bind(family, endpoint, dual)
+    try:
+        if endpoint[1] == 0:
+            # A port that the kernel has chosen is anyone's as soon as the socket does not listen; one that was bound by
+            # its number is kept until the socket is closed. A TensorFlow server needs that (`tensorflow1/graph_server`).
+            with sock:
+                sock = _bind(family, sock.getsockname(), dual)
+        sock.listen(BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _bind(family: int, endpoint: tuple[object, ...], dual: bool) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         # Replaces only connections that are closing: a port with a listener stays taken.
@@ -169,7 +184,6 @@ def listen(family: int, endpoint: tuple[object, ...], *, dual: bool = False) -> 
             # Always set: its default is a setting of the system (net.ipv6.bindv6only).
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if dual else 1)
         sock.bind(endpoint)
-        sock.listen(BACKLOG)
     except BaseException:
         sock.close()
         raise

@@ -445,6 +445,18 @@ def own_address() -> str:
         return str(sock.getsockname()[0])
 
 
+@pytest.mark.parametrize("host", [None, "127.0.0.1"])
+def test_a_port_that_the_kernel_chose_is_kept_while_its_socket_does_not_listen(host: str | None) -> None:
+    with ports.listen_at(host) as ours, socket.socket() as other, socket.socket(ours.family) as server:
+        port = ours.getsockname()[1]
+        ours.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as TensorFlow's
+        server.bind(ours.getsockname())
+        server.listen()
+
+
 def test_a_task_listens_at_its_ip_address_only() -> None:
     own = own_address()
     with socket.create_server((own, 0)) as sock:
