@@ -164,8 +164,8 @@ def listen(family: int, endpoint: tuple[object, ...], *, dual: bool = False) -> 
     sock = _bind(family, endpoint, dual)
     try:
         if endpoint[1] == 0:
-            # The kernel takes a port that it chose back as soon as the socket does not listen. One that was bound by its
-            # number is kept until the socket is closed, which TensorFlow servers need (`tensorflow1/graph_server`).
+            # The kernel takes back a port that it chose as soon as the socket does not listen. One that was bound by
+            # its number is kept until the socket is closed: TensorFlow servers need that (`tensorflow1/graph_server`).
             with sock:
                 sock = _bind(family, sock.getsockname(), dual)
         sock.listen(BACKLOG)
