@@ -187,7 +187,7 @@ class ShardedCheckpoint:
                 if self._is_primary:
                     self._commit(staging, step, describe())
                     telemetry.current.checkpoint = SavedCheckpoint(step, sendable(str(path)))
-        except Exception as error:  # of Orbax's own kinds too: it belongs to who waits
+        except Exception as error:  # of Orbax's own kinds too: it is raised where the save is awaited
             self._error = error
             if self._is_primary:
                 shutil.rmtree(staging, ignore_errors=True)

@@ -78,8 +78,8 @@ class Communicator(Protocol):
     closed.
 
     Arrays may have any float (bfloat16 and float16 included), integer or boolean dtype. They may be non-contiguous, 0-d
-    or empty. Inputs are never modified. Reductions run in an order that follows from the ranks, not from who comes
-    first; 16-bit floats are summed in float32. So the result has the same bits on every rank and in every run.
+    or empty. Inputs are never modified. Reductions run in the order of the ranks, not of their
+    arrival; 16-bit floats are summed in float32. So the result has the same bits on every rank and in every run.
     """
 
     @property

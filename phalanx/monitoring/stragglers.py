@@ -122,7 +122,7 @@ class StragglerDetector:
         """Record a report of a task; returns lines to show. Each change is reported once.
 
         Args:
-            task: who has reported.
+            task: the one that has reported.
             name: how to call it.
             report: what it has reported.
             now: seconds of a steady clock.

@@ -468,7 +468,7 @@ def _own_parts(replica: Replica, flowing: list[Array], shapes: list[tuple[int, .
 
 
 def _without_axes(shape: Shape, axes: tuple[int, ...]) -> Shape:
-    gone = {axis % len(shape) for axis in axes if -len(shape) <= axis < len(shape)}  # who merges refuses others
+    gone = {axis % len(shape) for axis in axes if -len(shape) <= axis < len(shape)}  # the merge refuses others
     return [length for place, length in enumerate(shape) if place not in gone]
 
 

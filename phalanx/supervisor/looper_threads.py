@@ -17,7 +17,7 @@ JOIN_S = 0.02
 class LooperThreads:
     """The threads of one supervisor. All methods may be called from any thread.
 
-    The first error, of a thread or of who asks to stop, is the one that counts; those after it are logged.
+    The first error, of a thread or of the caller that asks to stop, is the one that counts; those after it are logged.
     """
 
     def __init__(self) -> None:

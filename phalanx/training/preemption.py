@@ -93,7 +93,7 @@ def notified_by_signals(notice: Signalled) -> Iterator[None]:
         received.append(number)
         if len(received) > 1:
             # Sent again under the former handler, so that it has its effect in the usual way. What was ignored ends the
-            # process: who sends a second signal does not want to wait.
+            # process: a user who sends a second signal does not want to wait.
             signal.signal(number, previous[number] if callable(previous[number]) else signal.SIG_DFL)
             os.kill(os.getpid(), number)
         notice.signal()

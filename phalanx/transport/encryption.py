@@ -87,8 +87,8 @@ class RecordReader:
     """Opens records. The caller writes into `get_buffer()`, reports the bytes with `buffer_updated`, and takes what
     `open` has opened.
 
-    The buffer never extends beyond a record, so what follows stays in the socket: who waits for the socket after a
-    message does not wait for bytes that are here already.
+    The buffer never extends beyond a record, so what follows stays in the socket: a caller that waits for the socket
+    after a message does not wait for bytes that are here already.
     """
 
     def __init__(self, key: bytes):

@@ -84,7 +84,7 @@ class SharedCounters:
         words[page + _FIRST_SIGNATURE + count % SIGNATURES] = call.signature
         self._fence()  # values and signature before the counter, which says that they are there
         words[page + _COUNTER] = count
-        self._fence()  # the counter before the look at who waits: see "Sleeping"
+        self._fence()  # the counter before the look at the waiting ranks: see "Sleeping"
         for rank, peer in self._peers:
             if words[peer + _WAITS_FOR] == self._waits_for_me:
                 self._mesh.notify(rank)

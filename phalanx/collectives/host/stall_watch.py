@@ -38,7 +38,7 @@ class StallWatch:
 
     def begin(self, call: CollectiveCall) -> None:
         """Start watching over a collective."""
-        # Before any deadline, also a short one: who gives up first must know who has come.
+        # Before any deadline, also a short one: the rank that gives up first must know which ranks have come.
         self._announce_at = call.started + min(PRESENCE_DELAY_S, (call.deadline - call.started) / 4)
         self._warn_at = call.started + self.stall_s
 

@@ -37,7 +37,7 @@ class ElasticSupervisor:
         host = LOOPBACK if stays_here else own_name([share for share in shares if not share.is_here])
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self.identity = new_identity()
-        self._server: CoordinatorServer | None = None  # from `begin` on; who connects earlier waits in the backlog
+        self._server: CoordinatorServer | None = None  # from `begin` on; earlier connections wait in the backlog
 
     def __enter__(self) -> ElasticSupervisor:
         return self

@@ -135,7 +135,7 @@ def find_root_cause(ends: Sequence[WorkerExit], *, interrupted_by: int | None = 
     """
     own = [end for end in ends if end.failed and (not end.by_launcher or end.has_own_error) and not end.outlived]
     if any(end.was_preempted for end in ends):
-        # All leave together, after the chief has saved; who leaves last may have lost the others.
+        # All leave together, after the chief has saved; the last to leave may have lost the others.
         return RootCause(PREEMPTED_CODE, None, "the job was asked to stop, and saved a checkpoint first", True)
     if interrupted_by is not None:
         code = exit_codes.SIGNAL_BASE + interrupted_by

@@ -26,7 +26,7 @@ from phalanx.runtime.exit_codes import describe_exit, sendable
 MEASURED_S = 0.5
 """How often the reports of the tasks become an event."""
 MAX_RECENT = 500
-"""Events that are kept for those who ask what has changed; who asks less often gets the whole view."""
+"""Events that are kept for those who ask what has changed; after more, they get the whole view."""
 IN_FILE_S = (1.0, 10.0)
 """How often figures are written to the file: at first, and after hours, so that a day takes a few MB."""
 FIGURES_IN_FILE = 600

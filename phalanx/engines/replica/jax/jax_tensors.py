@@ -21,7 +21,7 @@ class JaxTensors(Tensors):
 
     @property
     def merges_in_apply(self) -> bool:
-        # `stateless_apply` runs inside compiled functions, which cannot wait for others: who calls it has merged.
+        # `stateless_apply` runs inside compiled functions, which cannot wait for others: the caller has merged.
         return not in_stateless_scope()
 
     def from_host(self, array: Any) -> Any:
