@@ -112,7 +112,7 @@ docs: .venv-docs/.installed
 # Of docs/images, from jobs that run here; dashboard.png comes from scripts/dashboard_screenshot.py.
 pictures: $(VENV)/.backend-jax $(VENV)/.test
 	$(PY) -m scripts.pictures
-	$(PY) -m benchmarks.readme_plot $(lastword $(sort $(wildcard benchmarks/results/????-??-??.json)))
+	$(PY) -m benchmarks.readme_plot $(lastword $(sort $(wildcard benchmarks/results/*-mlp.json)))
 
 # MPICH is left out where there is no wheel of it: only the all-reduce's comparison with it goes missing.
 # tf_keras itself asks for `tensorflow`, the same code as `tensorflow-cpu` with CUDA.
