@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,6 @@ from phalanx.coordinator.function_effects import Place, untrained
 from phalanx.coordinator.function_pickling import References
 from phalanx.engines.tensors import Tensors
 from phalanx.errors import DisagreementError, PhalanxError, UnsupportedError
-from phalanx.keras_compat.keras_internals import in_stateless_scope
 from phalanx.keras_compat.optimizer_applies import redirect_apply
 from phalanx.training.scope_registry import ScopedName, ScopeRegistry
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
@@ -164,8 +163,6 @@ class WorkerVariables:
         self._merge = ParameterServerMerge(worker)
         self._served: RemoteVariables | None = None
         self._numbers: dict[int, int] = {}  # of the trained variables, by id: their places among the servers'
-        # The received values that are in the variables; compared by identity, since each new set is another list.
-        self._assigned: Sequence[Array | None] | None = None
         self.failure: PhalanxError | None = None
         for _, optimizer in worker.made.optimizers():
             self.refuse(optimizer)
@@ -196,7 +193,6 @@ class WorkerVariables:
                 )
         self._served = _served(self._worker, self._merge, optimizer, self._find(begin, optimizer))
         self._numbers = {id(v): number for number, v in enumerate(self._served.variables)}
-        self._assigned = None
         if self._served.begin(begin.fit) is None:
             self._served = None
         elif optimizer is not None:
@@ -218,9 +214,8 @@ class WorkerVariables:
         if self._served is not None:
             with self._noting_failure():
                 values = self._merge.pull()
-            if self._merge.transfer.values is not self._assigned:
-                self._served.assign(values)
-                self._assigned = self._merge.transfer.values
+            # Also if they have not changed since the last function, which may have assigned others.
+            self._served.assign(values)
 
     def finish(self) -> None:
         """After a function: wait until what it sent has been applied."""
@@ -242,8 +237,6 @@ class WorkerVariables:
             ) from error
         for variable, value in zip(served.variables, values, strict=True):
             variable.assign(value)
-        if in_stateless_scope():
-            self._assigned = None  # the new values are only in what `stateless_apply` returns
 
     def _in_order(self, gradients: list[Any], variables: Any) -> list[Any]:
         """A gradient for each variable that the servers have, in their order and dtypes."""
@@ -268,9 +261,7 @@ class WorkerVariables:
 
     def _update(self, gradients: list[Array]) -> list[Array]:
         with self._noting_failure():
-            values = self._merge.update(gradients)
-        self._assigned = self._merge.transfer.values
-        return values
+            return self._merge.update(gradients)
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:

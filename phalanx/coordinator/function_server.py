@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import numpy as np
 
 from phalanx.coordinator import function_effects
 from phalanx.coordinator.accepted_workers import PURPOSE
@@ -27,7 +30,7 @@ from phalanx.coordinator.function_pickling import References, pack, unpack
 from phalanx.coordinator.remote_values import OutOfRangeError
 from phalanx.data import DistributedIterator, InputContext
 from phalanx.engines import make_tensors
-from phalanx.engines.random_state import draw_own_numbers, random_state
+from phalanx.engines.random_state import draw_own_numbers, hash_of, random_state
 from phalanx.errors import LinkTimeoutError, PeerLostError, PhalanxError
 from phalanx.runtime import function_call as calls
 from phalanx.training.scope_registry import ScopedName
@@ -105,6 +108,7 @@ class FunctionServer:
         self._worker.in_function = True
         draw_own_seeds((layer for _, layer in self._worker.made.layers()), self._worker.number)
         draw_own_numbers(random_state(), self._worker.number)
+        _draw_own_host_numbers(self._worker.number)
         ChiefSession(self._me, PURPOSE, self, self._worker.client.is_job_over).run()
 
     # An OrderHandler.
@@ -224,6 +228,13 @@ class FunctionServer:
             ended.__cause__ = error
             return ended
         return error
+
+
+def _draw_own_host_numbers(number: int) -> None:
+    """Give Python's and NumPy's generators, which all tasks have in the chief's state, one of this worker's own."""
+    own = hash_of(number, *np.random.randint(2**31, size=4).tolist())
+    random.seed(own)
+    np.random.seed(own % 2**32)
 
 
 def draw_own_seeds(layers: Iterable[Any], number: int) -> None:

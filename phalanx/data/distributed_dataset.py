@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,6 +66,18 @@ def _own(share: LocalShare) -> LocalShare:
     return share._replace(global_size=None, fingerprint=None)
 
 
+class Members(NamedTuple):
+    """The members of an elastic job, as far as data is divided among them.
+
+    Attributes:
+        part: returns this rank and the number of ranks now.
+        chiefs: returns the chief's number in place of this rank's; every rank calls it.
+    """
+
+    part: Callable[[], tuple[int, int]]
+    chiefs: Callable[[int], int]
+
+
 class DistributedDataset:
     """This rank's local batches of a dataset, for a custom training loop or for `model.fit`.
 
@@ -82,6 +94,7 @@ class DistributedDataset:
         convert: converts each NumPy array to a tensor of the backend; None to keep the arrays.
         element_spec: that of a tf.data.Dataset, with the batch dimension open; None for other datasets.
         any_rank: whether something is true on at least one rank; every rank calls it.
+        members: of an elastic job; None where they do not change.
     """
 
     def __init__(
@@ -94,13 +107,14 @@ class DistributedDataset:
         convert: Callable[[Any], Any] | None = None,
         element_spec: Any = None,
         any_rank: Callable[[bool], bool] | None = None,
+        members: Members | None = None,
     ):
         self.source = source
         self.original = original
-        self._rank = rank
+        self._part = rank, world_size
+        self._members = members
         # Ranks that read the same batches end together, and need not ask each other.
-        alike = world_size == 1 or source.traits.policy is AutoShardPolicy.DATA
-        self._any_rank = None if alike else any_rank
+        self._any_rank = None if source.traits.policy is AutoShardPolicy.DATA else any_rank
         self.element_spec = element_spec
         self._convert = convert
         self._sharded = ShardedInput(source, InputRequest(None, rank=rank, world_size=world_size))
@@ -112,10 +126,27 @@ class DistributedDataset:
 
     def _begin(self) -> Iterator[Any]:
         """The elements of the next epoch, of NumPy arrays."""
+        if self._members is not None:
+            self._epochs = self._members.chiefs(self._epochs)  # one that joins has iterated less often
+            self._part = self._members.part()
+            self._sharded.regroup(*self._part)
         epoch = self._epochs
         self._epochs += 1
-        shares = self._sharded.shares(epoch)
-        return map(_arrays, shares if self._any_rank is None else self._jointly(shares))
+        shares = self._of_one_generation(self._sharded.shares(epoch))
+        alone = self._any_rank is None or self._part[1] == 1
+        return map(_arrays, shares if alone else self._jointly(shares))
+
+    def _of_one_generation(self, shares: Iterator[LocalShare]) -> Iterator[LocalShare]:
+        """The shares, as long as this rank has the part of each batch with which their iteration began."""
+        began = self._part
+        for share in shares:
+            if self._members is not None and self._members.part() != began:
+                raise UnsupportedError(
+                    "The members of the job have changed since this iterator of a distributed dataset began, and it "
+                    "still divides batches among the former ones. Begin it inside the function of phalanx.elastic.run, "
+                    "which is called again after each change: `for batch in dataset`."
+                )
+            yield share
 
     def _converted(self, element: Any) -> Any:
         return element if self._convert is None else map_leaves(self._convert, element)
@@ -141,7 +172,7 @@ class DistributedDataset:
         specs = leaves(self.element_spec)
         if not specs or any(getattr(getattr(spec, "shape", None), "rank", None) is None for spec in specs):
             raise ConfigurationError(
-                f"The {self.source.traits.kind} of rank {self._rank} has no batch at all, and the others have some. "
+                f"The {self.source.traits.kind} of rank {self._part[0]} has no batch at all, and the others have some. "
                 f"Give each replica at least one batch: divide the data before `.batch()`, not after it."
             )
 
@@ -231,6 +262,7 @@ def distribute_dataset(
     seed: int,
     convert: Callable[[Any], Any] | None = None,
     any_rank: Callable[[bool], bool] | None = None,
+    members: Members | None = None,
     kind: type[DistributedDataset] = DistributedDataset,
 ) -> DistributedDataset:
     """`strategy.experimental_distribute_dataset`: the dataset's batch is the global batch, each rank gets
@@ -247,6 +279,7 @@ def distribute_dataset(
         world_size=world_size,
         convert=convert,
         any_rank=any_rank,
+        members=members,
         element_spec=_element_spec(dataset),
     )
 
@@ -259,6 +292,7 @@ def distribute_from_function(
     seed: int,
     convert: Callable[[Any], Any] | None = None,
     any_rank: Callable[[bool], bool] | None = None,
+    members: Members | None = None,
     kind: type[DistributedDataset] = DistributedDataset,
 ) -> DistributedDataset:
     """`strategy.distribute_datasets_from_function`: `function(InputContext)` returns this rank's own dataset,
@@ -273,6 +307,7 @@ def distribute_from_function(
         world_size=world_size,
         convert=convert,
         any_rank=any_rank,
+        members=members,
         element_spec=_element_spec(dataset),
     )
 

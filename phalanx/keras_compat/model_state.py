@@ -43,6 +43,12 @@ def layer_state(model: Any) -> list[Any]:
     return list(seen.values())
 
 
+def state_of_own_layers(model: Any) -> list[Any]:
+    """Those variables of `layer_state` that layers of the program may change, in any call."""
+    own = {id(variable) for layer in own_layers(model) for variable in layer._non_trainable_variables}
+    return [variable for variable in layer_state(model) if id(variable) in own]
+
+
 def check_layers(model: Any) -> None:
     """Raise UnsupportedError for layer state that would have to be summed over the replicas."""
     for layer in model._flatten_layers():

@@ -245,7 +245,12 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_applying() -> bool:
     """Whether an optimizer is being applied: what it assigns is the same on all replicas."""
-    return getattr(_applying, "now", False)
+    return applied_optimizer() is not None
+
+
+def applied_optimizer() -> Any:
+    """The optimizer that is being applied, the outermost one; None outside of `apply`."""
+    return getattr(_applying, "optimizer", None)
 
 
 def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,7 +261,7 @@ def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
         # Inside of another `apply`: that of an optimizer around this one, which scales the loss.
         if is_applying():
             return original(self, grads, trainable_variables)
-        _applying.now = True
+        _applying.optimizer = self
         try:
             if trainable_variables is not None:
                 trainable_variables = list(trainable_variables)
@@ -264,6 +269,6 @@ def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
             merge = stray_merge() or _dispatcher.merge_gradients
             return original(self, merge(list(grads), known), trainable_variables)
         finally:
-            _applying.now = False
+            _applying.optimizer = None
 
     return method

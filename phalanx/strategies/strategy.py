@@ -23,6 +23,7 @@ from phalanx.collectives.communicator import Array, ReduceOp
 from phalanx.collectives.reduction import wire_dtype
 from phalanx.compat.unsupported_names import missing_member
 from phalanx.compression.compression_registry import describe
+from phalanx.data.distributed_dataset import Members
 from phalanx.data.input_request import InputRequest
 from phalanx.engines import make_tensors, making_placed, put_on_mesh, running_placed
 from phalanx.engines.spmd.placement import Placement
@@ -39,6 +40,7 @@ from phalanx.strategies.strategy_extended import StrategyExtended
 from phalanx.training import model_dispatch
 from phalanx.training.replica import Replica, divides_batches
 from phalanx.training.steps.gradient_merge import GradientMerge
+from phalanx.training.steps.optimizer_properties import loss_scale
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
 
 
@@ -354,26 +356,36 @@ class Strategy:
     def explain_sharding(self, dataset: Any, *, batch_size: int | None = None) -> str:
         """What each replica will read of an input of `fit`, and why. Does not communicate."""
         steps = 1 if batch_size is None and not data.accepts_batch_size(dataset) else None
+        rank, world_size = self._part()
         request = InputRequest(
             dataset,
             batch_size=batch_size,
             steps_per_epoch=steps,
-            rank=self.rank,
-            world_size=self._replica.world_size,
+            rank=rank,
+            world_size=world_size,
         )
         return data.shard_input(request).description.explain()
+
+    def _part(self) -> tuple[int, int]:
+        # A process that waits to join has no part yet; what it makes meanwhile gets one when it is iterated.
+        return self.rank, max(self._replica.world_size, self.rank + 1)
+
+    def _chiefs(self, number: int) -> int:
+        return int.from_bytes(self._replica.communicator.broadcast_bytes(number.to_bytes(8)))
 
     def _input_arguments(self) -> dict[str, Any]:
         # Drawn on all replicas, so that the program's random numbers stay the same, and the chief's is used.
         own = int(np.random.randint(2**31 - 1))
-        chiefs = self._replica.run_recorded(lambda: self._replica.communicator.broadcast_bytes(own.to_bytes(8)))
+        seed = self._replica.run_recorded(lambda: self._chiefs(own).to_bytes(8))
+        rank, world_size = self._part()
         return {
-            "rank": self.rank,
-            "world_size": self._replica.world_size,
-            "seed": int.from_bytes(chiefs),
+            "rank": rank,
+            "world_size": world_size,
+            "seed": int.from_bytes(seed),
             "kind": self._tensors.distributed_dataset,
             "convert": self._tensors.from_host if self.placement is None else partial(put_on_mesh, self.placement),
             "any_rank": self._replica.any,
+            "members": None if self._replica.elastic is None else Members(self._part, self._chiefs),
         }
 
 
@@ -512,8 +524,10 @@ def _merge_gradients(gradients: list[Any], variables: list[Any]) -> list[Any]:
     refuse_overwritten(variables, "an optimizer in `strategy.run`")
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]
     merged = list(gradients)
-    merge = strategy._merge
-    values = strategy._tensors.merge_gradients(merge.of(variables), merge.gather, [gradients[i] for i in present])
+    merge, scale = strategy._merge, loss_scale(trainer_hook.applied_optimizer())
+    values = strategy._tensors.merge_gradients(
+        merge.of(variables, scale), merge.gather, [gradients[i] for i in present]
+    )
     for i, value in zip(present, values, strict=True):
         merged[i] = value
     return merged

@@ -15,6 +15,7 @@ from phalanx.errors import MembershipChangedError, UnsupportedError
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import callback_hooks, progress_bar
+from phalanx.training.checks.model_checks import check_kept_state
 from phalanx.training.joint_batches import JointBatch, JointBatches, all_gather_rows, batch_groups
 from phalanx.training.replica import Replica, alone
 from phalanx.training.replica_model import ReplicaModel
@@ -71,6 +72,8 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
         raise
     finally:
         engine.end()
+    if not outputs.is_whole and replica_model.deterministic is None:
+        check_kept_state(model, replica)
     if outputs.parts:
         gathered.append(outputs.gather())
     if not gathered:

@@ -377,8 +377,20 @@ def values_that_the_program_sets(coordinator: ClusterCoordinator, world: World) 
     seen = coordinator.schedule(weights).fetch()
     coordinator.join()
     after = model.get_weights()
+
+    def set_and_return_former() -> float:
+        former = model.get_weights()
+        model.set_weights([weight + 1.0 for weight in former])
+        return float(np.mean([weight.mean() for weight in former]))
+
+    found = coordinator.fetch([coordinator.schedule(set_and_return_former) for _ in range(8)])
+    coordinator.join()
     model.set_weights(before)
-    return {"seen": [float(w.mean()) for w in seen], "after": [float(w.mean()) for w in after]}
+    return {
+        "seen": [float(w.mean()) for w in seen],
+        "after": [float(w.mean()) for w in after],
+        "set by functions": found,
+    }
 
 
 def state_of_layers(coordinator: ClusterCoordinator, world: World) -> Any:

@@ -178,7 +178,7 @@ def test_functions_and_large_arrays_are_sent_to_a_worker_once(found: Found, back
 
 def test_what_the_program_sets_after_join_is_everybodys(found: Found, backend: str) -> None:
     result = found(backend, "values_that_the_program_sets")
-    assert result == {"seen": [0.5] * 4, "after": [0.5] * 4}
+    assert result == {"seen": [0.5] * 4, "after": [0.5] * 4, "set by functions": [0.5] * 8}
 
 
 def test_the_state_of_layers_comes_to_the_chief(found: Found, backend: str) -> None:

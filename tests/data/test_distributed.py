@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from phalanx.data import DatasetCreator, InputContext, distribute_dataset, distribute_from_function
-from phalanx.errors import ConfigurationError
+from phalanx.data.distributed_dataset import Members
+from phalanx.errors import ConfigurationError, UnsupportedError
 from tests.data.merging import shard_input
 
 X = np.arange(22.0).reshape(11, 2)
@@ -34,6 +35,31 @@ def test_a_custom_loop_gets_its_part_of_each_element_whatever_its_structure():
         assert all(isinstance(element, tuple) and len(element) == 4 for element in elements)
         together = np.concatenate([element[1] for element in elements])
         assert together.tolist() == Y[4 * number : 4 * number + 4].tolist()
+
+
+def test_a_dataset_follows_the_members_of_an_elastic_job():
+    part = [2, 3]
+    members = Members(lambda: tuple(part), lambda epoch: epoch)
+    data = distribute_dataset(dataset(), rank=2, world_size=3, seed=0, members=members)
+    open_one = iter(data)
+    assert next(open_one)[1].tolist() == [3]
+    part[:] = 1, 2
+    with pytest.raises(UnsupportedError, match=r"members of the job have changed.*phalanx\.elastic\.run"):
+        next(open_one)
+    assert [element[1].tolist() for element in data] == [[2, 3], [6, 7], [10]]
+
+
+def test_a_member_that_joins_shuffles_as_the_others():
+    torch = pytest.importorskip("torch")
+
+    def shuffled(chiefs):
+        loader = torch.utils.data.DataLoader(torch.arange(40), batch_size=8, shuffle=True)
+        return distribute_dataset(loader, rank=0, world_size=1, seed=3, members=Members(lambda: (0, 1), chiefs))
+
+    old, new = shuffled(lambda epoch: epoch), shuffled(lambda epoch: 1)
+    first = [batch.tolist() for batch in old]
+    second = [batch.tolist() for batch in old]
+    assert first != second == [batch.tolist() for batch in new]
 
 
 def test_a_rank_without_a_sample_gets_empty_arrays():

@@ -1,17 +1,30 @@
-"""A custom loop in an elastic job: the sum of numbers, each counted by one member."""
+"""A custom loop in an elastic job: the sum of numbers, each counted by one member, from a dataset made before it."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import sys
 import time
+from operator import itemgetter
 from pathlib import Path
 
+import keras
 import numpy as np
 
 import phalanx
+
+STEPS, BATCH = 8, 12  # of an epoch
+
+
+class Numbers(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray]:
+        return (np.arange(BATCH, dtype=np.float64) + index * BATCH,)
 
 
 def main(folder: Path) -> None:
@@ -20,6 +33,7 @@ def main(folder: Path) -> None:
     (folder / f"{task}").touch()
     strategy = phalanx.MultiWorkerMirroredStrategy()
     replica = strategy._replica
+    dataset = strategy.experimental_distribute_dataset(Numbers())
     state = phalanx.elastic.State(step=0, total=0.0, resets=0, seen=np.zeros(0, np.int64))
 
     def note() -> None:
@@ -30,17 +44,18 @@ def main(folder: Path) -> None:
 
     @phalanx.elastic.run
     def train(state: phalanx.elastic.State) -> float:
-        while state.step < 40:
-            own = [n for n in range(12) if n % replica.world_size == replica.rank]
-            part = np.array([state.step * 12 + n for n in own], np.float64).sum()
-            if task == 1 and first_life and state.step == 5:
-                os.kill(os.getpid(), signal.SIGKILL)
-            total = strategy.reduce("SUM", np.array(part), axis=None)
-            state.total += float(np.asarray(total))
-            state.step += 1
-            state.commit()
-            if replica.world_size < 3:
-                time.sleep(1.5)  # so that it is not over before the lost one is back
+        while state.step < 5 * STEPS:
+            epoch, done = divmod(state.step, STEPS)
+            for numbers in itertools.islice(map(itemgetter(0), dataset), done, None):
+                part = np.asarray(numbers, np.float64) + epoch * STEPS * BATCH
+                if task == 1 and first_life and state.step == 5:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                total = strategy.reduce("SUM", part.sum(), axis=None)
+                state.total += float(np.asarray(total))
+                state.step += 1
+                state.commit()
+                if replica.world_size < 3:
+                    time.sleep(1.5)  # so that it is not over before the lost one is back
         return state.total
 
     result = train(state)

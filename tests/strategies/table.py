@@ -981,6 +981,25 @@ def apply_gradients_sums_once_through_a_loss_scale(setting: Setting) -> dict[str
     return {}
 
 
+@scenario(plain=False, backends=("tensorflow", "torch"))  # as above
+def error_feedback_follows_the_loss_scale(setting: Setting) -> dict[str, Any]:
+    strategy = phalanx.MultiWorkerMirroredStrategy(compression=phalanx.compression.TopK(0.05))
+    with strategy.scope():
+        variable = keras.Variable(np.zeros((64, 64), "float32"))
+        inner = keras.optimizers.SGD(1.0)
+        optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0, dynamic_growth_steps=2)
+        optimizer.build([variable])
+    rng = np.random.default_rng(setting.rank)
+    total = np.zeros((64, 64), "float32")
+    for step in range(40):  # after 6 of them, the rest is what the compression has kept
+        gradient = rng.normal(size=(64, 64)).astype("float32") * (step < 6)
+        total += host(strategy.reduce("SUM", gradient, axis=None))
+        scaled = tensor(gradient * float(host(optimizer.dynamic_scale.value)))
+        strategy.run(lambda: optimizer.apply([scaled], [variable]))  # noqa: B023
+    np.testing.assert_allclose(host(variable.value), -total, atol=1e-2)  # top-k sends float16
+    return {}
+
+
 BATCH = 12
 
 

@@ -81,7 +81,7 @@ class OptimizerReduction:
         """
         # Local ones first: PyTorch's are reduced in place, and may share memory with those that are not.
         local = {
-            index: None if gradients[index] is None else gradients[index] * self.local_factor
+            index: None if gradients[index] is None else _scaled(gradients[index], self.local_factor)
             for index in self.local_indices(variables)
         }
         reduced = [None if index in local else each for index, each in enumerate(gradients)]
@@ -90,10 +90,17 @@ class OptimizerReduction:
             module = importlib.import_module(f"phalanx.horovod.{_MODULES[keras.backend.backend()]}")
             reduced = module.reduce_gradients(reduced, self.reduction, self.name)
         if self.factor != 1.0:
-            reduced = [None if gradient is None else gradient * self.factor for gradient in reduced]
+            reduced = [None if gradient is None else _scaled(gradient, self.factor) for gradient in reduced]
         for index, gradient in local.items():
             reduced[index] = gradient
         return reduced
+
+
+def _scaled(gradient: Any, factor: float) -> Any:
+    """A gradient, which may be rows of an embedding (`tf.IndexedSlices`), times a factor; in memory of its own."""
+    if hasattr(gradient, "dense_shape"):
+        return type(gradient)(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
 
 
 def DistributedOptimizer(
@@ -303,6 +310,8 @@ class _ReducingOptimizer:
                 variables = known if trainable_variables is None else list(trainable_variables)
                 grads = vars(self)["_hvd_reduction"].reduce(grads, variables)
         except UnsupportedError as error:
+            if keras.backend.backend() != "jax":
+                raise
             raise UnsupportedError(
                 f"A DistributedOptimizer was applied inside a function that JAX compiles. `fit` takes care of that; in "
                 f"a custom loop, reduce the gradients outside. ({error})"

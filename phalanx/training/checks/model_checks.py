@@ -8,12 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
+import numpy as np
 
 from phalanx.arrays.tree import leaves
+from phalanx.collectives.communicator import ReduceOp
 from phalanx.data import LocalBatch
 from phalanx.engines.updater import check_kind
 from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
-from phalanx.keras_compat.model_state import names_in, optimizers
+from phalanx.keras_compat.model_state import names_in, optimizers, state_of_own_layers
+from phalanx.training.replica import Replica
 
 CLIPPING = {"clip_by_global_norm", "clip_by_norm", "clip_by_average_norm", "clip_grad_norm_", "clip_grad_value_"}
 """Functions of TensorFlow, PyTorch and Optax that clip gradients."""
@@ -21,6 +24,24 @@ CLIPPING = {"clip_by_global_norm", "clip_by_norm", "clip_by_average_norm", "clip
 _WORDS_OF_SIZES = ("shape", "size", "broadcast", "dimension", "incompatible")
 
 _SETS_ITS_WEIGHTS = (keras.layers.SpectralNormalization,)
+
+
+def kept_state(variable: Any) -> str:
+    """The error text where a layer keeps something of its samples outside of training."""
+    return (
+        f"The layer state {variable.path!r} changes when the model is evaluated or predicts, by what its batch is. "
+        f"Replicas merge layer state in training alone, so each would keep that of its own samples. Change it only in "
+        f"training: `def call(self, inputs, training=None)`, and `if training: ...assign(...)`."
+    )
+
+
+def check_kept_state(model: Any, replica: Replica) -> None:
+    """Raise UnsupportedError on every rank if a prediction has left other layer state on some ranks."""
+    for variable in state_of_own_layers(model):
+        own = np.asarray(keras.ops.convert_to_numpy(variable), np.float64)
+        low, high = (replica.communicator.all_reduce([own], op)[0] for op in (ReduceOp.MIN, ReduceOp.MAX))
+        if not np.allclose(low, high, rtol=1e-5, atol=1e-6, equal_nan=True):
+            raise UnsupportedError(kept_state(variable))
 
 
 def check_served(model: Any) -> None:

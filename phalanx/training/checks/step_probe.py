@@ -33,6 +33,7 @@ from phalanx.keras_compat import model_state
 from phalanx.keras_compat.metric_uses import MetricUses
 from phalanx.keras_compat.simulated_ranks import simulated_ranks
 from phalanx.keras_compat.trial_conditions import LARGEST_CHANGE, TrialConditions
+from phalanx.training.checks.model_checks import kept_state
 from phalanx.training.program_effects.program_objects import reads_iterators
 from phalanx.training.program_effects.program_state import ProgramState
 from phalanx.training.state_sync import seed_generators, variables_of
@@ -76,7 +77,9 @@ class _Results(NamedTuple):
 
 def is_needed(model: Any, step: str) -> bool:
     """Whether there is anything to find out about `train_step` or `test_step`; the same on all ranks."""
-    return model_state.has_own_code(model) if step == "train_step" else model_state.has_own_steps(model, step)
+    if step == "train_step":
+        return model_state.has_own_code(model)
+    return model_state.has_own_steps(model, step) or bool(model_state.state_of_own_layers(model))
 
 
 def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructure, step: str) -> str:
@@ -147,6 +150,8 @@ class _Trial:
                 found = self._compare(samples, second)
             verdict = found[0].verdict()
             verdict = self._misuse(differs=bool(verdict)) or verdict
+            if self._name == "test_step":
+                verdict = _kept_by_layers(self._model, found[0]) or verdict
             if verdict or found[0].is_finite():
                 break
         # What moved by rounding is elsewhere on the replicas.
@@ -260,7 +265,7 @@ class _Trial:
         apart = {id(generator.state) for generator in seed_generators(model)}
         apart |= {id(variable) for optimizer in model_state.optimizers(model) for variable in optimizer.variables}
         trained = {id(variable) for variable in model.trainable_variables}
-        for variable in variables_of(model) if self._name == "train_step" else ():
+        for variable in variables_of(model) if self._name == "train_step" else model_state.state_of_own_layers(model):
             if id(variable) not in apart:
                 _add(weights if id(variable) in trained else state, variable.path, variable.value)
         for metric in model.metrics:
@@ -287,6 +292,17 @@ class _Trial:
                 if weight is MergeWeight.GRADIENT:
                     found[f"{update}.{number}"] = _array(array)
         return found
+
+
+def _kept_by_layers(model: Any, found: _Comparison) -> str:
+    """The error text if layers keep something of their samples in a test step, after which nothing of it is merged."""
+    for variable in model_state.state_of_own_layers(model):
+        if variable.path not in found.whole.state:
+            continue
+        whole, *parts = (each.state[variable.path] for each in (found.whole, *found.ranks))
+        if not all(np.allclose(part, whole, rtol=1e-5, atol=1e-6) for part in parts):
+            return kept_state(variable)
+    return ""
 
 
 @dataclass(frozen=True)

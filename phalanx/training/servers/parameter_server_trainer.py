@@ -70,14 +70,19 @@ class ParameterServerTrainer:
 
     def fit(self, **arguments: Any) -> Any:
         """Takes `FitArguments`."""
-        model, worker, remote_model = self._model, self._worker, self._remote_model
+        model, worker = self._model, self._worker
         if worker.in_function:
             raise UnsupportedError(
                 "fit() was called inside a function that a ClusterCoordinator has scheduled. It trains with all "
                 "workers at once: call optimizer.apply() there, or fit() in the program itself, on every task."
             )
         model._assert_compile_called("fit")
-        state = FitState(arguments=FitArguments(**arguments))
+        with worker.fitting():
+            return self._fit(FitArguments(**arguments))
+
+    def _fit(self, arguments: FitArguments) -> Any:
+        model, worker, remote_model = self._model, self._worker, self._remote_model
+        state = FitState(arguments=arguments)
         # All workers count alike: by this number their messages of one `fit` meet at the servers.
         fit = worker.next_fit()
         batches = TicketBatches(fit, worker, remote_model.merge)

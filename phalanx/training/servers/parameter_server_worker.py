@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from phalanx.compression import BFloat16, Float16
+from phalanx.errors import UnsupportedError
 from phalanx.parameter_server.client.parameter_client import HEAD, ParameterServerClient
 from phalanx.parameter_server.partitioners import Partitioner
 from phalanx.parameter_server.server_messages import BeginSession, Broadcast, FitOver, RequestBroadcast, UpdateRules
@@ -53,8 +56,8 @@ class ParameterServerWorker:
     in_function: bool = False
     calls: ReplicaCalls | None = None
     # The numbers of the last `fit` and of the last managed session, equal on all workers because all run the same
-    # program.
-    _last: dict[str, int] = field(default_factory=lambda: {"fit": -1, "session": -1})
+    # program; and how many calls of `fit` run, one at most.
+    _last: dict[str, int] = field(default_factory=lambda: {"fit": -1, "session": -1, "running": 0})
     # On the chief, by subject: what a head that comes back must have again.
     _broadcasts: dict[str, tuple[Broadcast, list[Array]]] = field(default_factory=dict)
 
@@ -68,6 +71,24 @@ class ParameterServerWorker:
     @property
     def is_chief(self) -> bool:
         return self.number == 0
+
+    @contextmanager
+    def fitting(self) -> Iterator[None]:
+        """While inside, a `fit` of the program runs.
+
+        Raises: UnsupportedError on entry if one runs already: the servers would give up the first one's schedule.
+        """
+        if self._last["running"]:
+            raise UnsupportedError(
+                "fit() was called while another fit() trains on the parameter servers, one model at a time. "
+                "Call it after that one has returned; or create the inner model outside of strategy.scope(): Keras "
+                "then trains it on each worker by itself."
+            )
+        self._last["running"] = 1
+        try:
+            yield
+        finally:
+            self._last["running"] = 0
 
     def next_fit(self) -> int:
         """Numbers the calls of `fit` in the program, equally on all workers."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 
 from phalanx.collectives.communicator import ReduceOp
@@ -360,9 +361,14 @@ class GradientMerge:
         self._merge = None if compression is None else StepMerge(replica, compression)
         self._generation = replica.generation
 
-    def of(self, variables: Sequence[Any]) -> Callable[[Sequence[Array]], list[Array]]:
-        """What sums gradients of these variables. All ranks must call it, with those of the same variables, in the same
-        order."""
+    def of(self, variables: Sequence[Any], scale: Any = None) -> Callable[[Sequence[Array]], list[Array]]:
+        """A function that sums gradients of these variables. All ranks must call it, with those of the same variables,
+        in the same order.
+
+        Args:
+            variables: the weights.
+            scale: the variable by which the loss is multiplied at the time of the call; None if it is not.
+        """
 
         def merge(gradients: Sequence[Array]) -> list[Array]:
             if self._merge is None:
@@ -371,6 +377,8 @@ class GradientMerge:
             if self._generation != self._replica.generation:
                 self._generation = self._replica.generation
                 self._merge.forget_compression()
+            # What is left of earlier gradients is kept in the unit of the loss.
+            self._merge.unit = 1.0 if scale is None else float(keras.ops.convert_to_numpy(scale))
             layout = StepLayout.of(gradients, [MergeWeight.GRADIENT] * len(gradients), variables)
             return [np.array(array) for array in layout.cut(self._merge(layout, gradients, 1.0))]
 

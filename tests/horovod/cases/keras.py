@@ -469,6 +469,21 @@ def check_a_fit_is_taken_up_in_the_middle_of_an_epoch() -> None:
         assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 12
 
 
+def check_a_local_embedding_trains_by_itself() -> None:
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = keras.Sequential(
+        [keras.Input((5,), dtype="int32"), layers.Embedding(12, 4), layers.Flatten(), layers.Dense(1)]
+    )
+    optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=model.layers[0])
+    model.compile(optimizer, "mse")
+    words = np.random.default_rng(hvd.rank()).integers(0, 12, (8, 5))
+    model.fit(words, words.sum(1, keepdims=True), batch_size=4, verbose=0)
+    table, *others = (hvd.allgather_object(w.tolist()) for w in model.get_weights())
+    assert table[0] != table[-1]
+    assert all(each == other[0] for other in others for each in other)
+
+
 def check_gradients_of_local_layers_are_not_merged() -> None:
     for options in ({}, {"backward_passes_per_step": 2, "average_aggregated_gradients": True}):
         model = _model(keras.optimizers.SGD(0.1))

@@ -400,6 +400,51 @@ def layer_that_keeps_a_sum(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, build))
 
 
+class Centered(layers.Layer):
+    """Subtracts a moving mean of its inputs, which it also updates when the model is evaluated."""
+
+    def build(self, shape: Any) -> None:
+        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        before = ops.stop_gradient(ops.copy(self.mean))
+        self.mean.assign(0.9 * self.mean + 0.1 * ops.mean(x, axis=0))
+        return x - before
+
+
+def _centering() -> Any:
+    return keras.Sequential([keras.Input((FEATURES,)), Centered(), layers.Dense(CLASSES, activation="softmax")])
+
+
+KEEPS = "changes when the model is evaluated or predicts"
+
+
+@scenario(plain=False, error=dict.fromkeys(BACKENDS, ("UnsupportedError", KEEPS)))
+def layer_that_learns_in_evaluation(setting: Setting) -> dict[str, Any]:
+    return {"loss": compiled(setting, _centering).evaluate(features(), labels(), verbose=0)}
+
+
+@scenario(plain=False, error=dict.fromkeys(BACKENDS, ("UnsupportedError", KEEPS)), quick=ONE_BACKEND)
+def layer_that_learns_in_prediction(setting: Setting) -> dict[str, Any]:
+    return {"outputs": compiled(setting, _centering).predict(features(), verbose=0)}
+
+
+@scenario()
+def layer_that_counts_its_calls(setting: Setting) -> dict[str, Any]:
+    class Counted(layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+        def call(self, x: Any) -> Any:
+            self.calls.assign_add(1.0)
+            return x / (1.0 + 0.01 * ops.stop_gradient(self.calls))
+
+    def build() -> Any:
+        return keras.Sequential([keras.Input((FEATURES,)), Counted(), layers.Dense(CLASSES, activation="softmax")])
+
+    return fitted(compiled(setting, build))
+
+
 def _synchronized(**options: Any) -> Any:
     """Plain Keras knows the argument on TensorFlow alone."""
     return layers.BatchNormalization(synchronized=phalanx.has_strategy(), **options)
