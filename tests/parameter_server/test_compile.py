@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import keras
 import pytest
@@ -59,3 +60,11 @@ def test_what_servers_cannot_train_is_refused_at_compile(make: Callable[[], kera
     set_untracked(served, **{model_dispatch._OWNER: model_dispatch.ModelOwner(worker)})
     with pytest.raises(UnsupportedError, match=message):
         dispatcher.register_model(served)
+
+
+def test_a_fit_inside_of_another_one_is_refused() -> None:
+    """The servers would give up the outer one's schedule."""
+    worker = ParameterServerWorker(Mock(), 0, 2, Mock(), None, None, "")
+    for _ in range(2):
+        with worker.fitting(), pytest.raises(UnsupportedError, match="one model at a time"), worker.fitting():
+            pass
