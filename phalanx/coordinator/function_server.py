@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
-
-import numpy as np
 
 from phalanx.coordinator import function_effects
 from phalanx.coordinator.accepted_workers import PURPOSE
@@ -33,6 +30,7 @@ from phalanx.engines import make_tensors
 from phalanx.engines.random_state import draw_own_numbers, hash_of, random_state
 from phalanx.errors import LinkTimeoutError, PeerLostError, PhalanxError
 from phalanx.runtime import function_call as calls
+from phalanx.training.program_effects import program_random_state
 from phalanx.training.scope_registry import ScopedName
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 from phalanx.training.servers.remote_variables import to_host
@@ -108,7 +106,8 @@ class FunctionServer:
         self._worker.in_function = True
         draw_own_seeds((layer for _, layer in self._worker.made.layers()), self._worker.number)
         draw_own_numbers(random_state(), self._worker.number)
-        _draw_own_host_numbers(self._worker.number)
+        # The program's generators have the chief's state on all tasks until here.
+        program_random_state.seed([hash_of(self._worker.number, each) for each in program_random_state.digests()])
         ChiefSession(self._me, PURPOSE, self, self._worker.client.is_job_over).run()
 
     # An OrderHandler.
@@ -228,13 +227,6 @@ class FunctionServer:
             ended.__cause__ = error
             return ended
         return error
-
-
-def _draw_own_host_numbers(number: int) -> None:
-    """Give Python's and NumPy's generators, which all tasks have in the chief's state, one of this worker's own."""
-    own = hash_of(number, *np.random.randint(2**31, size=4).tolist())
-    random.seed(own)
-    np.random.seed(own % 2**32)
 
 
 def draw_own_seeds(layers: Iterable[Any], number: int) -> None:

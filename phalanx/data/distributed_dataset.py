@@ -126,27 +126,18 @@ class DistributedDataset:
 
     def _begin(self) -> Iterator[Any]:
         """The elements of the next epoch, of NumPy arrays."""
-        if self._members is not None:
-            self._epochs = self._members.chiefs(self._epochs)  # one that joins has iterated less often
-            self._part = self._members.part()
+        members = self._members
+        if members is not None:
+            self._epochs = members.chiefs(self._epochs)  # one that joins has iterated less often
+            self._part = members.part()
             self._sharded.regroup(*self._part)
         epoch = self._epochs
         self._epochs += 1
-        shares = self._of_one_generation(self._sharded.shares(epoch))
+        shares = self._sharded.shares(epoch)
+        if members is not None:
+            shares = _of_one_generation(shares, members, self._part)
         alone = self._any_rank is None or self._part[1] == 1
         return map(_arrays, shares if alone else self._jointly(shares))
-
-    def _of_one_generation(self, shares: Iterator[LocalShare]) -> Iterator[LocalShare]:
-        """The shares, as long as this rank has the part of each batch with which their iteration began."""
-        began = self._part
-        for share in shares:
-            if self._members is not None and self._members.part() != began:
-                raise UnsupportedError(
-                    "The members of the job have changed since this iterator of a distributed dataset began, and it "
-                    "still divides batches among the former ones. Begin it inside the function of phalanx.elastic.run, "
-                    "which is called again after each change: `for batch in dataset`."
-                )
-            yield share
 
     def _converted(self, element: Any) -> Any:
         return element if self._convert is None else map_leaves(self._convert, element)
@@ -200,6 +191,18 @@ class DistributedDataset:
     def explain(self) -> str:
         """What each rank reads and why."""
         return self._sharded.description.explain()
+
+
+def _of_one_generation(shares: Iterator[LocalShare], members: Members, began: tuple[int, int]) -> Iterator[LocalShare]:
+    """The shares, as long as this rank has the part of each batch with which their iteration began."""
+    for share in shares:
+        if members.part() != began:
+            raise UnsupportedError(
+                "The members of the job have changed since this iterator of a distributed dataset began, and it still "
+                "divides batches among the former ones. Begin it inside the function of phalanx.elastic.run, which is "
+                "called again after each change: `for batch in dataset`."
+            )
+        yield share
 
 
 def _arrays(share: LocalShare) -> Any:

@@ -370,13 +370,10 @@ class Strategy:
         # A process that waits to join has no part yet; what it makes meanwhile gets one when it is iterated.
         return self.rank, max(self._replica.world_size, self.rank + 1)
 
-    def _chiefs(self, number: int) -> int:
-        return int.from_bytes(self._replica.communicator.broadcast_bytes(number.to_bytes(8)))
-
     def _input_arguments(self) -> dict[str, Any]:
         # Drawn on all replicas, so that the program's random numbers stay the same, and the chief's is used.
         own = int(np.random.randint(2**31 - 1))
-        seed = self._replica.run_recorded(lambda: self._chiefs(own).to_bytes(8))
+        seed = self._replica.run_recorded(lambda: self._replica.communicator.broadcast_bytes(own.to_bytes(8)))
         rank, world_size = self._part()
         return {
             "rank": rank,
@@ -385,7 +382,9 @@ class Strategy:
             "kind": self._tensors.distributed_dataset,
             "convert": self._tensors.from_host if self.placement is None else partial(put_on_mesh, self.placement),
             "any_rank": self._replica.any,
-            "members": None if self._replica.elastic is None else Members(self._part, self._chiefs),
+            "members": None
+            if self._replica.elastic is None
+            else Members(self._part, self._replica.broadcast_from_chief),
         }
 
 

@@ -37,9 +37,12 @@ def kept_state(variable: Any) -> str:
 
 def check_kept_state(model: Any, replica: Replica) -> None:
     """Raise UnsupportedError on every rank if a prediction has left other layer state on some ranks."""
-    for variable in state_of_own_layers(model):
-        own = np.asarray(keras.ops.convert_to_numpy(variable), np.float64)
-        low, high = (replica.communicator.all_reduce([own], op)[0] for op in (ReduceOp.MIN, ReduceOp.MAX))
+    variables = state_of_own_layers(model)
+    if not variables:
+        return
+    own = [np.asarray(keras.ops.convert_to_numpy(variable), np.float64) for variable in variables]
+    lows, highs = (replica.communicator.all_reduce(own, op) for op in (ReduceOp.MIN, ReduceOp.MAX))
+    for variable, low, high in zip(variables, lows, highs, strict=True):
         if not np.allclose(low, high, rtol=1e-5, atol=1e-6, equal_nan=True):
             raise UnsupportedError(kept_state(variable))
 
