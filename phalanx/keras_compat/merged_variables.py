@@ -53,6 +53,11 @@ class ReplicaParts(Protocol):
         """Whether the code that runs now sees the job's values and not this replica's."""
         ...
 
+    def check_lone_read(self, name: str) -> None:
+        """Before this replica's part of a variable is read. Raises: UnsupportedError in a callback of the chief, which
+        would take it for the whole."""
+        ...
+
     def merges_writes(self) -> bool:
         """Whether what the code that runs now assigns may differ between replicas."""
         ...
@@ -152,10 +157,13 @@ class _MergedOnRead(MergedOnRead):
     @property
     def value(self) -> Any:
         self._phalanx_divide()
-        own = super().value  # type: ignore[misc]
-        if not self._phalanx_divided or in_stateless_scope() or not self._phalanx_parts.merges_reads():
+        own, parts = super().value, self._phalanx_parts  # type: ignore[misc]
+        if not self._phalanx_divided or in_stateless_scope():
             return own
-        return self._phalanx_parts.merge(own, self.aggregation)  # type: ignore[attr-defined]
+        if parts.merges_reads():
+            return parts.merge(own, self.aggregation)  # type: ignore[attr-defined]
+        parts.check_lone_read(self.path)  # type: ignore[attr-defined]
+        return own
 
     def _direct_assign(self, value: Any) -> None:
         self._phalanx_divide()

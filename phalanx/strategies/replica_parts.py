@@ -12,12 +12,13 @@ import numpy as np
 
 from phalanx.collectives.communicator import Array
 from phalanx.engines.tensors import same_shape
-from phalanx.errors import ConfigurationError
+from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.keras_compat import step_collectives
 from phalanx.keras_compat.merged_variables import merge_variable
 from phalanx.keras_compat.trainer_hook import is_applying
 from phalanx.runtime import progress
 from phalanx.strategies import replica_context
+from phalanx.training.chief_callbacks import hook_ranks
 
 if TYPE_CHECKING:
     from phalanx.strategies.strategy import Strategy
@@ -79,9 +80,18 @@ class StrategyParts:
         return step_collectives.current() is not None and not self.is_in_run()
 
     def merges_reads(self) -> bool:
-        # `fit` and the like merge metrics themselves.
-        # Otherwise a read that one replica alone makes, in a callback of the chief, would wait for the others.
-        return replica_context.reads_jobs_values() and self._strategy._replica.calling_thread is None
+        # `fit` and the like merge metrics themselves, and the callbacks that all replicas run are not a part of them.
+        is_outside = self._strategy._replica.calling_thread is None or hook_ranks() == "all"
+        return replica_context.reads_jobs_values() and is_outside
+
+    def check_lone_read(self, name: str) -> None:
+        if replica_context.reads_jobs_values() and hook_ranks() == "chief":
+            raise UnsupportedError(
+                f"{name} holds this replica's part of what strategy.run has counted, and a callback that the chief "
+                f"alone runs reads it, where the other replicas do not add theirs. Read it in a callback that all "
+                f"replicas run, which is any keras.callbacks.Callback that is not wrapped in OnChief, and let the "
+                f"chief's callback use the result."
+            )
 
     def merges_writes(self) -> bool:
         return self.is_in_run() and not is_applying()

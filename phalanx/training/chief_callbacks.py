@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import keras
 from keras.callbacks import CallbackList
@@ -46,6 +46,11 @@ def runs_on_this_rank_only() -> bool:
     return getattr(_thread, "is_rank_local", False)
 
 
+def hook_ranks() -> Literal["chief", "all"] | None:
+    """Which ranks run the callback's hook that this thread is inside of; None outside of hooks."""
+    return getattr(_thread, "hook_ranks", None)
+
+
 @contextmanager
 def on_this_rank_only() -> Iterator[None]:
     """While inside, callbacks evaluate and predict on this rank only."""
@@ -57,21 +62,43 @@ def on_this_rank_only() -> Iterator[None]:
         _thread.is_rank_local = before
 
 
-def isolate_chief_hooks(callbacks: CallbackList, undo: ExitStack) -> None:
-    """Run the hooks of user callbacks that run on the chief alone inside `on_this_rank_only`: they may evaluate or
-    predict, and the other ranks do not call these methods then. As before once `undo` is closed."""
+@contextmanager
+def outside_of_hooks() -> Iterator[None]:
+    """While inside, this thread's code is not a hook's, such as that of an `evaluate` which a hook calls."""
+    with _in_hook(None):
+        yield
+
+
+@contextmanager
+def _in_hook(ranks: Literal["chief", "all"] | None) -> Iterator[None]:
+    before, _thread.hook_ranks = hook_ranks(), ranks
+    try:
+        yield
+    finally:
+        _thread.hook_ranks = before
+
+
+def announce_hooks(callbacks: CallbackList, undo: ExitStack) -> None:
+    """Let `hook_ranks` know when hooks of user callbacks run, until `undo` is closed. Those that run on the chief alone
+    run inside `on_this_rank_only`: they may evaluate or predict, and the other ranks do not call these methods then."""
     for callback in callbacks.callbacks:
         kind = type(callback)
-        if not runs_on_chief(callback) or kind in CHIEF_ONLY or issubclass(kind, ChiefCallback):
+        if kind in CHIEF_ONLY or isinstance(callback, ChiefCallback):
             continue
+        run = _run_on_chief if runs_on_chief(callback) else _run_on_all
         hooks = [name for name in vars(keras.callbacks.Callback) if name.startswith("on_")]
-        own = [name for name in hooks if name not in vars(callback) and overrides_hook(callback, name)]
-        isolated = {name: partial(_run_on_this_rank_only, getattr(callback, name)) for name in own}
-        undo.enter_context(overridden_methods(callback, **isolated))
+        own = {name: getattr(callback, name) for name in hooks if overrides_hook(callback, name)}
+        undo.enter_context(overridden_methods(callback, **{name: partial(run, hook) for name, hook in own.items()}))
 
 
-def _run_on_this_rank_only(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with on_this_rank_only():
+def _run_on_chief(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with on_this_rank_only(), _in_hook("chief"):
+        return hook(*args, **kwargs)
+
+
+def _run_on_all(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # A process that joins catches up with hooks that the others have run.
+    with _in_hook(None if runs_on_this_rank_only() else "all"):
         return hook(*args, **kwargs)
 
 

@@ -265,7 +265,7 @@ def build_fit_callbacks(replica_model: ReplicaModel, state: ReplicaFitState, cal
     built = replica_model.build_callbacks(
         callbacks, arguments.verbose, epochs=arguments.epochs, steps=state.source.num_batches, add_history=True
     )
-    chief_callbacks.isolate_chief_hooks(built, state.undo)
+    chief_callbacks.announce_hooks(built, state.undo)
     state.use_callbacks(built)
     saver_claims.claim_paths(built, state.undo, lambda: replica_model.replica.generation)
 

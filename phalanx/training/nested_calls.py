@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from phalanx.data.rank_local_reads import rank_local_data
 from phalanx.errors import UnsupportedError
+from phalanx.training.chief_callbacks import outside_of_hooks
 from phalanx.training.replica import Replica
 
 
@@ -34,6 +35,7 @@ def in_method(replica: Replica, name: str) -> Iterator[None]:
         )
     replica.calling_thread = thread
     try:
-        yield
+        with outside_of_hooks():
+            yield
     finally:
         replica.calling_thread = former

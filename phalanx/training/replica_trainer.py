@@ -21,6 +21,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.keras_internals import class_weight_to_sample_weights, pythonify_logs
 from phalanx.monitoring import timeline
 from phalanx.training import callback_hooks
+from phalanx.training.checks.model_checks import explaining_parts
 from phalanx.training.checks.step_examination import examine_fit
 from phalanx.training.evaluation import evaluate_batch, evaluate_on_replicas
 from phalanx.training.fit_arguments import FitArguments
@@ -157,7 +158,7 @@ class ReplicaTrainer:
             sample_weight = class_weight_to_sample_weights(y, class_weight)
         batch = _only(self._batches_of_one("train_on_batch", x, y, sample_weight))
         self._reset_metrics_of_a_single_batch()
-        with self._running_engine() as engine:
+        with self._running_engine(batch) as engine:
             stepper = self._replica_model.stepper_of_single_batches()
             stepper.begin(watched=True)
             timeline.current.enter("forward/backward")
@@ -169,7 +170,7 @@ class ReplicaTrainer:
         self._model._assert_compile_called("test_on_batch")
         batch = _only(self._batches_of_one("test_on_batch", x, y, sample_weight))
         self._reset_metrics_of_a_single_batch()
-        with self._running_engine() as engine:
+        with self._running_engine(batch) as engine:
             timeline.current.enter("forward")
             start = engine.metric_rules.values()
             logs = evaluate_batch(self._replica_model, batch, start, merges=True)
@@ -180,7 +181,7 @@ class ReplicaTrainer:
         batches = self._batches_of_one("predict_on_batch", x)
         outputs = LocalOutputs.of(batches, self._replica_model)
         batch = _only(batches)
-        with self._running_engine():
+        with self._running_engine(batch):
             counts = LayerCounts(self._replica_model, outputs)
             with counts.of(batch):
                 outputs.add(local_outputs(self._replica_model, batch, ElementStructure.ALONE), batch)
@@ -214,11 +215,12 @@ class ReplicaTrainer:
         return self._replica_model.single_batch(method, x, y, sample_weight)
 
     @contextmanager
-    def _running_engine(self) -> Iterator[Engine]:
+    def _running_engine(self, batch: JointBatch) -> Iterator[Engine]:
         engine = self._replica_model.engine
         engine.begin()
         try:
-            yield engine
+            with explaining_parts(batch.data, self._replica.world_size):
+                yield engine
         finally:
             engine.end()
             timeline.current.leave()

@@ -9,6 +9,8 @@ import numpy as np
 from keras import layers, ops
 
 import phalanx
+from phalanx.callbacks import OnChief
+from phalanx.errors import UnsupportedError
 from tests.training.scenarios.common import (
     CLASSES,
     FEATURES,
@@ -213,3 +215,51 @@ def greatest_values_of_all_replicas(setting: Setting) -> dict[str, Any]:
         return keras.Sequential([keras.Input((FEATURES,)), Greatest(), layers.Dense(CLASSES)])
 
     return fitted(compiled(setting, build), np.abs(features()), labels())
+
+
+class CountedInRun(keras.callbacks.Callback):
+    """At the end of each epoch, sums all rows by `strategy.run`, of which each replica counts its own."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self._setting, self.sums = setting, []
+        with setting.scope():
+            self._metric = keras.metrics.Sum()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        setting, metric, rows = self._setting, self._metric, features(9, seed=epoch)
+        metric.reset_state()
+        if setting.alone:
+            metric.update_state(rows)
+        else:
+            setting.strategy.run(metric.update_state, args=(rows[setting.rank :: setting.world_size],))
+        self.sums.append(float(metric.result()))
+
+
+@scenario(quick=BACKENDS)
+def a_metric_counted_in_a_callback(setting: Setting) -> dict[str, Any]:
+    counted = CountedInRun(setting)
+    found = fitted(compiled(setting, metrics=["accuracy"]), callbacks=[counted], epochs=3)
+    return found | {"sums": counted.sums}
+
+
+class ReadOnChief(keras.callbacks.Callback):
+    def __init__(self, metric: Any) -> None:
+        super().__init__()
+        self._metric, self.problem = metric, ""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        try:
+            self._metric.result()
+        except UnsupportedError as error:
+            self.problem = str(error)
+
+
+@scenario(quick=ONE_BACKEND)
+def a_metric_read_by_the_chief_alone(setting: Setting) -> dict[str, Any]:
+    counted = CountedInRun(setting)
+    read = ReadOnChief(counted._metric)
+    found = fitted(compiled(setting), callbacks=[counted, OnChief(read)])
+    if not setting.alone and setting.rank == 0:
+        assert "what strategy.run has counted" in read.problem
+    return found | {"sums": counted.sums}
