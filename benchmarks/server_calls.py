@@ -262,8 +262,8 @@ def _optimizer(name: str) -> tuple[str, tuple[tuple[int, str], ...], list[Any]]:
         return "", (), []
     import keras
 
-    from phalanx.keras_compat.object_config import config_json_of
-    from phalanx.keras_compat.optimizer_slots import build_noting_slots
+    from phalanx.keras_compat.copies.object_config import config_json_of
+    from phalanx.keras_compat.variables.optimizer_slots import build_noting_slots
 
     adam = keras.optimizers.Adam()
     slots = build_noting_slots(adam, [keras.Variable(np.zeros(shape, np.float32)) for shape in SHAPES])

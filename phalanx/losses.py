@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from phalanx.keras_compat.global_losses import over_global_batch
+from phalanx.keras_compat.global_batch.global_losses import over_global_batch
 
 
 @keras.saving.register_keras_serializable(package="phalanx")

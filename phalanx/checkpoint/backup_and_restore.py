@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from phalanx.keras_compat.callback_bases import flatten_callbacks
-from phalanx.keras_compat.remote_files import exists, read_text
+from phalanx.keras_compat.saving.remote_files import exists, read_text
 
 
 def saves_mid_epoch(callbacks: Any) -> bool:

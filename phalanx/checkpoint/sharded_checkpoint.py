@@ -33,7 +33,7 @@ from phalanx.checkpoint.checkpoint_directory import StoredCheckpoint, remove_par
 from phalanx.checkpoint.checkpoint_series import CheckpointSeries
 from phalanx.checkpoint.step_names import check_keep, names_by_step
 from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
-from phalanx.keras_compat.weight_entries import load_weight_entries, weight_entries
+from phalanx.keras_compat.saving.weight_entry_names import load_weight_entries, weight_entries
 from phalanx.monitoring import timeline
 from phalanx.monitoring.worker_figures import SavedCheckpoint
 from phalanx.runtime import telemetry

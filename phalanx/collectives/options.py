@@ -7,12 +7,8 @@ import numbers
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.config.environment_variables import DEFAULT_TIMEOUT_S
 from phalanx.errors import ConfigurationError
-
-DEFAULT_TIMEOUT_S = 600.0
-"""Seconds a rank waits for the others in one collective. Long, because another rank may be compiling its model, writing
-a checkpoint or evaluating. A *dead* rank is noticed at once, whatever the timeout."""
-
 
 MICRO_BATCHES = 24
 """A multiple of 1, 2, 3, 4, 6 and 8: so many workers have equally many micro-batches each."""

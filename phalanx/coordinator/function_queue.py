@@ -21,7 +21,7 @@ FunctionId = int
 
 PIPELINE = 2
 """Functions that a worker has at a time: one that runs and one that is queued there, so that the worker never idles."""
-MAX_LOSSES = 5
+MAX_LOST_WORKERS = 5
 """After so many lost workers, the function that they ran is assumed to be the cause."""
 
 
@@ -108,7 +108,7 @@ class FunctionQueue:
         if presence.sent:
             # Workers run what they have in order, so only the first can have cost this one.
             self._unfinished[presence.sent[0]].losses += 1
-        given_up = [f for f in presence.sent if self.failing or self._unfinished[f].losses >= MAX_LOSSES]
+        given_up = [f for f in presence.sent if self.failing or self._unfinished[f].losses >= MAX_LOST_WORKERS]
         self._waiting[:0] = [function for function in presence.sent if function not in given_up]
         self._waiting.sort()  # by number: the order in which the program scheduled them
         for function in given_up:

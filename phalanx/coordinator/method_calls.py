@@ -10,13 +10,13 @@ from typing import Any
 
 from phalanx.coordinator.accepted_workers import METHOD, SERVER_PURPOSE
 from phalanx.coordinator.coordinator_messages import CallMethod, Serve
-from phalanx.coordinator.definitions import OutgoingDefinitions
 from phalanx.coordinator.dispatcher import Dispatcher
+from phalanx.coordinator.scope_definitions import OutgoingDefinitions
 from phalanx.coordinator.worker_connection import Message
 from phalanx.coordinator.worker_server import MethodState, WorkerSettings
 from phalanx.engines.tensors import Tensors
-from phalanx.keras_compat.model_copies import record_construction
-from phalanx.keras_compat.object_names import name_counters
+from phalanx.keras_compat.copies.model_copies import record_construction
+from phalanx.keras_compat.copies.object_names import name_counters
 from phalanx.runtime.pickling import dumps_referring, refusing
 from phalanx.training.call_pickling import A_CALL_TAKES, of_call
 from phalanx.training.program_effects.program_random_state import random_state

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.coordinator.function_queue import MAX_LOSSES, FunctionQueue
+from phalanx.coordinator.function_queue import MAX_LOST_WORKERS, FunctionQueue
 from phalanx.coordinator.remote_values import RemoteValue
 from phalanx.errors import PeerLostError
 
@@ -84,8 +84,8 @@ class ScheduledCalls:
                 self._cancel([number])
                 continue
             error = PeerLostError(
-                f"Gave up on a function: {MAX_LOSSES} workers were lost while they ran it, {worker} last. Look at "
-                f"the end of their output for the cause.",
+                f"Gave up on a function: {MAX_LOST_WORKERS} workers were lost while they ran it, {worker} last. Look "
+                f"at the end of their output for the cause.",
                 rank=-1,
                 task=worker,
                 host="",

@@ -17,12 +17,12 @@ from phalanx.compression import BFloat16, Float16
 from phalanx.coordinator.accepted_workers import SERVER_PURPOSE
 from phalanx.coordinator.chief_session import ChiefSession, Reply
 from phalanx.coordinator.coordinator_messages import CallMethod, Define, Order, Serve, WorkerFailed
-from phalanx.coordinator.definitions import NAMELESS, Definition, parts_of, state_of, trained_by_servers
 from phalanx.coordinator.function_pickling import unpack
 from phalanx.coordinator.function_server import FunctionServer, draw_own_seeds
+from phalanx.coordinator.scope_definitions import NAMELESS, Definition, parts_of, state_of, trained_by_servers
 from phalanx.engines.random_state import draw_own_numbers, random_state
-from phalanx.keras_compat.model_copies import LayerCopy
-from phalanx.keras_compat.object_names import set_name_counters, set_path
+from phalanx.keras_compat.copies.model_copies import LayerCopy
+from phalanx.keras_compat.copies.object_names import set_name_counters, set_path
 from phalanx.parameter_server.partitioners import Partitioner
 from phalanx.parameter_server.server_messages import UpdateRules
 from phalanx.runtime import function_call

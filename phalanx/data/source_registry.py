@@ -1,6 +1,8 @@
 """Every kind of input that a model takes, and the module that reads it.
 
-To add a kind, write a module with `make_source(request)` and add a line to `SOURCE_KINDS`.
+To add a kind of dataset, write a module with `make_source(request)` and add a line to `SOURCE_KINDS`. What is in memory
+and is indexed by rows (arrays, tensors, data frames) is none of these: see `array_source` and
+`keras_compat/data_adapters`.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ from phalanx.cluster import membership_messages as messages
 from phalanx.cluster.spec import CHIEF
 from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.elastic.entry_results import EntryLog
-from phalanx.elastic.evictions import EvictionPolicy
 from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits, MemberTable
 from phalanx.elastic.network_partitions import ConnectionFailures
+from phalanx.elastic.stuck_members import EvictionPolicy
 from phalanx.errors import PeerLostError, PhalanxError, RendezvousError
 
 Send = Callable[[str, messages.FromCoordinator], None]

@@ -21,7 +21,7 @@ from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.metric_rules import MetricRules
 from phalanx.engines.step_layout import StepLayout
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.log_origins import LogOrigins
+from phalanx.keras_compat.observation.log_origins import LogOrigins
 
 Array = np.ndarray[Any, Any]
 Batch = tuple[Any, Any, Any]

@@ -1,5 +1,5 @@
 """Collectives in the middle of a step, on every backend: what losses and layers need of the other ranks before they can
-go on (`phalanx.keras_compat.step_collectives`)."""
+go on (`phalanx.keras_compat.global_batch.step_collectives`)."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.arrays import allocation
-from phalanx.keras_compat.global_gradients import is_overwritten
+from phalanx.keras_compat.global_batch.global_gradients import is_overwritten
 
 Array = np.ndarray[Any, Any]
 

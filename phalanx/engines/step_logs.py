@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.keras_compat.log_origins import LogOrigins
 from phalanx.keras_compat.model_state import flat_logs
+from phalanx.keras_compat.observation.log_origins import LogOrigins
 
 
 def silent_metrics(model: Any, merged: Sequence[Any]) -> frozenset[str]:

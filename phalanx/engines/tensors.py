@@ -11,8 +11,8 @@ import numpy as np
 
 from phalanx.data import DistributedDataset
 from phalanx.engines.engine import GradientRows
-from phalanx.keras_compat.merged_variables import ReplicaParts
-from phalanx.keras_compat.tensorflow_replica_count import Contexts
+from phalanx.keras_compat.global_batch.tensorflow_replica_count import Contexts
+from phalanx.keras_compat.variables.merged_variables import ReplicaParts
 
 Array = np.ndarray[Any, Any]
 HostFunction = Callable[[list[Array]], list[Array]]

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from phalanx.errors import ConfigurationError, UnsupportedError
-from phalanx.keras_compat.optimizer_slots import OptimizerSlot, build_noting_slots, set_decaying
+from phalanx.keras_compat.variables.optimizer_slots import OptimizerSlot, build_noting_slots, set_decaying
 
 Array = np.ndarray[Any, Any]
 

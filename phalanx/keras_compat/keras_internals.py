@@ -1,4 +1,4 @@
-"""Functions and classes of Keras that have no public name, used as they are.
+"""Functions and classes of Keras that have no public name, used as they are; those that a patch needs are beside it.
 
 Tested with Keras 3.12 and 3.15. `tests/keras_compat/contract.py` checks that each exists and behaves as expected.
 """
@@ -10,7 +10,7 @@ import io
 from typing import Any
 
 import keras
-from keras.src.backend import compute_output_spec
+from keras.src.backend import compute_output_spec, get_keras_mask, set_keras_mask
 from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
@@ -27,6 +27,7 @@ __all__ = [
     "MonitorCallback",
     "class_weight_to_sample_weights",
     "compute_output_spec",
+    "get_keras_mask",
     "global_seed_generator",
     "in_stateless_scope",
     "in_symbolic_scope",
@@ -34,6 +35,7 @@ __all__ = [
     "print_msg",
     "pythonify_logs",
     "serialize_weights",
+    "set_keras_mask",
     "train_validation_split",
 ]
 

@@ -32,13 +32,13 @@ from typing import Any, Protocol
 
 import keras
 
-from phalanx.keras_compat import mirrored_logs, remote_files
-from phalanx.keras_compat.added_losses import forgetting_former_losses
-from phalanx.keras_compat.global_batch_norm import accepting_synchronized, synchronizing
+from phalanx.keras_compat.global_batch.added_losses import forgetting_former_losses
+from phalanx.keras_compat.global_batch.global_batch_norm import accepting_synchronized, synchronizing
+from phalanx.keras_compat.global_batch.optimizer_applies import stray_merge
 from phalanx.keras_compat.keras_internals import keras_trainer
-from phalanx.keras_compat.merged_variables import registering
-from phalanx.keras_compat.optimizer_applies import stray_merge
 from phalanx.keras_compat.patching import Patches, defining_class
+from phalanx.keras_compat.saving import mirrored_logs, remote_files
+from phalanx.keras_compat.variables.merged_variables import registering
 
 DISPATCHED = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 SAVED_SUFFIXES = {"save": (".keras", ".h5", ".hdf5"), "save_weights": (".weights.h5",)}

@@ -6,6 +6,7 @@ import msgspec
 
 from phalanx.monitoring.worker_figures import TaskReport
 from phalanx.runtime.crash_report import CrashReport
+from phalanx.transport.dead_peers import SILENT_HOST_S
 
 STOPPED = "T"
 """The kernel's letter for a process that was stopped by a signal."""
@@ -101,7 +102,7 @@ Event = Output | Started | Exited | CheckpointBeforeExit | WorkerReport
 
 KEEP_ALIVE_S = 5.0
 """How often the launcher shows an agent that it is there."""
-SILENCE_S = 25.0
+SILENCE_S = SILENT_HOST_S
 """Without a command for so long, the launcher or the network is down. As long as a link takes to find a silent host."""
 
 

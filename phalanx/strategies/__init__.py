@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from phalanx.keras_compat.step_collectives import LONE
+from phalanx.keras_compat.global_batch.step_collectives import LONE
 from phalanx.strategies import replica_context
 from phalanx.strategies.central_storage_strategy import CentralStorageStrategy
 from phalanx.strategies.cluster_server import Server

@@ -18,13 +18,13 @@ from phalanx.config.environment import process_environment
 from phalanx.config.environment_variables import JOB_ID, LOCAL_REPLICAS
 from phalanx.config.job_config import JobConfig
 from phalanx.devices.gpu_assignment import same_device
+from phalanx.devices.local_devices import devices_of
 from phalanx.errors import ConfigurationError, PhalanxError
 from phalanx.launcher.local_replicas import JOIN_S, start_local_replicas
 from phalanx.parameter_server.client.parameter_client import ParameterServerClient
 from phalanx.parameter_server.server.parameter_server import ParameterServer
 from phalanx.parameter_server.server_messages import UpdateRules
 from phalanx.strategies.current_job import CurrentJob, join_job
-from phalanx.strategies.mirrored_strategy import local_devices
 from phalanx.strategies.strategy import Strategy
 from phalanx.training import model_dispatch
 from phalanx.training.servers.central_storage_trainer import CentralStorageWorker
@@ -58,7 +58,7 @@ class CentralStorageStrategy(Strategy):
     """
 
     def __init__(self, compute_devices: int | Sequence[str] | None = None, parameter_device: str | None = None):
-        self._devices = local_devices(compute_devices, "CentralStorageStrategy")
+        self._devices = devices_of(compute_devices, "CentralStorageStrategy", process_environment())
         if parameter_device is not None and not same_device(parameter_device, self._devices[0]):
             raise ConfigurationError(
                 f"parameter_device is {parameter_device!r}; the first replica stores the variables, on "

@@ -36,7 +36,7 @@ from phalanx.errors import (
     PhalanxError,
     UnsupportedError,
 )
-from phalanx.keras_compat.model_copies import record_construction
+from phalanx.keras_compat.copies.model_copies import record_construction
 from phalanx.launcher.local_replicas import LocalReplicas, start_serving_replicas
 from phalanx.monitoring.startup_noise import QUIET
 from phalanx.runtime import function_call

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from phalanx.errors import ConfigurationError
-from phalanx.keras_compat.step_means import share_of_step
+from phalanx.keras_compat.global_batch.step_means import share_of_step
 from phalanx.strategies import replica_context
 
 

@@ -12,8 +12,8 @@ from phalanx.compression import Compression
 from phalanx.compression import resolve as resolve_compression
 from phalanx.config.environment import process_environment
 from phalanx.config.environment_variables import JOB_ID, LOCAL_REPLICAS
-from phalanx.devices.gpu_assignment import check_devices
 from phalanx.devices.gpu_count import count_gpus
+from phalanx.devices.local_devices import devices_of
 from phalanx.devices.tpu_count import count_tpus
 from phalanx.engines.spmd.placement import Placement
 from phalanx.errors import ConfigurationError
@@ -77,7 +77,7 @@ class MirroredStrategy(Strategy):
             return
         policy = TrainingPolicy(resolve_compression(compression), synchronized_batch_norm=synchronized_batch_norm)
         ops = cross_device_ops_of(cross_device_ops)
-        self._devices = local_devices(devices, "MirroredStrategy")
+        self._devices = devices_of(devices, "MirroredStrategy", process_environment())
         is_started = JOB_ID in process_environment()  # by a launcher, or by the user's own process
         if not is_started and len(self._devices) > 1 and not is_program():
             self.job = _interactive(self._devices).job
@@ -135,23 +135,3 @@ def _interactive(devices: list[str]) -> InteractiveReplicas:
     if _replicas is None:
         _replicas = InteractiveReplicas(devices, lambda: join_job(TFConfigClusterResolver(), None))
     return _replicas
-
-
-def local_devices(devices: int | Sequence[str] | None, strategy: str) -> list[str]:
-    """One device for each replica, from what a strategy was given; raises ConfigurationError."""
-    if devices is None:
-        gpus = count_gpus(process_environment())
-        return [f"gpu:{index}" for index in range(gpus)] or ["cpu:0"]
-    if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
-        raise ConfigurationError(f"{strategy} needs at least one device; got {devices!r}.")
-    if isinstance(devices, int):
-        kind = "gpu" if count_gpus(process_environment()) >= devices else "cpu"
-        return [f"{kind}:{index}" for index in range(devices)]
-    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
-        raise ConfigurationError(
-            f"{strategy} was given {devices!r} for its devices; it must be a number of replicas or a list such as "
-            f"['cpu:0', 'cpu:1']."
-        )
-    # A replica that was started for one of them sees no other.
-    check_devices(devices, count_gpus(process_environment()) if JOB_ID not in process_environment() else None)
-    return list(devices)

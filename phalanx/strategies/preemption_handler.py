@@ -22,7 +22,7 @@ import keras
 
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
 from phalanx.errors import ConfigurationError, DisagreementError, PreemptedError, UnsupportedError
-from phalanx.keras_compat.merged_variables import MergedOnRead
+from phalanx.keras_compat.variables.merged_variables import MergedOnRead
 from phalanx.strategies.current_job import current_replica
 from phalanx.training import state_sync
 from phalanx.training.preemption import notified_by_signals

@@ -18,8 +18,8 @@ import msgspec
 
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
 from phalanx.engines.tensors import Tensors
-from phalanx.keras_compat import model_copies
-from phalanx.keras_compat.model_copies import LayerCopy
+from phalanx.keras_compat.copies import model_copies
+from phalanx.keras_compat.copies.model_copies import LayerCopy
 from phalanx.runtime.pickling import dumps_referring, loads_referring, refusing
 from phalanx.training.call_pickling import A_CALL_TAKES, of_call
 from phalanx.training.model_dispatch import policy_of

@@ -11,10 +11,10 @@ import keras
 
 from phalanx.collectives.communicator import ReduceOp
 from phalanx.errors import ConfigurationError, UnsupportedError
-from phalanx.keras_compat import step_collectives
+from phalanx.keras_compat.global_batch import step_collectives
+from phalanx.keras_compat.global_batch.step_collectives import LONE, InStep, StepCollectives
+from phalanx.keras_compat.global_batch.step_means import share_of_step
 from phalanx.keras_compat.keras_internals import in_symbolic_scope
-from phalanx.keras_compat.step_collectives import LONE, InStep, StepCollectives
-from phalanx.keras_compat.step_means import share_of_step
 from phalanx.strategies.reduce_ops import as_float, on_present_leaves, reduce_op_of
 
 if TYPE_CHECKING:

@@ -30,12 +30,12 @@ from phalanx.engines.spmd.placement import Placement
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.keras_compat import trainer_hook
-from phalanx.keras_compat.global_gradients import refuse_overwritten
-from phalanx.keras_compat.simulated_ranks import number_of_simulated_ranks
+from phalanx.keras_compat.global_batch.global_gradients import refuse_overwritten
+from phalanx.keras_compat.global_batch.simulated_ranks import number_of_simulated_ranks
 from phalanx.runtime import process_exit, progress
 from phalanx.strategies import replica_context
 from phalanx.strategies.reduce_ops import as_float, on_present_leaves, reduce_op_of
-from phalanx.strategies.replica_parts import StrategyParts
+from phalanx.strategies.replica_variables import StrategyParts
 from phalanx.strategies.strategy_extended import StrategyExtended
 from phalanx.training import model_dispatch
 from phalanx.training.replica import Replica, divides_batches

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from phalanx.engines.tensors import Tensors
-from phalanx.keras_compat import model_copies
 from phalanx.keras_compat.callback_bases import OnChief
+from phalanx.keras_compat.copies import model_copies
 from phalanx.runtime.pickling import Reduce
 from phalanx.training.chief_callbacks import runs_on_chief
 

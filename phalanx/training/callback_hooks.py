@@ -8,7 +8,7 @@ import keras
 from keras.callbacks import CallbackList
 
 from phalanx.keras_compat.callback_bases import BatchListener, ChiefCallback, flatten_callbacks, logger_class
-from phalanx.keras_compat.saver_methods import SAVERS
+from phalanx.keras_compat.saving.saver_methods import SAVERS
 from phalanx.training.chief_callbacks import CHIEF_ONLY, overrides_hook, runs_on_chief
 from phalanx.training.progress_bar import ReplicaProgbar
 

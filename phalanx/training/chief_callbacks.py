@@ -13,7 +13,7 @@ from keras.callbacks import CallbackList
 
 from phalanx.keras_compat.callback_bases import ChiefCallback, flatten_callbacks, is_wrapped, logger_class
 from phalanx.keras_compat.patching import overridden_methods
-from phalanx.keras_compat.saver_methods import SAVERS
+from phalanx.keras_compat.saving.saver_methods import SAVERS
 from phalanx.training.program_effects.per_rank_random_numbers import drawing_in_callback
 
 # These write files, call services or print: the chief does it once for all.

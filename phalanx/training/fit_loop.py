@@ -9,8 +9,8 @@ The walk of one training step:
     on_train_batch_end
     coordination.end_group       agree on stopping; save; admit new members
 
-How the processes agree, what a step does and how a lost process is replaced is up to the collaborators (`coordination`,
-`steps/`, `recovery`, `fit_resumption`); the loop itself knows neither ranks nor servers.
+How the processes agree, what a step does and how a lost process is replaced is up to the collaborators
+(`fit_coordination`, `steps/`, `elastic_recovery`, `fit_resumption`); the loop itself knows neither ranks nor servers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from phalanx.errors import UnsupportedError
 from phalanx.monitoring import timeline
 from phalanx.runtime import telemetry
-from phalanx.training.coordination import Coordination
+from phalanx.training.fit_coordination import Coordination
 from phalanx.training.fit_state import FitState
 
 

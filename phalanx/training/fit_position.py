@@ -1,6 +1,6 @@
 """The position of a running `fit`: what another process needs to continue it, besides the state of the model.
 
-Two kinds of process do: one that joins an elastic job (`recovery`), and one that restarts from a checkpoint
+Two kinds of process do: one that joins an elastic job (`elastic_recovery`), and one that restarts from a checkpoint
 (`fit_resumption`).
 """
 

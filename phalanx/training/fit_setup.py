@@ -13,8 +13,8 @@ from phalanx.data import ShardedInput, accepts_batch_size
 from phalanx.keras_compat.model_state import overrides
 from phalanx.training import callback_hooks, saver_claims
 from phalanx.training.checkpointing import FitCheckpointing
-from phalanx.training.checks.consistency import check_same_configuration, compare_inputs, compare_samples
 from phalanx.training.checks.model_checks import check_clipping
+from phalanx.training.checks.same_program import check_same_configuration, compare_inputs, compare_samples
 from phalanx.training.elastic_recovery import ElasticRecovery, build_fit_callbacks
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.fit_position import FitRecorder

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import make_engine
 from phalanx.engines.local_ranks import LocalRanks
-from phalanx.keras_compat.trial_conditions import running_eagerly
+from phalanx.keras_compat.observation.trial_conditions import running_eagerly
 from phalanx.training.program_effects.program_state import ProgramState
 
 

@@ -17,12 +17,11 @@ from phalanx.data.input_request import InputRequest
 from phalanx.data.shuffling import Shuffling
 from phalanx.engines import make_engine, make_spmd_engine
 from phalanx.engines.engine import Batch, Engine
-from phalanx.keras_compat.global_gradients import refuse_overwritten
+from phalanx.keras_compat.global_batch.global_gradients import refuse_overwritten
 from phalanx.keras_compat.keras_internals import compute_output_spec, print_msg
 from phalanx.keras_compat.layer_building import build_layers, has_built_layers, keras_tensors
 from phalanx.keras_compat.model_state import builds_in_steps, is_unbuilt
 from phalanx.training import callback_list, progress_bar, state_sync
-from phalanx.training.checks.consistency import compare_inputs, compare_samples
 from phalanx.training.checks.model_checks import (
     check_batch_size,
     check_normalization,
@@ -31,6 +30,7 @@ from phalanx.training.checks.model_checks import (
     stateful_layer,
 )
 from phalanx.training.checks.program_probes import ChiefFinds, ProgramProbes
+from phalanx.training.checks.same_program import compare_inputs, compare_samples
 from phalanx.training.fit_arguments import capped
 from phalanx.training.joint_batches import JointBatches, read_part
 from phalanx.training.layer_building_step import build_parts

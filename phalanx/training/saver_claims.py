@@ -15,7 +15,7 @@ from phalanx.engines.spmd.placement import Placement
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.keras_compat.patching import overridden_methods
-from phalanx.keras_compat.saver_methods import SAVERS, finish_writing, writing_methods, written_path
+from phalanx.keras_compat.saving.saver_methods import SAVERS, finish_writing, writing_methods, written_path
 from phalanx.runtime.write_claim import WriteClaim
 from phalanx.storage.paths import StoragePath
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import keras
-import msgspec
 import numpy as np
 
-from phalanx.cluster.task_comparison import describe_difference
 from phalanx.collectives.communicator import ReduceOp
 from phalanx.engines import buffers
 from phalanx.engines.random_state import draw_own_numbers, keeps_random_state, random_state, set_random_state
-from phalanx.errors import DisagreementError
 from phalanx.keras_compat.model_state import optimizers, sync_jax_state
+from phalanx.training.checks.same_model import check_same_model
 from phalanx.training.replica import Replica
-from phalanx.transport.decoding import decode_message
 
 # An odd constant far from small multiples, so that the seeds of neighbouring ranks share no low bits
 # (2**32 divided by the golden ratio; Knuth, The Art of Computer Programming, 6.4).
@@ -44,7 +40,7 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
         _synchronise_copies(model, replica)
         return
     variables = variables_of(model) + (list(model.metrics_variables) if metrics else [])
-    _compare(_structure(variables, with_paths=not replica.has_copies), replica)
+    check_same_model(variables, replica, with_paths=not replica.has_copies)
     arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
     random = _random_state_to_share(replica)
     received = replica.communicator.broadcast([*arrays, *random], root=0)
@@ -82,7 +78,7 @@ def _synchronise_copies(model: Any, replica: Replica) -> None:
     """As `synchronise`, for a program that spans all ranks: they give the chief's values to the variables of which each
     has a copy. Of divided variables each rank has its own part, which no other rank knows."""
     variables = [*variables_of(model), *model.metrics_variables]
-    _compare(_structure(variables, with_paths=True), replica)
+    check_same_model(variables, replica)
     copied = [variable for variable in variables if getattr(variable.value, "is_fully_replicated", True)]
     arrays = [value_of(variable) for variable in copied]
     chiefs = replica.communicator.broadcast(arrays, root=0)
@@ -172,30 +168,3 @@ def shifted_seed(state: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]
     modulus = 1 << (8 * state.dtype.itemsize - (state.dtype.kind == "i"))
     shifted[0] = (int(state[0]) + rank * SEED_STRIDE) % modulus
     return shifted
-
-
-def _structure(variables: Sequence[Any], *, with_paths: bool) -> list[tuple[str, tuple[int, ...], str]]:
-    return [
-        (v.path if with_paths else "variable", tuple(v.shape), keras.backend.standardize_dtype(v.dtype))
-        for v in variables
-    ]
-
-
-def _compare(structure: list[tuple[str, tuple[int, ...], str]], replica: Replica) -> None:
-    encoded = msgspec.msgpack.encode(structure)
-    digests = replica.communicator.all_gather_bytes(hashlib.sha256(encoded).digest())
-    if len(set(digests)) == 1:
-        return
-    # Rare and slow: all ranks get everything, so that all raise the same error.
-    structures = [decode_message(e) for e in replica.communicator.all_gather_bytes(encoded)]
-    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    chiefs, others = ([_named(variable) for variable in structures[rank]] for rank in (0, other))
-    raise DisagreementError(
-        f"The model is not the same on all ranks: {describe_difference(chiefs, others, 'rank 0', f'rank {other}')} "
-        f"Every rank must build the same model with the same optimizer, in the same order."
-    )
-
-
-def _named(variable: Any) -> str:
-    path, shape, dtype = variable
-    return f"`{path}` {dtype}{list(shape)}"

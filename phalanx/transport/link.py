@@ -31,13 +31,11 @@ from collections.abc import Collection, Sequence
 
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
 from phalanx.transport import tcp_state
+from phalanx.transport.dead_peers import SILENT_HOST_S
 from phalanx.transport.encryption import SessionKeys
 from phalanx.transport.frames import Buffer, FrameReader, encode_frame
 from phalanx.transport.wires import EncryptedWire, PlainWire, TLSWire, Wire, skip_bytes
 
-SILENT_HOST_S = 25.0
-"""Seconds without any acknowledgement, with bytes in flight, after which the peer's host counts as dead.
-As long as keep-alive takes on an idle connection, and far longer than packet loss and jitter last."""
 ALIVE_CHECK_INTERVAL_S = 5.0
 """How often a waiting call checks its connection."""
 

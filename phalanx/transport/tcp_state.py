@@ -8,15 +8,13 @@ import socket
 import struct
 import termios
 
-KEEPALIVE_IDLE_S = 10
-"""Seconds of silence on an idle connection before the first keep-alive probe."""
-KEEPALIVE_INTERVAL_S = 5
-"""Seconds between probes."""
-KEEPALIVE_PROBES = 3
-"""Unanswered probes until the connection counts as dead. A bad network may lose one or two."""
-UNANSWERED_TRANSMISSIONS = 3
-"""Transmissions that must be unanswered too. Silence alone proves nothing: the probes of a full window are up to
-120 s apart."""
+from phalanx.transport.dead_peers import (
+    KEEPALIVE_IDLE_S,
+    KEEPALIVE_INTERVAL_S,
+    KEEPALIVE_PROBES,
+    UNANSWERED_TRANSMISSIONS,
+)
+
 _TCP_CLOSE = 7
 """The state of a closed connection, in include/net/tcp_states.h."""
 

@@ -9,11 +9,11 @@ import keras
 import numpy as np
 import pytest
 
-from phalanx.coordinator.definitions import OutgoingDefinitions, parts_of
 from phalanx.coordinator.function_pickling import unpack
+from phalanx.coordinator.scope_definitions import OutgoingDefinitions, parts_of
 from phalanx.engines import make_tensors
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat.model_copies import record_construction
+from phalanx.keras_compat.copies.model_copies import record_construction
 from phalanx.training.scope_registry import ScopedName, ScopeRegistry
 
 

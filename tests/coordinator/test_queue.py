@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.coordinator.function_queue import MAX_LOSSES, PIPELINE, FunctionQueue
+from phalanx.coordinator.function_queue import MAX_LOST_WORKERS, PIPELINE, FunctionQueue
 
 
 def queue_of(functions: Iterable[int], workers: Iterable[int] = (0,)) -> FunctionQueue:
@@ -90,7 +90,7 @@ def test_after_a_failure_the_waiting_are_cancelled_and_the_running_waited_for() 
 
 def test_a_function_that_costs_too_many_workers_is_given_up() -> None:
     queue = queue_of([0, 1], workers=())
-    for life in range(MAX_LOSSES):
+    for life in range(MAX_LOST_WORKERS):
         queue.enter(0, str(life))
         assert [queue.next_for(0, str(life)) for _ in range(2)] == [0, 1]
         lost = queue.leave(0, str(life))
@@ -114,7 +114,7 @@ def test_every_function_is_counted_once_whatever_dies(data: st.DataObject) -> No
     while queue.unfinished:
         worker = data.draw(st.integers(0, workers - 1))
         key = worker, str(lives[worker])
-        if deaths < MAX_LOSSES - 1 and data.draw(st.integers(0, 3)) == 0:
+        if deaths < MAX_LOST_WORKERS - 1 and data.draw(st.integers(0, 3)) == 0:
             deaths += 1
             assert queue.leave(*key) == []
             lives[worker] += 1

@@ -21,7 +21,7 @@ from unittest import mock
 import keras
 import numpy as np
 
-from phalanx.keras_compat.added_losses import forgetting_former_losses
+from phalanx.keras_compat.global_batch.added_losses import forgetting_former_losses
 from tests.differential.comparison import flatten
 from tests.support.commands import die_with_parent
 

@@ -26,8 +26,8 @@ from phalanx.cluster.membership_messages import (
 from phalanx.cluster.task_comparison import JobFacts, TaskDescription
 from phalanx.elastic import entry_results
 from phalanx.elastic.elastic_coordinator import CoordinatorState, ElasticCoordinator, LossCause, ProcessLost
-from phalanx.elastic.evictions import STUCK_GRACE_S
 from phalanx.elastic.member_table import MembershipLimits
+from phalanx.elastic.stuck_members import STUCK_GRACE_S
 from phalanx.transport.decoding import Decoder
 
 

@@ -42,7 +42,7 @@ PROGRAM = """
 import keras, numpy as np
 from phalanx.engines import make_updater
 from phalanx.engines.updater import UpdaterPiece
-from phalanx.keras_compat.object_config import config_json_of
+from phalanx.keras_compat.copies.object_config import config_json_of
 
 pieces = [UpdaterPiece(name, np.ones(3, "float32"), None, True) for name in "ab"]
 updater = make_updater(config_json_of(keras.optimizers.Adam()), pieces)

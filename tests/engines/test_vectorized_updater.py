@@ -12,7 +12,7 @@ import itertools
 import keras
 import numpy as np
 from phalanx.engines import _of_backend, make_updater
-from phalanx.keras_compat.object_config import config_json_of
+from phalanx.keras_compat.copies.object_config import config_json_of
 from phalanx.engines.updater import UpdaterPiece
 from phalanx.engines.accelerations.vectorized_updater import ELEMENTWISE, VectorizedUpdater
 from phalanx.parameter_server.shard_packing import ShardPacking

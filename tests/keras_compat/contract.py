@@ -304,9 +304,9 @@ def train_function_is_chosen_where_fit_makes_it() -> None:
 
 @check()
 def losses_are_reduced_in_one_function() -> None:
-    from phalanx.keras_compat.global_losses import GloballyScaledLosses, keras_loss
-    from phalanx.keras_compat.step_collectives import InStep
-    from phalanx.keras_compat.step_means import WeightedStepMeans
+    from phalanx.keras_compat.global_batch.global_losses import GloballyScaledLosses, keras_loss
+    from phalanx.keras_compat.global_batch.step_collectives import InStep
+    from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 
     assert parameters(keras_loss.reduce_weighted_values)[:4] == ["values", "sample_weight", "mask", "reduction"]
     asked: list[float] = []
@@ -328,9 +328,9 @@ def losses_are_reduced_in_one_function() -> None:
 
 @check()
 def patches_of_a_step_leave_other_threads_alone() -> None:
-    from phalanx.keras_compat.global_losses import GloballyScaledLosses
-    from phalanx.keras_compat.step_collectives import InStep
-    from phalanx.keras_compat.step_means import WeightedStepMeans
+    from phalanx.keras_compat.global_batch.global_losses import GloballyScaledLosses
+    from phalanx.keras_compat.global_batch.step_collectives import InStep
+    from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 
     def compute() -> tuple[float, float, float]:
         mean = keras.metrics.Mean()
@@ -360,7 +360,7 @@ def quantizing_drops_the_functions_of_steps() -> None:
 
 @check()
 def copies_have_the_optimizer_that_the_model_has() -> None:
-    from phalanx.keras_compat.model_copies import copy_of
+    from phalanx.keras_compat.copies.model_copies import copy_of
 
     model = small_model()
     model.optimizer = keras.optimizers.Adam(0.5)
@@ -377,7 +377,7 @@ def copies_have_the_optimizer_that_the_model_has() -> None:
 
 @check()
 def layers_and_variables_keep_whether_they_are_trainable() -> None:
-    from phalanx.keras_compat.trainable_flags import TrainableFlags
+    from phalanx.keras_compat.variables.trainable_flags import TrainableFlags
 
     model = small_model(normalizes=True)
     flags = TrainableFlags(model)
@@ -398,8 +398,8 @@ def layers_know_added_losses_by_id() -> None:
 
 @check()
 def added_losses_are_summed_in_one_function() -> None:
-    from phalanx.keras_compat.global_losses import GloballyScaledLosses
-    from phalanx.keras_compat.step_means import WeightedStepMeans
+    from phalanx.keras_compat.global_batch.global_losses import GloballyScaledLosses
+    from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 
     class Adds(keras.layers.Layer):
         def call(self, inputs: Any) -> Any:
@@ -416,7 +416,7 @@ def added_losses_are_summed_in_one_function() -> None:
 
 @check()
 def means_weigh_single_numbers_in_one_function() -> None:
-    from phalanx.keras_compat.step_means import WeightedStepMeans, share_of_step
+    from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans, share_of_step
 
     step, samples = keras.metrics.Mean(), keras.metrics.Mean()
     with WeightedStepMeans(lambda: 0.25):
@@ -431,7 +431,7 @@ def means_weigh_single_numbers_in_one_function() -> None:
 @check("tensorflow", "torch")
 def synchronized_normalization_takes_moments_from_one_function() -> None:
     from phalanx.keras_compat import trainer_hook
-    from phalanx.keras_compat.step_collectives import InStep
+    from phalanx.keras_compat.global_batch.step_collectives import InStep
 
     layer, inputs = keras.layers.BatchNormalization(), keras.ops.convert_to_tensor(X)
     assert parameters(keras.layers.BatchNormalization._moments) == ["self", "inputs", "mask"]
@@ -452,7 +452,7 @@ def synchronized_normalization_takes_moments_from_one_function() -> None:
 
 @check()
 def results_of_metrics_are_followed_into_the_logs() -> None:
-    from phalanx.keras_compat.log_origins import LogOrigins
+    from phalanx.keras_compat.observation.log_origins import LogOrigins
 
     class Renames(keras.Sequential):
         def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -497,7 +497,7 @@ def models_show_their_parts() -> None:
 
 @check()
 def trials_depend_on_samples_alone() -> None:
-    from phalanx.keras_compat.trial_conditions import TrialConditions
+    from phalanx.keras_compat.observation.trial_conditions import TrialConditions
 
     model = small_model(normalizes=True)
     model._symbolic_build(data_batch=(X, Y, None))
@@ -566,7 +566,7 @@ def state_of_a_program_is_restored() -> None:
 
 @check()
 def assignments_are_noticed_before_they_happen() -> None:
-    from phalanx.keras_compat.variable_assignments import watched_assignments
+    from phalanx.keras_compat.observation.variable_assignments import watched_assignments
 
     known, found, raws = keras.Variable(1.0), [], []
 
@@ -591,7 +591,7 @@ def assignments_are_noticed_before_they_happen() -> None:
 
 @check("tensorflow", "torch")
 def uses_of_metrics_are_noticed() -> None:
-    from phalanx.keras_compat.metric_uses import MetricUses
+    from phalanx.keras_compat.observation.metric_uses import MetricUses
 
     class Model(keras.Sequential):
         misuses = ""
@@ -647,7 +647,7 @@ def jax_state_travels_as_arguments() -> None:
 
 @check("jax")
 def train_step_applies_its_gradients_once() -> None:
-    from phalanx.keras_compat.jax_gradient_probe import only_call, probe
+    from phalanx.keras_compat.observation.jax_gradient_probe import only_call, probe
 
     model = small_model()
     model._symbolic_build(data_batch=(X, Y, None))
@@ -670,7 +670,7 @@ def train_step_applies_its_gradients_once() -> None:
 
 @check()
 def optimizers_pass_through_apply() -> None:
-    from phalanx.keras_compat.optimizer_applies import redirect_apply
+    from phalanx.keras_compat.global_batch.optimizer_applies import redirect_apply
 
     optimizer, variable, calls = keras.optimizers.SGD(), keras.Variable([1.0]), []
     optimizer.build([variable])
@@ -682,7 +682,7 @@ def optimizers_pass_through_apply() -> None:
 
 @check()
 def optimizer_variables_name_what_they_belong_to() -> None:
-    from phalanx.keras_compat.optimizer_slots import OptimizerSlot, build_noting_slots, slots_of_model
+    from phalanx.keras_compat.variables.optimizer_slots import OptimizerSlot, build_noting_slots, slots_of_model
 
     variables = [keras.Variable([1.0, 2.0]), keras.Variable([3.0])]
     optimizer = keras.optimizers.Adam()
@@ -694,7 +694,7 @@ def optimizer_variables_name_what_they_belong_to() -> None:
 
 @check()
 def weight_decay_asks_which_variables_decay() -> None:
-    from phalanx.keras_compat.optimizer_slots import set_decaying
+    from phalanx.keras_compat.variables.optimizer_slots import set_decaying
 
     variables = [keras.Variable([1.0]), keras.Variable([1.0])]
     optimizer = keras.optimizers.SGD(0.1, weight_decay=0.5)
@@ -737,7 +737,7 @@ def accumulated_gradients_are_clipped_when_they_are_applied() -> None:
 
 @check()
 def configs_are_read_without_tensorflow() -> None:
-    from phalanx.keras_compat.object_config import clone_from_config, config_json_of, serialization_lib
+    from phalanx.keras_compat.copies.object_config import clone_from_config, config_json_of, serialization_lib
 
     assert hasattr(serialization_lib.tf, "available")
     optimizer = keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.1, 10))
@@ -754,7 +754,7 @@ def configs_are_read_without_tensorflow() -> None:
 def tapes_sum_a_vector_of_losses() -> None:
     import tensorflow as tf
 
-    from phalanx.keras_compat.tensorflow_tape import SampleLossGradients
+    from phalanx.keras_compat.global_batch.tensorflow_tape import SampleLossGradients
 
     assert parameters(tf.GradientTape.gradient)[:4] == ["self", "target", "sources", "output_gradients"]
     weight = keras.Variable([2.0])

@@ -14,9 +14,9 @@ import sys
 import keras
 import numpy as np
 from phalanx.engines import make_updater
-from phalanx.keras_compat.object_config import configuration_of, config_json_of
+from phalanx.keras_compat.copies.object_config import configuration_of, config_json_of
 from phalanx.engines.updater import UpdaterPiece
-from phalanx.keras_compat.optimizer_slots import slots_of_model
+from phalanx.keras_compat.variables.optimizer_slots import slots_of_model
 
 variable = keras.Variable(np.zeros((3, 4), "float32"))
 optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.8), momentum=0.9)

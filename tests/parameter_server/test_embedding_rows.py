@@ -167,7 +167,7 @@ def a_model(keras: Any) -> Any:
 def _find(model: Any, optimizer: Any = None) -> list[Any]:
     import keras
 
-    from phalanx.keras_compat.optimizer_slots import slots_of_model
+    from phalanx.keras_compat.variables.optimizer_slots import slots_of_model
     from phalanx.training.sparse_embeddings import find_tables
 
     model.compile(optimizer or keras.optimizers.SGD(), "mse")

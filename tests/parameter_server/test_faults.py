@@ -325,7 +325,7 @@ def test_updates_that_were_lost_count_for_schedules() -> None:
 
     from phalanx.engines import make_updater
     from phalanx.engines.updater import UpdaterPiece
-    from phalanx.keras_compat.object_config import config_json_of
+    from phalanx.keras_compat.copies.object_config import config_json_of
 
     decay = keras.optimizers.schedules.ExponentialDecay(1.0, 10, 0.5, staircase=True)
     updater = make_updater(
@@ -369,7 +369,7 @@ def test_what_a_description_leaves_out_and_names_that_are_given_twice() -> None:
     import keras
     import numpy as np
 
-    from phalanx.keras_compat.optimizer_slots import OptimizerSlot, slots_of_model
+    from phalanx.keras_compat.variables.optimizer_slots import OptimizerSlot, slots_of_model
 
     class Odd(keras.optimizers.SGD):
         def __init__(self, boost: float = 1.0, **options: object) -> None:
@@ -395,7 +395,7 @@ def test_optimizers_that_servers_could_not_create_are_refused_with_the_rule() ->
     import keras
     import numpy as np
 
-    from phalanx.keras_compat.optimizer_slots import check_methods, slots_of_model
+    from phalanx.keras_compat.variables.optimizer_slots import check_methods, slots_of_model
 
     class Bare(keras.optimizers.schedules.LearningRateSchedule):
         def __call__(self, step: object) -> object:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import phalanx.callbacks  # noqa: F401  # installs the hook
-from phalanx.keras_compat import remote_files
+from phalanx.keras_compat.saving import remote_files
 from phalanx.storage.files import list_files, list_names
 from phalanx.storage.remote_path import RemotePath
 from tests.supervisor.models import make_data, make_model

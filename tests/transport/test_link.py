@@ -17,8 +17,8 @@ import pytest
 
 from phalanx.config.job_config import TLSFiles
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
+from phalanx.transport import dead_peers, tcp_state
 from phalanx.transport import link as link_module
-from phalanx.transport import tcp_state
 from phalanx.transport.link import Link, wait_until_delivered
 from phalanx.transport.tcp_state import host_silence_s
 from phalanx.transport.wires import skip_bytes
@@ -228,9 +228,9 @@ def test_tcp_links_notice_dead_hosts_and_do_not_delay_small_messages() -> None:
     option = socket.IPPROTO_TCP
     assert one.getsockopt(option, socket.TCP_NODELAY)
     assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-    assert one.getsockopt(option, socket.TCP_KEEPIDLE) == tcp_state.KEEPALIVE_IDLE_S
-    assert one.getsockopt(option, socket.TCP_KEEPINTVL) == tcp_state.KEEPALIVE_INTERVAL_S
-    assert one.getsockopt(option, socket.TCP_KEEPCNT) == tcp_state.KEEPALIVE_PROBES
+    assert one.getsockopt(option, socket.TCP_KEEPIDLE) == dead_peers.KEEPALIVE_IDLE_S
+    assert one.getsockopt(option, socket.TCP_KEEPINTVL) == dead_peers.KEEPALIVE_INTERVAL_S
+    assert one.getsockopt(option, socket.TCP_KEEPCNT) == dead_peers.KEEPALIVE_PROBES
     link.check_alive()
     assert host_silence_s(one) == 0.0
     link.close()

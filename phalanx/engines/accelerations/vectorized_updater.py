@@ -21,7 +21,7 @@ import numpy as np
 from phalanx.arrays.flat_buffer import FlatBuffer
 from phalanx.engines.accelerations.registry import is_enabled
 from phalanx.engines.updater import Updater, UpdaterPiece
-from phalanx.keras_compat.optimizer_slots import OptimizerSlot
+from phalanx.keras_compat.variables.optimizer_slots import OptimizerSlot
 
 Array = np.ndarray[Any, Any]
 Make = Callable[[str, Sequence[UpdaterPiece]], Updater]

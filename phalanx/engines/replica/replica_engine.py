@@ -17,7 +17,7 @@ from phalanx.engines import step_logs
 from phalanx.engines.engine import Engine, Merge, ModelValues
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.log_origins import LogOrigins
+from phalanx.keras_compat.observation.log_origins import LogOrigins
 
 Array = np.ndarray[Any, Any]
 

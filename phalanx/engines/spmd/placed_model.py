@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from phalanx.engines.spmd.placement import Axes, Placement
 from phalanx.keras_compat.model_state import optimizers
-from phalanx.keras_compat.variable_layouts import PlacedDistribution, axes_of, lay_out, laying_out_slots
+from phalanx.keras_compat.variables.variable_layouts import PlacedDistribution, axes_of, lay_out, laying_out_slots
 
 
 class ModelShardings(NamedTuple):

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from phalanx.engines.spmd.global_arrays import put_part
 from phalanx.engines.spmd.placed_model import making_placed
 from phalanx.engines.spmd.placement import Axes, Placement
-from phalanx.keras_compat.variable_layouts import axes_of, laying_out_gradients, laying_out_updates
+from phalanx.keras_compat.variables.variable_layouts import axes_of, laying_out_gradients, laying_out_updates
 
 
 @contextmanager

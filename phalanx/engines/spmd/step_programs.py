@@ -25,7 +25,7 @@ from phalanx.engines.engine import Batch
 from phalanx.engines.replica.jax.model_compiler import without_traces
 from phalanx.engines.spmd.placed_model import PlacedModel, making_placed
 from phalanx.engines.spmd.placement import Axes, Placement
-from phalanx.keras_compat.variable_layouts import laying_out_gradients
+from phalanx.keras_compat.variables.variable_layouts import laying_out_gradients
 
 Values = list[Any]
 

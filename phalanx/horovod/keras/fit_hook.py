@@ -22,7 +22,7 @@ from phalanx.horovod import operations, step_reports
 from phalanx.horovod.compressors import compressed
 from phalanx.horovod.operation_request import OperationKind
 from phalanx.keras_compat import trainer_hook
-from phalanx.keras_compat.global_gradients import refuse_overwritten
+from phalanx.keras_compat.global_batch.global_gradients import refuse_overwritten
 from phalanx.keras_compat.patching import set_untracked
 from phalanx.monitoring import timeline
 from phalanx.training import model_dispatch

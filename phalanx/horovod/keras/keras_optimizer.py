@@ -19,7 +19,7 @@ from phalanx.horovod.instance_numbers import InstanceNumber
 from phalanx.horovod.keras import fit_hook
 from phalanx.horovod.operation_request import HorovodOp
 from phalanx.horovod.operations import Average
-from phalanx.keras_compat.global_gradients import refuse_overwritten
+from phalanx.keras_compat.global_batch.global_gradients import refuse_overwritten
 from phalanx.keras_compat.patching import insert_mixin, remove_mixin, set_untracked
 
 _MODULES = {"jax": "jax", "tensorflow": "tensorflow.tape", "torch": "torch.gradients"}

@@ -11,7 +11,7 @@ from phalanx.engines import make_tensors
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import basics, operations
 from phalanx.horovod.operation_request import Array, OperationKind
-from phalanx.keras_compat.global_batch_norm import moments
+from phalanx.keras_compat.global_batch.global_batch_norm import moments
 
 
 @keras.saving.register_keras_serializable(package="phalanx.horovod")

@@ -104,7 +104,7 @@ def run_collective(
     *,
     around: Around = lambda wait: wait(),
 ) -> list[Any]:
-    """See `bindings.Run`.
+    """See `framework_bindings.Run`.
 
     Args:
         kind: which collective.

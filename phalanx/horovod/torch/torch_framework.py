@@ -72,7 +72,7 @@ class _Collective(torch.autograd.Function):
 def run_collective(
     kind: OperationKind, tensors: Sequence[Tensor], arguments: Arguments, compression: Any
 ) -> list[Tensor]:
-    """See `bindings.Run`."""
+    """See `framework_bindings.Run`."""
 
     def reduce(packed: Sequence[Tensor]) -> list[Tensor]:
         return list(_Collective.apply(kind, arguments, *packed))  # type: ignore[no-untyped-call]
@@ -88,7 +88,7 @@ def start_collective(
     in_place: bool = False,
     wake: bool = True,
 ) -> PendingResult:
-    """See `bindings.Start`."""
+    """See `framework_bindings.Start`."""
     arrays = all_to_host(tensors)
     pending = operations.start(kind, arrays, arguments, outs=arrays if in_place else None, wake=wake)
     convert = write_back if in_place else tensors_of

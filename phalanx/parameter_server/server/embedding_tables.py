@@ -18,7 +18,7 @@ import numpy as np
 
 from phalanx.engines import make_updater
 from phalanx.engines.updater import Updater, UpdaterPiece
-from phalanx.keras_compat.optimizer_slots import OptimizerSlot
+from phalanx.keras_compat.variables.optimizer_slots import OptimizerSlot
 from phalanx.parameter_server.table_rows import TableRows, padded, power_of_two
 
 Array = np.ndarray[Any, Any]

@@ -31,8 +31,8 @@ from phalanx.engines.metric_rules import MetricRule, MetricRules
 from phalanx.engines.step_layout import EXTREMES, MergeWeight
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.metric_kinds import compiled_metrics, counts_samples
-from phalanx.keras_compat.step_means import WeightedStepMeans
+from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
+from phalanx.keras_compat.observation.metric_kinds import compiled_metrics, counts_samples
 from phalanx.training.program_effects.program_state import ProgramState, PythonState
 
 Array = np.ndarray[Any, Any]

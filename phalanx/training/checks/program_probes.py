@@ -18,8 +18,7 @@ from phalanx.arrays.tree import map_leaves
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines.engine import Engine
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat import loss_probe
-from phalanx.training.checks import step_probe
+from phalanx.training.checks import loss_probe, step_probe
 from phalanx.training.checks.metric_probe import checked, find_rules, rules_of
 from phalanx.training.program_effects.program_objects import reads_iterators
 from phalanx.training.program_effects.program_state import ProgramState

@@ -30,9 +30,9 @@ from phalanx.engines.local_ranks import LocalRanks, StepsDifferError, Unanswered
 from phalanx.engines.step_layout import MergeWeight
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.metric_uses import MetricUses
-from phalanx.keras_compat.simulated_ranks import simulated_ranks
-from phalanx.keras_compat.trial_conditions import LARGEST_CHANGE, TrialConditions
+from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
+from phalanx.keras_compat.observation.metric_uses import MetricUses
+from phalanx.keras_compat.observation.trial_conditions import LARGEST_CHANGE, TrialConditions
 from phalanx.training.checks.model_checks import kept_state
 from phalanx.training.program_effects.program_objects import reads_iterators
 from phalanx.training.program_effects.program_state import ProgramState

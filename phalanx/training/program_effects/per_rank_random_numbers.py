@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from phalanx.data.rank_local_reads import drawing_samples_from
 from phalanx.engines import random_state
 from phalanx.engines.random_state import hash_of
-from phalanx.keras_compat.loss_probe import has_open_questions
 from phalanx.keras_compat.model_state import has_own_code
+from phalanx.training.checks.loss_probe import has_open_questions
 from phalanx.training.program_effects import program_random_state
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from phalanx.engines import buffers
 from phalanx.engines.random_state import random_state, set_random_state
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.keras_internals import global_seed_generator
-from phalanx.keras_compat.variable_assignments import (
+from phalanx.keras_compat.observation.variable_assignments import (
     TensorFlowVariable,
     outside_of_functions,
     raw_of,

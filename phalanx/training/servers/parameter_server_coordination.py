@@ -37,7 +37,7 @@ from phalanx.parameter_server.server_messages import (
 )
 from phalanx.runtime import progress
 from phalanx.training import callback_hooks, chief_state_sync
-from phalanx.training.checks import consistency
+from phalanx.training.checks import same_program
 from phalanx.training.evaluation import evaluate_on_worker
 from phalanx.training.fit_state import FitState
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
@@ -176,10 +176,10 @@ class ParameterServerCoordination:
         worker, model = self._worker, self._remote_model.model
         layer_state = self._remote_model.engine.layer_state()
         if worker.is_chief:
-            consistency.send_input(self._source.sharded, worker, self._fit)
+            same_program.send_input(self._source.sharded, worker, self._fit)
             chief_state_sync.send_state(worker, model, self._fit, layer_state)
         else:
-            consistency.compare_input_with_chief(self._source.sharded, worker, self._fit)
+            same_program.compare_input_with_chief(self._source.sharded, worker, self._fit)
             chief_state_sync.receive_state(worker, model, self._fit, layer_state)
         self._is_layer_state_sent = True
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from phalanx.engines.updater import check_optimizer, clipped, clips_by_norm
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat.global_gradients import refuse_overwritten
-from phalanx.keras_compat.object_config import config_json_of
-from phalanx.keras_compat.optimizer_slots import OptimizerSlot, check_methods, plain_settings, slots_of_model
+from phalanx.keras_compat.copies.object_config import config_json_of
+from phalanx.keras_compat.global_batch.global_gradients import refuse_overwritten
+from phalanx.keras_compat.variables.optimizer_slots import OptimizerSlot, check_methods, plain_settings, slots_of_model
 from phalanx.parameter_server.client.parameter_client import HEAD
 from phalanx.parameter_server.client.placed_variables import PlacedVariables
 from phalanx.parameter_server.server_messages import (

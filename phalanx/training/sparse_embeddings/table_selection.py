@@ -14,7 +14,7 @@ from keras import tree
 
 from phalanx.engines.updater import why_not_by_rows
 from phalanx.keras_compat.keras_internals import Functional
-from phalanx.keras_compat.optimizer_slots import OptimizerSlot
+from phalanx.keras_compat.variables.optimizer_slots import OptimizerSlot
 from phalanx.parameter_server.table_rows import NUMBER
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.global_gradients import is_overwritten
+from phalanx.keras_compat.global_batch.global_gradients import is_overwritten
 
 
 def accumulation_steps(model: Any) -> int:

@@ -12,10 +12,10 @@ from phalanx.engines.engine import Merge
 from phalanx.engines.merge_collectives import MergeCollectives
 from phalanx.engines.replica.jax.jax_tensors import JaxTensors
 from phalanx.engines.replica.jax.split_step import CompiledHostCallError, SplitStep
-from phalanx.keras_compat.global_losses import GloballyScaledLosses
+from phalanx.keras_compat.global_batch.global_losses import GloballyScaledLosses
+from phalanx.keras_compat.global_batch.step_collectives import InStep
+from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 from phalanx.keras_compat.model_state import samples
-from phalanx.keras_compat.step_collectives import InStep
-from phalanx.keras_compat.step_means import WeightedStepMeans
 
 
 class CompiledStep:

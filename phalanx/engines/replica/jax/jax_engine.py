@@ -36,7 +36,7 @@ from phalanx.engines.replica.jax.output_packing import OutputPacking
 from phalanx.engines.replica.jax.step_functions import AppliedResults, CompiledUpdate, StepFunctions, batch_kind
 from phalanx.engines.replica.replica_engine import ReplicaEngine
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.step_collectives import PREDICTION, InStep
+from phalanx.keras_compat.global_batch.step_collectives import PREDICTION, InStep
 
 Array = np.ndarray[Any, Any]
 Values = list[Any]

@@ -10,7 +10,7 @@ from phalanx.engines.replica.jax.compiled_step import CompiledStep
 from phalanx.engines.replica.jax.model_compiler import ModelCompiler
 from phalanx.engines.replica.jax.step_functions import AppliedResults, LocalResults, StepFunctions
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.jax_gradient_probe import UpdateNeeded
+from phalanx.keras_compat.observation.jax_gradient_probe import UpdateNeeded
 
 
 class LocalStep:

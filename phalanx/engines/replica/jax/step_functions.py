@@ -25,9 +25,15 @@ from phalanx.engines.replica.jax.compiled_step import kind_of_trace
 from phalanx.engines.replica.jax.model_compiler import ModelCompiler
 from phalanx.engines.replica.jax.output_packing import OutputPacking
 from phalanx.engines.step_layout import SMALL, SMALL_ON_THE_BUS, MergeWeight, StepLayout, bundles, gradient_weights
-from phalanx.keras_compat import model_state, step_collectives
-from phalanx.keras_compat.jax_gradient_probe import check_updates, merging_stateless_applies, only_call, probe
-from phalanx.keras_compat.log_origins import FindOrigins, LogOrigins
+from phalanx.keras_compat import model_state
+from phalanx.keras_compat.global_batch import step_collectives
+from phalanx.keras_compat.observation.jax_gradient_probe import (
+    check_updates,
+    merging_stateless_applies,
+    only_call,
+    probe,
+)
+from phalanx.keras_compat.observation.log_origins import FindOrigins, LogOrigins
 
 Values = list[Any]
 

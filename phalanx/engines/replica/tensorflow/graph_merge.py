@@ -15,7 +15,7 @@ from phalanx.engines.replica.tensorflow.indexed_slices import is_of_any_batch, m
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
 from phalanx.engines.step_layout import MergeWeight, StepLayout, gradient_weights
 from phalanx.engines.tensors import HostFunction
-from phalanx.keras_compat.variable_assignments import OWN
+from phalanx.keras_compat.observation.variable_assignments import OWN
 
 Array = np.ndarray[Any, Any]
 

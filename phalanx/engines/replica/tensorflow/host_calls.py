@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat.variable_assignments import OWN
+from phalanx.keras_compat.observation.variable_assignments import OWN
 
 Array = np.ndarray[Any, Any]
 

@@ -20,7 +20,7 @@ from phalanx.engines.engine import Batch, Merge
 from phalanx.engines.replica.hyperparameters import Hyperparameters
 from phalanx.engines.replica.tensorflow.batch_functions import BatchFunction, batch_kind, runs_eagerly, spec_of_batch
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.trainable_flags import TrainableFlags
+from phalanx.keras_compat.variables.trainable_flags import TrainableFlags
 
 
 class TraceConditions:

@@ -35,13 +35,13 @@ from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTens
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.global_gradients import GlobalGradients
-from phalanx.keras_compat.global_losses import GloballyScaledLosses
+from phalanx.keras_compat.global_batch.global_gradients import GlobalGradients
+from phalanx.keras_compat.global_batch.global_losses import GloballyScaledLosses
+from phalanx.keras_compat.global_batch.optimizer_applies import merging_applies
+from phalanx.keras_compat.global_batch.step_collectives import PREDICTION, InStep, trace_key
+from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
+from phalanx.keras_compat.global_batch.tensorflow_tape import SampleLossGradients
 from phalanx.keras_compat.layer_building import build_all
-from phalanx.keras_compat.optimizer_applies import merging_applies
-from phalanx.keras_compat.step_collectives import PREDICTION, InStep, trace_key
-from phalanx.keras_compat.step_means import WeightedStepMeans
-from phalanx.keras_compat.tensorflow_tape import SampleLossGradients
 from phalanx.keras_compat.tensorflow_trace_cache import trace_apart
 
 Array = np.ndarray[Any, Any]

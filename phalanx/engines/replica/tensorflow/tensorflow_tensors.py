@@ -14,9 +14,9 @@ from phalanx.engines.replica.tensorflow.host_calls import call_on_host, take_fai
 from phalanx.engines.replica.tensorflow.indexed_slices import is_of_any_batch, merge_slices, slices_of
 from phalanx.engines.tensors import Gradient, HostFunction, RowGather, Shape, Tensors, same_shape
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat.tensorflow_merged_variables import merging_variables
-from phalanx.keras_compat.tensorflow_replica_count import count_replicas
+from phalanx.keras_compat.global_batch.tensorflow_replica_count import count_replicas
 from phalanx.keras_compat.tensorflow_trace_cache import trace_apart
+from phalanx.keras_compat.variables.tensorflow_merged_variables import merging_variables
 
 Array = np.ndarray[Any, Any]
 

@@ -31,12 +31,12 @@ from phalanx.engines.replica.torch.module_buffers import buffers
 from phalanx.engines.replica.torch.torch_tensors import TorchTensors
 from phalanx.engines.step_layout import MergeWeight, StepLayout, gradient_weights
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.global_gradients import GlobalGradients
-from phalanx.keras_compat.global_losses import GloballyScaledLosses
+from phalanx.keras_compat.global_batch.global_gradients import GlobalGradients
+from phalanx.keras_compat.global_batch.global_losses import GloballyScaledLosses
+from phalanx.keras_compat.global_batch.optimizer_applies import merging_applies
+from phalanx.keras_compat.global_batch.step_collectives import PREDICTION, InStep
+from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 from phalanx.keras_compat.layer_building import has_built_layers
-from phalanx.keras_compat.optimizer_applies import merging_applies
-from phalanx.keras_compat.step_collectives import PREDICTION, InStep
-from phalanx.keras_compat.step_means import WeightedStepMeans
 from phalanx.keras_compat.torch_internals import convert_to_tensor, get_device
 
 Array = np.ndarray[Any, Any]

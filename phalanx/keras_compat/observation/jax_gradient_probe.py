@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import keras
 
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat.global_gradients import GlobalGradients
+from phalanx.keras_compat.global_batch.global_gradients import GlobalGradients
 from phalanx.keras_compat.model_state import optimizers
 from phalanx.keras_compat.patching import PatchedFunction, defining_class, overridden_methods
 

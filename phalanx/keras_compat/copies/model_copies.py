@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import keras
 
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat.adapted_layers import AdaptedState, adapted_states, restore_adapted
+from phalanx.keras_compat.copies.adapted_layers import AdaptedState, adapted_states, restore_adapted
+from phalanx.keras_compat.copies.object_config import configuration_of, serialized, without_tensorflow
+from phalanx.keras_compat.copies.object_names import name_counters, naming_from
 from phalanx.keras_compat.keras_internals import keras_trainer
 from phalanx.keras_compat.model_state import optimizers
-from phalanx.keras_compat.object_config import configuration_of, serialized, without_tensorflow
-from phalanx.keras_compat.object_names import name_counters, naming_from
 from phalanx.keras_compat.patching import set_untracked
 
 MAIN = "__main__"

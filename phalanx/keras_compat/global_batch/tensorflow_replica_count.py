@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Protocol
 
-from phalanx.keras_compat.step_means import is_in_step
+from phalanx.keras_compat.global_batch.step_means import is_in_step
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import numpy as np
 from phalanx.collectives.communicator import Array
 from phalanx.engines.tensors import same_shape
 from phalanx.errors import ConfigurationError, UnsupportedError
-from phalanx.keras_compat import step_collectives
-from phalanx.keras_compat.merged_variables import merge_variable
+from phalanx.keras_compat.global_batch import step_collectives
 from phalanx.keras_compat.trainer_hook import is_applying
+from phalanx.keras_compat.variables.merged_variables import merge_variable
 from phalanx.runtime import progress
 from phalanx.strategies import replica_context
 from phalanx.training.chief_callbacks import hook_ranks

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat.global_gradients import GlobalGradients
+from phalanx.keras_compat.global_batch.global_gradients import GlobalGradients
 from phalanx.keras_compat.model_state import optimizers
 from phalanx.keras_compat.patching import overridden_methods, override_methods
 

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from phalanx.keras_compat.global_losses import has_samples
+from phalanx.keras_compat.global_batch.global_losses import has_samples
 from phalanx.keras_compat.patching import PatchedFunction
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat.object_config import clone_from_config
+from phalanx.keras_compat.copies.object_config import clone_from_config
 from phalanx.keras_compat.patching import overridden_methods
 
 

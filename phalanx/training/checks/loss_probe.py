@@ -8,16 +8,13 @@ as one (`global_losses.note_sum`). Anything else is an error.
 Nothing is computed where nothing is to be found out: Keras's own losses are known, and so are Keras's own layers. All
 is computed eagerly, of `ROWS` samples at most, in a `StatelessScope`, so that no variable and no seed changes; a loss
 is computed of fixed predictions, so that dropout has no say. What draws random numbers of its own cannot be compared.
-
-Uses `_flatten_layers`; patches `Loss.__call__` and its overrides, and `Layer.add_loss`. Tested with
-Keras 3.12 and 3.15.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,23 +22,21 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 from keras import ops, tree
-from keras.src.backend import get_keras_mask, set_keras_mask
-from keras.src.losses import loss as keras_loss
 
 from phalanx.arrays.tree import leaves, map_leaves
-from phalanx.keras_compat.global_losses import (
+from phalanx.keras_compat.global_batch.global_losses import (
     GloballyScaledLosses,
     is_noted_sum,
-    is_over_global_batch,
     note_added,
     note_sum,
 )
+from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
+from phalanx.keras_compat.global_batch.step_collectives import InStep
+from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
+from phalanx.keras_compat.keras_internals import get_keras_mask, set_keras_mask
 from phalanx.keras_compat.model_state import compiled_losses, names_in, overrides
-from phalanx.keras_compat.patching import PatchedFunction, defining_class
-from phalanx.keras_compat.simulated_ranks import simulated_ranks
-from phalanx.keras_compat.step_collectives import InStep
-from phalanx.keras_compat.step_means import WeightedStepMeans
-from phalanx.keras_compat.trial_conditions import collected_statistics
+from phalanx.keras_compat.observation.loss_calls import recorded_additions, recorded_calls
+from phalanx.keras_compat.observation.trial_conditions import collected_statistics
 
 Array = np.ndarray[Any, Any]
 Loss = Callable[..., Any]
@@ -221,7 +216,7 @@ class _Probe:
         parts = [whole.of(0, self._rows // 3), whole.of(self._rows // 3, self._rows)]
         compute = self._compute_loss if _computes_own_loss(model) else _compute_compiled
         rows = [part.rows for part in parts]
-        calls = [_calls(compute, model, part) for part in (whole, *parts)]
+        calls = [recorded_calls(model, _unknown(model), partial(compute, model, part)) for part in (whole, *parts)]
         sums: set[int] = set()
         # Calls are matched by their order. Where a part calls other losses than the batch, nothing can be said.
         if len({len(each) for each in calls}) == 1:
@@ -253,15 +248,10 @@ class _Probe:
     def _forward(self, x: Any, *, training: bool, other_seeds: bool = False) -> tuple[Any, list[tuple[Any, Any]]]:
         """The predictions, and the losses that layers add meanwhile, with the layer."""
         model = self._model
-        added: list[tuple[Any, Any]] = []
-
-        def note(layer: Any, loss: Any) -> None:
-            added.extend((layer, ops.sum(each)) for each in tree.flatten(loss))
-
         seeds = [v for v in model.non_trainable_variables if "seed_generator_state" in v.path] if other_seeds else []
         mapping = [(seed, ops.cast(seed.value + 1, seed.dtype)) for seed in seeds]
         with (
-            PatchedFunction(keras.layers.Layer, "add_loss", note),
+            recorded_additions() as added,
             keras.StatelessScope(state_mapping=mapping),
             collected_statistics(),  # batch normalization is over all replicas, or local on purpose
             _program(),
@@ -430,35 +420,6 @@ def _call(recorded: tuple[Any, ...]) -> Any:
     loss, *arguments = recorded
     with _program():
         return loss(*arguments)
-
-
-def _calls(compute: Callable[[Any, _Part], Any], model: Any, part: _Part) -> list[tuple[Any, ...]]:
-    """The losses that are called, with their arguments; not those that others call, or that are of the global batch."""
-    calls: list[tuple[Any, ...]] = []
-    depth = 0
-
-    def recording(kind: type) -> PatchedFunction:
-        def call(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-            nonlocal depth
-            counts = not isinstance(loss, type(model._compile_loss))  # which only calls the others
-            if counts and not depth and not is_over_global_batch():
-                calls.append((loss, y_true, y_pred, sample_weight))
-            depth += counts
-            try:
-                return patched.original(loss, y_true, y_pred, sample_weight)
-            finally:
-                depth -= counts
-
-        patched = PatchedFunction(kind, "__call__", call)
-        return patched
-
-    # A loss of the program's own may have its own `__call__`, which need not call Keras's.
-    kinds = {keras_loss.Loss, *(defining_class(type(loss), "__call__") for loss in _unknown(model))}
-    with ExitStack() as patches:
-        for kind in kinds:
-            patches.enter_context(recording(kind))
-        compute(model, part)
-    return calls
 
 
 def _compute_compiled(model: Any, part: _Part) -> Any:

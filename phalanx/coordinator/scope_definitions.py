@@ -1,8 +1,8 @@
 """What the chief's program has made in the scope, as it travels to workers that run no program of their own.
 
-Layers (models too), optimizers and metrics travel as what makes them (`keras_compat/model_copies`). A *root* is one
-that is in no other; what is in it travels with it, and keeps its identity: workers find the parts of their copy in the
-order of `parts_of`, under the names that the chief's have.
+Layers (models too), optimizers and metrics travel as what makes them (`keras_compat/copies/model_copies`). A *root* is
+one that is in no other; what is in it travels with it, and keeps its identity: workers find the parts of their copy in
+the order of `parts_of`, under the names that the chief's have.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.coordinator.coordinator_messages import Define
 from phalanx.coordinator.dispatcher import Dispatcher
 from phalanx.engines.tensors import Tensors
 from phalanx.errors import PhalanxError, UnsupportedError
-from phalanx.keras_compat.model_copies import LayerCopy, copy_of
+from phalanx.keras_compat.copies.model_copies import LayerCopy, copy_of
 from phalanx.keras_compat.model_state import optimizers
 from phalanx.runtime.pickling import dumps_referring, refusing
 from phalanx.training.call_pickling import of_call

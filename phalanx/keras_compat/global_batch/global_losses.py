@@ -42,9 +42,9 @@ from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.losses import loss as keras_loss
 from keras.src.trainers.trainer import Trainer
 
-from phalanx.keras_compat import step_collectives
+from phalanx.keras_compat.global_batch import step_collectives
+from phalanx.keras_compat.global_batch.step_means import is_in_step, share_of_step
 from phalanx.keras_compat.patching import PatchedFunction, set_untracked
-from phalanx.keras_compat.step_means import is_in_step, share_of_step
 
 # Reductions that divide by the number of values, of which each rank's share is known; with a mask, by what it leaves.
 _DIVIDED = ("sum_over_batch_size", "mean")

@@ -20,7 +20,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from phalanx.keras_compat import step_collectives
+from phalanx.keras_compat.global_batch import step_collectives
 
 Sum = Callable[[list[Any]], list[Any]]
 """Sums tensors over the ranks, all in one call, differentiably; all ranks must call."""

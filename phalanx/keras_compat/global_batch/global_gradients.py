@@ -18,8 +18,8 @@ import keras
 from keras import ops
 
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat import step_collectives
-from phalanx.keras_compat.step_means import share_of_step
+from phalanx.keras_compat.global_batch import step_collectives
+from phalanx.keras_compat.global_batch.step_means import share_of_step
 
 
 def is_overwritten(variable: Any) -> bool:

@@ -18,14 +18,14 @@ from typing import Any
 import tensorflow as tf
 
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat.merged_variables import (
+from phalanx.keras_compat.patching import insert_mixin, set_untracked
+from phalanx.keras_compat.variables.merged_variables import (
     MergedOnRead,
     ReplicaParts,
     is_created_by_keras,
     merged_for_checkpoint,
     own_parts,
 )
-from phalanx.keras_compat.patching import insert_mixin, set_untracked
 
 _SCATTERED = (
     *("scatter_sub", "scatter_add", "scatter_max", "scatter_min", "scatter_mul", "scatter_div", "scatter_update"),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from phalanx.keras_compat.log_origins import metrics_of
+from phalanx.keras_compat.observation.log_origins import metrics_of
 from phalanx.keras_compat.patching import overridden_methods
 
 

@@ -1,4 +1,4 @@
-"""Checks that all ranks run the same program: the same methods, arguments and data."""
+"""Checks that all ranks run the same program: the same methods, arguments and data; see also `same_model`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from phalanx.data import ShardedInput
 from phalanx.errors import DisagreementError
+from phalanx.keras_compat.copies.object_config import configuration_of
 from phalanx.keras_compat.model_state import optimizers
-from phalanx.keras_compat.object_config import configuration_of
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.replica import Replica
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker

@@ -1,0 +1,1 @@
+"""Models and objects in other processes, where no program makes them."""

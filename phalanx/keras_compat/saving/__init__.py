@@ -1,0 +1,1 @@
+"""What Keras's callbacks and its saving write, and where."""
