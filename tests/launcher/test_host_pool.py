@@ -163,6 +163,7 @@ def test_all_hosts_are_replaced(run: Callable[..., Running], launcher: Launcher)
     assert job.ends() == 0, job.output
 
 
+@pytest.mark.slow
 def test_a_host_that_keeps_failing_is_set_aside_for_a_while(run: Callable[..., Running], launcher: Launcher) -> None:
     bad = launcher.folder / f"bad-{B}"
     job = run("--hosts", f"{A}:1,{B}:1", "--workers", "1:2", "--blacklist-cooldown-range", "8", "10")
@@ -187,6 +188,7 @@ def test_too_few_slots_are_discovered(run: Callable[..., Running], launcher: Lau
     assert "slots were found in time, and 2 are needed" in job.output
 
 
+@pytest.mark.slow
 def test_a_chief_that_hangs_between_two_steps_is_evicted(run: Callable[..., Running], launcher: Launcher) -> None:
     launcher.environment["PHALANX_TIMEOUT"] = "3"
     job = run("--workers", "1:2")

@@ -22,7 +22,7 @@ from tests.training.scenarios.common import (
     observed,
 )
 from tests.training.scenarios.metrics import Largest
-from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, scenario
 
 
 @scenario()
@@ -131,7 +131,7 @@ def dropout_differs_between_ranks_on_the_same_start(setting: Setting) -> dict[st
     return {"start": start, **found}
 
 
-@scenario(plain=False, quick=BACKENDS)
+@scenario(plain=False, quick=EACH_KIND)
 def dropout_without_a_seed_differs_between_ranks(setting: Setting) -> dict[str, Any]:
     """On PyTorch Keras draws it from the generator of the whole process."""
 
@@ -297,7 +297,7 @@ def state_of_a_layer_of_ones_own(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, build))
 
 
-@scenario(plain=False, quick=BACKENDS)
+@scenario(plain=False, quick=ONE_BACKEND)
 def predictions_of_random_layers_differ(setting: Setting) -> dict[str, Any]:
     """Sampling, as in a variational autoencoder: each batch and each pass draws new numbers."""
 

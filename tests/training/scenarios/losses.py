@@ -24,7 +24,7 @@ from tests.training.scenarios.common import (
     regressor,
     weights,
 )
-from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, add, scenario
+from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, add, scenario
 
 
 @scenario(quick=ONE_BACKEND)
@@ -183,7 +183,7 @@ def masked_sequences_with_a_loss_of_the_program(setting: Setting) -> dict[str, A
     return {loss.reduction: fitted(compiled(setting, build, loss=loss), x, y) for loss in losses}
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=EACH_KIND)
 def a_rank_whose_samples_are_all_masked(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
         return keras.Sequential([keras.Input((5, 2)), layers.Masking(), layers.Dense(1)])
@@ -296,7 +296,7 @@ add("loss_that_is_a_mean_with_added_losses", _one_number(_averaged, adds=True), 
 add("loss_of_compute_loss_that_is_one_number", _one_number(_summed, computes=True), quick=ONE_BACKEND)
 
 
-@scenario(quick=BACKENDS, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "OverGlobalBatch")))
+@scenario(quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "OverGlobalBatch")))
 def a_loss_that_is_a_ratio_of_two_sums(setting: Setting) -> dict[str, Any]:
     def masked(y: Any, y_pred: Any) -> Any:
         mask = ops.cast(y != 0, "float32")
@@ -449,7 +449,7 @@ def _annealed(setting: Setting, term: Callable[[Any], Any], *, by_layer: bool) -
     return fitted(model, y=numbers(), epochs=3, callbacks=[Raising(weight)])
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=EACH_KIND)
 def layer_whose_added_sum_begins_later(setting: Setting) -> dict[str, Any]:
     return _annealed(setting, lambda values: 0.01 * ops.sum(ops.square(values)), by_layer=True)
 
@@ -459,7 +459,7 @@ def term_of_a_loss_that_begins_later(setting: Setting) -> dict[str, Any]:
     return _annealed(setting, lambda values: ops.mean(ops.square(values)), by_layer=False)
 
 
-@scenario(quick=BACKENDS, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "OverGlobalBatch")))
+@scenario(quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "OverGlobalBatch")))
 def ratio_in_a_loss_that_begins_later(setting: Setting) -> dict[str, Any]:
     return _annealed(setting, lambda values: ops.mean(ops.square(values - ops.mean(values))), by_layer=False)
 

@@ -21,7 +21,7 @@ from tests.training.scenarios.common import (
     regressor,
     weights,
 )
-from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, scenario
+from tests.training.scenarios.registry import EACH_KIND, ONE_BACKEND, Setting, scenario
 
 
 @scenario(quick=ONE_BACKEND)
@@ -79,7 +79,7 @@ def more_samples_than_one_batch_of_one(setting: Setting) -> dict[str, Any]:
     return fitted(model, x, y, batch_size=1) | observed(model, x, y)
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=EACH_KIND)
 def several_inputs_and_outputs(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
         left, right = keras.Input((FEATURES,), name="left"), keras.Input((2,), name="right")

@@ -336,7 +336,7 @@ def own_test_step_of_validation_data_that_logs_a_sum(setting: Setting) -> dict[s
     return _validated(model)
 
 
-@scenario(quick=BACKENDS, error=_refused("what its train_step does with them before"))
+@scenario(quick=ONE_BACKEND, error=_refused("what its train_step does with them before"))
 def own_train_step_that_clips_later(setting: Setting) -> dict[str, Any]:
     share = keras.Variable(0.0, trainable=False, name="share")
 

@@ -236,7 +236,7 @@ class CountedInRun(keras.callbacks.Callback):
         self.sums.append(float(metric.result()))
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=EACH_KIND)
 def a_metric_counted_in_a_callback(setting: Setting) -> dict[str, Any]:
     counted = CountedInRun(setting)
     found = fitted(compiled(setting, metrics=["accuracy"]), callbacks=[counted], epochs=3)
