@@ -125,7 +125,7 @@ class ExitHandler:
             if not end.outlived:
                 if self.plan.fail(self.clock()):
                     self.observer.failed(end)
-            elif self.slots is None and not self.plan.has_begun:  # in an elastic job the slot provider reports it
+            elif not self.plan.has_begun:
                 self.observer.survived(end, "the others continue without it")
         if self.tasks.only_optional_left(self.clock()):
             self.plan.finish_within(self.clock(), self.optional_grace_s)

@@ -30,6 +30,7 @@ from phalanx.elastic.generation_loop import is_caused_by, run_until_complete
 from phalanx.errors import ConfigurationError, MembershipChangedError
 from phalanx.strategies import current_job
 from phalanx.training import state_sync
+from phalanx.training.checks.same_model import check_chiefs_model, structure_of
 from phalanx.training.replica import EntryOverError, Replica
 from phalanx.transport.serialization import decode, encode, is_serializable
 
@@ -91,7 +92,7 @@ class State:
     def _keep(self) -> None:
         self._check_plain()
         self._committed = (
-            self._encoded_values(),
+            encode(self._values()),
             [(variable, np.array(keras.ops.convert_to_numpy(variable.value))) for variable in self._variables()],
         )
 
@@ -117,15 +118,21 @@ class State:
 
         Args:
             replica: this process's place in the job.
+
+        Raises: DisagreementError on members whose model is not the chief's; the others continue without them.
         """
-        vars(self).update(decode(replica.communicator.broadcast_bytes(self._encoded_values())))
-        arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in self._variables()]
-        for variable, array in zip(self._variables(), replica.communicator.broadcast(arrays), strict=True):
+        variables = self._variables()
+        own = encode([self._values(), structure_of(variables)])
+        values, chiefs = decode(replica.communicator.broadcast_bytes(own))
+        check_chiefs_model(chiefs, variables)
+        vars(self).update(values)
+        arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+        for variable, array in zip(variables, replica.communicator.broadcast(arrays), strict=True):
             variable.assign(array)
         self._keep()
 
-    def _encoded_values(self) -> bytes:
-        return encode({name: getattr(self, name) for name in self._names})
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
 
     def _check_built(self) -> None:
         for thing, how in ((self._model, "build(shape)"), (self._optimizer, "build(model.trainable_variables)")):

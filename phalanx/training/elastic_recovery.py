@@ -23,6 +23,8 @@ from phalanx.errors import MembershipChangedError, PeerLostError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.runtime import progress
 from phalanx.training import callback_list, chief_callbacks, saver_claims, state_sync
+from phalanx.training.checks.same_model import check_chiefs_model, structure_of
+from phalanx.training.checks.same_program import check_chiefs_program, describe_program
 from phalanx.training.fit_position import FitPosition, FitRecorder
 from phalanx.training.fit_state import ReplicaFitState
 from phalanx.training.joint_batches import JointBatch, read_part
@@ -172,14 +174,14 @@ class ElasticRecovery:
     # Joining.
 
     def _admit(self) -> None:
-        """Give those who join the state of all others."""
+        """Give those who join the state of all others. They leave again if their program is not the chief's."""
         state, payload = self._state, b""
         if self._replica.is_chief:
             position = self._recorder.position()
             position.ledger = b"" if self._recorder.ledger is None else self._recorder.ledger.encoded()
             validation_randomness = b"" if state.validation is None else state.validation.position.randomness
             flags = [state.watched, state.watched_validation, state.stop_requested, state.chief_adds_logs]
-            payload = encode([vars(position), validation_randomness, flags])
+            payload = encode([vars(position), validation_randomness, flags, self._program()])
         self._replica.communicator.broadcast_bytes(payload)
         state.stepper.admit()
 
@@ -192,11 +194,10 @@ class ElasticRecovery:
         self._warm_up()
         # From the admission on, the members wait for this process; hence the compilation before.
         replica.join_entry()
-        payload = self._receive_state()
+        content, validation_randomness, flags = self._receive_state()
         self._elastic.needs_state = False
         self._generation = replica.generation
         self._model.set_synchronised(True)
-        content, validation_randomness, flags = decode(payload)
         position = FitPosition(**content)
         self._regroup_inputs()
         state.watched, state.watched_validation, state.stop_requested, state.chief_adds_logs = flags
@@ -210,7 +211,7 @@ class ElasticRecovery:
             state.callbacks.on_epoch_begin(position.epoch)
         self._recorder.restore(position, restart_epoch=lambda: None)
 
-    def _receive_state(self) -> bytes:
+    def _receive_state(self) -> tuple[Any, Any, Any]:
         replica = self._replica
         while True:
             try:
@@ -219,11 +220,24 @@ class ElasticRecovery:
                     raise PeerLostError(
                         "All members that had the job's state were lost.", rank=0, task="chief", host=""
                     )
-                payload = replica.communicator.broadcast_bytes(b"")
+                content, validation_randomness, flags, program = decode(replica.communicator.broadcast_bytes(b""))
+                self._check_program(program)
                 self._state.stepper.admit()
-                return payload
+                return content, validation_randomness, flags
             except MembershipChangedError:
                 continue
+
+    def _program(self) -> list[Any]:
+        """What a process that joins must have in common with the members."""
+        model, inputs = self._model.model, [self._state.source, self._state.validation]
+        given = [each for each in inputs if each is not None]
+        return [structure_of(_admitted(model)), describe_program(model, self._state.arguments, given)]
+
+    def _check_program(self, chiefs: list[Any]) -> None:
+        """Raises: DisagreementError here alone, and the members continue without this process."""
+        structure, program = chiefs
+        check_chiefs_model(structure, _admitted(self._model.model))
+        check_chiefs_program(program, self._program()[1])
 
     # Compilation ahead of time.
 
@@ -268,6 +282,11 @@ def build_fit_callbacks(replica_model: ReplicaModel, state: ReplicaFitState, cal
     chief_callbacks.announce_hooks(built, state.undo)
     state.use_callbacks(built)
     saver_claims.claim_paths(built, state.undo, lambda: replica_model.replica.generation)
+
+
+def _admitted(model: Any) -> list[Any]:
+    """The variables of which a process that joins gets the values."""
+    return [*state_sync.variables_of(model), *model.metrics_variables]
 
 
 def _resized(data: Any, size: int) -> Any:

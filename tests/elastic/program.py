@@ -140,15 +140,15 @@ class Beginning(keras.callbacks.Callback):
         assert (self.task,) == self._own
 
 
-def model(convolutional: bool, dropout: float = 0.0) -> Any:
+def model(convolutional: bool, dropout: float = 0.0, *, units: int = 64, optimizer: Any = "adam") -> Any:
     layers = keras.layers
     first = (
         [layers.Conv2D(8, 3, activation="relu"), layers.MaxPooling2D(), layers.Flatten()]
         if convolutional
-        else [layers.Flatten(), layers.Dense(64, activation="relu")]
+        else [layers.Flatten(), layers.Dense(units, activation="relu")]
     )
     made = keras.Sequential([keras.Input((8, 8, 1)), *first, layers.Dropout(dropout), layers.Dense(10)])
-    made.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    made.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     return made
 
 
@@ -185,6 +185,7 @@ def main() -> None:
     parser.add_argument("--words", action="store_true", help="a model of embeddings")
     parser.add_argument("--batches", action="store_true", help="the data come as a PyDataset, without validation")
     parser.add_argument("--loader", action="store_true", help="... as a DataLoader with a generator of its own")
+    parser.add_argument("--returns-with", help="a task that was restarted has another model, data or optimizer")
     options = parser.parse_args()
     cluster = json.loads(os.environ["TF_CONFIG"])
     task = f"{cluster['task']['type']}/{cluster['task']['index']}"
@@ -203,8 +204,12 @@ def main() -> None:
     log.note("joined" if not strategy._replica.is_candidate else "candidate")
     images, labels = load_digits()
     x, y = (images / 16).reshape(-1, 8, 8, 1).astype("float32")[: options.samples], labels[: options.samples]
+    other = options.returns_with if life > 1 else None
+    if other == "data":
+        y = np.roll(y, 1)
+    others = {"units": 65} if other == "model" else {"optimizer": "sgd"} if other == "optimizer" else {}
     with strategy.scope():
-        net = model_of_words() if options.words else model(options.cnn, dropout=0.2 * options.deterministic)
+        net = model_of_words() if options.words else model(options.cnn, 0.2 * options.deterministic, **others)
     gate = Gate(options.folder / "go", options.gate) if options.gate else None
     watch = Watch(log, strategy, len(cluster["cluster"]["worker"]), kills.get((task, life)), options.hold, gate)
     paces = (

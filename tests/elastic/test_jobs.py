@@ -94,6 +94,21 @@ def test_two_are_killed_the_chief_among_them_and_return(tmp_path, undisturbed):
     assert "worker/1 was killed by SIGKILL; starting it again (1 of 10)" in run.output
 
 
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ("data", "The ranks were given different data: the values of this worker are not those of the chief"),
+        pytest.param("model", "The model is not the same on all ranks: variable 0 is", marks=pytest.mark.slow),
+        pytest.param("optimizer", "The ranks got different arguments: optimizer is", marks=pytest.mark.slow),
+    ],
+)
+def test_one_that_returns_with_another_program_leaves_and_the_others_continue(tmp_path, undisturbed, other, text):
+    run = Run(tmp_path / "run", FIRST, "1:3", "--kill", "worker/1:1:5th", "--hold", "0.25", "--returns-with", other)
+    run.is_like(undisturbed(FIRST))
+    assert "worker/1 ended with exit code 67; the others continue without it" in run.output
+    assert text in run.output
+
+
 @pytest.mark.slow
 def test_one_that_returns_reads_what_all_compare(tmp_path):
     """The first batches of each epoch of a PyDataset are compared between the ranks: the loss comes in between two

@@ -15,33 +15,54 @@ from phalanx.training.replica import Replica
 from phalanx.transport.decoding import decode_message
 
 
+def structure_of(variables: Sequence[Any], *, with_paths: bool = True) -> list[tuple[str, list[int], str]]:
+    """Path, shape and dtype of each variable, in their order.
+
+    Args:
+        with_paths: whether ranks that differ only in the variables' paths are to differ.
+    """
+    return [
+        (v.path if with_paths else "variable", list(v.shape), keras.backend.standardize_dtype(v.dtype))
+        for v in variables
+    ]
+
+
 def check_same_model(variables: Sequence[Any], replica: Replica, *, with_paths: bool = True) -> None:
     """Compare the structure of the ranks' models; call on all ranks.
 
     Args:
-        variables: of the model and its optimizers, in their order.
-        with_paths: whether the variables' paths must be the same, and not only shapes and dtypes.
+        variables: of the model and its optimizers.
+        with_paths: see `structure_of`.
 
     Raises: DisagreementError on every rank, naming the first difference.
     """
-    structure = [
-        (v.path if with_paths else "variable", tuple(v.shape), keras.backend.standardize_dtype(v.dtype))
-        for v in variables
-    ]
-    encoded = msgspec.msgpack.encode(structure)
+    encoded = msgspec.msgpack.encode(structure_of(variables, with_paths=with_paths))
     digests = replica.communicator.all_gather_bytes(hashlib.sha256(encoded).digest())
     if len(set(digests)) == 1:
         return
     # Rare and slow: all ranks get everything, so that all raise the same error.
     structures = [decode_message(e) for e in replica.communicator.all_gather_bytes(encoded)]
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    chiefs, others = ([_named(variable) for variable in structures[rank]] for rank in (0, other))
-    raise DisagreementError(
-        f"The model is not the same on all ranks: {describe_difference(chiefs, others, 'rank 0', f'rank {other}')} "
+    raise different_models(structures[0], structures[other], "rank 0", f"rank {other}")
+
+
+def check_chiefs_model(chiefs: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Compare a model with the chief's, on this rank alone: one that joins must not end a job that runs.
+
+    Args:
+        chiefs: `structure_of` the chief's variables.
+
+    Raises: DisagreementError, naming the first difference.
+    """
+    own = structure_of(variables)
+    if [tuple(each) for each in chiefs] != own:
+        raise different_models(chiefs, own, "the chief", "this worker")
+
+
+def different_models(first: Sequence[Any], second: Sequence[Any], who: str, other: str) -> DisagreementError:
+    """The error of two ranks whose models have different structures."""
+    named, others = ([f"`{path}` {dtype}{list(shape)}" for path, shape, dtype in each] for each in (first, second))
+    return DisagreementError(
+        f"The model is not the same on all ranks: {describe_difference(named, others, who, other)} "
         f"Every rank must build the same model with the same optimizer, in the same order."
     )
-
-
-def _named(variable: Any) -> str:
-    path, shape, dtype = variable
-    return f"`{path}` {dtype}{list(shape)}"

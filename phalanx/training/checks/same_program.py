@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,11 +93,8 @@ def compare_input_with_chief(source: ShardedInput, worker: ParameterServerWorker
     message = worker.receive_broadcast(_INPUT, fit)
     if message is None:
         return
-    chiefs, own = bytes(message[0]).decode(), source.description.signature
-    why = f"the chief has {chiefs}; this worker has {own}." if chiefs != own else ""
-    if not why and not _same(source.probe, np.frombuffer(message[1], np.float64)):
-        why = f"the values of this worker are not those of the chief, or stand in another order. {_SEEDS}"
-    if why:
+    own = source.description.signature, source.probe.tobytes()
+    if why := _difference((bytes(message[0]).decode(), message[1]), own):
         raise DisagreementError(
             f"The workers were given different data: {why} Every worker must pass the same data, of which the first "
             f"server hands out the batches."
@@ -118,12 +115,49 @@ def check_same_configuration(model: Any, call: FitArguments, replica: Replica) -
     own = json.dumps(_facts(model, call))
     facts = [json.loads(text) for text in gather_of_method(replica, "fit", own)]
     for rank, others in enumerate(facts):
-        for key in dict.fromkeys(itertools.chain(facts[0], others)):
-            if (first := facts[0].get(key)) != (other := others.get(key)):
-                raise DisagreementError(
-                    f"The ranks got different arguments: {key} is {first} on rank 0, and {other} on rank {rank}. "
-                    f"The same program, with the same arguments, must run on every rank."
-                )
+        _compare_facts(facts[0], others, "rank 0", f"rank {rank}")
+
+
+def _compare_facts(first: Mapping[str, str], second: Mapping[str, str], who: str, other: str) -> None:
+    for key in dict.fromkeys(itertools.chain(first, second)):
+        if first.get(key) != second.get(key):
+            raise DisagreementError(
+                f"The ranks got different arguments: {key} is {first.get(key)} on {who}, and {second.get(key)} on "
+                f"{other}. The same program, with the same arguments, must run on every rank."
+            )
+
+
+def describe_program(model: Any, call: FitArguments, inputs: Sequence[ShardedInput]) -> list[Any]:
+    """The arguments of `fit` and `compile`, and what tells the data of one rank from those of another; it travels.
+
+    Args:
+        inputs: the training data, and validation data if there are any.
+    """
+    return [_facts(model, call), [[each.description.signature, each.probe.tobytes()] for each in inputs]]
+
+
+def check_chiefs_program(chiefs: list[Any], own: list[Any]) -> None:
+    """Compare a program with the chief's, on this rank alone: one that joins must not end a job that runs.
+
+    Args:
+        chiefs, own: from `describe_program`.
+
+    Raises: DisagreementError if they differ.
+    """
+    (chiefs_facts, chiefs_inputs), (own_facts, own_inputs) = chiefs, own
+    _compare_facts(chiefs_facts, own_facts, "the chief", "this worker")
+    for theirs, ours in zip(chiefs_inputs, own_inputs, strict=True):
+        if why := _difference(theirs, ours):
+            raise DisagreementError(f"The ranks were given different data: {why} Every rank must pass the same data.")
+
+
+def _difference(chiefs: Sequence[Any], own: Sequence[Any]) -> str:
+    """How this rank's data differ from the chief's, each as signature and bytes of the probe; empty if they do not."""
+    if chiefs[0] != own[0]:
+        return f"the chief has {chiefs[0]}; this worker has {own[0]}."
+    if not _same(*(np.frombuffer(probe, np.float64) for _, probe in (chiefs, own))):
+        return f"the values of this worker are not those of the chief, or are in another order. {_SEEDS}"
+    return ""
 
 
 def _facts(model: Any, call: FitArguments) -> dict[str, str]:
