@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 from keras import layers, ops
 
 import phalanx
@@ -697,3 +698,25 @@ def added_loss_after_batch_normalization_over_all_replicas(setting: Setting) -> 
         return keras.Sequential([keras.Input((FEATURES,)), *hidden, layers.Dense(CLASSES, activation="softmax")])
 
     return fitted(compiled(setting, build), batch_size=11)
+
+
+class ForEightSamples(layers.Layer):
+    def call(self, inputs: Any) -> Any:
+        return ops.reshape(inputs, (8, FEATURES))
+
+    def compute_output_spec(self, inputs: Any) -> Any:
+        return keras.KerasTensor(inputs.shape, inputs.dtype)
+
+
+@scenario(plain=False, worlds=(2,), backends=("torch",), quick=ONE_BACKEND)
+def a_layer_for_one_batch_size(setting: Setting) -> dict[str, Any]:
+    """It is right for the parts of the first batch; the error of another one says that a replica sees a part."""
+    with setting.scope():
+        model = keras.Sequential([keras.Input((FEATURES,)), ForEightSamples(), layers.Dense(CLASSES)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(features(16), labels(16), batch_size=16, verbose=0)
+    for method in (model.train_on_batch, model.test_on_batch):
+        with pytest.raises(RuntimeError) as caught:
+            method(features(12), labels(12))
+        assert "this one 6 samples" in "".join(caught.value.__notes__)
+    return {}
