@@ -2,7 +2,7 @@
 
 JAX's processes meet at a service in the process of rank 0, whose address Phalanx's own communicator passes on. JAX
 notices that a process has died late, hangs in the collective that misses it, or aborts (jax-ml/jax#38503). So a
-`PeerWatch` ends this process at once, with the error that names the lost member.
+`LostPeerWatch` ends this process at once, with the error that names the lost member.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import msgspec
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
+from phalanx.cluster.lost_peer_watch import LostPeerWatch
 from phalanx.cluster.membership import Membership
-from phalanx.cluster.peer_watch import PeerWatch
 from phalanx.collectives.communicator import Communicator
 from phalanx.devices.memory_growth import has_begun
 from phalanx.errors import ConfigurationError, PeerLostError
@@ -57,7 +57,7 @@ class JaxProcesses:
     def __init__(self, membership: Membership, timeout_s: float):
         self._membership = membership
         self._timeout_s = round(timeout_s)
-        self._watch = PeerWatch(membership, "a computation of all processes", self._end)
+        self._watch = LostPeerWatch(membership, "a computation of all processes", self._end)
 
     def start(self, coordinator: str, served: str | None) -> None:
         """Join the program.

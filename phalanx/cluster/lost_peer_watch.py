@@ -19,7 +19,7 @@ CLOSE_CHECK_S = 0.5
 _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)  # Linux only
 
 
-class PeerWatch:
+class LostPeerWatch:
     """A thread that waits for the end of any link of a membership. It reads nothing: others use the links.
 
     Args:

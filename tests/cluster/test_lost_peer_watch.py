@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 import socket
 
+from phalanx.cluster.lost_peer_watch import LostPeerWatch
 from phalanx.cluster.membership import Member, Membership
-from phalanx.cluster.peer_watch import PeerWatch
 from phalanx.errors import PeerLostError
 from phalanx.transport.link import Link
 
@@ -24,7 +24,7 @@ def membership_of(world_size: int) -> tuple[Membership, list[socket.socket]]:
 def test_the_first_link_that_ends_is_reported_once_and_named() -> None:
     membership, others = membership_of(3)
     losses: queue.Queue[PeerLostError] = queue.Queue()
-    watch = PeerWatch(membership, "a long computation", losses.put)
+    watch = LostPeerWatch(membership, "a long computation", losses.put)
     watch.start()
     others[0].send(b"what a collective sends")  # is for others to read
     assert watch.wait_for_loss(0.0) is None
@@ -41,7 +41,7 @@ def test_the_first_link_that_ends_is_reported_once_and_named() -> None:
 def test_who_leaves_with_the_others_is_not_lost() -> None:
     membership, others = membership_of(2)
     losses: queue.Queue[PeerLostError] = queue.Queue()
-    watch = PeerWatch(membership, "a long computation", losses.put)
+    watch = LostPeerWatch(membership, "a long computation", losses.put)
     watch.start()
     watch.close()
     others[0].close()
