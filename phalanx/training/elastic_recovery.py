@@ -236,8 +236,8 @@ class ElasticRecovery:
     def _check_program(self, chiefs: list[Any]) -> None:
         """Raises: DisagreementError here alone, and the members continue without this process."""
         structure, program = chiefs
-        check_chiefs_model(structure, _admitted(self._model.model))
         check_chiefs_program(program, self._program()[1])
+        check_chiefs_model(structure, _admitted(self._model.model))
 
     # Compilation ahead of time.
 
