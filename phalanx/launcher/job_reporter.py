@@ -88,7 +88,7 @@ class JobReporter(JobObserver):
 
     def failed(self, end: WorkerExit) -> None:
         if self._verbose and not end.was_preempted:  # then all exit, and each says so itself
-            self.report(f"{end.task} (rank {end.rank}) failed with exit code {end.code}; ending the job")
+            self.report(f"{end.failure}; ending the job")
 
     def survived(self, end: WorkerExit, how: str) -> None:
         self.report(f"{end.task} {describe_exit(end.returncode)}; {how}")

@@ -118,7 +118,7 @@ def _report_failure(outcome: JobOutcome, job: JobRequest, console: Console, *, c
     if verdict.success:
         return
     if verdict.code == PreemptedError.exit_code and verdict.cause is None:
-        console.message(f"phalanx: {verdict.reason}. Start it again to continue from there (exit code {verdict.code})")
+        console.message(f"phalanx: {_last_words(outcome)} (exit code {verdict.code})")
         return
     if verdict.code != SIGNAL_BASE + signal.SIGINT or config.verbose:  # who pressed Ctrl-C knows why the job ended
         page = failure_report.render(
@@ -137,9 +137,16 @@ def _report_failure(outcome: JobOutcome, job: JobRequest, console: Console, *, c
             console.message(f"phalanx: this report cannot be written to {config.log_dir}: {error.strerror}")
 
 
+def _last_words(outcome: JobOutcome) -> str:
+    """What a preempted job says: its chief, which knows what was saved, for all."""
+    preempted = [end for end in outcome.ends if end.was_preempted]
+    error = min(preempted, key=lambda end: end.rank).diagnostics.error if preempted else None
+    return outcome.verdict.reason if error is None else error.message.rstrip(".")
+
+
 def _page(outcome: JobOutcome, log_dir: Path | None) -> str:
-    """The failure report; empty if there is nothing to explain."""
-    if outcome.verdict.success:
+    """The failure report; empty if there is nothing to explain, as when the user has ended the job."""
+    if outcome.verdict.success or outcome.verdict.was_requested:
         return ""
     return failure_report.render(outcome.verdict, outcome.ends, log_dir=log_dir)
 

@@ -255,8 +255,6 @@ def _print_error(kind: type[BaseException], error: BaseException, traceback: Tra
 
 def _leave_to_launcher(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     """The launcher shows the error of one worker; the same or its echo from all others would bury it."""
-    if isinstance(error, PreemptedError):
-        print(error, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -228,3 +228,15 @@ def test_a_missing_backend_is_named_with_the_option_that_chooses_an_installed_on
     own = WorkerDiagnostics(error=CrashReport("ModuleNotFoundError", "No module named 'mine'", "Traceback"))
     ends = [end(0, 1, 0, diagnostics=own)]
     assert "--backend" not in failure_report.render(find_root_cause(ends), ends)
+
+
+def test_stacks_without_frames_are_left_out() -> None:
+    """A process that collects garbage while it exits has none."""
+    empty = WorkerDiagnostics(state="R", stacks="Thread 0x1 (most recent call first):\n  <no Python frame>\n")
+    ends = [end(0, 1, 0), end(1, -9, 1, hung=True, diagnostics=empty)]
+    assert "Stacks of" not in failure_report.render(find_root_cause(ends), ends)
+
+
+def test_one_that_lost_another_is_not_said_to_have_failed() -> None:
+    assert end(0, 1, 0).failure == "worker/0 (rank 0) failed with exit code 1"
+    assert end(0, 71, 0).failure == "worker/0 (rank 0) ended, PeerLostError, with exit code 71"

@@ -145,7 +145,8 @@ def _stacks(ends: Sequence[WorkerExit], cause: WorkerExit | None, full: bool) ->
     lines = []
     for end in ends:
         interrupted = cause is None  # then the position of each task is all that there is to report
-        if end.diagnostics.stacks and (full or end.hung or end is cause or interrupted):
+        has_frames = 'File "' in end.diagnostics.stacks  # a process that is exiting may have none left
+        if has_frames and (full or end.hung or end is cause or interrupted):
             lines += ["", f"Stacks of {end.task}{_state(end.diagnostics)} (innermost call first):"]
             lines += _indent(_innermost(end.diagnostics.stacks, full))
     return lines

@@ -104,6 +104,12 @@ class WorkerExit:
     def failed(self) -> bool:
         return self.returncode != 0
 
+    @property
+    def failure(self) -> str:
+        """How it failed, as a part of a sentence. One that only lost another task is not to blame."""
+        how = f"ended, {exit_codes.meaning(self.code).name}," if self.distance else "failed"
+        return f"{self.task} (rank {self.rank}) {how} with exit code {self.code}"
+
 
 @dataclass(frozen=True, slots=True)
 class RootCause:

@@ -151,7 +151,7 @@ class JobRecorder(JobObserver):
         self.record(events.HostsChanged(self._clock(), list(hosts)))
 
     def failed(self, end: WorkerExit) -> None:
-        self.noticed(f"{end.task} (rank {end.rank}) failed with exit code {end.code}; ending the job")
+        self.noticed(f"{end.failure}; ending the job")
 
     def survived(self, end: WorkerExit, how: str) -> None:
         self.noticed(f"{end.task}: {how}")

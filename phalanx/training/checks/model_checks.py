@@ -78,13 +78,19 @@ def explaining_parts(data: Any, replicas: int) -> Iterator[None]:
         raise
     except Exception as error:
         sizes = {len(leaf) for leaf in leaves(data)}
-        if replicas > 1 and sizes and any(word in str(error).lower() for word in _WORDS_OF_SIZES):
+        if replicas > 1 and sizes and any(word in _own_words(error) for word in _WORDS_OF_SIZES):
             error.add_note(
                 f"Each of the {replicas} replicas sees its part of a batch, this one {min(sizes)} samples. Code that "
                 f"needs the number of samples must take it from what it gets, as keras.ops.shape(x)[0], not from the "
                 f"batch_size."
             )
         raise
+
+
+def _own_words(error: Exception) -> str:
+    """The message of an error, without what Keras says around it of shapes whatever it is about."""
+    text, _, _ = str(error).lower().partition("arguments received by")
+    return text.rpartition("error encountered:")[2]
 
 
 def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:
