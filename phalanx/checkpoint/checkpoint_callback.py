@@ -40,7 +40,7 @@ class Checkpoint(ChiefCallback):
     warns and tries the next one; older checkpoints are kept.
 
     Where one program spans the devices of several processes, every process writes its part: the directory is one that
-    all of them see, the checkpoints are those of `phalanx.ShardedCheckpoint`, and need `phalanx[orbax]`. A job of
+    all of them see, the checkpoints are those of `phalanx.ShardedCheckpoint`, and need orbax-checkpoint. A job of
     either kind resumes from what the other has saved, on any number of devices and processes.
 
     Each `fit` of a program has its own checkpoints, numbered by the calls with the same directory. When the program is

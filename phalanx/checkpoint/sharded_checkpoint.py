@@ -56,7 +56,7 @@ _NONE, _PROBLEM = -1, -2
 
 
 class ShardedCheckpoint:
-    """A directory of checkpoints, of which every process writes its part in the background. Needs `phalanx[orbax]`.
+    """A directory of checkpoints, of which every process writes its part in the background. Needs orbax-checkpoint.
 
     All processes of a program that spans several must make the same calls, and see the same directory. In a program
     of one process, with or without a strategy, it works alike: so models go from many devices to plain Keras and back.
@@ -342,7 +342,7 @@ def _import_orbax() -> Any:
             f"KERAS_BACKEND=jax; model.save_weights() then writes a file that every backend reads."
         )
     if importlib.util.find_spec("orbax.checkpoint") is None:
-        raise ConfigurationError("Sharded checkpoints need the package orbax-checkpoint: pip install 'phalanx[orbax]'.")
+        raise ConfigurationError("Sharded checkpoints need the package orbax-checkpoint: pip install orbax-checkpoint.")
     return importlib.import_module("orbax.checkpoint")
 
 

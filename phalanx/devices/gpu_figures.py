@@ -1,6 +1,6 @@
 """What the GPU of this process does, from NVIDIA's management library: nothing of it runs on the GPU.
 
-Needs the package nvidia-ml-py (`phalanx[dashboard]`). Without it, or without a GPU, nothing is known.
+Needs the package nvidia-ml-py. Without it, or without a GPU, nothing is known.
 """
 
 from __future__ import annotations

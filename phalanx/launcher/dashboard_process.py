@@ -29,11 +29,12 @@ LAST_LOOK_S = 5.0
 
 
 def check_packages() -> None:
-    """Raises: ConfigurationError naming the extra, if a package of the dashboard is not installed."""
+    """Raises: ConfigurationError naming the packages, if a package of the dashboard is not installed."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(
-            f"The dashboard needs {' and '.join(missing)}, not installed here: `pip install 'phalanx[dashboard]'`."
+            f"The dashboard needs {' and '.join(missing)}, not installed here: "
+            "`pip install starlette uvicorn prometheus-client psutil nvidia-ml-py`."
         )
 
 

@@ -31,7 +31,7 @@ class EventWriter:
         if not is_available():
             raise ConfigurationError(
                 f"Event files for TensorBoard in {str(directory)!r} need the package {PACKAGE}, which is not "
-                f"installed: `pip install {PACKAGE}` (or `pip install 'phalanx[tensorboard]'`)."
+                f"installed: `pip install {PACKAGE}`."
             )
         self._directory = directory
         self._folder: MirroredFolder | None = None

@@ -137,6 +137,6 @@ def check_compiler(topology: DeviceTopology, backend: str | None) -> None:
             )
     elif importlib.util.find_spec("libtpu") is None:
         raise ConfigurationError(
-            f'{topology.name} needs the compiler for TPUs, which is not installed: pip install "phalanx[tpu]". It '
+            f'{topology.name} needs the compiler for TPUs, which is not installed: pip install "jax[tpu]". It '
             f"needs no TPU. With it installed, set JAX_PLATFORMS=cpu for programs that do not look for one."
         )

@@ -170,7 +170,7 @@ def resident_bytes() -> int:
 
 
 def _psutil_resident_bytes() -> int:
-    """Not on Linux, and only with psutil installed (`phalanx[dashboard]`)."""
+    """Not on Linux, and only with psutil installed."""
     try:
         import psutil
     except ImportError:

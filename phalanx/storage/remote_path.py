@@ -20,7 +20,6 @@ from typing import Any, BinaryIO
 from phalanx.errors import ConfigurationError
 
 SEPARATOR = "://"
-EXTRA = "phalanx[cloud]"
 _WITH_FOLDERS = frozenset({"arrow_hdfs", "dbfs", "file", "ftp", "hdfs", "local", "sftp", "smb", "ssh", "webhdfs"})
 """Stores in which a file needs a folder. In others, to create a folder may create a bucket."""
 
@@ -197,9 +196,8 @@ def check_store(url: str, argument: str) -> None:
             f"knows, such as s3, gs, abfs or hf, or register it with fsspec.register_implementation()."
         )
     if missing:
-        packages = f"'{EXTRA}'" if missing == "fsspec" else f"'{EXTRA}' {missing}"
         raise ConfigurationError(
-            f"{argument} is {url!r}, which needs the package {missing}: pip install {packages}. A mounted bucket "
+            f"{argument} is {url!r}, which needs the package {missing}: pip install {missing}. A mounted bucket "
             f"(gcsfuse, mountpoint-s3) needs none: pass its folder."
         )
 

@@ -244,7 +244,7 @@ class FitResumption:
 def resumable(callbacks: Any, model: Any, replica: Replica) -> Iterator[FitResumption | None]:
     """Around a `fit`: what its `Checkpoint` does, if there is one among its callbacks.
 
-    Raises: ConfigurationError if there are several, or if it needs `phalanx[orbax]` and that is missing.
+    Raises: ConfigurationError if there are several, or if it needs orbax-checkpoint and that is missing.
     """
     found = [callback for callback in flatten_callbacks(callbacks) if isinstance(callback, Checkpoint)]
     if not found:
