@@ -3,10 +3,11 @@
     PHALANX_SIMULATED_MBITS=100 phalanx run --workers 2 examples/char_lm.py
     phalanx run --workers 2 examples/char_lm.py --strategies diloco --compression int8
 
-The text is on every machine that has Python. The same model is trained twice from the same start: with the plain
-strategy, which merges gradients at every step, and with `DiLoCoStrategy`, whose replicas exchange weights every 50.
-With PHALANX_SIMULATED_MBITS each process sends so many millions of bits in a second, as over a slow line. The end is a
-table, and a plot of the held-out loss against the bytes sent and against time: runs/char_lm.png.
+The text is on every machine that has Python. The program trains the same model twice from the same initial weights:
+with the plain strategy, which merges gradients at every step, and with `DiLoCoStrategy`, whose replicas exchange
+weights every 50 steps. PHALANX_SIMULATED_MBITS limits the megabits per second that each process sends, to simulate a
+slow network. The program ends with a table and a plot of the held-out loss against bytes sent and against time:
+runs/char_lm.png.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategies", default="plain,diloco", help="of plain, local_sgd, diloco; by commas")
+    parser.add_argument("--strategies", default="plain,diloco", help="plain, local_sgd, diloco; comma-separated")
     parser.add_argument("--compression", default=None, help="float16, bfloat16, int8, int6, int4, top_k, ...")
     parser.add_argument("--sync-every", type=int, default=50, help="steps between two exchanges of DiLoCo")
     parser.add_argument("--outer-learning-rate", type=float, default=0.8)

@@ -5,7 +5,7 @@
 
 `phalanx.launch` trains the same model on the same global batches with each number of local replicas, which divide
 the cores among them. Prints a table and writes a plot to runs/cifar_speed.png. XLA's convolutions on CPU are slow:
-on a machine without GPUs, TensorFlow is the backend for such models.
+on a machine without GPUs, use TensorFlow for such models.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     phalanx run --ps 1 --chief --workers 2 examples/coordinator_loop.py
 
-The chief schedules functions of some steps each and joins them at the end of an epoch. A function runs on any worker,
-reads that worker's own dataset, and sends its gradients to the servers, which run Adam. A worker that is lost costs
-nothing but time: its function runs elsewhere. Data: scikit-learn's digits.
+The chief schedules functions of several steps each and joins them at the end of an epoch. A function runs on any
+worker, reads that worker's own dataset, and sends its gradients to the servers, which run Adam. A lost worker costs
+only time: its function runs on another one. Data: scikit-learn's digits.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def endless_batches(batch_size: int, seed: int):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--functions", type=int, default=8, help="scheduled in an epoch")
-    parser.add_argument("--steps", type=int, default=10, help="in each function")
+    parser.add_argument("--functions", type=int, default=8, help="functions scheduled per epoch")
+    parser.add_argument("--steps", type=int, default=10, help="steps per function")
     parser.add_argument("--batch-size", type=int, default=32, help="samples of a step")
     options = parser.parse_args()
 

@@ -2,9 +2,9 @@
 
     phalanx run --workers 2 --backend jax examples/custom_loop_jax.py
 
-A step is two jitted functions, and between them the replicas' gradients are summed on the host. The loss is the
+A step is two jitted functions; between them, the replicas' gradients are summed on the host. The loss is the
 sum over this replica's samples divided by the size of the *global* batch, so that the sum over the replicas is the
-mean over the batch, however unevenly it was cut.
+mean over the batch, even if the parts have different sizes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     phalanx run --workers 2 --backend torch examples/custom_loop_torch.py
 
 A Keras optimizer applied inside `strategy.run` sums the gradients over the replicas first, so the loss is divided by
-the size of the *global* batch. An optimizer of `torch.optim` knows nothing of replicas: give its parameters the
-gradients that `strategy.reduce("SUM", gradients)` returns (`--optimizer torch` does that).
+the size of the *global* batch. An optimizer of `torch.optim` does not know the replicas: set its parameters' gradients
+to those that `strategy.reduce("SUM", gradients)` returns (`--optimizer torch` does that).
 """
 
 from __future__ import annotations

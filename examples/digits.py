@@ -3,8 +3,8 @@
     phalanx run --workers 2 examples/digits.py
     python examples/digits.py
 
-The data come with scikit-learn: 1797 grey images of 8 by 8 pixels, of which a fifth is held out. Runs on every
-Keras backend; writes a plot of loss and accuracy to runs/digits.png.
+The data is part of scikit-learn: 1797 gray images of 8 by 8 pixels, of which a fifth is held out. Runs on every
+Keras backend, and writes a plot of loss and accuracy to runs/digits.png.
 """
 
 from __future__ import annotations

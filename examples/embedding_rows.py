@@ -1,11 +1,11 @@
-"""A recommender with a table of two million users: of a table only the rows travel that a batch uses.
+"""A recommender with a table of two million users: only the rows that a batch uses are sent.
 
     phalanx run --ps 1 --workers 2 examples/embedding_rows.py
 
-Every user and every item has a row of numbers, learned from who liked what; a network tells from two rows whether this
-user likes that item. The tables lie on the server. For each batch a worker fetches the rows of its users and items and
-sends their gradients: at the end it prints how much that was, and what the whole tables would have been. The likes are
-made here: users and items are of kinds, and a user of one kind mostly likes items of three others.
+Every user and every item has a row of numbers, learned from likes. A network predicts from two rows whether this
+user likes that item. The tables are on the server. For each batch, a worker fetches the rows of its users and items and
+sends their gradients. At the end, it prints how many bytes it sent, and how many the whole tables would have taken. The
+program generates the likes: users and items have kinds, and a user of one kind mostly likes items of three others.
 """
 
 from __future__ import annotations

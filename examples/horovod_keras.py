@@ -2,8 +2,8 @@
 
     phalanx run -np 2 --backend jax examples/horovod_keras.py
 
-What Horovod's users know: the learning rate grows with the number of processes, after a warmup; all begin with the
-weights of rank 0, which alone saves and prints. Data: scikit-learn's digits, of which a fifth is held out.
+As usual with Horovod, the learning rate is scaled with the number of processes, after a warmup. All processes begin
+with the weights of rank 0, and only rank 0 saves and prints. Data: scikit-learn's digits, of which a fifth is held out.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The program of Keras's guide to distributed training: a dense network on MNIST, a checkpoint for each epoch, resume.
 
     phalanx run --workers 2 examples/mnist_guide.py
-    phalanx run --workers 2 examples/mnist_guide.py --epochs 4    # goes on after the last checkpoint
+    phalanx run --workers 2 examples/mnist_guide.py --epochs 4    # continues after the last checkpoint
 
-Against the guide (https://keras.io/guides/distributed_training_with_tensorflow/) two things changed: the import, and
-that each replica is a process, so that the program also runs on several machines, and on JAX and PyTorch. The input
-is a `tf.data.Dataset` where TensorFlow is installed, on every backend, and arrays elsewhere. MNIST comes from Keras's
-cache or from the network; where there is neither, scikit-learn's digits stand in, scaled up, and the program says so.
+Two things differ from the guide (https://keras.io/guides/distributed_training_with_tensorflow/): the import, and each
+replica is a process, so the program also runs on several machines, and on JAX and PyTorch. The input is a
+`tf.data.Dataset` if TensorFlow is installed, on every backend, and arrays otherwise. MNIST comes from Keras's cache or
+from the network; without either, the program uses scikit-learn's digits, scaled up, and says so.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Arrays = tuple[np.ndarray, np.ndarray]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=2, help="in all, over all runs")
+    parser.add_argument("--epochs", type=int, default=2, help="total epochs of all runs")
     parser.add_argument("--batch-size", type=int, default=64, help="samples of a step, over all replicas")
     parser.add_argument("--checkpoints", type=Path, default=Path("runs/mnist_guide"), help="folder")
-    parser.add_argument("--samples", type=int, help="use only so many training images")
+    parser.add_argument("--samples", type=int, help="use only this many training images")
     parser.add_argument("--verbose", type=int, default=2, help="as in model.fit")
     options = parser.parse_args()
 

@@ -1,9 +1,9 @@
-"""Learns to read handwritten digits with a parameter server: workers train on batches as they come to them.
+"""Learns to read handwritten digits with a parameter server: each worker takes the next batch when it is free.
 
     phalanx run --ps 1 --workers 2 examples/parameter_server_digits.py
 
-The server keeps the network and runs Adam; each worker fetches the weights, computes the gradients of a batch and sends
-them, without waiting for the other. Data: scikit-learn's digits, of which a fifth is held out.
+The server holds the weights and runs Adam. Each worker fetches the weights, computes the gradients of a batch and sends
+them, without waiting for the other worker. Data: scikit-learn's digits, of which a fifth is held out.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""The classic of parameter servers: a line through noisy points, y = 2x + 1, learned by two workers at once.
+"""The classic example of parameter servers: two workers fit a line through noisy points, y = 2x + 1, together.
 
     phalanx run --ps 1 --workers 2 examples/parameter_server_linear.py
 
-or in three terminals, each with TF_CONFIG and its own task:
+Or in three terminals, each with TF_CONFIG and its own task:
 
     export TF_CONFIG='{"cluster": {"ps": ["localhost:2220"], "worker": ["localhost:2221", "localhost:2222"]},
                        "task": {"type": "ps", "index": 0}}'
     python examples/parameter_server_linear.py
 
-Each worker prints the global steps that it made. They are not contiguous: the other worker makes those between. Killed
-in the middle and started again, the job goes on from the chief's last backup (in --out).
+Each worker prints the global steps that it made. They are not contiguous: the other worker makes the steps in between.
+If the job is killed and started again, it continues from the chief's last backup (in --out).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=1600)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--every", type=int, default=100, help="print every so many of a worker's own steps")
+    parser.add_argument("--every", type=int, default=100, help="print after this many of a worker's own steps")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for the backup")
     return parser.parse_args()
 

@@ -4,9 +4,10 @@
     python examples/sharded_transformer.py --cpu-devices 4 --strategy model-parallel
     python examples/sharded_transformer.py --cpu-devices 1 --strategy one-device --restore runs/sharded.weights.h5
 
-The text is the source of Python's standard library. Without `--cpu-devices` it runs on the accelerators that JAX sees.
-With `--budget-mb` it ends before the first step if a device would hold more weights and optimizer state than that. At
-the end the weights are in an ordinary Keras file, from which any number of devices continues, and plain Keras too.
+The text is the source of Python's standard library. Without `--cpu-devices`, it runs on the accelerators that JAX sees.
+With `--budget-mb`, it ends before the first step if a device would hold more weights and optimizer state than that. At
+the end, the weights are in an ordinary Keras file, from which training continues on any number of devices, or in plain
+Keras.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ def parse_options() -> argparse.Namespace:
         "--strategy", default="sharded", choices=["sharded", "model-parallel", "mirrored", "one-device"]
     )
     parser.add_argument("--level", type=int, default=3, help="what `sharded` divides: 1, 2 or 3")
-    parser.add_argument("--cpu-devices", type=int, default=0, help="run on so many CPU devices")
-    parser.add_argument("--budget-mb", type=float, help="of weights and optimizer state on each device")
-    parser.add_argument("--restore", type=Path, help="weights to begin with")
+    parser.add_argument("--cpu-devices", type=int, default=0, help="run on this many CPU devices")
+    parser.add_argument("--budget-mb", type=float, help="limit of weights and optimizer state on each device")
+    parser.add_argument("--restore", type=Path, help="file with the initial weights")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=50, help="steps of an epoch")
     parser.add_argument("--batch-size", type=int, default=16)

@@ -1,7 +1,7 @@
-"""Trains a transformer that is divided over the devices of a TPU: handwritten digits, read row by row.
+"""Trains a transformer that is divided over the devices of a TPU, on handwritten digits, read row by row.
 
-    phalanx plan examples/tpu.py --topology v5e:2x4      what it would need on eight TPUs; needs none
-    python examples/tpu.py                               on a TPU host, with JAX for TPUs: pip install ".[tpu]"
+    phalanx plan examples/tpu.py --topology v5e:2x4      what it would need on eight TPUs; runs without TPUs
+    python examples/tpu.py                               on a TPU host, with JAX for TPUs: pip install '.[tpu]'
 
 Compiled for v5e:2x4, never run on one. It also runs on parts of a CPU, slowly:
 
