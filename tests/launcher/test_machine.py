@@ -79,6 +79,24 @@ def test_the_command_describes_this_machine(monkeypatch: pytest.MonkeyPatch) -> 
     assert machine.memory > machine.free_memory  # type: ignore[operator]
 
 
+def test_of_the_variables_that_begin_like_tensorflows_only_its_own_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CLI_CONFIG_FILE", "/of/terraform")
+    for name in ("TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL", "TF_USE_LEGACY_KERAS"):
+        monkeypatch.setenv(name, "{}")
+    lines = CliRunner().invoke(cli, ["env"]).output.splitlines()
+    assert [line for line in lines if line.startswith("  TF_")] == [
+        "  TF_CONFIG={}",
+        "  TF_CPP_MIN_LOG_LEVEL={}",
+        "  TF_USE_LEGACY_KERAS={}",
+    ]
+
+
+def test_each_host_that_was_named_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_check, "run", lambda shares: 0)
+    lines = CliRunner().invoke(cli, ["doctor", "--hosts", "localhost:2"]).output.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["ok       localhost"]
+
+
 def test_the_driver_names_the_gpus(tmp_path: Path) -> None:
     for bus, model in (("0000:01", "NVIDIA H100"), ("0000:02", "NVIDIA L4")):
         (tmp_path / bus).mkdir()
