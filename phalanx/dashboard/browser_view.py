@@ -6,8 +6,15 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from phalanx.monitoring.job_view import ACTIONS, NO_RATES, RUNNING, SILENT_S, JobView, MemberView, doing, why_not
+from phalanx.monitoring.job_endings import RUNNING, STOPPED, describe_ending
+from phalanx.monitoring.job_events import HostStatus
+from phalanx.monitoring.job_view import ACTIONS, NO_RATES, SILENT_S, JobView, MemberView, why_not
+from phalanx.monitoring.job_wording import doing, position
 
+READ_ONLY = (
+    "This dashboard is read-only; start it with `phalanx dashboard --control` or `phalanx run --dashboard-control`."
+)
+"""Why the buttons of a dashboard without control do nothing."""
 FEED_ITEMS = 200
 _UNTIL_IT_STARTS = {"job": "", "program": "", "kind": "", "version": "", "log_dir": "", "minimum": 0, "maximum": 0}
 _COUNTS = ("epoch", "step", "steps", "samples", "bytes_sent", "generation", "restarts")
@@ -52,9 +59,12 @@ def head(view: JobView, *, live: bool = True, control: bool = False) -> dict[str
         **{name: getattr(started, name, unknown) for name, unknown in _UNTIL_IT_STARTS.items()},
         "wanted": view.wanted,
         "status": view.status,
-        "reason": "" if end is None else end.reason,
+        "ending": "" if end is None else describe_ending(end),
         "cause": "" if end is None else end.task,
-        "page": "" if end is None else end.page,
+        # Of a job that was stopped, files of earlier versions have a page, too.
+        "page": "" if end is None or view.status == STOPPED else end.page,
+        "folded": "" if end is None or view.status == STOPPED else end.folded,
+        "place": position(view),
         "began": view.began_at,
         "ended": view.ended_at,
         "now": now,
@@ -65,7 +75,7 @@ def head(view: JobView, *, live: bool = True, control: bool = False) -> dict[str
         "hosts": _hosts(view, now),
         "live": live and view.status == RUNNING,
         "control": control,
-        "actions": {action: why_not(view, action) for action in ACTIONS},
+        "actions": {action: why_not(view, action) or ("" if control else READ_ONLY) for action in ACTIONS},
     }
 
 
@@ -80,17 +90,29 @@ def _member(view: JobView, member: MemberView, now: float) -> dict[str, Any]:
     lived_s = sum(
         (now if span.end is None else span.end) - span.start for span in view.spans if span.task == member.task
     )
-    names = ("task", "rank", "host", "pid", "is_running", "is_slow", "starts", "memory", "wait_fraction")
+    names = (
+        "task",
+        "rank",
+        "host",
+        "pid",
+        "starts",
+        "memory",
+        "wait_fraction",
+        "is_running",
+        "is_slow",
+        "is_preparing",
+    )
     rates = ("steps_per_s", "samples_per_s", "bytes_per_s", "updates_per_s", "compute_s", "wait_s")
+    computed_s = max(0.0, member.computed_s - member.prepared_s)
     return {
         **{name: getattr(member, name) for name in (*names, *rates)},
         "state": state_of(member, now),
         "does": doing(member, now),
         "reported": member.reported_at > 0,
-        "computed_s": member.computed_s,
+        "computed_s": computed_s,
         "waited_s": member.waited_s,
-        "lived_s": max(lived_s, member.computed_s + member.waited_s),
-        "rest_s": max(0.0, lived_s - member.computed_s - member.waited_s),
+        "lived_s": max(lived_s, computed_s + member.waited_s),
+        "rest_s": max(0.0, lived_s - computed_s - member.waited_s),
         "version": None if member.server is None else member.server.version,
         "gpu": None if member.gpu is None else to_builtins(member.gpu),
     }
@@ -104,22 +126,23 @@ def state_of(member: MemberView, now: float) -> str:
         return "starting"
     if member.reported_at and now - member.reported_at > SILENT_S:
         return "silent"
+    if member.is_preparing and member.is_member:
+        return "starting"
     return "waiting" if not member.is_member else "slow" if member.is_slow else "running"
 
 
 def _hosts(view: JobView, now: float) -> list[dict[str, Any]]:
-    """Those of an elastic job; of a fixed one, those on which its tasks run."""
-    if view.hosts:
-        return [
-            {
-                **to_builtins(host),
-                "blacklisted_s": None if host.blacklisted_until is None else max(0.0, host.blacklisted_until - now),
-            }
-            for host in view.hosts
-        ]
-    taken: dict[str, list[bool]] = {}
+    """Those of an elastic job; of a fixed one, those on which its tasks run. Each with how many tasks it has had."""
+    on_host: dict[str, list[bool]] = {}
     for member in view.members.values():
         if member.host:
-            taken.setdefault(member.host, []).append(member.is_running)
-    nothing = {"blacklisted_s": None, "reason": "", "is_drained": False}
-    return [{"name": name, "slots": len(runs), "taken": sum(runs), **nothing} for name, runs in taken.items()]
+            on_host.setdefault(member.host, []).append(member.is_running)
+    hosts = view.hosts or [HostStatus(name, len(runs), sum(runs)) for name, runs in on_host.items()]
+    return [
+        {
+            **to_builtins(host),
+            "blacklisted_s": None if host.blacklisted_until is None else max(0.0, host.blacklisted_until - now),
+            "tasks": len(on_host.get(host.name, ())),
+        }
+        for host in hosts
+    ]

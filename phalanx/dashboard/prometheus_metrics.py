@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from phalanx.monitoring.job_view import RUNNING, JobView
+from phalanx.monitoring.job_endings import RUNNING
+from phalanx.monitoring.job_view import JobView
 
 
 class _Figure(NamedTuple):
@@ -30,7 +31,7 @@ _OF_JOBS = (
     ),
     _Figure("workers", "Workers that train together.", lambda job: sum(each.is_member for each in job.workers)),
     _Figure("generation", "Generation of an elastic job.", lambda job: job.generation),
-    _Figure("epoch", "Index of the running epoch.", lambda job: job.epoch),
+    _Figure("epoch", "Index of the running epoch, from 0.", lambda job: job.epoch),
     _Figure("running", "1 while the job runs.", lambda job: job.status == RUNNING),
     _Figure("steps", "Training steps.", lambda job: job.steps, _COUNTER),
     _Figure("samples", "Samples, over all workers.", lambda job: job.samples, _COUNTER),

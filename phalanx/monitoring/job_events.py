@@ -123,11 +123,17 @@ class WorkersRequested(msgspec.Struct, frozen=True, tag="workers_requested"):
 
 
 class EpochFinished(msgspec.Struct, frozen=True, tag="epoch_finished"):
-    """The logs of an epoch, with those of its validation."""
+    """The logs of an epoch, with those of its validation.
+
+    Attributes:
+        epoch: its index, from 0.
+        steps: training steps since the job began.
+    """
 
     at: float
     epoch: int
     logs: dict[str, float | None]
+    steps: int = 0
 
 
 class CheckpointWritten(msgspec.Struct, frozen=True, tag="checkpoint_written"):
@@ -152,7 +158,8 @@ class JobEnded(msgspec.Struct, frozen=True, tag="job_ended"):
         code: its exit code.
         reason: why, in one sentence.
         task: the task that was the cause; empty if none was.
-        page: the failure report; empty if the job has succeeded.
+        page: the failure report; empty if the job has succeeded, or someone has stopped it.
+        folded: the same without the frames of libraries.
     """
 
     at: float
@@ -160,6 +167,7 @@ class JobEnded(msgspec.Struct, frozen=True, tag="job_ended"):
     reason: str
     task: str = ""
     page: str = ""
+    folded: str = ""
 
 
 JobEvent = (

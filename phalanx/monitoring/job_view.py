@@ -13,8 +13,11 @@ import msgspec
 from msgspec.structs import replace
 
 from phalanx.config.task_names import count_workers, trains
+from phalanx.errors import PreemptedError
 from phalanx.monitoring import job_events as events
+from phalanx.monitoring.job_endings import RUNNING, STOPPED, SUCCEEDED, describe_ending, status_of
 from phalanx.monitoring.job_events import HostStatus, JobEvent
+from phalanx.monitoring.preparation import is_preparation
 from phalanx.monitoring.worker_figures import GpuFigures, ServerFigures, TaskReport, WorkerFigures
 
 WINDOW_S = 5.0
@@ -29,7 +32,6 @@ SILENT_S = 5.0
 """A process that reports nothing for this long is stopped, or its host is overloaded."""
 
 INFO, GOOD, WARNING, BAD = "info", "good", "warning", "bad"
-RUNNING, SUCCEEDED, FAILED = "running", "succeeded", "failed"
 ACTIONS = ("stop", "checkpoint", "scale", "drain")
 """What users can do with a job."""
 NO_RATES = {"steps_per_s": 0.0, "samples_per_s": 0.0, "bytes_per_s": 0.0, "network_bytes_per_s": 0.0}
@@ -54,7 +56,7 @@ class MemberView(msgspec.Struct, frozen=True):
         has_failed: whether it ended with an error of its own.
         starts: how often a process of it was started.
         steps_before: steps that the job had taken when this process began to take part.
-        phase, epoch, step: what it does.
+        phase, epoch, step: what it does. Epochs, and the steps of an epoch, count from 0.
         phase_since, reported_at: when it began to do that, and when it was last heard of.
         saves_checkpoint: whether it can be asked for a checkpoint.
         steps_per_s, samples_per_s: over the last seconds.
@@ -63,6 +65,8 @@ class MemberView(msgspec.Struct, frozen=True):
         compute_s, wait_s: seconds per step, over the last seconds; None if it took no step.
         wait_fraction: the part of the last seconds that it waited.
         computed_s, waited_s: in all its processes.
+        prepared_s: the part of `computed_s` before the first step of each process was over.
+        is_preparing: whether its process has not got so far yet.
         memory: bytes; 0 if unknown.
         gpu: its GPU; None if unknown.
         is_slow: whether the others wait for it.
@@ -96,6 +100,8 @@ class MemberView(msgspec.Struct, frozen=True):
     wait_fraction: float = 0.0
     computed_s: float = 0.0
     waited_s: float = 0.0
+    prepared_s: float = 0.0
+    is_preparing: bool = False
     memory: int = 0
     gpu: GpuFigures | None = None
     is_slow: bool = False
@@ -124,7 +130,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class EpochPoint(msgspec.Struct, frozen=True):
-    """The logs of an epoch."""
+    """The logs of an epoch, which counts from 0."""
 
     at: float
     step: int
@@ -164,9 +170,10 @@ class JobView(msgspec.Struct, frozen=True):
     Attributes:
         started: how the job was started, the last time; None before.
         began_at, ended_at, now: times of the first and the last event; `ended_at` is 0 while it runs.
-        status: RUNNING, SUCCEEDED or FAILED.
+        status: RUNNING, SUCCEEDED, STOPPED or FAILED.
         wanted: how many workers it should have.
         members: the tasks by name, in rank order.
+        epoch, step: where the training is, or was in its last step; both count from 0.
         steps, samples, bytes_sent: since the job began, over all members.
         restarts: how often the launcher has started the whole job again.
         logs: the present loss and metrics of the training.
@@ -238,8 +245,7 @@ def advance(state: JobView, event: JobEvent) -> JobView:
             text = f"{count_workers(event.workers)} requested"
             return _tell(replace(state, wanted=event.workers), INFO, text)
         case events.EpochFinished():
-            point = EpochPoint(event.at, state.steps, event.epoch, event.logs)
-            return replace(state, epochs=(*state.epochs, point)[-MAX_POINTS:])
+            return _epoch_finished(state, event)
         case events.CheckpointWritten():
             state = replace(state, checkpoints=(*state.checkpoints, event)[-MAX_GENERATIONS:])
             return _tell(state, GOOD, f"checkpoint after {event.step} steps: {event.path}")
@@ -265,22 +271,6 @@ def why_not(state: JobView, action: str) -> str:
     if action == "drain" and sum(not host.is_drained for host in state.hosts) < 2:
         return "The job has no other host."
     return ""
-
-
-def doing(member: MemberView, now: float) -> str:
-    """A task's present activity, in words."""
-    if not member.is_running:
-        return member.how or "not started"
-    if not member.phase:
-        return "starts"
-    if member.reported_at and now - member.reported_at > SILENT_S:
-        return f"silent for {now - member.reported_at:.0f} s: stopped, or its host is overloaded"
-    where = "" if member.epoch is None else f", epoch {member.epoch}"
-    where += "" if member.step is None else f", step {member.step}"
-    if not member.is_member:
-        return f"waits to join ({member.phase})"
-    slow = ": slow, the others wait for it" if member.is_slow else ""
-    return f"{member.phase}{where}{slow}"
 
 
 # One function for each kind of event.
@@ -317,6 +307,7 @@ def _task_started(state: JobView, event: events.TaskStarted) -> JobView:
         steps_before=state.steps,
         computed_s=former.computed_s,
         waited_s=former.waited_s,
+        prepared_s=former.prepared_s,
     )
     again = "" if member.starts == 1 else f", for the {_ordinal(member.starts)} time"
     state = _with_member(state, member)
@@ -328,7 +319,7 @@ def _task_exited(state: JobView, event: events.TaskExited) -> JobView:
     member = state.members.get(event.task)
     if member is None:
         return state
-    level = INFO if event.code == 0 or event.by_launcher else BAD
+    level = INFO if event.code in (0, PreemptedError.exit_code) or event.by_launcher else BAD
     spans = list(state.spans)
     for index in range(len(spans) - 1, -1, -1):  # the present process's is the last one; it may have been dropped
         if spans[index].task == event.task and spans[index].end is None:
@@ -340,6 +331,7 @@ def _task_exited(state: JobView, event: events.TaskExited) -> JobView:
         how=event.how,
         has_failed=level == BAD,
         is_slow=False,
+        is_preparing=False,
         saves_checkpoint=False,
         recent=(),
         **NO_RATES,
@@ -386,15 +378,25 @@ def _stragglers_changed(state: JobView, event: events.StragglersChanged) -> JobV
     return state
 
 
-def _job_ended(state: JobView, event: events.JobEnded) -> JobView:
-    state = replace(
+def _epoch_finished(state: JobView, event: events.EpochFinished) -> JobView:
+    steps = max(state.steps, event.steps)
+    point = EpochPoint(event.at, steps, event.epoch, event.logs)
+    is_next_running = any(member.epoch is not None for member in state.workers)
+    trained = {name: value for name, value in event.logs.items() if not name.startswith("val_")}
+    return replace(
         state,
-        status=FAILED if event.code else SUCCEEDED,
-        ended_at=event.at,
-        end=event,
-        **NO_RATES,
+        steps=steps,
+        epochs=(*state.epochs, point)[-MAX_POINTS:],
+        epoch=state.epoch if is_next_running else event.epoch,
+        logs={**state.logs, **trained},  # of all its steps; what the tasks report is a little older
     )
-    return _tell(state, BAD if event.code else GOOD, f"the job ended with exit code {event.code}: {event.reason}")
+
+
+def _job_ended(state: JobView, event: events.JobEnded) -> JobView:
+    status = status_of(event)
+    state = replace(_with_last_point(state), status=status, ended_at=event.at, end=event, **NO_RATES)
+    level = {SUCCEEDED: GOOD, STOPPED: INFO}.get(status, BAD)
+    return _tell(state, level, f"the job ended with exit code {event.code}: {describe_ending(event)}")
 
 
 def _measured(state: JobView, event: events.Measured) -> JobView:
@@ -412,7 +414,7 @@ def _measured(state: JobView, event: events.Measured) -> JobView:
     servers = [member for member in running if member.server is not None]
     steps = [member.steps_before + _steps_taken(member) for member in servers or running]
     first = min((m for m in running if m.trains and m.step is not None), key=lambda m: m.rank, default=None)
-    logs = next((m.recent[-1].figures.logs for m in running if m.recent and m.recent[-1].figures.logs), state.logs)
+    logs = next((_newer_logs(state, member) for member in running if member.recent), {})
     state = replace(
         state,
         members=members,
@@ -425,7 +427,7 @@ def _measured(state: JobView, event: events.Measured) -> JobView:
         samples_per_s=sum(member.samples_per_s for member in running),
         bytes_per_s=sum(member.bytes_per_s for member in running),
         network_bytes_per_s=sum(member.network_bytes_per_s for member in running),
-        logs=logs,
+        logs=logs or state.logs,
     )
     return _with_point(state, event.at)
 
@@ -440,31 +442,26 @@ def _reported(member: MemberView, report: TaskReport, at: float) -> MemberView:
         saves_checkpoint=report.saves_checkpoint,
     )
     figures = report.figures
+    steps = _steps_taken(member) if figures is None else figures.steps
+    is_preparing = member.server is None and is_preparation(report.phase, steps)
     if figures is None:
-        return member
+        return replace(member, is_preparing=is_preparing)
     last = member.recent[-1].figures if member.recent else WorkerFigures()
+    computed_s = figures.computed_s - last.computed_s
     recent = (*(sample for sample in member.recent if sample.at > at - WINDOW_S), Sample(at, figures))
-    if len(recent) == 1 and member.recent:  # a rate needs two, however old the other one is
+    if is_preparing:  # rates are those of the steps that follow
+        recent = recent[-1:]
+    elif len(recent) == 1 and member.recent:  # a rate needs two, however old the other one is
         recent = (member.recent[-1], *recent)
-    passed_s, first = at - recent[0].at, recent[0].figures
-    gained = figures.since(first)
-    known_s = gained.computed_s + gained.waited_s
-    per_s = 1 / passed_s if passed_s > 0 else 0.0
-    version = 0 if figures.server is None or first.server is None else figures.server.version - first.server.version
     return replace(
         member,
         reported_at=at,
-        steps_per_s=gained.steps * per_s,
-        samples_per_s=gained.samples * per_s,
-        bytes_per_s=max(0, gained.bytes_sent) * per_s,
-        network_bytes_per_s=max(0, gained.bytes_on_links) * per_s,
-        updates_per_s=max(0, version) * per_s,
-        compute_s=gained.computed_s / gained.steps if gained.steps else None,
-        wait_s=gained.waited_s / gained.steps if gained.steps else None,
-        wait_fraction=gained.waited_s / known_s if known_s > 0 else 0.0,
+        **_rates(recent, is_preparing=is_preparing),
         # Figures begin at 0 with each process of the task; these totals go on.
-        computed_s=member.computed_s + figures.computed_s - last.computed_s,
+        computed_s=member.computed_s + computed_s,
         waited_s=member.waited_s + figures.waited_s - last.waited_s,
+        prepared_s=member.prepared_s + (computed_s if is_preparing else 0.0),
+        is_preparing=is_preparing,
         memory=figures.memory,
         gpu=figures.gpu,
         server=figures.server,
@@ -472,10 +469,41 @@ def _reported(member: MemberView, report: TaskReport, at: float) -> MemberView:
     )
 
 
+def _rates(recent: tuple[Sample, ...], *, is_preparing: bool) -> dict[str, float | None]:
+    """The rates of a member from what it has reported, oldest first; of a single report, those since it began. One that
+    prepares has none."""
+    first, last = recent[0], recent[-1]
+    gained, passed_s = last.figures.since(first.figures), last.at - first.at
+    if len(recent) == 1 and not is_preparing:
+        gained = last.figures
+        passed_s = gained.computed_s + gained.waited_s
+    known_s = gained.computed_s + gained.waited_s
+    per_s = 1 / passed_s if passed_s > 0 else 0.0
+    servers = first.figures.server, last.figures.server
+    version = 0 if servers[0] is None or servers[1] is None else servers[1].version - servers[0].version
+    return {
+        "steps_per_s": gained.steps * per_s,
+        "samples_per_s": gained.samples * per_s,
+        "bytes_per_s": max(0, gained.bytes_sent) * per_s,
+        "network_bytes_per_s": max(0, gained.bytes_on_links) * per_s,
+        "updates_per_s": max(0, version) * per_s,
+        "compute_s": gained.computed_s / gained.steps if gained.steps else None,
+        "wait_s": gained.waited_s / gained.steps if gained.steps else None,
+        "wait_fraction": gained.waited_s / known_s if known_s > 0 else 0.0,
+    }
+
+
 def _gained(former: MemberView, member: MemberView) -> WorkerFigures:
     """The increase of a process's figures between two reports."""
     new = member.recent[-1].figures if member.recent else WorkerFigures()
     return new.since(former.recent[-1].figures if former.recent else WorkerFigures())
+
+
+def _newer_logs(state: JobView, member: MemberView) -> dict[str, float | None]:
+    """The loss and metrics of a member, if they are news. After an epoch, those of the whole epoch are newer."""
+    former, logs = state.members[member.task], member.recent[-1].figures.logs
+    is_known = bool(former.recent) and logs == former.recent[-1].figures.logs
+    return {} if is_known or (member.epoch is None and state.logs) else logs
 
 
 def _steps_taken(member: MemberView) -> int:
@@ -501,6 +529,16 @@ def _with_point(state: JobView, at: float) -> JobView:
     if len(history) <= MAX_POINTS:
         return replace(state, history=history)
     return replace(state, history=history[::2], interval_s=state.interval_s * 2, thinned=state.thinned + 1)
+
+
+def _with_last_point(state: JobView) -> JobView:
+    """End the curves with the last figures, however soon they came after those before."""
+    if not state.history or (state.history[-1].step, state.history[-1].logs) == (state.steps, state.logs):
+        return state
+    heard_at = max(member.reported_at for member in state.members.values())
+    # The rates of now are those of the tasks that exited last.
+    last = replace(state.history[-1], at=max(heard_at, state.history[-1].at), step=state.steps, logs=state.logs)
+    return replace(state, history=(*state.history, last))
 
 
 def _with_member(state: JobView, member: MemberView) -> JobView:

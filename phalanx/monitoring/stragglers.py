@@ -13,6 +13,7 @@ import statistics
 from collections import deque
 from collections.abc import Collection
 
+from phalanx.monitoring.job_wording import place
 from phalanx.monitoring.worker_figures import TaskReport, WorkerFigures
 
 WINDOW_S = 10.0
@@ -172,7 +173,7 @@ class StragglerDetector:
         member.is_stuck = at is not None and at.age_s >= self._timeout_s and at.phase != COLLECTIVE
         if at is None or was_stuck or not member.is_stuck:
             return []
-        where = "" if at.epoch is None else f", epoch {at.epoch}, step {at.step}"
+        where = "" if at.epoch is None else f", {place(at.epoch, at.step)}"
         return [f"{member.name} is alive but has been at {at.phase}{where} for {at.age_s:.0f} s"]
 
 

@@ -9,7 +9,7 @@ class FinishedEpoch(msgspec.Struct, frozen=True):
     """The logs of a whole epoch, with those of its validation.
 
     Attributes:
-        epoch: its index.
+        epoch: its index, from 0.
         logs: numbers by name.
     """
 

@@ -18,7 +18,9 @@ import pytest
 
 from phalanx.errors import ConfigurationError, LinkClosedError
 from phalanx.launcher.failures.root_cause import WorkerExit
+from phalanx.launcher.host_messages import WorkerDiagnostics
 from phalanx.launcher.watching import job_follower
+from phalanx.launcher.watching.failure_page import fold, without_missing_files
 from phalanx.launcher.watching.job_connection import ControlRequest, send_request, short_name
 from phalanx.launcher.watching.job_control import JobControl
 from phalanx.launcher.watching.job_follower import JobFollower, read_events, read_view
@@ -26,6 +28,7 @@ from phalanx.launcher.watching.job_recorder import MAX_RECENT, JobRecorder
 from phalanx.monitoring import job_events as events
 from phalanx.monitoring.job_view import replay
 from phalanx.monitoring.worker_figures import FinishedEpoch, SavedCheckpoint, TaskReport, WorkerFigures
+from phalanx.runtime.crash_report import CrashReport
 
 TASKS = ["worker/0", "worker/1"]
 
@@ -250,6 +253,68 @@ def test_the_file_has_the_last_figures_of_each_task_whenever_it_exits(tmp_path: 
         now[0] = 10.7
         recorder.exited(WorkerExit(0, "worker/0", "host", 10, 0, 0))
     assert read_view(tmp_path).samples == recorder.view.samples == 40
+
+
+def test_figures_that_were_left_out_are_in_the_file_though_the_last_report_has_none(tmp_path: Path) -> None:
+    """A worker that is killed reports where it was, and no figures."""
+    now = [1.0]
+    with open(tmp_path / events.EVENTS_FILE, "wb", 0) as file:
+        recorder = JobRecorder(file, clock=lambda: now[0])
+        begin(recorder, events.FIXED)
+        now[0] = 10.0
+        recorder.reported("worker/0", 0, report(87, samples=870))
+        now[0] = 10.6
+        recorder.reported("worker/0", 0, report(90, samples=900))
+        recorder.reported("worker/0", 0, TaskReport("evaluate", None, None, 0.0))
+        recorder.exited(WorkerExit(0, "worker/0", "host", 10, -9, 0))
+    view = read_view(tmp_path)
+    assert (view.steps, view.samples, view.members["worker/0"].phase) == (90, 900, "evaluate")
+
+
+def test_an_epoch_ends_after_its_steps(tmp_path: Path) -> None:
+    now = [1.0]
+    with open(tmp_path / events.EVENTS_FILE, "wb", 0) as file:
+        recorder = JobRecorder(file, clock=lambda: now[0])
+        begin(recorder, events.FIXED)
+        now[0] = 10.0
+        recorder.reported("worker/0", 0, report(27, logs={"loss": 2.0}))
+        now[0] = 10.1
+        recorder.reported("worker/0", 0, report(30, logs={"loss": 1.5}, finished_epoch=FinishedEpoch(0, {"loss": 1.0})))
+    for view in (recorder.view, read_view(tmp_path)):
+        assert (view.steps, view.epochs[-1].step, view.logs) == (30, 30, {"loss": 1.0})
+
+
+def test_a_task_that_was_stopped_leaves_no_traceback_and_has_not_failed() -> None:
+    recorder = JobRecorder()
+    begin(recorder)
+    stopped = CrashReport("PreemptedError", "asked to stop", "Traceback: ...", code=75)
+    interrupted = CrashReport("KeyboardInterrupt", "", "Traceback: ...", interrupted=True)
+    failed = CrashReport("ValueError", "wrong", "Traceback: why", folded="folded")
+    for rank, (code, error) in enumerate([(75, stopped), (130, interrupted), (1, failed)]):
+        end = WorkerExit(
+            rank, f"worker/{rank}", "host", 10 + rank, code, rank, diagnostics=WorkerDiagnostics(error=error)
+        )
+        recorder.failed(end)
+        recorder.exited(end)
+    assert [recorder.output_of(task) for task in TASKS] == ["", ""]
+    assert recorder.errors == {"worker/2": failed}
+    assert not [item for item in recorder.view.feed if "failed with exit code 75" in item.text]
+
+
+def test_a_failure_page_is_folded_and_names_the_files_that_are_there(tmp_path: Path) -> None:
+    page = (
+        "why\n\nTraceback:\n  File a\n  File b\n\n"
+        "The whole output of each task, and this report as failure.txt and failure.json: d\n"
+    )
+    error = CrashReport(
+        "ValueError", "wrong", "Traceback:\n  File a\n  File b\n", folded="Traceback:\n  ... 2 frames\n"
+    )
+    folded = fold(page, [error, CrashReport("ValueError", "of an earlier version", "")])
+    assert folded == page.replace("  File a\n  File b", "  ... 2 frames")
+    assert without_missing_files(page, tmp_path).endswith("The whole output of each task: d\n")
+    for name in ("failure.txt", "failure.json"):
+        (tmp_path / name).touch()
+    assert without_missing_files(page, tmp_path) == page
 
 
 def test_epochs_and_checkpoints_are_events_of_their_own() -> None:

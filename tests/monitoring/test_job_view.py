@@ -5,11 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from phalanx.launcher import start_phases
 from phalanx.monitoring import job_events as events
-from phalanx.monitoring import job_view
+from phalanx.monitoring import job_view, preparation
+from phalanx.monitoring.job_endings import FAILED, RUNNING, STOPPED, SUCCEEDED, describe_ending
 from phalanx.monitoring.job_events import HostStatus, JobEvent
-from phalanx.monitoring.job_view import FAILED, RUNNING, SUCCEEDED, JobView, advance, doing, replay, why_not
+from phalanx.monitoring.job_view import JobView, advance, replay, why_not
+from phalanx.monitoring.job_wording import doing, position, progress
 from phalanx.monitoring.worker_figures import ServerFigures, TaskReport, WorkerFigures
+from phalanx.runtime import progress as worker_progress
 
 TASKS = ["worker/0", "worker/1"]
 
@@ -103,13 +107,75 @@ def test_members_join_and_leave() -> None:
 
 def test_what_a_member_does_is_said_in_words() -> None:
     state = replay([*begin(), measured(101.0, 7), events.StragglersChanged(101.5, ["worker/1"])])
-    assert doing(state.members["worker/0"], 101.6) == "gradients, epoch 0, step 7"
-    assert doing(state.members["worker/1"], 101.6) == "gradients, epoch 0, step 7: slow, the others wait for it"
+    assert doing(state.members["worker/0"], 101.6) == "gradients, epoch 1, step 8"
+    assert doing(state.members["worker/1"], 101.6) == "gradients, epoch 1, step 8: slow, the others wait for it"
     assert doing(state.members["worker/0"], 110.0) == "silent for 9 s: stopped, or its host is overloaded"
     state = advance(state, events.StragglersChanged(102.0, []))
     assert (state.feed[-1].text, state.stragglers_seen) == ("worker/1 recovered", {"worker/1": 1})
     state = advance(state, events.TaskExited(103.0, "worker/0", 0, "ended with exit code 0"))
     assert doing(state.members["worker/0"], 104.0) == "ended with exit code 0"
+
+
+def test_what_a_process_does_before_its_first_step_is_no_computing() -> None:
+    state = replay(begin())
+
+    def report(at: float, phase: str, steps: int, step: int | None = None) -> None:
+        nonlocal state
+        figures = WorkerFigures(computed_s=at - 101, steps=steps, samples=10 * steps)
+        epoch = None if step is None else 0
+        state = advance(state, events.Measured(at, {"worker/0": TaskReport(phase, epoch, step, 0.0, figures=figures)}))
+
+    report(102.0, "import of keras", 0)
+    assert doing(state.members["worker/0"], 102.0) == "importing keras"
+    assert progress(state) == "no step yet, importing keras"
+    report(105.0, "gradients", 1, 0)
+    assert state.members["worker/0"].is_preparing
+    first = "first step (JAX and TensorFlow compile the model)"
+    assert doing(state.members["worker/0"], 105.0) == f"{first}, epoch 1, step 1"
+    assert progress(state) == f"no step yet, {first}"
+    report(106.0, "update", 11, 10)
+    member = state.members["worker/0"]
+    assert (member.is_preparing, member.prepared_s, member.computed_s) == (False, 4.0, 5.0)
+    assert (member.steps_per_s, member.compute_s) == (10.0, 0.1)
+    assert doing(member, 106.0) == "update, epoch 1, step 11"
+
+
+def test_a_job_that_validates_has_taken_its_steps() -> None:
+    stream = [*begin(), *(measured(101.0 + second, 20 * second) for second in range(3))]
+    quiet = {task: TaskReport("evaluate", None, None, 0.0, figures=WorkerFigures(steps=40)) for task in TASKS}
+    state = replay([*stream, *(events.Measured(104.0 + second, quiet) for second in range(8))])
+    assert state.steps_per_s == 0.0
+    assert progress(state) == "40 steps, evaluating"
+    assert position(state) == "epoch 1"
+    assert progress(replay(stream)) == "20 steps/s"
+
+
+def test_a_job_ends_with_its_last_figures_however_soon_they_came() -> None:
+    state = replay([*begin(), measured(101.0, 10, loss=2.0), measured(102.0, 87, loss=1.0)])
+    assert position(state) == "epoch 1, step 88"
+    last = {task: TaskReport("update", None, None, 0.0, figures=WorkerFigures(steps=90)) for task in TASKS}
+    for event in (
+        events.Measured(102.1, last),
+        events.EpochFinished(102.1, 0, {"loss": 0.5, "val_loss": 0.7}),
+        *(events.TaskExited(102.2, task, 0, "ended with exit code 0") for task in TASKS),
+        events.JobEnded(102.3, 0, "all tasks ended without error"),
+    ):
+        state = advance(state, event)
+    assert (state.steps, state.epoch, position(state), state.logs) == (90, 0, "epoch 1", {"loss": 0.5})
+    assert (state.history[-1].step, state.history[-1].logs, state.epochs[-1].step) == (90, {"loss": 0.5}, 90)
+
+
+def test_a_short_job_has_the_rates_of_its_only_report() -> None:
+    figures = WorkerFigures(computed_s=0.3, waited_s=0.1, steps=4, samples=40)
+    report = TaskReport("update", 0, 3, 0.0, figures=figures)
+    state = replay([*begin(), events.Measured(102.0, {"worker/0": report})])
+    assert (state.samples_per_s, state.history[-1].samples_per_s) == (100.0, 100.0)
+    state = advance(state, events.TaskExited(102.1, "worker/0", 1, "ended with exit code 1"))
+    assert position(advance(state, events.JobEnded(102.2, 1, "worker/0 failed", "worker/0"))) == "epoch 1, step 4"
+
+
+def test_names_of_phases_are_those_that_workers_report() -> None:
+    assert (preparation.IMPORT_OF, preparation.FIRST_STEP) == (worker_progress.IMPORT_OF, start_phases.FIRST_STEP)
 
 
 def test_of_servers_the_updates_count() -> None:
@@ -172,6 +238,31 @@ def test_a_job_ends_with_its_cause_or_begins_again() -> None:
     failed = advance(state, events.JobEnded(105.0, 1, "worker/1 failed with ValueError", "worker/1", "page"))
     assert (failed.status, failed.ended_at, failed.feed[-1].level) == (FAILED, 105.0, job_view.BAD)
     assert advance(state, events.JobEnded(105.0, 0, "all workers ended without error")).status == SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("code", "task", "status", "text"),
+    [
+        (75, "", STOPPED, "saved a checkpoint and stopped; start it again to continue"),
+        (130, "", STOPPED, "interrupted (Ctrl-C)"),
+        (143, "", STOPPED, "interrupted (SIGTERM)"),
+        (143, "worker/1", FAILED, "why"),
+        (75, "worker/1", FAILED, "why"),
+        (71, "", FAILED, "why"),
+        (255, "", FAILED, "why"),
+        (0, "", SUCCEEDED, "why"),
+    ],
+)
+def test_a_job_that_was_stopped_has_not_failed(code: int, task: str, status: str, text: str) -> None:
+    end = events.JobEnded(105.0, code, "why", task, "page")
+    state = replay([*begin(), measured(101.0, 1), end])
+    assert (state.status, describe_ending(end)) == (status, text)
+    assert (state.feed[-1].level == job_view.BAD) == (status == FAILED)
+
+
+def test_a_task_that_leaves_a_job_that_was_stopped_has_not_failed() -> None:
+    state = replay([*begin(), measured(101.0, 1), events.TaskExited(102.0, "worker/0", 75, "ended with exit code 75")])
+    assert not state.members["worker/0"].has_failed
 
 
 def test_what_cannot_be_done_is_said_with_its_reason() -> None:

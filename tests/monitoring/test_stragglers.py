@@ -117,7 +117,7 @@ def test_one_that_lives_and_does_nothing_is_named_once() -> None:
 
     assert stays("gradients", 59.0) == []
     assert stays("gradients", 61.0) == [
-        "worker/0 (rank 0) is alive but has been at gradients, epoch 1, step 3 for 61 s"
+        "worker/0 (rank 0) is alive but has been at gradients, epoch 2, step 4 for 61 s"
     ]
     assert stays("gradients", 62.0) == stays("all_reduce", 100.0) == []
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from phalanx.errors import ConfigurationError, FrameError, LinkClosedError
 from phalanx.launcher.watching.job_connection import ANSWER_S, ControlAnswer, ControlRequest, send_request
+from phalanx.monitoring.job_endings import RUNNING
 from phalanx.monitoring.job_events import EVENTS_FILE, JobEvent
-from phalanx.monitoring.job_view import RUNNING, JobView, advance, replay
+from phalanx.monitoring.job_view import JobView, advance, replay
 from phalanx.transport.decoding import Decoder
 
 SILENT_S = 1.0

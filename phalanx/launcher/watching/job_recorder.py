@@ -16,11 +16,13 @@ from msgspec.structs import replace
 from phalanx.launcher.failures.root_cause import WorkerExit
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.job_observer import JobObserver
+from phalanx.launcher.watching.epoch_rounds import EpochRounds
 from phalanx.monitoring import job_events as events
 from phalanx.monitoring.console import plain_text
 from phalanx.monitoring.job_events import HostStatus, JobEvent
 from phalanx.monitoring.job_view import JobView, advance
 from phalanx.monitoring.worker_figures import FinishedEpoch, SavedCheckpoint, TaskReport
+from phalanx.runtime.crash_report import CrashReport
 from phalanx.runtime.exit_codes import describe_exit, sendable
 
 MEASURED_S = 0.5
@@ -44,6 +46,7 @@ class JobRecorder(JobObserver):
     Attributes:
         view: everything that is shown of the job.
         number: of events so far.
+        errors: that ended tasks, the last one of each.
         problem: why events are no longer written; empty while they are.
     """
 
@@ -58,11 +61,11 @@ class JobRecorder(JobObserver):
         self._left_out: dict[str, TaskReport] = {}  # the last of each task, while it is newer than those in the file
         self._measured_at = self._in_file_at = 0.0
         self._output: dict[int, bytearray] = {}  # by rank
-        self._epochs: dict[str, tuple[int, FinishedEpoch]] = {}  # see `_is_new`
-        self._newest_epoch = (0, -1)  # round and number of the one that was recorded last
+        self._epochs = EpochRounds()
         self._checkpoints: dict[str, SavedCheckpoint] = {}
         self.view = JobView()
         self.number = 0
+        self.errors: dict[str, CrashReport] = {}
         self.problem = ""
 
     def record(self, event: JobEvent) -> None:
@@ -73,7 +76,7 @@ class JobRecorder(JobObserver):
             event = msgspec.convert(_as_text(msgspec.to_builtins(event)), JobEvent)
             line = msgspec.json.encode(event)
         if isinstance(event, events.JobStarted):
-            self._newest_epoch = (self._newest_epoch[0] + 1, -1)
+            self._epochs.begin_round()
         view = advance(self.view, event)
         with self._lock:
             self.view, self.number = view, self.number + 1
@@ -117,30 +120,31 @@ class JobRecorder(JobObserver):
             del kept[:-OUTPUT_BYTES]
 
     def started(self, placement: WorkerPlacement, pid: int) -> None:
-        self._epochs.pop(placement.task, None)
+        self._epochs.forget(placement.task)
         self._checkpoints.pop(placement.task, None)
         self.record(events.TaskStarted(self._clock(), placement.task, placement.spec.rank, placement.host.name, pid))
 
     def exited(self, end: WorkerExit) -> None:
-        if end.task in self._left_out:  # the last figures belong in the file
-            self._reports.setdefault(end.task, self._left_out[end.task])
+        if (left_out := self._left_out.get(end.task)) is not None:  # the last figures belong in the file
+            self._reports[end.task] = _merged(left_out, self._reports.get(end.task, left_out))
         self._in_file_at = 0.0
         self._flush()
-        if (error := end.diagnostics.error) is not None:  # the worker has not printed it
+        error = end.diagnostics.error
+        if error is not None and not end.was_preempted and not error.interrupted:  # the worker has not printed it
             self.output(end.rank, True, error.traceback.encode())
+            self.errors[end.task] = error
         how = "was lost with its host" if end.returncode is None else describe_exit(end.returncode)
         if end.by_launcher:
             how = f"{how}, ended by the launcher"
         self.record(events.TaskExited(self._clock(), end.task, end.code, how, end.by_launcher))
 
     def reported(self, task: str, rank: int, report: TaskReport) -> None:
-        figures, waiting = report.figures, self._reports.get(task)
+        figures = report.figures
+        if figures is not None:
+            report = replace(report, figures=replace(figures, finished_epoch=None, checkpoint=None))
+        self._reports[task] = _merged(self._reports.get(task), replace(report, age_s=round(report.age_s, 3)))
         if figures is not None:
             self._record_landmarks(task, figures.finished_epoch, figures.checkpoint)
-            figures = replace(figures, finished_epoch=None, checkpoint=None)
-        elif waiting is not None:
-            figures = waiting.figures
-        self._reports[task] = replace(report, age_s=round(report.age_s, 3), figures=figures)
         if not 0 <= self._clock() - self._measured_at < MEASURED_S * 0.9:  # the clock may be set back
             self._flush()
 
@@ -151,6 +155,8 @@ class JobRecorder(JobObserver):
         self.record(events.HostsChanged(self._clock(), list(hosts)))
 
     def failed(self, end: WorkerExit) -> None:
+        if end.was_preempted:  # then all exit
+            return
         self.noticed(f"{end.failure}; ending the job")
 
     def survived(self, end: WorkerExit, how: str) -> None:
@@ -170,27 +176,12 @@ class JobRecorder(JobObserver):
 
     def _record_landmarks(self, task: str, epoch: FinishedEpoch | None, checkpoint: SavedCheckpoint | None) -> None:
         now = self._clock()
-        if epoch is not None and self._is_new(task, epoch):
-            self.record(events.EpochFinished(now, epoch.epoch, epoch.logs))
+        if epoch is not None and self._epochs.is_new(task, epoch):
+            self._flush()  # first the steps of the epoch, then its end
+            self.record(events.EpochFinished(now, epoch.epoch, epoch.logs, self.view.steps))
         if checkpoint is not None and checkpoint != self._checkpoints.get(task):
             self._checkpoints[task] = checkpoint
             self.record(events.CheckpointWritten(now, checkpoint.step, checkpoint.path))
-
-    def _is_new(self, task: str, epoch: FinishedEpoch) -> bool:
-        """Whether this task is the first one to report an epoch: all ranks finish the same.
-
-        Others may be some short epochs behind. So epochs are compared by their *rounds* first: a round ends where a
-        task's epochs begin at a lower number again, in another `fit` or after a restart.
-        """
-        former = self._epochs.get(task)
-        if former is not None and former[1] == epoch:
-            return False  # reports repeat the last one
-        number = self._newest_epoch[0] if former is None else former[0] + (epoch.epoch <= former[1].epoch)
-        self._epochs[task] = number, epoch
-        is_new = (number, epoch.epoch) > self._newest_epoch
-        if is_new:
-            self._newest_epoch = number, epoch.epoch
-        return is_new
 
     def _belongs_in_file(self, event: JobEvent) -> bool:
         """Everything but figures, of which there are enough after a while."""
@@ -199,12 +190,19 @@ class JobRecorder(JobObserver):
         shortest_s, longest_s = IN_FILE_S
         elapsed_s = event.at - self.view.began_at
         if 0 <= event.at - self._in_file_at < min(longest_s, max(shortest_s, elapsed_s / FIGURES_IN_FILE)):
-            self._left_out |= event.reports
+            for task, report in event.reports.items():
+                self._left_out[task] = _merged(self._left_out.get(task), report)
             return False
-        for task in event.reports:
-            self._left_out.pop(task, None)
+        for task, report in event.reports.items():
+            if report.figures is not None:
+                self._left_out.pop(task, None)
         self._in_file_at = event.at
         return True
+
+
+def _merged(older: TaskReport | None, newer: TaskReport) -> TaskReport:
+    """The newer of two reports of a task, with the figures of the older one where it has none."""
+    return newer if older is None or newer.figures is not None else replace(newer, figures=older.figures)
 
 
 def _write_whole(file: BinaryIO, line: bytes) -> None:

@@ -13,7 +13,8 @@ from phalanx.errors import ConfigurationError, LinkClosedError
 from phalanx.launcher.watching.job_connection import ControlRequest, send_request
 from phalanx.launcher.watching.job_registry import RegisteredJob, running
 from phalanx.monitoring.console import without_escapes, write_whole
-from phalanx.monitoring.job_view import JobView, MemberView, doing
+from phalanx.monitoring.job_view import JobView, MemberView
+from phalanx.monitoring.job_wording import doing, progress
 
 WATCH_S = 1.0
 
@@ -139,7 +140,7 @@ def summary(view: JobView) -> str:
     count = count_workers(len(workers))
     if started is not None and started.minimum != started.maximum:
         count = f"{len(workers)} of {started.minimum} to {started.maximum} workers, generation {view.generation}"
-    parts = [count, f"{view.steps_per_s:.3g} steps/s" if view.steps_per_s else "no step yet"]
+    parts = [count, progress(view)]
     parts += [f"{view.samples_per_s:.4g} samples/s"] if view.samples_per_s else []
     parts += [f"{name} {show_number(value)}" for name, value in list(view.logs.items())[:4]]
     return ", ".join(parts)

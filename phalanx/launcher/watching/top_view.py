@@ -14,7 +14,9 @@ from rich.text import Text
 
 from phalanx.launcher.watching.job_follower import JobFollower
 from phalanx.launcher.watching.status_report import choose_job, show_number
-from phalanx.monitoring.job_view import BAD, GOOD, RUNNING, WARNING, JobView, MemberView, doing
+from phalanx.monitoring.job_endings import FAILED, SUCCEEDED, describe_ending
+from phalanx.monitoring.job_view import BAD, GOOD, WARNING, JobView, MemberView
+from phalanx.monitoring.job_wording import doing, position
 
 REFRESH_S = 0.5
 FEED_LINES = 8
@@ -22,6 +24,7 @@ BAR_COLUMNS = 20
 WIDE_COLUMNS = 70
 """A terminal that has fewer shows less of each member."""
 _COLOURS = {GOOD: "green", WARNING: "yellow", BAD: "red"}
+_ENDINGS = {SUCCEEDED: "green", FAILED: "red"}
 
 
 def show(job: str | None) -> int:
@@ -67,8 +70,8 @@ def _head(view: JobView, now: float, problem: str) -> Text:
     until = view.ended_at or now
     parts = [
         f"{_duration(until - view.began_at)}" if view.began_at else "",
-        "" if view.epoch is None else f"epoch {view.epoch}",
-        f"step {view.steps:,}",
+        position(view),
+        f"{view.steps:,} steps",
         f"{view.steps_per_s:.4g} steps/s",
         f"{view.samples_per_s:,.0f} samples/s" if view.samples_per_s else "",
         f"{decimal(int(view.bytes_per_s))}/s sent",
@@ -77,8 +80,8 @@ def _head(view: JobView, now: float, problem: str) -> Text:
     text = Text("   ".join(part for part in parts if part))
     for name, value in view.logs.items():
         text.append(f"\n{name:>16} {show_number(value)}", style="bold")
-    if view.status != RUNNING and view.end is not None:
-        text.append(f"\n{view.end.reason}", style="red" if view.end.code else "green")
+    if view.end is not None:
+        text.append(f"\n{describe_ending(view.end)}", style=_ENDINGS.get(view.status, ""))
     if problem:
         text.append(f"\n{problem}", style="red")
     return text
@@ -117,7 +120,7 @@ def _cells(member: MemberView, now: float) -> dict[str, RenderableType]:
 
 
 def _bar(member: MemberView) -> Text:
-    if not member.is_running or not member.reported_at:
+    if not member.is_running or not member.reported_at or member.is_preparing:
         return Text("")
     waits = round(BAR_COLUMNS * member.wait_fraction)
     return Text("█" * (BAR_COLUMNS - waits), style="cyan").append("░" * waits, style="dim")

@@ -18,6 +18,7 @@ from phalanx.launcher.dashboard_process import DashboardProcess
 from phalanx.launcher.failures.root_cause import RootCause
 from phalanx.launcher.job_request import JobRequest
 from phalanx.launcher.job_supervisor import JobSupervisor
+from phalanx.launcher.watching.failure_page import fold, without_missing_files
 from phalanx.launcher.watching.job_control import JobControl
 from phalanx.launcher.watching.job_recorder import JobRecorder
 from phalanx.launcher.watching.job_registry import registered, socket_path
@@ -119,10 +120,14 @@ class WatchedJob:
             verdict: why.
             page: the failure report; empty if there is none.
         """
-        self._record_end(verdict.code, verdict.reason, "" if verdict.cause is None else verdict.cause.task, page)
+        if verdict.was_requested:  # the user who stopped the job knows why it ended
+            page = ""
+        page = without_missing_files(page, self._request.config.log_dir)
+        task = "" if verdict.cause is None else verdict.cause.task
+        self._record_end(verdict.code, verdict.reason, task, page, fold(page, self.recorder.errors.values()))
 
-    def _record_end(self, code: int, reason: str, task: str = "", page: str = "") -> None:
-        self.recorder.record(events.JobEnded(time.time(), code, reason, task, page))
+    def _record_end(self, code: int, reason: str, task: str = "", page: str = "", folded: str = "") -> None:
+        self.recorder.record(events.JobEnded(time.time(), code, reason, task, page, folded))
 
 
 class _RunningJob:

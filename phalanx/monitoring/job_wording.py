@@ -1,0 +1,84 @@
+"""What a job and its tasks do, in words for people. Epochs and steps count from 1 there, as Keras's progress bar does;
+everywhere else (events, JSON, Prometheus) they count from 0.
+"""
+
+from __future__ import annotations
+
+from phalanx.monitoring.job_view import SILENT_S, JobView, MemberView
+from phalanx.monitoring.preparation import FIRST_STEP, IMPORT_OF
+
+_ACTIVITIES = {
+    "start of the program": "starting the program",
+    "initial values": "receiving initial values",
+    "compilation": "compiling",
+    "evaluate": "evaluating",
+    "predict": "predicting",
+}
+
+
+def place(epoch: int | None, step: int | None) -> str:
+    """A position in the training, such as `epoch 3, step 7`; empty if there is none.
+
+    Args:
+        epoch: counted from 0; None outside of the epochs of `fit`.
+        step: of an epoch, counted from 0; without an epoch, a number that is shown as it is.
+    """
+    if epoch is None:
+        return "" if step is None else f"step {step}"
+    return f"epoch {epoch + 1}" if step is None else f"epoch {epoch + 1}, step {step + 1}"
+
+
+def position(view: JobView) -> str:
+    """Where a job is in its epochs, or was when it ended."""
+    if view.epoch is None:
+        return ""
+    lead = _lead(view)
+    is_in_step = lead is not None and lead.step is not None and lead.epoch == view.epoch
+    return place(view.epoch, view.step if is_in_step else None)
+
+
+def progress(view: JobView) -> str:
+    """How fast a job trains; while it takes no steps, how many it has taken, and what it does now."""
+    lead = _lead(view)
+    is_preparing = lead is not None and lead.is_preparing
+    # A step that has begun counts; the first one of all takes a while, and is not over.
+    taken = f"{view.steps:,} step{'s' * (view.steps != 1)}" if view.steps > is_preparing else "no step yet"
+    if view.steps_per_s:
+        return f"{view.steps_per_s:.3g} steps/s"
+    if lead is None or not lead.is_running or not (is_preparing or lead.step is None):
+        return taken
+    return f"{taken}, {activity(lead)}"
+
+
+def doing(member: MemberView, now: float) -> str:
+    """A task's present activity."""
+    if not member.is_running:
+        return member.how or "not started"
+    if not member.phase:
+        return "starts"
+    if member.reported_at and now - member.reported_at > SILENT_S:
+        return f"silent for {now - member.reported_at:.0f} s: stopped, or its host is overloaded"
+    if not member.is_member:
+        return f"waits to join ({member.phase})"
+    where = place(member.epoch, member.step)
+    slow = ": slow, the others wait for it" if member.is_slow else ""
+    return f"{activity(member)}{', ' * bool(where)}{where}{slow}"
+
+
+def activity(member: MemberView) -> str:
+    """The phase of a task that runs."""
+    phase = member.phase
+    if phase.startswith(IMPORT_OF):
+        return f"importing {phase.removeprefix(IMPORT_OF)}"
+    if phase == FIRST_STEP and member.is_preparing:
+        return "first step (JAX and TensorFlow compile the model)"
+    return _ACTIVITIES.get(phase, phase)
+
+
+def _lead(view: JobView) -> MemberView | None:
+    """The first task that trains, before those that still prepare; when none runs, the one that was heard of last."""
+    known = [member for member in view.members.values() if member.trains and member.phase]
+    running = [member for member in known if member.is_running and member.is_member]
+    if running:
+        return min(running, key=lambda member: member.is_preparing)
+    return max(known, key=lambda member: member.reported_at, default=None)
