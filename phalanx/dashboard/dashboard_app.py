@@ -28,7 +28,8 @@ from phalanx.dashboard import access, browser_view, page, prometheus_metrics
 from phalanx.dashboard.job_hub import FollowedJob, JobHub, ask
 from phalanx.errors import ConfigurationError, FrameError, LinkClosedError
 from phalanx.launcher.watching.job_connection import ControlRequest
-from phalanx.monitoring.job_view import ACTIONS, RUNNING, JobView
+from phalanx.monitoring.job_endings import RUNNING
+from phalanx.monitoring.job_view import ACTIONS, JobView
 from phalanx.transport.decoding import decode_json
 
 WATCHED_S = 0.75
@@ -160,7 +161,7 @@ class Dashboard:
         if access.foreign(request.headers):
             return JSONResponse({"refusal": "This request does not come from the dashboard's own page."}, 403)
         if not self._control:
-            return JSONResponse({"refusal": "This dashboard only shows; start it with --control."}, 403)
+            return JSONResponse({"refusal": browser_view.READ_ONLY}, 403)
         body = b""
         async for piece in request.stream():
             body += piece

@@ -7,6 +7,7 @@ from pathlib import Path
 from phalanx.dashboard import browser_view, page
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.log_directory import log_name
+from phalanx.launcher.watching.failure_page import without_missing_files
 from phalanx.launcher.watching.job_follower import read_view
 from phalanx.monitoring.console import plain_text
 from phalanx.monitoring.job_events import EVENTS_FILE
@@ -43,6 +44,8 @@ def render(log_dir: Path) -> str:
     if view.started is None:
         raise ConfigurationError(f"{log_dir / EVENTS_FILE} does not say which job ran: it is empty or damaged.")
     data = browser_view.message(view, live=False)
+    for name in ("page", "folded"):
+        data["head"][name] = without_missing_files(data["head"][name], log_dir)
     data["outputs"] = {task: _end_of(log_dir / log_name(task)) for task in view.members}
     return page.render(data)
 

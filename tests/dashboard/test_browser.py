@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,13 @@ import msgspec
 import pytest
 
 from phalanx.config.environment_variables import DASHBOARD_TOKEN, JOBS_DIRECTORY
+from phalanx.dashboard import report
 from phalanx.launcher.watching.job_control import JobControl
 from phalanx.launcher.watching.job_recorder import JobRecorder
 from phalanx.launcher.watching.job_registry import registered, socket_path
 from phalanx.monitoring import job_events as events
+from phalanx.monitoring.job_events import JobEvent
+from phalanx.monitoring.worker_figures import TaskReport, WorkerFigures
 from tests.dashboard.jobs import job_events, measured
 from tests.launcher.test_watched_job import Job
 from tests.support.backends import FIRST
@@ -124,6 +127,87 @@ def test_a_job_in_a_browser(chromium: Any, link: str, job: tuple[JobRecorder, Jo
     context.close()
 
 
+RULE = "-" * 78
+FOLDED = f"{RULE}\nValueError\n  ... 11 frames of phalanx and keras\n{RULE}\n"
+
+
+@pytest.fixture
+def opened(chromium: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Opens the report of a job with these events."""
+    context = chromium.new_context(viewport={"width": 390, "height": 800})
+
+    def open_report(stream: list[JobEvent]) -> Any:
+        with open(tmp_path / events.EVENTS_FILE, "wb", 0) as file:
+            recorder = JobRecorder(file)
+            for event in stream:
+                recorder.record(event)
+        page = context.new_page()
+        page.goto(report.write(tmp_path).as_uri())
+        return page
+
+    yield open_report
+    context.close()
+
+
+def test_the_report_of_a_job_that_was_stopped_is_neutral(opened: Callable[..., Any]) -> None:
+    page = opened([*job_events(), events.JobEnded(111.0, 75, "asked to stop", page="of an earlier version")])
+    shows = sync_api.expect
+    shows(page.locator("#status")).to_have_text("stopped")
+    shows(page.locator("#ending")).to_have_text("Saved a checkpoint and stopped; start it again to continue.")
+    shows(page.locator("#failure")).to_be_hidden()
+    shows(page.locator("#feed .bad", has_text="the job ended")).to_have_count(0)
+
+
+def test_the_report_of_a_failure_is_folded_first_and_has_no_rules(opened: Callable[..., Any]) -> None:
+    whole = FOLDED.replace("  ... 11 frames", "  File 1\n  ... 11 frames")
+    page = opened([*job_events(), events.JobEnded(111.0, 1, "worker/1 failed", "worker/1", whole, FOLDED)])
+    shows = sync_api.expect
+    first, all_frames = (page.locator("#failure pre").nth(index) for index in range(2))
+    shows(first).to_have_text("ValueError\n  ... 11 frames of phalanx and keras\n")
+    shows(all_frames).to_be_hidden()
+    page.get_by_text("All frames").click()
+    shows(all_frames).to_contain_text("File 1")
+    assert RULE not in page.locator("#failure").inner_text()
+
+
+def test_the_report_of_a_short_job_shows_what_is_known(opened: Callable[..., Any]) -> None:
+    """Nothing that is still to come, nothing empty, and no label twice."""
+    figures = WorkerFigures(computed_s=0.5, steps=4, samples=64)
+    reports = {"worker/0": TaskReport("update", 0, 3, 0.0, figures=figures)}
+    page = opened([*job_events()[:5], events.Measured(103.0, reports), events.JobEnded(104.0, 1, "why", "worker/0")])
+    shows = sync_api.expect
+    shows(page.locator('.tile[data-name="Steps"]')).to_contain_text("epoch 1, step 4")
+    shows(page.locator('.tile[data-name="Samples/s"]')).to_contain_text("128")
+    shows(page.locator('.tile[data-name="Loss"]')).to_have_count(0)
+    shows(page.locator(".chart", has_text="Samples/s")).to_be_attached()
+    shows(page.locator(".chart", has_text="Bytes")).to_have_count(0)
+    shows(page.locator(".member.head > div")).to_have_text(["task", "host", "time", "end"])
+    shows(page.locator("#hosts")).to_have_text("here 3 tasks")
+    shows(page.locator("#time")).to_contain_text("computing 0.5 s, waiting 0 s, starting")
+    assert " yet" not in page.locator("body").inner_text()
+
+
+def test_axes_have_at_least_two_labels_and_none_twice(opened: Callable[..., Any]) -> None:
+    page = opened(job_events(ended=0))
+    for seconds, columns in ((270, 2), (1, 2), (59, 3), (3601, 2), (86_400 * 3, 2)):
+        at = page.evaluate(f"timeTicks({seconds}, {columns})")
+        assert len(at) >= 2
+        assert at[-1] <= seconds
+    assert page.evaluate("ticks(0, 1.06, 4, 1).map(show.bytes)") == ["0 B", "1 B"]
+    assert page.evaluate("ticks(4, 5, 3, 1)") == [4, 5]
+
+
+def test_a_process_that_compiles_computes_nothing_yet(opened: Callable[..., Any]) -> None:
+    figures = WorkerFigures(computed_s=9.0, steps=1)
+    reports = {"worker/0": TaskReport("gradients", 0, 0, 0.0, figures=figures)}
+    page = opened([*job_events()[:5], events.Measured(112.0, reports)])
+    row = page.locator('.member[data-task="worker/0"]')
+    shows = sync_api.expect
+    shows(row).to_have_attribute("data-state", "starting")
+    shows(row.locator(".does")).to_contain_text("first step (JAX and TensorFlow compile the model)")
+    shows(row.locator(".split i")).to_have_count(0)
+
+
 def test_each_job_has_its_own_output_also_one_that_has_ended(
     chromium: Any, link: str, job: tuple[JobRecorder, Job]
 ) -> None:
@@ -191,7 +275,7 @@ def test_a_killed_worker_is_replaced_before_the_eyes_of_the_user(
         shows = sync_api.expect
         try:
             page.goto(link_of(process))
-            tile = page.locator('.tile[data-name="loss"]').locator(".value")
+            tile = page.locator('.tile[data-name="Loss"]').locator(".value")
             shows(tile).to_have_text(NUMBER, timeout=BOUND_MS)
             shows(page.locator('.tile[data-name="Workers"]')).to_contain_text("generation 1", timeout=BOUND_MS)
             row = page.locator('.member[data-task="worker/1"]')
@@ -205,8 +289,9 @@ def test_a_killed_worker_is_replaced_before_the_eyes_of_the_user(
             page.locator("#less").click()
             shows(page.locator('.tile[data-name="Workers"]').locator(".value")).to_have_text("2", timeout=BOUND_MS)
             page.locator("#stop").click()
-            shows(page.locator("#status")).to_have_text("failed", timeout=BOUND_MS)
-            shows(page.locator("#failure")).to_contain_text("saved a checkpoint", timeout=BOUND_MS)
+            shows(page.locator("#status")).to_have_text("stopped", timeout=BOUND_MS)
+            shows(page.locator("#ending")).to_contain_text("Saved a checkpoint and stopped", timeout=BOUND_MS)
+            shows(page.locator("#failure")).to_be_hidden()
             assert process.wait(BOUND_S) == 75
         finally:
             process.kill()

@@ -131,7 +131,8 @@ def test_only_the_page_itself_may_act(hub: JobHub, running: tuple[JobRecorder, J
 def test_a_dashboard_only_shows_unless_it_was_told_otherwise(hub: JobHub, running: tuple[JobRecorder, Job]) -> None:
     answer = client(hub).post("/act", json={"action": "stop"}, headers=OURS)
     assert (answer.status_code, running[1].done) == (403, [])
-    assert "--control" in answer.json()["refusal"]
+    for way in ("read-only", "`phalanx dashboard --control`", "`phalanx run --dashboard-control`"):
+        assert way in answer.json()["refusal"]
 
 
 def test_the_buttons_do_what_they_say_or_say_why_not(hub: JobHub, running: tuple[JobRecorder, Job]) -> None:

@@ -55,10 +55,11 @@ function shape(tag, attributes = {}, text) {
   return made;
 }
 
-function ticks(low, high, count) {
+// Numbers for an axis; `least` is the smallest distance that its labels can show.
+function ticks(low, high, count, least = 0) {
   const rough = (high - low) / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough) || power;
+  const step = Math.max(least, [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough) || power);
   const found = [];
   for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step) found.push(Math.abs(at) < step * 1e-9 ? 0 : at);
   return found;
@@ -66,9 +67,10 @@ function ticks(low, high, count) {
 
 function timeTicks(high, count) {
   const steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800];
-  const step = steps.find((each) => high / each <= count) || steps[steps.length - 1];
+  const within = steps.filter((each) => each <= high); // or 0:00 would be the only one
+  const step = within.find((each) => high / each <= count) || within[within.length - 1] || high;
   const found = [];
-  for (let at = 0; at <= high; at += step) found.push(at);
+  for (let at = 0; at <= high && step > 0; at += step) found.push(at);
   return found;
 }
 
@@ -93,6 +95,9 @@ const show = {
     const two = (number) => String(number).padStart(2, "0");
     return hours ? `${hours}:${two(minutes)}:${two(rest)}` : `${minutes}:${two(rest)}`;
   },
+  span(seconds) {
+    return seconds < 60 ? `${short(seconds >= 10 ? Math.round(seconds) : Math.round(seconds * 10) / 10)} s` : show.duration(seconds);
+  },
   ms(seconds) {
     const ms = seconds * 1000;
     return ms >= 1000 ? `${short(ms / 1000)} s` : `${short(ms)} ms`;
@@ -107,8 +112,9 @@ function short(value) {
 
 // A chart in a card: title, legend, lines, and what is under the pointer.
 class LineChart {
-  constructor(title, format) {
+  constructor(title, format, least = 0) {
     this.format = format;
+    this.least = least;
     this.legend = element("div", { class: "legend" });
     this.svg = shape("svg", { role: "img", "aria-label": title });
     this.tip = element("div", { class: "tip", hidden: true });
@@ -156,15 +162,15 @@ class LineChart {
     if (low !== 0) low -= span * 0.06;
     const left = 46, right = width - 8, top = 8, bottom = height - 22;
     const xs = known.map((point) => point[0]);
-    const first = this.axis.time ? 0 : Math.min(...xs), last = Math.max(...xs, first + 1e-9);
+    const first = this.axis.time ? 0 : Math.min(...xs), last = Math.max(...xs, first + 1);
     this.x = (value) => left + ((value - first) / (last - first)) * (right - left);
     this.y = (value) => bottom - ((value - low) / (high - low)) * (bottom - top);
-    for (const at of ticks(low, high, 4)) {
+    for (const at of ticks(low, high, 4, this.least)) {
       this.svg.append(shape("line", { class: "gridline", x1: left, x2: right, y1: this.y(at), y2: this.y(at) }));
       this.svg.append(shape("text", { x: left - 7, y: this.y(at) + 4, "text-anchor": "end" }, this.format(at)));
     }
     const columns = Math.max(2, Math.floor(width / 110));
-    for (const at of this.axis.time ? timeTicks(last, columns) : ticks(first, last, columns)) {
+    for (const at of this.axis.time ? timeTicks(last, columns) : ticks(first, last, columns, 1)) {
       const label = this.axis.time ? show.duration(at) : show.number(at);
       this.svg.append(shape("text", { x: Math.min(right - 12, Math.max(left, this.x(at))), y: height - 5, "text-anchor": "middle" }, label));
     }

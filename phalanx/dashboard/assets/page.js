@@ -22,7 +22,7 @@ function draw() {
   find("program").textContent = head.program;
   find("program").title = head.program;
   pill(head.problem || head.status, head.problem ? "lost" : head.status);
-  drawFailure(head);
+  drawEnding(head);
   drawTiles(head);
   drawCharts(head);
   drawMembers(head);
@@ -40,21 +40,32 @@ function pill(text, kind) {
   find("status").className = `pill ${kind}`;
 }
 
-function drawFailure(head) {
-  find("failure").hidden = !head.page;
-  find("failure").querySelector("pre").textContent = head.page;
+// A job that was stopped has one line; one that failed, its report: folded first, as on a terminal.
+function drawEnding(head) {
+  find("ending").hidden = head.status !== "stopped";
+  find("ending").textContent = `${head.ending.charAt(0).toUpperCase()}${head.ending.slice(1)}.`;
+  const [page, folded] = [withoutRules(head.page), withoutRules(head.folded)];
+  const [first, all] = find("failure").querySelectorAll("pre");
+  find("failure").hidden = !page;
+  find("failure").querySelector("details").hidden = !folded || folded === page;
+  first.textContent = folded || page;
+  all.textContent = page;
+}
+
+// Its first and last line divide it from other output on a terminal; here the card does.
+function withoutRules(page) {
+  return page.replace(/^-{20,}$\n?/gm, "");
 }
 
 function drawTiles(head) {
   const main = "loss" in head.logs ? "loss" : Object.keys(head.logs)[0];
-  const where = head.epoch == null ? "" : `epoch ${head.epoch}, step ${head.step}`;
   const lastEpoch = job.epochs[job.epochs.length - 1];
   const tiles = [
     ["Time", show.duration((head.ended || head.now) - head.began), head.ended ? "ended" : "since the start"],
-    ["Steps", head.steps.toLocaleString("en"), where],
-    [main || "Loss", main ? show.number(head.logs[main]) : "–", lastEpoch && `val_${main}` in lastEpoch[3] ? `validation ${show.number(lastEpoch[3][`val_${main}`])}` : ""],
+    ["Steps", head.steps.toLocaleString("en"), head.place],
+    [!main || main === "loss" ? "Loss" : main, main ? show.number(head.logs[main]) : "–", lastEpoch && `val_${main}` in lastEpoch[3] ? `validation ${show.number(lastEpoch[3][`val_${main}`])}` : ""],
     ...(head.ended ? pastTiles(head) : presentTiles(head)),
-  ];
+  ].filter(([, value]) => !head.ended || value !== "–");
   fill(find("tiles"), 
     ...tiles.map(([name, value, note]) =>
       element("div", { class: "tile", "data-name": name }, element("div", { class: "name" }, name), element("div", { class: "value", title: value }, value), element("div", { class: "note", title: note }, note)),
@@ -75,11 +86,11 @@ function presentTiles(head) {
 
 // Of a job that is over: sums and means.
 function pastTiles(head) {
-  const trained = job.points.length > 1 ? job.points[job.points.length - 1][0] - job.points[0][0] : 0;
+  const trained = Math.max(0, ...head.members.map((member) => member.computed_s + member.waited_s));
   const processes = head.members.reduce((sum, member) => sum + member.starts, 0);
   return [
     ["Samples/s", trained ? show.number(head.samples / trained) : "–", `${head.samples.toLocaleString("en")} samples`],
-    ["Members", String(head.members.length), `${processes} processes${head.generation ? `, ${head.generation} generations` : ""}`],
+    ["Members", String(head.members.length), `${counted(processes, "process", "processes")}${head.generation ? `, ${counted(head.generation, "generation")}` : ""}`],
     ["Sent", show.bytes(head.bytes_sent), "in total"],
   ];
 }
@@ -100,10 +111,18 @@ function drawCharts(head) {
     ],
   ]);
   if (!names.length) wantedCharts.push(["log:loss", "loss", show.number, []]);
-  wantedCharts.push(["speed", "Samples/s", show.number, [{ name: "samples/s", points: job.points.map((point) => [at(point), point[2]]) }]]);
-  wantedCharts.push(["bytes", "Bytes sent/s", show.bytes, [{ name: "bytes/s", points: job.points.map((point) => [at(point), point[4]]) }]]);
-  for (const [id, title, format, series] of wantedCharts) {
-    if (!charts.has(id)) charts.set(id, new LineChart(title, format));
+  // A job that is over has a speed as long as it took steps.
+  const lastStep = job.points.findIndex((point) => head.ended && point[1] === head.steps);
+  const moving = lastStep < 0 ? job.points : job.points.slice(0, lastStep + 1);
+  wantedCharts.push(["speed", "Samples/s", show.number, [{ name: "samples/s", points: moving.map((point) => [at(point), point[2]]) }]]);
+  wantedCharts.push(["bytes", "Bytes sent/s", show.bytes, [{ name: "bytes/s", points: moving.map((point) => [at(point), point[4]]) }], 1]);
+  drawEach(head.ended ? wantedCharts.filter(([, , , series]) => series.some((each) => each.points.some((point) => point[1]))) : wantedCharts, settings);
+}
+
+function drawEach(wantedCharts, settings) {
+  find("charts").parentElement.hidden = !wantedCharts.length;
+  for (const [id, title, format, series, least] of wantedCharts) {
+    if (!charts.has(id)) charts.set(id, new LineChart(title, format, least));
     charts.get(id).update(series, settings);
   }
   const order = wantedCharts.map(([id]) => id);
@@ -115,56 +134,83 @@ function drawCharts(head) {
   if (roots.some((root, index) => find("charts").children[index] !== root)) find("charts").replaceChildren(...roots);
 }
 
+// Of a job that is over, only what is known of the whole of it.
 function drawMembers(head) {
-  const keys = element("div", { class: "keys" }, key("--blue", "computes"), key("--wait", "waits for others"));
-  fill(find("members").parentElement.querySelector("h2"), "Members", keys);
-  const title = element("div", { class: "member head" }, ...["task", "host", "last seconds", "memory", "speed", "does"].map((name) => element("div", {}, name)));
-  fill(find("members"), title, ...head.members.map(memberRow));
+  const names = head.ended ? ["task", "host", "time", "end"] : ["task", "host", "last seconds", "memory", "speed", "does"];
+  const cells = head.ended ? (member) => [timeBar(member), doesCell(member)] : (member) => [stepBar(member), memoryCell(member), speedCell(member), doesCell(member)];
+  const rows = head.members.map((member) =>
+    element("div", { class: `member ${member.is_running || head.ended ? "" : "gone"}`, "data-task": member.task, "data-state": member.state }, taskCell(member), hostCell(member), ...cells(member)),
+  );
+  find("members").className = `members ${head.ended ? "over" : ""}`;
+  fill(find("members").parentElement.querySelector("h2"), "Members", element("div", { class: "keys" }, key("--blue", "computes"), key("--wait", "waits for others")));
+  fill(find("members"), element("div", { class: "member head" }, ...names.map((name) => element("div", {}, name))), ...rows);
 }
 
 function key(colour, text) {
   return element("span", {}, element("i", { style: { background: `var(${colour})` } }), text);
 }
 
-function memberRow(member) {
-  const spent = member.computed_s + member.waited_s;
-  const waits = Math.round(100 * (member.is_running || !spent ? member.wait_fraction : member.waited_s / spent));
-  const known = member.compute_s != null;
-  const isServer = member.version != null;
-  const bar = element("div", { class: "split" });
-  if (member.is_running ? member.reported : spent) {
-    bar.append(element("i", { class: "computes", style: { width: isServer ? "0%" : `${100 - waits}%` } }), element("i", { class: "waits", style: { width: isServer ? "0%" : `${waits}%` } }));
-  }
-  const steps = isServer ? `version ${member.version.toLocaleString("en")}` : known ? `${show.ms(member.compute_s)} + ${show.ms(member.wait_s)} per step` : "";
-  const speed = !member.is_running ? "" : isServer ? `${show.number(member.updates_per_s)} updates/s` : member.steps_per_s ? `${show.number(member.samples_per_s)} samples/s` : "";
+function taskCell(member) {
+  return element("div", {}, element("span", { class: `dot ${member.state}` }), element("button", { class: "task", title: "Show its output", onclick: () => showOutput(member.task) }, member.task));
+}
+
+function hostCell(member) {
+  return element("div", { title: `${member.host}, pid ${member.pid}` }, member.host, " ", element("span", { class: "dim" }, member.pid ? String(member.pid) : ""));
+}
+
+// What a member that runs does with its time now; nothing before its first step is over, and for servers.
+function stepBar(member) {
+  if (member.version != null) return barCell(null, `version ${member.version.toLocaleString("en")}`);
+  if (member.is_preparing || !member.is_running || !member.reported) return timeBar(member);
+  return barCell(member.wait_fraction, member.compute_s == null ? "" : `computes ${show.ms(member.compute_s)}, waits ${show.ms(member.wait_s)} per step`);
+}
+
+// What it has done with its time since it has trained.
+function timeBar(member) {
+  if (member.version != null) return barCell(null, `version ${member.version.toLocaleString("en")}`);
+  const spent = member.is_preparing ? 0 : member.computed_s + member.waited_s;
+  return spent ? barCell(member.waited_s / spent, `computes ${show.span(member.computed_s)}, waits ${show.span(member.waited_s)}`) : barCell(null, "");
+}
+
+function barCell(waiting, note) {
+  const parts = waiting == null ? [] : [["computes", 1 - waiting], ["waits", waiting]];
+  const bar = element("div", { class: "split" }, ...parts.map(([name, part]) => element("i", { class: name, style: { width: `${Math.round(100 * part)}%` } })));
+  return element("div", { class: "bars" }, bar, element("div", { class: "dim" }, note));
+}
+
+function memoryCell(member) {
   const gpu = member.gpu ? `GPU ${Math.round(100 * member.gpu.utilization)}%, ${show.bytes(member.gpu.memory)}` : "";
-  return element(
-    "div",
-    { class: `member ${member.is_running ? "" : "gone"}`, "data-task": member.task, "data-state": member.state },
-    element("div", {}, element("span", { class: `dot ${member.state}` }), element("button", { class: "task", title: "Show its output", onclick: () => showOutput(member.task) }, member.task)),
-    element("div", { title: `${member.host}, pid ${member.pid}` }, member.host, " ", element("span", { class: "dim" }, member.pid ? String(member.pid) : "")),
-    element("div", { class: "bars" }, bar, element("div", { class: "dim" }, steps)),
-    element("div", {}, member.is_running && member.memory ? show.bytes(member.memory) : "", element("div", { class: "dim", title: member.gpu ? member.gpu.name : "" }, gpu)),
-    element("div", { class: "rates" }, speed, element("div", { class: "dim" }, member.starts > 1 ? `started ${member.starts} times` : "")),
-    element("div", { class: "does", title: member.does }, member.does),
-  );
+  return element("div", {}, member.is_running && member.memory ? show.bytes(member.memory) : "", element("div", { class: "dim", title: member.gpu ? member.gpu.name : "" }, gpu));
+}
+
+function speedCell(member) {
+  const speed = member.version != null ? `${show.number(member.updates_per_s)} updates/s` : member.steps_per_s ? `${show.number(member.samples_per_s)} samples/s` : "";
+  return element("div", { class: "rates" }, member.is_running ? speed : "");
+}
+
+function doesCell(member) {
+  const again = member.starts > 1 ? `started ${member.starts} times` : "";
+  return element("div", { class: "does", title: member.does }, member.does, again ? element("div", { class: "dim" }, again) : null);
 }
 
 function drawTime(head) {
+  const parts = [["computes", "computed_s", "computing"], ["waits", "waited_s", "waiting"], ["starts", "rest_s", "starting"]];
   const rows = head.members.filter((member) => member.computed_s + member.waited_s > 0);
   const longest = Math.max(1e-9, ...rows.map((member) => member.lived_s));
-  const parts = [["computes", "computed_s"], ["waits", "waited_s"], ["starts", "rest_s"]];
   const keys = element("div", { class: "keys" }, key("--blue", "computing"), key("--wait", "waiting"), key("--violet", "starting"));
+  find("time-card").hidden = head.ended > 0 && !rows.length;
   fill(find("time-card").querySelector("h2"), "Where the time went", keys);
   if (!rows.length) return fill(find("time"), element("div", { class: "empty" }, "No figures yet."));
   fill(find("time"), 
     ...rows.map((member) =>
       element(
         "div",
-        { class: "row", title: parts.map(([name, field]) => `${name} ${show.duration(member[field])}`).join(", ") },
+        { class: "row" },
         element("div", {}, member.task),
-        element("div", { class: "split" }, ...parts.map(([name, field]) => element("i", { class: name, style: { width: `${(100 * member[field]) / longest}%` } }))),
-        element("div", { class: "dim" }, `${show.duration(member.computed_s)} + ${show.duration(member.waited_s)}`),
+        element("div", {},
+          element("div", { class: "split" }, ...parts.map(([name, field]) => element("i", { class: name, style: { width: `${(100 * member[field]) / longest}%` } }))),
+          element("div", { class: "dim" }, parts.map(([, field, name]) => `${name} ${show.span(member[field])}`).join(", ")),
+        ),
       ),
     ),
   );
@@ -175,11 +221,17 @@ function drawHosts(head) {
   fill(find("hosts"), 
     ...head.hosts.map((host) => {
       const slots = element("div", { class: "slots" }, ...Array.from({ length: Math.min(64, host.slots) }, (_, index) => element("i", { class: index < host.taken ? "taken" : "" })));
-      const note = host.is_drained ? "drained" : host.blacklisted_s != null ? `blacklisted for ${show.duration(host.blacklisted_s)}: ${host.reason}` : `${host.taken} of ${host.slots}`;
       const drain = actionButton(head, "drain", "Drain", { host: host.name }, `Drain ${host.name}? Its workers leave before the next step.`);
-      return element("div", { class: "host" }, element("div", { class: "grow" }, element("b", {}, host.name), " ", element("span", { class: "dim" }, note)), slots, head.live && !host.is_drained ? drain : null);
+      const buttons = head.live && !host.is_drained ? drain : null;
+      return element("div", { class: "host" }, element("div", { class: "grow" }, element("b", {}, host.name), " ", element("span", { class: "dim" }, hostNote(head, host))), head.ended ? null : slots, buttons);
     }),
   );
+}
+
+function hostNote(head, host) {
+  if (host.is_drained) return "drained";
+  if (host.blacklisted_s != null) return `blacklisted${head.ended ? "" : ` for ${show.duration(host.blacklisted_s)}`}: ${host.reason}`;
+  return head.ended ? counted(host.tasks, "task") : `${host.taken} of ${host.slots} slots taken`;
 }
 
 function drawFeed() {
@@ -193,7 +245,7 @@ function drawFeed() {
 
 function drawActions(head) {
   if (!head.live) return fill(find("actions"));
-  const reason = refusal(head, "scale");
+  const reason = head.actions.scale;
   const step = (by) => element("button", { id: by > 0 ? "more" : "less", title: reason || workers(head.wanted + by), disabled: !!reason || head.wanted + by < head.minimum || head.wanted + by > head.maximum, onclick: () => act("scale", { workers: head.wanted + by }) }, by > 0 ? "+" : "−");
   fill(find("actions"), 
     actionButton(head, "checkpoint", "Checkpoint"),
@@ -203,15 +255,15 @@ function drawActions(head) {
 }
 
 function workers(number) {
-  return `${number} worker${number === 1 ? "" : "s"}`;
+  return counted(number, "worker");
 }
 
-function refusal(head, action) {
-  return head.actions[action] || (head.control ? "" : "This dashboard only shows. Start it with --control for buttons that act.");
+function counted(number, one, more = `${one}s`) {
+  return `${number} ${number === 1 ? one : more}`;
 }
 
 function actionButton(head, action, text, body = {}, question = "", kind = "") {
-  const reason = refusal(head, action);
+  const reason = head.actions[action];
   return element("button", { id: body.host ? null : action, class: kind, title: reason || text, disabled: !!reason, onclick: () => (!question || confirm(question)) && act(action, body) }, text);
 }
 
