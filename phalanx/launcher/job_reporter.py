@@ -58,7 +58,8 @@ class JobReporter(JobObserver):
     def exited(self, end: WorkerExit) -> None:
         self._console.finish(end.rank)
         error = end.diagnostics.error
-        if error is not None and not error.interrupted:  # the worker has not printed it
+        # The worker has not printed it.
+        if error is not None and not error.interrupted and not end.was_preempted:
             self._console.log(end.rank, error.traceback)
         self._stragglers.forget(end.task)
         if self._verbose:

@@ -61,7 +61,8 @@ class Telemetry:
 
     def __init__(self) -> None:
         self.samples = 0
-        self.are_logs_due = False
+        self.are_logs_due = True
+        self._has_measured = False
         self.checkpoint: SavedCheckpoint | None = None
         self.is_save_requested = False
         self.read_server: Callable[[], ServerFigures] | None = None
@@ -77,8 +78,8 @@ class Telemetry:
         self._last_traffic: Traffic | None = None
 
     def record_logs(self, logs: Mapping[str, Any]) -> None:
-        """Store the present loss and metrics."""
-        self.are_logs_due = False
+        """Store the present loss and metrics; those of every step until the first beat, for a job that dies early."""
+        self.are_logs_due = not self._has_measured
         self._logs = _numbers(logs)
 
     def record_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
@@ -97,7 +98,7 @@ class Telemetry:
     def measure(self) -> WorkerFigures:
         """The figures now. Called regularly, by one thread at a time."""
         self.count()
-        self.are_logs_due = True
+        self.are_logs_due = self._has_measured = True
         return WorkerFigures(
             computed_s=round(self._computed_s, 6),
             waited_s=round(self._waited_s, 6),

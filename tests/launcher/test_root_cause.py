@@ -151,7 +151,7 @@ def test_the_page_says_who_where_and_what_to_check() -> None:
     ]
     text = failure_report.render(find_root_cause(ends), ends, log_dir=Path("/logs"))
     assert "worker/1 (rank 1, pid 101 on host) failed with ValueError: boom" in text
-    assert "it was in: all_reduce, epoch 1, step 37" in text
+    assert "it was in: all_reduce, epoch 2, step 38" in text
     assert "last in evaluate" in text
     assert 'File "x.py"' in text
     assert "Check: " in text

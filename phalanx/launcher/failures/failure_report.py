@@ -12,6 +12,7 @@ from phalanx.config.keras_backends import BACKENDS, installed_backends
 from phalanx.launcher.failures.root_cause import RootCause, WorkerExit, waited_for
 from phalanx.launcher.host_messages import STOPPED, WorkerDiagnostics
 from phalanx.launcher.log_directory import JSON_FILE, PAGE_FILE, open_no_link
+from phalanx.monitoring.job_wording import place
 from phalanx.runtime import exit_codes
 
 # Keeps the report to one page; the files have everything.
@@ -231,9 +232,8 @@ def _last(end: WorkerExit) -> str:
 
 
 def _describe(diagnostics: WorkerDiagnostics) -> str:
-    where = [f"epoch {diagnostics.epoch}"] if diagnostics.epoch is not None else []
-    where += [f"step {diagnostics.step}"] if diagnostics.step is not None else []
-    return ", ".join([diagnostics.phase or "?", *where])
+    where = place(diagnostics.epoch, diagnostics.step)
+    return f"{diagnostics.phase or '?'}, {where}" if where else diagnostics.phase or "?"
 
 
 def _state(diagnostics: WorkerDiagnostics) -> str:
