@@ -73,7 +73,7 @@ class Telemetry:
         self._read_traffic: Callable[[], Traffic] | None = None
         # Of all that was read so far: a process may join another job, whose traffic begins at 0.
         self._waited_s = self._computed_s = 0.0
-        self._bytes_sent = self._bytes_on_links = 0
+        self._bytes = 0, 0  # sent, and of these over links
         self._last_at = time.monotonic()
         self._last_traffic: Traffic | None = None
 
@@ -104,8 +104,8 @@ class Telemetry:
             waited_s=round(self._waited_s, 6),
             steps=progress.steps(),
             samples=self.samples,
-            bytes_sent=self._bytes_sent,
-            bytes_on_links=self._bytes_on_links,
+            bytes_sent=self._bytes[0],
+            bytes_on_links=self._bytes[1],
             memory=resident_bytes(),
             gpu=None if self.read_gpu is None else self.read_gpu(),
             logs=self._logs,
@@ -126,8 +126,9 @@ class Telemetry:
         # Collectives in the background count twice, and one that ends just now may be missed once.
         waited_s = min(max(0.0, traffic.waited_s - before.waited_s), passed_s)
         self._waited_s, self._computed_s = self._waited_s + waited_s, self._computed_s + passed_s - waited_s
-        self._bytes_sent += max(0, traffic.bytes_sent - before.bytes_sent)
-        self._bytes_on_links += max(0, traffic.bytes_on_links - before.bytes_on_links)
+        sent, on_links = self._bytes
+        sent += max(0, traffic.bytes_sent - before.bytes_sent)
+        self._bytes = sent, on_links + max(0, traffic.bytes_on_links - before.bytes_on_links)
 
 
 current = Telemetry()

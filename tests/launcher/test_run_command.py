@@ -531,8 +531,8 @@ def test_the_page_shows_where_a_rank_hangs_and_what_each_did_last(launcher: Laun
     for text in (job.err, page):
         assert "worker/0 hung" in text
         assert re.search(r"program.py.* in stuck_here", text)
-        assert "last in all_reduce, epoch 2, step 10" in text
-        assert "last in all_reduce, epoch 2, step 11" in text
+        assert "last in all_reduce, epoch 3, step 11" in text
+        assert "last in all_reduce, epoch 3, step 12" in text
     report = json.loads((launcher.folder / "logs" / "failure.json").read_text())
     assert report["exit_code"] == job.code
     assert report["cause"] == "worker/1"

@@ -111,7 +111,7 @@ def test_output_errors_and_exit_codes_come_back(remote: Launcher) -> None:
     assert sorted(job.lines) == ["[worker/0] out 0", "[worker/1] out 1"]
     assert "[worker/1] err 1" in job.err
     assert f"on {B}) failed with ValueError: boom far away" in job.err
-    assert "it was in: evaluate, epoch 1" in job.err
+    assert "it was in: evaluate, epoch 2" in job.err
     assert (remote.folder / "logs" / "worker-1.log").read_text().startswith("out 1\n")
 
 
