@@ -42,6 +42,11 @@ class Tensors(ABC):
         """Whether an `optimizer.apply` inside `strategy.run` can merge its gradients first, at this moment."""
         return True
 
+    def are_of_own_samples(self, gradients: Sequence[Any], weights: Sequence[Any]) -> bool:
+        """Whether gradients that `optimizer.apply` cannot merge now were computed from the weights just before, and so
+        cannot have been merged."""
+        return False
+
     @abstractmethod
     def from_host(self, array: Array) -> Any:
         """A tensor with a copy of the values."""

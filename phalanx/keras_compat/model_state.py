@@ -43,6 +43,13 @@ def layer_state(model: Any) -> list[Any]:
     return list(seen.values())
 
 
+def frozen_weights(model: Any) -> list[Any]:
+    """The floating variables of layers that neither are trained nor are layer state."""
+    state = {id(variable) for layer in model._flatten_layers() for variable in layer._non_trainable_variables}
+    found = {id(v): v for v in model.non_trainable_variables if keras.backend.is_float_dtype(v.dtype)}
+    return [variable for key, variable in found.items() if key not in state]
+
+
 def state_of_own_layers(model: Any) -> list[Any]:
     """Those variables of `layer_state` that layers of the program may change, in any call."""
     own = {id(variable) for layer in own_layers(model) for variable in layer._non_trainable_variables}
@@ -106,8 +113,16 @@ def builds_in_steps(model: Any, step: str) -> bool:
 
 
 def overrides(model: Any, method: str) -> bool:
-    """Whether the model's class overrides a method of Keras's trainer."""
-    return getattr(type(model), method) is not getattr(keras_trainer(), method)
+    """Whether the model's class overrides a method of Keras's trainer, or the program has set one on the model."""
+    is_own = getattr(type(model), method) is not getattr(keras_trainer(), method)
+    return is_own or own_method(model, method) is not None
+
+
+def own_method(thing: Any, method: str) -> Any:
+    """The method that the program has set on this one object, as in `model.train_step = step`; None if it has not."""
+    found = vars(thing).get(method)
+    # Keras and this package set some, too.
+    return None if (getattr(found, "__module__", None) or "").startswith(("keras.", "phalanx.")) else found
 
 
 _KNOWN_HOMES = ("keras.", "keras_hub.", "keras_nlp.", "keras_cv.", "phalanx.")
@@ -122,14 +137,27 @@ _KNOWN_FUNCTIONS = ("keras.", "jax.", "tensorflow.", "torch.")
 
 def own_layers(model: Any) -> list[Any]:
     """The layers that compute what only the program knows, with the model if it is one."""
-    return [
-        layer
-        for layer in model._flatten_layers()
-        if not type(layer).__module__.startswith(_KNOWN_HOMES)
+    return [layer for layer in model._flatten_layers() if _is_own(layer)]
+
+
+def _is_own(layer: Any) -> bool:
+    return (
+        not type(layer).__module__.startswith(_KNOWN_HOMES)
         or type(layer).__name__ in _OPEN_LAYERS
+        or own_method(layer, "call") is not None
+        or _has_axis_of_samples(layer)
         or regularizes_activity(layer)
         or _has_own_activation(layer)
-    ]
+    )
+
+
+def _has_axis_of_samples(layer: Any) -> bool:
+    """Whether a layer of Keras's, such as `Softmax(axis=0)`, works along the axis of the samples."""
+    given = [getattr(layer, name, None) for name in ("axis", "axes")]
+    axes = [axis for each in given for axis in (each if isinstance(each, list | tuple) else [each])]
+    shapes = (getattr(layer, "_build_shapes_dict", None) or {}).values()
+    first = {0, *(-len(shape) for shape in shapes if isinstance(shape, list | tuple))}
+    return any(axis in first for axis in axes if isinstance(axis, int))
 
 
 def has_metrics_of_layers(model: Any) -> bool:
@@ -144,13 +172,15 @@ def regularizes_activity(layer: Any) -> bool:
 
 
 def _has_own_activation(layer: Any) -> bool:
-    functions = (getattr(layer, name, None) for name in ("activation", "recurrent_activation"))
+    functions = [getattr(layer, name, None) for name in ("activation", "recurrent_activation")]
+    if any(_is_own(function) for function in functions if isinstance(function, keras.layers.Layer)):
+        return True
     homes = (getattr(function, "__module__", None) for function in functions)
     return any(home is not None and not home.startswith(_KNOWN_FUNCTIONS) for home in homes)
 
 
 def has_own_steps(model: Any, step: str) -> bool:
-    """Whether the model's class overrides `train_step` or `test_step`, or a method that it calls."""
+    """Whether the model has a `train_step` or `test_step` of the program's own, or a method that it calls."""
     return any(overrides(model, method) for method in (step, "compute_loss", "compute_metrics"))
 
 
@@ -172,7 +202,8 @@ def has_own_code(model: Any) -> bool:
 
 def names_in(function: Any) -> set[str]:
     """The names that a function uses, and the functions inside of it."""
-    function = getattr(function, "__wrapped__", function)
+    while (inner := _inner_function(function)) is not None:
+        function = inner
     if not isinstance(function, FunctionType):
         return set()
     names: set[str] = set()
@@ -183,6 +214,12 @@ def names_in(function: Any) -> set[str]:
         names.update(code.co_names)
         codes += [each for each in code.co_consts if isinstance(each, CodeType)]
     return names
+
+
+def _inner_function(function: Any) -> Any:
+    """The function of a decorated one, of a method, or of a `functools.partial`; None of others."""
+    found = (getattr(function, name, None) for name in ("__wrapped__", "__func__", "func"))
+    return next((inner for inner in found if inner is not None), None)
 
 
 def logs_differ_from_metrics(model: Any, step: str) -> bool:

@@ -514,6 +514,12 @@ def _merge_gradients(gradients: list[Any], variables: list[Any]) -> list[Any]:
         return gradients
     strategy = context.strategy
     if not strategy._tensors.merges_in_apply:
+        if strategy._tensors.are_of_own_samples(gradients, [variable.value for variable in variables]):
+            raise UnsupportedError(
+                "A compiled function in strategy.run computes gradients and applies them with stateless_apply, which "
+                "merges nothing: each replica would train alone. Compile two functions, and merge between them: "
+                "gradients = strategy.reduce('SUM', gradients). See docs/how-to/custom-training-loops.md."
+            )
         return gradients
     if strategy._policy.period is not None:
         raise UnsupportedError(

@@ -19,6 +19,7 @@ from tests.training.scenarios.common import (
     features,
     fitted,
     labels,
+    numbers,
     observed,
 )
 from tests.training.scenarios.precision import _policy
@@ -231,6 +232,47 @@ def accumulating_meets_once_per_update(setting: Setting) -> dict[str, Any]:
 def local_sgd_every_step_is_synchronous(setting: Setting) -> dict[str, Any]:
     model = compiled(_with(setting, phalanx.LocalSGDStrategy, 1))
     return fitted(model) | observed(model)
+
+
+class Taught(keras.Model):
+    """A teacher, frozen, is the moving average of what is trained, and is predicted as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = keras.layers.Dense(1), keras.layers.Dense(1, trainable=False)
+
+    def build(self, shape: Any) -> None:
+        self.student.build(shape)
+        self.teacher.build(shape)
+        self.teacher.set_weights(self.student.get_weights())
+
+    def call(self, inputs: Any) -> Any:
+        return self.student(inputs)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+
+        def loss() -> Any:
+            near = keras.ops.mean(keras.ops.square(self(x) - keras.ops.stop_gradient(self.teacher(x))))
+            return near + keras.ops.mean(keras.ops.square(self(x) - y))
+
+        value, gradients = _gradients(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        for slow, fast in zip(self.teacher.variables, self.student.variables, strict=True):
+            slow.assign(0.8 * slow + 0.2 * fast)
+        return {"loss": value}
+
+
+@scenario(tolerance=2e-4, backends=("torch", "tensorflow"), quick=ONE_BACKEND)
+def local_sgd_merges_a_teacher(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        model = Taught()
+        model.build((None, FEATURES))
+        return model
+
+    model = compiled(_with(setting, phalanx.LocalSGDStrategy, 1), build, loss=None)
+    model.fit(features(32), numbers(32), batch_size=BATCH, epochs=3, shuffle=False, verbose=0)
+    return {"weights": model.get_weights()}
 
 
 @scenario(tolerance=2e-4)

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 
@@ -70,7 +71,8 @@ def test_a_checkpoint_of_a_job_that_merged_every_step_is_continued_within_its_ep
         merged_metrics=merged_metrics,
     )
     optimizer = SimpleNamespace(_learning_rate=None)
-    model = SimpleNamespace(optimizer=optimizer, trainable_variables=[weight])
+    kind = type("Model", (SimpleNamespace,), {"train_step": keras.Model.train_step})
+    model = kind(optimizer=optimizer, trainable_variables=[weight])
     merge: Any = SimpleNamespace(in_mode=lambda mode: nullcontext())
     communicator: Any = SimpleNamespace(all_gather=lambda own: [own])
     stepper = LocalSGDStepper(model, engine, merge, Replica(communicator), SyncPeriod(9, AverageOuterOptimizer()), None)

@@ -24,11 +24,12 @@ from phalanx.keras_compat.copies.adapted_layers import AdaptedState, adapted_sta
 from phalanx.keras_compat.copies.object_config import configuration_of, serialized, without_tensorflow
 from phalanx.keras_compat.copies.object_names import name_counters, naming_from
 from phalanx.keras_compat.keras_internals import keras_trainer
-from phalanx.keras_compat.model_state import optimizers
+from phalanx.keras_compat.model_state import optimizers, own_method
 from phalanx.keras_compat.patching import set_untracked
 
 MAIN = "__main__"
 _CONSTRUCTION, _COMPILATION = "_phalanx_construction", "_phalanx_compilation"
+_METHODS = ("call", "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 
 
 class Arguments(NamedTuple):
@@ -147,6 +148,13 @@ def copy_of(layer: Any) -> LayerCopy:
             raise UnsupportedError(
                 f"{part.name!r} is a plain Layer that has been given weights from outside, so it cannot be made again "
                 f"in other processes. Write a class that adds them in its __init__ or build."
+            )
+        # The program's own classes may set theirs in `__init__`, which runs again.
+        own = [name for name in _METHODS if own_method(part, name) and _CONSTRUCTION not in vars(part)]
+        if own:
+            raise UnsupportedError(
+                f"{part.name!r} has a {own[0]}() that was set on the object, and copies in other processes would not "
+                f"have it. Define it in a class."
             )
     construction = vars(layer).get(_CONSTRUCTION)
     is_recorded = construction is not None and "get_config" not in _own_methods(layer)

@@ -111,12 +111,11 @@ def _of_whole(loss: Callable[..., Any], *arguments: Any) -> Any:
 
 def relates_samples(loss: Any, y_pred: Any) -> bool:
     """Whether it is a loss of Keras's own of which this is known."""
-    function = getattr(loss, "fn", None)
-    if function in (keras_losses.dice, keras_losses.tversky):
-        axes = loss._fn_kwargs.get("axis")
-        first = {0, -len(y_pred.shape)}
-        return axes is None or not first.isdisjoint(axes if isinstance(axes, tuple | list) else (axes,))
-    return function is keras_losses.circle
+    function, arguments = getattr(loss, "fn", None), getattr(loss, "_fn_kwargs", {})
+    if not (getattr(function, "__module__", None) or "").startswith("keras.") or "axis" not in arguments:
+        return function is keras_losses.circle
+    axes, first = arguments["axis"], {0, -len(y_pred.shape)}  # None: all of them
+    return axes is None or not first.isdisjoint(axes if isinstance(axes, tuple | list) else (axes,))
 
 
 class GloballyScaledLosses:

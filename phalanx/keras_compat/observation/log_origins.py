@@ -10,6 +10,7 @@ Overrides `result` and `update_state` of metrics and `compute_metrics` of the mo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -61,6 +62,7 @@ class LogOrigins:
         compute = model.compute_metrics
         self._seen = []
 
+        @functools.wraps(compute)
         def computed(*args: Any, **kwargs: Any) -> Any:
             return self._note(None, compute(*args, **kwargs))
 

@@ -5,6 +5,7 @@ Overrides `reset_state`, `update_state` and `result` of metrics, and a step of t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -45,6 +46,7 @@ class MetricUses:
             yield
 
     def _watching(self, step: Callable[..., Any], model: Any) -> Callable[..., Any]:
+        @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:
             self._is_in_step, self._early, self._results = True, {}, {}
             try:

@@ -34,9 +34,10 @@ from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
 from phalanx.keras_compat.global_batch.step_collectives import InStep
 from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 from phalanx.keras_compat.keras_internals import get_keras_mask, set_keras_mask
-from phalanx.keras_compat.model_state import compiled_losses, names_in, overrides
+from phalanx.keras_compat.model_state import compiled_losses, names_in, overrides, own_method
 from phalanx.keras_compat.observation.loss_calls import recorded_additions, recorded_calls
 from phalanx.keras_compat.observation.trial_conditions import collected_statistics
+from phalanx.keras_compat.patching import defining_class
 
 Array = np.ndarray[Any, Any]
 Loss = Callable[..., Any]
@@ -482,9 +483,11 @@ def _unknown(model: Any) -> list[Any]:
 
 
 def _is_known(loss: Any) -> bool:
-    function = getattr(loss, "fn", None)
-    module = getattr(type(loss) if function is None else function, "__module__", None) or ""
-    return module.startswith(("keras.", "phalanx."))
+    """Whether it computes what Keras's own losses do. A subclass of one of them may compute anything."""
+    methods = [defining_class(type(loss), name) for name in ("call", "__call__")]
+    computes = [*methods, getattr(loss, "fn", type(loss))]
+    homes = [getattr(each, "__module__", None) or "" for each in computes]
+    return own_method(loss, "call") is None and all(home.startswith(("keras.", "phalanx.")) for home in homes)
 
 
 def _calls_model(model: Any) -> bool:
@@ -495,7 +498,7 @@ def _calls_model(model: Any) -> bool:
 def _computes_own_loss(model: Any) -> bool:
     if not overrides(model, "compute_loss") or not _calls_model(model):
         return False
-    is_used = not {"compute_loss", "_compute_loss"}.isdisjoint(names_in(type(model).train_step))
+    is_used = not {"compute_loss", "_compute_loss"}.isdisjoint(names_in(model.train_step))
     return is_used or not overrides(model, "train_step")
 
 
@@ -503,8 +506,14 @@ def _adding_layers(model: Any) -> list[Any]:
     """Layers that are not Keras's own, and add losses."""
     if not _calls_model(model):
         return []
-    layers = [each for each in model._flatten_layers() if not type(each).__module__.startswith("keras.")]
-    return [each for each in layers if any("add_loss" in _names_of(kind) for kind in type(each).__mro__)]
+    return [each for each in model._flatten_layers() if _adds_losses(each)]
+
+
+def _adds_losses(layer: Any) -> bool:
+    if "add_loss" in names_in(own_method(layer, "call")):
+        return True
+    is_own = not type(layer).__module__.startswith("keras.")
+    return is_own and any("add_loss" in _names_of(kind) for kind in type(layer).__mro__)
 
 
 def _names_of(kind: type) -> set[str]:

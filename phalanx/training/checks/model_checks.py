@@ -154,7 +154,7 @@ def check_clipping(model: Any) -> None:
     Raises: UnsupportedError naming the function.
     """
     kind = type(model)
-    names = names_in(kind.train_step)
+    names = names_in(model.train_step)
     for name in [each for each in names if each in vars(kind)]:
         names |= names_in(vars(kind)[name])
     if clips := sorted(names & CLIPPING):

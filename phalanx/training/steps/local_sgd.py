@@ -38,6 +38,7 @@ from keras.optimizers.schedules import LearningRateSchedule
 from phalanx.compression import Compression
 from phalanx.compression.base_compression import State, strip_prefix
 from phalanx.engines.engine import Engine
+from phalanx.keras_compat.model_state import frozen_weights, overrides
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import state_sync
@@ -77,7 +78,7 @@ class LocalSGDStepper(ReplicaStepper):
         # in this `fit`.
         self._trained = self._averaged = self._all_trained = 0
         self._metrics_start: list[Any] = []  # when they were reset
-        # What an exchange averages: the weights, then the layer state.
+        # What an exchange averages: the weights, then the layer state, and others that may have changed.
         self._variables: list[Any] = []
         self._optimizer = inner_optimizer(model.optimizer)
         # Steps without samples count for schedules only: an optimizer that accumulates gradients decides by this number
@@ -96,7 +97,9 @@ class LocalSGDStepper(ReplicaStepper):
     def begin(self, *, watched: bool, entering: bool = False) -> None:
         """See `ReplicaStepper.begin`. The logs of single batches are this replica's own."""
         weights, layer_state = self._model.trainable_variables, self._engine.layer_state()
-        self._variables = [*weights, *layer_state]
+        # A step of the program's own, or a callback, may let others follow the weights, as those of a teacher.
+        may_change = watched or overrides(self._model, "train_step")
+        self._variables = [*weights, *layer_state, *(frozen_weights(self._model) if may_change else ())]
         # A process that resumes or joins has these from `load_pooled` or `admit`, of the middle of the epoch.
         if not entering:
             self._trained = 0

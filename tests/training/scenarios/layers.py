@@ -720,3 +720,37 @@ def a_layer_for_one_batch_size(setting: Setting) -> dict[str, Any]:
             method(features(12), labels(12))
         assert "this one 6 samples" in "".join(caught.value.__notes__)
     return {}
+
+
+@scenario(quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "('softmax')")))
+def layer_of_keras_along_the_samples(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        soft = layers.Softmax(axis=0, name="softmax")
+        return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(8), soft, layers.Dense(CLASSES)])
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return fitted(compiled(setting, build, loss=loss))
+
+
+@scenario(error=dict.fromkeys(BACKENDS, ("UnsupportedError", "('dense', 'softmax')")))
+def activation_of_keras_along_the_samples(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        soft = layers.Softmax(axis=0, name="softmax")
+        dense = layers.Dense(8, activation=soft, name="dense")
+        return keras.Sequential([keras.Input((FEATURES,)), dense, layers.Dense(CLASSES, name="last")])
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return fitted(compiled(setting, build, loss=loss))
+
+
+@scenario(quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "('dense')")))
+def layer_whose_call_is_set(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        model = keras.Sequential([keras.Input((FEATURES,)), layers.Dense(CLASSES, name="dense")])
+        dense = model.layers[0]
+        call = dense.call
+        dense.call = lambda inputs, training=None: call(inputs - ops.mean(inputs, axis=0))
+        return model
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return fitted(compiled(setting, build, loss=loss))

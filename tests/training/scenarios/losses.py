@@ -501,3 +501,33 @@ def balance_of_experts_that_all_samples_go_past(setting: Setting) -> dict[str, A
     x = abs(features())
     x[0, 0], x[0, 1] = x.max(), -x.max()
     return fitted(model, x, numbers())
+
+
+class MaskedError(keras.losses.MeanSquaredError):
+    """A loss of Keras's with a `call` of the program's own."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        mask = ops.cast(y_true > 0, "float32")
+        return ops.sum(ops.square(y_true - y_pred) * mask) / ops.sum(mask)
+
+
+@scenario(quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "OverGlobalBatch")))
+def loss_of_keras_with_another_call(setting: Setting) -> dict[str, Any]:
+    return fitted(compiled(setting, regressor, loss=MaskedError()), y=numbers())
+
+
+@scenario(quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "OverGlobalBatch")))
+def loss_of_keras_whose_call_is_set(setting: Setting) -> dict[str, Any]:
+    loss = keras.losses.MeanSquaredError()
+    loss.call = MaskedError().call
+    return fitted(compiled(setting, regressor, loss=loss), y=numbers())
+
+
+@scenario(quick=EACH_KIND)
+def losses_of_keras_along_the_samples(setting: Setting) -> dict[str, Any]:
+    """Global batches whose last has samples for one replica alone."""
+    found = {}
+    for loss in (keras.losses.CosineSimilarity(axis=0), keras.losses.CosineSimilarity(axis=-2, name="from_the_end")):
+        model = compiled(setting, loss=loss)
+        found[loss.name] = fitted(model, y=keras.utils.to_categorical(labels(), CLASSES))
+    return found

@@ -3,6 +3,7 @@ step, and what only looks like it is not."""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -679,3 +680,32 @@ def own_train_step_that_adds_to_a_metric_after_the_logs(setting: Setting) -> dic
             return logs
 
     return fitted(compiled(setting, _dense(Model), loss="mse"), y=numbers())
+
+
+def _with_step_that_is_set(change: Any = None) -> Callable[[], Any]:
+    """A model of Keras's own class that takes the steps of another one."""
+
+    def build() -> Any:
+        model = _dense(keras.Model)()
+        model.train_step = types.MethodType(_stepping(change).train_step, model)
+        return model
+
+    return build
+
+
+@scenario(quick=BACKENDS)
+def train_step_that_is_set(setting: Setting) -> dict[str, Any]:
+    return fitted(compiled(setting, _with_step_that_is_set(), loss="mae"), y=numbers())
+
+
+@scenario(error=_refused("what its train_step does with them before"))
+def train_step_that_is_set_and_clips(setting: Setting) -> dict[str, Any]:
+    return fitted(compiled(setting, _with_step_that_is_set(_clipped), loss="mae"), y=numbers())
+
+
+@scenario(quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "compute_loss")))
+def compute_loss_that_is_set(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, _dense(keras.Model), loss="mse")
+    compute = model.compute_loss
+    model.compute_loss = lambda *args, **kwargs: ops.sqrt(compute(*args, **kwargs))
+    return fitted(model, y=numbers())

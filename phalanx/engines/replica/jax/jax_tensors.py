@@ -24,6 +24,21 @@ class JaxTensors(Tensors):
         # `stateless_apply` runs inside compiled functions, which cannot wait for others: the caller has merged.
         return not in_stateless_scope()
 
+    def are_of_own_samples(self, gradients: Sequence[Any], weights: Sequence[Any]) -> bool:
+        # In a trace no merge is possible. Merged gradients come into it as arguments; what a trace computes from the
+        # weights, it has computed from the samples of this replica.
+        names = {_name(weight) for weight in weights if isinstance(weight, jax.core.Tracer)} - {None}
+        seen: set[int] = set()
+        left = [gradient for gradient in gradients if isinstance(gradient, jax.core.Tracer)]
+        while left:
+            tracer = left.pop()
+            if id(tracer) not in seen:
+                seen.add(id(tracer))
+                if _name(tracer) in names:
+                    return True
+                left += getattr(getattr(tracer, "parent", None), "in_tracers", ())
+        return False
+
     def from_host(self, array: Any) -> Any:
         return jnp.array(array, copy=True)
 
@@ -48,6 +63,12 @@ class JaxTensors(Tensors):
                 for i, result in zip(chosen, results, strict=True):
                     found[i] = result
         return found
+
+
+def _name(tracer: Any) -> int | None:
+    """What tells a value of a trace from others; None where this version of JAX does not say."""
+    value = getattr(tracer, "val", None)
+    return None if value is None else id(value)
 
 
 def _known(shape: Shape, of_argument: tuple[int, ...]) -> tuple[int, ...]:

@@ -56,7 +56,6 @@ class TorchEngine(ReplicaEngine):
         self._state: list[Any] = []  # of layers and modules; known after `build`
         self._averages: dict[str, Any] = {}
         self._silent: frozenset[str] | None = None
-        self._is_overridden = model_state.overrides(model, "train_step")
         self._backward = torch.compile(self._run_backward) if model.jit_compile else self._run_backward
         # By the weights that have a gradient (their ids: the model holds them) and the names of the logs. A program may
         # freeze and unfreeze layers between two steps, so their places among the trainable ones do not tell.
@@ -88,7 +87,8 @@ class TorchEngine(ReplicaEngine):
         # Layers write into these in the forward pass, before the merge that may fail. Weights and optimizer follow the
         # merge, unless a `train_step` of the program's own applies first and merges the rest at its end.
         changed = list(self._state)
-        if self._merge.repeats and self._is_overridden:
+        is_overridden = model_state.overrides(self._model, "train_step")
+        if self._merge.repeats and is_overridden:
             changed += variables_of_optimizers(self._model)
         state_before = self._variables.copies(changed)
         metrics_before = self._variables.copies(self._metrics)
@@ -97,7 +97,7 @@ class TorchEngine(ReplicaEngine):
                 if rule.is_additive:
                     variable.value.zero_()
         try:
-            run = self._train_overridden if self._is_overridden else self._train_own
+            run = self._train_overridden if is_overridden else self._train_own
             self._begin(data, share)
             losses, means, in_step, products = self._contexts
             with losses, means, in_step, products, self.drawing_apart():
