@@ -235,6 +235,7 @@ def local_size_op(name: str | None = None) -> Any:
     return _host_number(basics.local_size)
 
 
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def _host_number(read: Callable[[], int]) -> Any:
     return call_host(lambda _: [np.int32(read())], [0], [(tf.int32, [])])[0]
 

@@ -357,6 +357,11 @@ def check_the_tape_trains_as_one_process() -> None:
 
 
 def check_numbers_of_the_job_as_tensors() -> None:
+    with pytest.MonkeyPatch.context() as patch:  # at the first call: AutoGraph warns of a function once
+        warnings: list[str] = []
+        patch.setattr(tf.get_logger(), "warning", lambda text, *_: warnings.append(text))
+        assert tf.function(lambda: hvd.rank_op())().numpy() == hvd.rank()
+    assert not warnings, "AutoGraph leaves what calls the host alone"
     unknown = hvd.ProcessSet([0])
     unknown.process_set_id = 10
     with tf.Graph().as_default(), pytest.raises(ValueError, match="not registered"):
