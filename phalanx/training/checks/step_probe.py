@@ -277,6 +277,8 @@ class _Trial:
         """Variables of which the model does not know, with these values or their own."""
         model, found = self._model, dict[str, Array]()
         known = [*variables_of(model), *model.metrics_variables, *self._conditions.optimizer_variables()]
+        # A model whose `metrics` leaves Keras's own tracker out never reads it, but Keras's step updates it.
+        known += model._loss_tracker.variables
         apart = {id(variable) for variable in known} | {id(each.state) for each in seed_generators(model)}
         rates = [getattr(each, "_learning_rate", None) for each in self._conditions.optimizers]
         for variable, _ in self._state.variables():

@@ -502,6 +502,30 @@ def own_train_step_with_a_metric_of_no_model(setting: Setting) -> dict[str, Any]
     return _stepped(setting, log)
 
 
+@scenario(quick=("tensorflow",))
+def own_compute_loss_with_the_only_metric(setting: Setting) -> dict[str, Any]:
+    """The example of `keras.Model.compute_loss`. Keras's step on TensorFlow still updates a tracker of its own."""
+
+    class Model(keras.Model):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.loss_tracker = keras.metrics.Mean(name="loss")
+
+        def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool = True) -> Any:
+            loss = ops.mean(ops.square(y_pred - y))
+            self.loss_tracker.update_state(loss)
+            return loss
+
+        def reset_metrics(self) -> None:
+            self.loss_tracker.reset_state()
+
+        @property
+        def metrics(self) -> list[Any]:
+            return [self.loss_tracker]
+
+    return fitted(compiled(setting, _dense(Model), loss=None), y=numbers())
+
+
 @scenario(backends=EAGER_KINDS, quick=ONE_BACKEND)
 def own_train_step_that_logs_a_number_by_the_name_of_a_metric(setting: Setting) -> dict[str, Any]:
     """Beside another name: Keras logs what the step returned, that of the last batch."""
