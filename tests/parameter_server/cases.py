@@ -33,6 +33,7 @@ class Case:
         sets: whether a callback sets weights between epochs.
         idles: whether a fit without epochs to make comes first.
         stops: whether a callback stops the training in the middle of the second epoch.
+        swaps: whether a callback exchanges the weights with their averages between epochs, and back.
         error: a part of the UnsupportedError that all workers raise instead.
     """
 
@@ -48,6 +49,7 @@ class Case:
     sets: bool = False
     idles: bool = False
     stops: bool = False
+    swaps: bool = False
     error: str = ""
 
 
@@ -181,6 +183,13 @@ CASES = {
     ),
     "synchronous_accumulating": Case(
         2, {"synchronous": True}, lambda keras: keras.optimizers.Adam(0.02, gradient_accumulation_steps=3)
+    ),
+    "synchronous_swapping_averages": Case(
+        2,
+        {"synchronous": True},
+        lambda keras: keras.optimizers.Adam(0.02, use_ema=True, ema_momentum=0.8),
+        fit={"epochs": 4},
+        swaps=True,
     ),
     "synchronous_class_weights": Case(2, {"synchronous": True}, fit={"class_weight": {0: 0.5, 1: 1.0, 2: 2.0}}),
     "synchronous_with_own_train_step": Case(2, {"synchronous": True}, model=_own_step),
@@ -322,7 +331,8 @@ def train(case: Case, scope: Any) -> dict[str, Any]:
         | case.fit
         | ({"callbacks": [looks.callback]} if looks else {})
         | ({"callbacks": [_setter(keras)]} if case.sets else {})
-        | ({"callbacks": [_stopper(keras)]} if case.stops else {}),
+        | ({"callbacks": [_stopper(keras)]} if case.stops else {})
+        | ({"callbacks": [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]} if case.swaps else {}),
     )
     # First of all: Keras itself evaluates on JAX with buffers that an optimizer which averages weights shares.
     state = [np.array(keras.ops.convert_to_numpy(variable)) for variable in model.optimizer.variables]

@@ -411,7 +411,8 @@ class ParameterServerCoordination:
             set_step_count(model.optimizer, worker.global_step)
         remote_model.pull_final()
         if state.arguments.epochs > self._first_epoch:
-            if model.optimizer.use_ema and not worker.is_chief:
+            if model.optimizer.use_ema:
+                # On the chief too: where a callback has swapped the averages, its own differ by rounding.
                 remote_model.pull_optimizer()
             model.optimizer.finalize_variable_values(model.trainable_weights)
         with self._agreement.final_callbacks(state.callbacks):

@@ -37,6 +37,9 @@ from phalanx.transport.frames import byte_view
 
 Array = np.ndarray[Any, Any]
 
+SWAP_TOLERANCE = 1e-5
+"""Of an average's largest value: what exchanging it with the weights and back may change."""
+
 
 class RemoteVariables:
     """Variables of this task, and the optimizer that updates them on the servers.
@@ -175,7 +178,7 @@ class RemoteVariables:
         """
         settings = self._unchanged_settings()
         self._known = self._checksums(tables)
-        self._known_optimizer = {**settings, **self._optimizer_checksums()}
+        self._known_optimizer = {**settings, **self._optimizer_values()}
 
     def send_changes(self) -> bool:
         """Send the variables that have changed here since `record_values`; returns whether there were any.
@@ -186,7 +189,7 @@ class RemoteVariables:
         if not known:
             return False  # no epoch has begun
         settings = self._unchanged_settings()
-        _refuse_changes(self._known_optimizer, {**settings, **self._optimizer_checksums()})
+        _refuse_changes(self._known_optimizer, {**settings, **self._optimizer_values()})
         now = self._checksums(any(table in known for table in self.tables))
         changed = tuple(number for number, checksum in now.items() if checksum != known[number])
         if not changed:
@@ -209,10 +212,12 @@ class RemoteVariables:
         kind = "a number" if isinstance(rate, keras.Variable) else f"{type(rate).__name__} at {id(rate)}"
         return {**plain_settings(self.optimizer), "learning_rate": kind}
 
-    def _optimizer_checksums(self) -> dict[str, int]:
-        """By path: the optimizer's variables, which only the servers change; not the learning rate."""
+    def _optimizer_values(self) -> dict[str, Any]:
+        """By path: what tells whether the optimizer's variables, which only the servers change, are as they were; not
+        the learning rate."""
+        # Copies of averages take as much memory as the model, but only where there are averages (`use_ema`).
         return {
-            variable.path: checksum(to_host(variable))
+            variable.path: (_Average if slot.name == "average" else checksum)(to_host(variable))
             for slot, variable in zip(self.slots, self.optimizer.variables, strict=True)
             if slot != OptimizerSlot(-1, "learning_rate") and slot.variable not in self.tables
         }
@@ -298,6 +303,26 @@ def _refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             f"receive only another number as its learning rate, and new weights. Change it before fit(), or call fit() "
             f"once for each setting."
         )
+
+
+class _Average:
+    """A variable's average over the steps. It equals one that differs by rounding.
+
+    On TensorFlow, Keras's `SwapEMAWeights` exchanges weights and averages by adding and subtracting them, and the same
+    way back.
+    """
+
+    def __init__(self, value: Array) -> None:
+        self._value = np.array(value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Average):
+            return NotImplemented
+        # The sum that rounds is that of a weight and its average. Either may be near 0 where the other is not.
+        largest = np.abs(self._value).max(initial=0)
+        return np.allclose(self._value, other._value, rtol=SWAP_TOLERANCE, atol=SWAP_TOLERANCE * largest)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def checksum(value: Array) -> int:
