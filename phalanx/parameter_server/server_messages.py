@@ -321,6 +321,26 @@ class RequestSampleOrder(_Message, frozen=True):
     era: int
 
 
+class ValidationLogs(_Message, frozen=True):
+    """From the chief: the results of the validation after this epoch. Buffers: the logs, serialized."""
+
+    fit: int
+    epoch: int
+    era: int
+
+
+class RequestValidationLogs(_Message, frozen=True):
+    """Wait for the results of the validation after this epoch, or a later one. Buffers of the response: the logs.
+
+    If the chief has gone back or has ended the `fit`, the response is that to `RequestTicket`; if it trains the next
+    epoch and has not validated, `Acknowledged`.
+    """
+
+    fit: int
+    epoch: int
+    era: int
+
+
 class EpochReport(_Message, frozen=True):
     """A worker's metrics of an epoch. Buffers: its metrics' variables.
 
@@ -540,6 +560,8 @@ Request = (
     | NoBatch
     | EndEpoch
     | RequestSampleOrder
+    | ValidationLogs
+    | RequestValidationLogs
     | EpochReport
     | CollectReports
     | HoldSteps

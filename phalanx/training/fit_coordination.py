@@ -74,8 +74,8 @@ class Coordination(Protocol[BatchT]):
     def epoch_logs(self) -> dict[str, Any] | None:
         """The logs of the epoch's training steps; None if the epoch was abandoned because the chief went back."""
 
-    def evaluate(self) -> dict[str, Any]:
-        """The logs of the validation data, without the prefix `val_`."""
+    def evaluate(self) -> dict[str, Any] | None:
+        """The logs of the validation data, without the prefix `val_`; None if the epoch was abandoned meanwhile."""
 
     def merge_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
         """The epoch's logs as this process's callbacks and history see them."""

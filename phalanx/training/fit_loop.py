@@ -65,7 +65,10 @@ class FitLoop:
         if logs is None:
             return
         if self._validates(epoch):
-            logs |= {f"val_{name}": value for name, value in coordination.evaluate().items()}
+            validation = coordination.evaluate()
+            if validation is None:
+                return
+            logs |= {f"val_{name}": value for name, value in validation.items()}
         state.logs = coordination.merge_logs(logs)
         telemetry.current.record_epoch(epoch, state.logs)
         timeline.current.enter("callbacks", epoch=epoch)

@@ -59,7 +59,9 @@ def main() -> None:
     if not shuffles:
         y[32:48] = np.nan  # batch 2 of each epoch
 
-    def end_of_epoch(epoch: int, logs: object) -> None:
+    def end_of_epoch(epoch: int, logs: dict[str, float]) -> None:
+        if kind == "validates":
+            assert logs["val_loss"] > 0
         writing = folder / f"{strategy.rank}.epoch.part"
         writing.write_text(str(epoch))
         writing.replace(folder / f"{strategy.rank}.epoch")  # a reader that sees it can read it
@@ -103,6 +105,11 @@ def main() -> None:
 
         ParameterServerMerge.next_ticket = late  # type: ignore[assignment, method-assign]
 
+    def validate(logs: object) -> None:
+        (folder / "validates").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.05)
+
     noted = keras.callbacks.LambdaCallback(on_epoch_begin=grow, on_epoch_end=end_of_epoch)
     if kind == "asks to stop":
         noted.on_train_batch_begin = ask
@@ -110,7 +117,19 @@ def main() -> None:
         noted.on_train_batch_end = lambda batch, logs: setattr(model.optimizer, "momentum", 0.5)
     if kind == "chief stops":
         noted.on_train_batch_begin = stop  # with a step in hand
-    model.fit(x, y, batch_size=16, epochs=epochs, verbose=0, shuffle=shuffles, callbacks=[noted])
+    if kind == "validates":
+        noted.on_test_begin = validate
+    validation = (x[:64], y[:64]) if kind == "validates" else None
+    model.fit(
+        x,
+        y,
+        batch_size=16,
+        epochs=epochs,
+        verbose=0,
+        shuffle=shuffles,
+        callbacks=[noted],
+        validation_data=validation,
+    )
     np.savez(folder / f"{strategy.rank}.weights.npz", *model.get_weights())
     finite = all(np.isfinite(weight).all() for weight in model.get_weights())
     (folder / f"{strategy.rank}.end").write_text(f"{strategy.global_step} {finite}")

@@ -49,6 +49,21 @@ def test_a_killed_server_goes_on_from_its_snapshot(start: Start, tmp_path: Path,
     assert not list((tmp_path / "snapshots").glob("*.npz"))
 
 
+@pytest.mark.parametrize(
+    "victim", ["worker/0", *[pytest.param(name, marks=pytest.mark.slow) for name in ("ps/0", "worker/1")]]
+)
+def test_logs_of_the_validation_arrive_though_a_task_is_killed_in_it(start: Start, tmp_path: Path, victim: str) -> None:
+    tasks = start("validates", epochs=10_000, settings={"SNAPSHOT_DIR": str(tmp_path / "snapshots")})
+    tasks.wait_for((tasks.folder / "validates").exists, "the chief validates, and the other worker waits for it")
+    tasks.send(victim, signal.SIGKILL)
+    tasks.processes[victim].wait()
+    tasks.restart(victim)
+    (tasks.folder / "go").touch()
+    trains(tasks)
+    trains(tasks, worker=1)
+    ends_soon(tasks, *tasks.names)
+
+
 @pytest.mark.slow
 def test_a_server_that_does_not_come_back_ends_all_with_its_name(start: Start, tmp_path: Path) -> None:
     settings = {"SNAPSHOT_DIR": str(tmp_path / "snapshots"), "PHALANX_RETURN_TIMEOUT": "3"}

@@ -16,6 +16,7 @@ import pytest
 from phalanx.cluster.admission import link_name
 from phalanx.errors import CollectiveTimeoutError, EvictedError, PeerLostError, PhalanxError
 from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncements
+from phalanx.parameter_server.server.epoch_validation import EpochValidation
 from phalanx.parameter_server.server.merge_history import MergeHistory, MergeResult
 from phalanx.parameter_server.server.schedule_rebuild import ScheduleRebuild
 from phalanx.parameter_server.server.step_schedule import StepSchedule
@@ -23,6 +24,7 @@ from phalanx.parameter_server.server.variable_store import VariableStore
 from phalanx.parameter_server.server.worker_membership import WorkerMembership
 from phalanx.parameter_server.server.worker_table import WorkerTable
 from phalanx.parameter_server.server_messages import (
+    Acknowledged,
     AppliedUpdate,
     DeclareModel,
     EpochOver,
@@ -31,8 +33,11 @@ from phalanx.parameter_server.server_messages import (
     GroupState,
     ModelDescription,
     Rejoin,
+    RequestValidationLogs,
     Ticket,
     UpdateRules,
+    ValidationLogs,
+    Values,
 )
 
 BOUND_S = 20.0
@@ -532,6 +537,51 @@ def test_who_asks_for_an_order_hears_of_the_end_and_of_a_new_beginning() -> None
     assert (answer.back_to, answer.era) == (0, 2)
     schedule.end_fit(0)
     assert isinstance(schedule.wait_for_order(0, 1, 2, BOUND_S), FitOver)
+
+
+def test_workers_wait_for_the_validation_of_their_epoch() -> None:
+    schedule = begun(2)
+    validation = EpochValidation(schedule)
+    era = schedule.fit.era
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(validation.wait, RequestValidationLogs(0, 0, era), BOUND_S)
+        assert not wait([waiting], 0.1).done
+        validation.store(ValidationLogs(0, 0, era), [memoryview(b"logs")])
+        answer, arrays = waiting.result(BOUND_S)
+    assert isinstance(answer, Values)
+    assert bytes(arrays[0]) == b"logs"
+    schedule.open_epoch(0, 1, 2, None)
+    schedule.open_epoch(0, 2, 2, None)
+    late = validation.wait(RequestValidationLogs(0, 1, era), BOUND_S)
+    assert late == (Acknowledged(), ()), "the chief has not validated after this epoch"
+    schedule.begin_fit(rules(), 0)
+    schedule.open_epoch(0, 0, 2, None)
+    answer, _ = validation.wait(RequestValidationLogs(0, 2, era), BOUND_S)
+    assert isinstance(answer, EpochOver)
+    assert answer.back_to == 0
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(validation.wait, RequestValidationLogs(0, 0, era + 1), BOUND_S)
+        assert not wait([waiting], 0.1).done, "what is there is of the chief before its restart"
+        schedule.end_fit(0)
+        assert isinstance(waiting.result(BOUND_S)[0], FitOver)
+
+
+def test_a_chief_that_does_not_validate_in_time_is_named() -> None:
+    now = [100.0]
+    schedule = schedule_of(NAMES[:2], clock=lambda: now[0])
+    for worker in range(2):
+        schedule.members.attach(worker, f"incarnation {worker}")
+    schedule.begin_fit(rules(), 0)
+    schedule.open_epoch(0, 0, 2, None)
+    now[0] += 9.0
+    schedule.members.chief_is_alive()
+    now[0] += 9.0
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(EpochValidation(schedule).wait, RequestValidationLogs(0, 0, schedule.fit.era), 10.0)
+        assert not wait([waiting], 0.1).done
+        now[0] += 11.0
+        with pytest.raises(CollectiveTimeoutError, match="worker/0 did not validate after epoch 1"):
+            waiting.result(BOUND_S)
 
 
 def test_what_the_chief_tells_once_holds_and_what_it_tells_again_replaces() -> None:

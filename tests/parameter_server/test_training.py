@@ -85,6 +85,12 @@ def test_the_numbers_are_those_of_one_process(found: Callable[..., list[Found]],
         assert_close(chief["job"][key], expected, TOLERANCE, key)
     for other in others:
         assert_close(other["job"]["weights"], chief["job"]["weights"], 0.0, "weights on another worker")
+        assert validation_of(other) == validation_of(chief)
+
+
+def validation_of(found: Found) -> dict[str, list[float]]:
+    """What a worker's history has of the chief's validation."""
+    return {name: values for name, values in found["job"]["history"].items() if name.startswith("val_")}
 
 
 @on_each_backend(exact=True, refused=True)
@@ -108,6 +114,9 @@ def test_workers_share_the_batches_and_the_model_learns(
     for other in others:
         for own, chiefs in zip(other["job"]["weights"], chief["job"]["weights"], strict=True):
             np.testing.assert_array_equal(own, chiefs)
+        # A worker that is late may have been given those of a later epoch.
+        assert validation_of(other).keys() == validation_of(chief).keys()
+        assert set(validation_of(other).get("val_loss", [])) <= set(validation_of(chief).get("val_loss", []))
         # Of an epoch in which it had no batch a worker knows nothing, and not that its loss was 0.
         losses = other["job"]["history"]["loss"]
         assert all(math.isnan(loss) or loss > 0 for loss in losses), losses

@@ -12,6 +12,7 @@ from phalanx.config.job_config import JobConfig
 from phalanx.parameter_server import server_messages as messages
 from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncements
 from phalanx.parameter_server.server.declared_shards import CopyArrays
+from phalanx.parameter_server.server.epoch_validation import EpochValidation
 from phalanx.parameter_server.server.group_recovery import GroupRecovery
 from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.variable_store import VariableStore
@@ -79,7 +80,7 @@ class GroupRequests:
     def table(self) -> dict[type, Handler]:
         """The handler of each kind of request, connection requests excepted."""
         store, schedule, recovery = self._store, self._schedule, self._recovery
-        members, announcements = schedule.members, self._announcements
+        members, announcements, validation = schedule.members, self._announcements, EpochValidation(schedule)
         return {
             messages.DeclareModel: lambda sender, request: recovery.declare(request, sender.buffers),
             messages.JoinFit: self._join,
@@ -96,6 +97,8 @@ class GroupRequests:
             messages.NoBatch: lambda sender, request: schedule.report_no_batch(request.ticket, ends=request.ends),
             messages.EndEpoch: self._end_epoch,
             messages.RequestSampleOrder: self._sample_order,
+            messages.ValidationLogs: lambda sender, request: validation.store(request, sender.buffers),
+            messages.RequestValidationLogs: lambda sender, request: validation.wait(request, self._config.timeout_s),
             messages.EpochReport: self._add_report,
             messages.CollectReports: self._collect_reports,
             messages.HoldSteps: self._hold_steps,

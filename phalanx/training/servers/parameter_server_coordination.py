@@ -32,6 +32,7 @@ from phalanx.parameter_server.server_messages import (
     OpenEpoch,
     RequestStop,
     Ticket,
+    ValidationLogs,
     Values,
     arrays_of,
 )
@@ -40,6 +41,7 @@ from phalanx.training import callback_hooks, chief_state_sync
 from phalanx.training.checks import same_program
 from phalanx.training.evaluation import evaluate_on_worker
 from phalanx.training.fit_state import FitState
+from phalanx.training.servers import validation_logs
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 from phalanx.training.servers.remote_model import RemoteModel
 from phalanx.training.servers.ticket_batches import OrderUnavailableError, TicketBatch, TicketBatches
@@ -78,6 +80,7 @@ class FitRejoin:
         steps: batches in it, if that is known.
         order: on the chief, the epoch in which the running pass began, and the order of its samples.
         report: what this worker reported of the last epoch, until the chief is known to have it.
+        validation: on the chief, the results of the last validation.
         is_stop_requested: whether this worker has asked the chief to stop.
     """
 
@@ -87,6 +90,7 @@ class FitRejoin:
         self.steps: int | None = None
         self.order: tuple[int, Array | None] = (-1, None)
         self.report: tuple[EpochReport, list[Array]] | None = None
+        self.validation: tuple[ValidationLogs, list[Array]] | None = None
         self.is_stop_requested = False
         self._fit = fit
         self._worker = worker
@@ -108,6 +112,8 @@ class FitRejoin:
             messages += self._worker.requests_to_repeat()
         if self.report is not None:
             messages.append(self.report)
+        if self.validation is not None:
+            messages.append(self.validation)
         if self.is_stop_requested:
             messages.append((RequestStop(self._fit, stop=True), []))
         return messages
@@ -379,12 +385,21 @@ class ParameterServerCoordination:
         ]
         engine.metric_rules.set_values(rules.with_start(merged, self._metrics_start))
 
-    def evaluate(self) -> dict[str, Any]:
-        """See `Coordination.evaluate`. Only the chief does."""
-        if not self._worker.is_chief:
-            return {}
+    def evaluate(self) -> dict[str, Any] | None:
+        """See `Coordination.evaluate`. Only the chief does; the others wait for its logs."""
+        worker, merge, epoch = self._worker, self._remote_model.merge, self._state.epoch
+        if not worker.is_chief:
+            received = validation_logs.receive(merge, self._fit, epoch)
+            if isinstance(received, dict):
+                return received
+            return None if self._follow_back(received) else {}
         self._remote_model.pull_tables()
-        return evaluate_on_worker(self._evaluate, self._state.arguments, self._state.callbacks)
+        logs = evaluate_on_worker(self._evaluate, self._state.arguments, self._state.callbacks)
+        if worker.workers > 1:
+            # Kept before it is sent: if the head is lost on the way, its successor gets it with the rejoin.
+            self.rejoin.validation = validation_logs.message(merge, self._fit, epoch, logs)
+            worker.client.request(HEAD, *self.rejoin.validation)
+        return logs
 
     def merge_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
         """See `Coordination.merge_logs`."""

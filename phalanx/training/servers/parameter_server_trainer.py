@@ -1,8 +1,8 @@
 """`fit`, `evaluate` and `predict` of a Keras model on one worker among parameter servers.
 
 Arguments and results are those of the Keras methods; `batch_size` is that of one update: in asynchronous training one
-worker's batch, in synchronous training that of all workers. On other workers than the chief `fit` returns their own
-part of the history.
+worker's batch, in synchronous training that of all workers. On other workers than the chief `fit` returns the
+history of their own part, with the results of the chief's validation.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import numpy as np
 from phalanx.data.batch_split import cut
 from phalanx.data.numbered_batches import BatchNotAvailableError, NumberedBatches
 from phalanx.parameter_server.client.parameter_client import HEAD
-from phalanx.parameter_server.server_messages import EndEpoch, EpochOver, FitOver, NoBatch, Ticket
+from phalanx.parameter_server.server_messages import EndEpoch, EpochOver, FitOver, NoBatch, RequestSampleOrder, Ticket
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 from phalanx.training.steps.parameter_server_step import ParameterServerMerge
 
@@ -82,10 +82,11 @@ class TicketBatches:
         if self._worker.is_chief:
             self.drawn_order = own
             return own
-        answer = self._merge.request_sample_order(self._fit, self.source.pass_key)
+        request = RequestSampleOrder(self._fit, self.source.pass_key, self._merge.tickets.era)
+        answer = self._merge.request_from_chief(request)
         if isinstance(answer, EpochOver | FitOver):
             raise OrderUnavailableError(answer)
-        return answer
+        return np.frombuffer(answer[0], np.int64)
 
     def begin(self) -> None:
         """Another epoch begins."""

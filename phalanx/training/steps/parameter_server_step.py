@@ -135,13 +135,15 @@ class ParameterServerMerge(Merge):
         self._heard_at = time.monotonic()
         return tickets.begin_step()
 
-    def request_sample_order(self, fit: int, epoch: int) -> Array | EpochOver | FitOver:
-        """The chief's sample order of the pass that began with this epoch; otherwise why there is none."""
-        response, buffers = self._client.request(HEAD, messages.RequestSampleOrder(fit, epoch, self.tickets.era))
+    def request_from_chief(
+        self, request: messages.RequestSampleOrder | messages.RequestValidationLogs
+    ) -> Sequence[memoryview] | EpochOver | FitOver:
+        """What the chief has sent for an epoch; otherwise why there is none."""
+        response, buffers = self._client.request(HEAD, request)
         if isinstance(response, EpochOver | FitOver):
             self._end_epoch(response)
             return response
-        return np.frombuffer(buffers[0], np.int64)
+        return buffers
 
     def _end_epoch(self, response: EpochOver | FitOver) -> None:
         """The epoch is over, or the chief has gone back and begun a new era."""
