@@ -32,7 +32,7 @@ class Case:
         looks: whether a callback looks at the model between batches.
         sets: whether a callback sets weights between epochs.
         idles: whether a fit without epochs to make comes first.
-        stops: whether a callback stops the training in the middle of the second epoch.
+        stops: after how many batches of the second epoch a callback stops the training; -1: none does.
         swaps: whether a callback exchanges the weights with their averages between epochs, and back.
         error: a part of the UnsupportedError that all workers raise instead.
     """
@@ -48,7 +48,7 @@ class Case:
     looks: bool = False
     sets: bool = False
     idles: bool = False
-    stops: bool = False
+    stops: int = -1
     swaps: bool = False
     error: str = ""
 
@@ -145,12 +145,13 @@ CASES = {
     "alone_with_fewer_steps_than_data": Case(1, {}, fit={"steps_per_epoch": 4, "epochs": 3, "validation_data": None}),
     "alone_looked_at": Case(1, {}, model=_wide, looks=True),
     "alone_set_by_a_callback": Case(1, {}, fit={"epochs": 4}, sets=True),
-    "alone_stopped_within_an_epoch": Case(1, {}, fit={"epochs": 4}, stops=True),
+    "alone_stopped_within_an_epoch": Case(1, {}, fit={"epochs": 4}, stops=3),
     "alone_wide": Case(1, {"variable_partitioner": 2}, model=_wide),
     "alone_in_float64": Case(1, {}, model=_of_float64),
     "alone_with_a_variable_without_axes": Case(1, {}, model=_scaled),
     "alone_with_lamb": Case(1, {}, lambda keras: keras.optimizers.Lamb(0.01)),
     "synchronous": Case(2, {"synchronous": True}),
+    "synchronous_stopped_before_an_epoch": Case(2, {"synchronous": True}, fit={"epochs": 4}, stops=0),
     "synchronous_after_a_fit_of_no_epochs": Case(2, {"synchronous": True}, idles=True, fit={"shuffle": False}),
     "synchronous_set_by_a_callback": Case(
         2, {"synchronous": True, "variable_partitioner": 2}, _schedule, fit={"epochs": 4}, sets=True
@@ -282,16 +283,20 @@ def _setter(keras: Any) -> Any:
     return Sets()
 
 
-def _stopper(keras: Any) -> Any:
-    """Stops the training after the third batch of the second epoch."""
+def _stopper(keras: Any, after: int) -> Any:
+    """Stops the training after so many batches of the second epoch."""
 
     class Stops(keras.callbacks.Callback):  # type: ignore[misc]
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             self._epoch, self._batches = epoch, 0
+            self._decide()
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             self._batches += 1
-            self.model.stop_training = (self._epoch, self._batches) == (1, 3)
+            self._decide()
+
+        def _decide(self) -> None:
+            self.model.stop_training |= (self._epoch, self._batches) == (1, after)
 
     return Stops()
 
@@ -331,7 +336,7 @@ def train(case: Case, scope: Any) -> dict[str, Any]:
         | case.fit
         | ({"callbacks": [looks.callback]} if looks else {})
         | ({"callbacks": [_setter(keras)]} if case.sets else {})
-        | ({"callbacks": [_stopper(keras)]} if case.stops else {})
+        | ({"callbacks": [_stopper(keras, case.stops)]} if case.stops >= 0 else {})
         | ({"callbacks": [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]} if case.swaps else {}),
     )
     # First of all: Keras itself evaluates on JAX with buffers that an optimizer which averages weights shares.

@@ -271,7 +271,11 @@ class ParameterServerCoordination:
 
     def _open_epoch(self) -> None:
         """As the chief: let the servers give out tickets."""
-        worker, epoch, steps = self._worker, self._state.epoch, self.rejoin.steps
+        worker, epoch = self._worker, self._state.epoch
+        if self._remote_model.model.stop_training:
+            # By `on_epoch_begin`. Keras takes a step before it looks; of two, another worker may begin the second.
+            self.rejoin.steps = 1
+        steps = self.rejoin.steps
         layer_state = self._remote_model.engine.layer_state()
         order, self._batches.drawn_order = self._batches.drawn_order, None
         if order is not None:
