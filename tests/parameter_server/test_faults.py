@@ -118,6 +118,15 @@ def test_a_killed_chief_ends_the_others_with_its_name(start: Start) -> None:
     assert "lost worker/0" in tasks.said("worker/1")
 
 
+@pytest.mark.slow
+def test_a_chief_that_is_killed_while_it_validates_ends_the_others_with_its_name(start: Start) -> None:
+    tasks = start("validates", epochs=10_000, timeout_s=10)
+    tasks.wait_for((tasks.folder / "validates").exists, "the chief validates")
+    tasks.send("worker/0", signal.SIGKILL)
+    assert tasks.ends("worker/1") == {"worker/1": PeerLostError.exit_code}
+    assert "lost worker/0" in tasks.said("worker/1")
+
+
 def test_strangers_a_killed_and_a_stopped_worker_cost_no_step(start: Start) -> None:
     tasks = start("synchronous", epochs=10_000, timeout_s=15, workers=3)
     trains(tasks)
