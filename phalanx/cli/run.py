@@ -283,7 +283,7 @@ def run(**options: Any) -> None:
 
     Each worker gets its TF_CONFIG, its share of the cores and a secret of the job. Ctrl-C or a failing worker
     ends all of them. In a job with parameter servers, a killed worker is restarted. The exit code is
-    that of the worker that failed first; docs/reference/exit-codes.md lists them.
+    that of the worker that failed first, which the failure page explains.
 
     \b
         phalanx run --workers 2 train.py --epochs 5
