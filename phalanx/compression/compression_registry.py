@@ -1,4 +1,7 @@
-"""The built-in compressions, by name."""
+"""The built-in compressions, by name.
+
+To add one, write a module with a `Compression` and add a line to `NAMES`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which function runs where and when, and what callers wait for: the coordinator's functions and its workers.
+"""Sends scheduled functions to workers, and lets callers wait for them.
 
-The queue decides which function runs where. One condition protects all shared state, that of the links included
-(`accepted_workers`).
+`function_assignment` decides which function runs where, and how often it is tried again. One condition protects all
+shared state, that of the links included (`accepted_workers`).
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class Dispatcher:
         """Whether all calls are finished; raises as `join`."""
         with self._changed:
             self.raise_failure()
-            if self._calls.queue.unfinished and not self.workers:
+            if self._calls.assignment.unfinished and not self.workers:
                 self._fail_if_alone_too_long()
                 self.raise_failure()
-            return not self._calls.queue.unfinished
+            return not self._calls.assignment.unfinished
 
     def raise_failure(self) -> None:
         """If a call has failed, or a worker in a method of a model, wait until none runs and raise its error, once."""
@@ -92,7 +92,7 @@ class Dispatcher:
     def join(self) -> None:
         """Wait until all calls are finished; raise the error of one that failed."""
         with self._changed:
-            self._wait(lambda: not self._calls.queue.unfinished)
+            self._wait(lambda: not self._calls.assignment.unfinished)
             self._calls.raise_failure()
 
     @contextlib.contextmanager
@@ -102,8 +102,8 @@ class Dispatcher:
             self._paused = True
         try:
             with self._changed:
-                self._wait(lambda: not self._calls.queue.running)
-                waiting = bool(self._calls.queue.unfinished)
+                self._wait(lambda: not self._calls.assignment.running)
+                waiting = bool(self._calls.assignment.unfinished)
             yield waiting
         finally:
             with self._changed:
@@ -150,15 +150,15 @@ class Dispatcher:
 
     def entered(self, worker: WorkerConnection) -> None:
         self._has_had_workers = True
-        self._calls.give_up(self._calls.queue.enter(worker.number, worker.incarnation), worker.name)
+        self._calls.give_up(self._calls.assignment.enter(worker.number, worker.incarnation), worker.name)
 
     def left(self, worker: WorkerConnection) -> None:
         if not self.workers:
             self._alone_since = time.monotonic()
-        self._calls.give_up(self._calls.queue.leave(worker.number, worker.incarnation), worker.name)
+        self._calls.give_up(self._calls.assignment.leave(worker.number, worker.incarnation), worker.name)
 
     def feed(self, worker: WorkerConnection) -> bool:
-        number = None if self._paused else self._calls.queue.next_for(worker.number, worker.incarnation)
+        number = None if self._paused else self._calls.assignment.next_for(worker.number, worker.incarnation)
         if number is None:
             return False
         try:

@@ -1,6 +1,6 @@
 """The functions that are scheduled and not finished, with their results, and the error of one that failed.
 
-Pure bookkeeping over a `FunctionQueue`: no thread, link or clock. The owner holds a lock during each call.
+Pure bookkeeping over a `FunctionAssignment`: no thread, link or clock. The owner holds a lock during each call.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.coordinator.function_queue import MAX_LOST_WORKERS, FunctionQueue
+from phalanx.coordinator.function_assignment import MAX_LOST_WORKERS, FunctionAssignment
 from phalanx.coordinator.remote_values import RemoteValue
 from phalanx.errors import PeerLostError
 
@@ -41,7 +41,7 @@ class ScheduledCalls:
     """Unfinished calls by number, and the first failure that no caller has seen yet."""
 
     def __init__(self) -> None:
-        self.queue = FunctionQueue()
+        self.assignment = FunctionAssignment()
         self._calls: dict[int, ScheduledCall] = {}  # those that the queue has not finished
         self._failure: BaseException | None = None  # as long as it is set, the queue takes no call
 
@@ -55,11 +55,11 @@ class ScheduledCalls:
     def add(self, call: ScheduledCall) -> None:
         number = call.result.number
         self._calls[number] = call
-        self.queue.add(number, [need.number for need in call.needs if not need.is_finished])
+        self.assignment.add(number, [need.number for need in call.needs if not need.is_finished])
 
     def finish(self, worker: int, incarnation: str, number: int) -> ScheduledCall | None:
         """The call that a worker has answered; None if the answer does not count any more."""
-        if not self.queue.finish(worker, incarnation, number):
+        if not self.assignment.finish(worker, incarnation, number):
             return None
         return self._calls.pop(number)
 
@@ -68,19 +68,19 @@ class ScheduledCalls:
         call.result.fail(error)
         if self._failure is None:
             self._failure = error
-        self._cancel(self.queue.fail())
+        self._cancel(self.assignment.fail())
 
     def fail_all(self, error: BaseException) -> None:
         """No call can run: each result raises the error, and so does the next `raise_failure`."""
         # Those that a worker runs keep their results; the failure is raised once they are answered.
-        for number in self.queue.fail():
+        for number in self.assignment.fail():
             self._calls.pop(number).result.fail(error)
         self._failure = error
 
     def give_up(self, numbers: Iterable[int], worker: str) -> None:
         """The worker that ran these calls is lost, and they do not run again."""
         for number in numbers:
-            if self.queue.failing:
+            if self.assignment.failing:
                 self._cancel([number])
                 continue
             error = PeerLostError(
@@ -96,7 +96,7 @@ class ScheduledCalls:
         """Raise the error of the call that failed first, once; the queue then takes calls again."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            self.queue.clear_failure()
+            self.assignment.clear_failure()
             raise failure
 
     def _cancel(self, numbers: Iterable[int]) -> None:

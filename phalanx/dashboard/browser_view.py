@@ -8,7 +8,7 @@ from msgspec import to_builtins
 
 from phalanx.monitoring.job_endings import RUNNING, STOPPED, describe_ending
 from phalanx.monitoring.job_events import HostStatus
-from phalanx.monitoring.job_view import ACTIONS, NO_RATES, SILENT_S, JobView, MemberView, why_not
+from phalanx.monitoring.job_view import ACTIONS, NO_RATES, UNREPORTED_S, JobView, MemberView, why_not
 from phalanx.monitoring.job_wording import doing, position
 
 READ_ONLY = (
@@ -124,7 +124,7 @@ def state_of(member: MemberView, now: float) -> str:
         return "failed" if member.has_failed else "exited"
     if not member.phase:
         return "starting"
-    if member.reported_at and now - member.reported_at > SILENT_S:
+    if member.reported_at and now - member.reported_at > UNREPORTED_S:
         return "silent"
     if member.is_preparing and member.is_member:
         return "starting"

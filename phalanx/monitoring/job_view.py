@@ -28,7 +28,7 @@ FIRST_INTERVAL_S = 1.0
 MAX_FEED = 400
 MAX_SPANS = 600
 MAX_GENERATIONS = 300
-SILENT_S = 5.0
+UNREPORTED_S = 5.0
 """A process that reports nothing for this long is stopped, or its host is overloaded."""
 
 INFO, GOOD, WARNING, BAD = "info", "good", "warning", "bad"

@@ -4,7 +4,7 @@ everywhere else (events, JSON, Prometheus) they count from 0.
 
 from __future__ import annotations
 
-from phalanx.monitoring.job_view import SILENT_S, JobView, MemberView
+from phalanx.monitoring.job_view import UNREPORTED_S, JobView, MemberView
 from phalanx.monitoring.preparation import FIRST_STEP, IMPORT_OF
 
 _ACTIVITIES = {
@@ -56,7 +56,7 @@ def doing(member: MemberView, now: float) -> str:
         return member.how or "not started"
     if not member.phase:
         return "starts"
-    if member.reported_at and now - member.reported_at > SILENT_S:
+    if member.reported_at and now - member.reported_at > UNREPORTED_S:
         return f"silent for {now - member.reported_at:.0f} s: stopped, or its host is overloaded"
     if not member.is_member:
         return f"waits to join ({member.phase})"

@@ -26,7 +26,7 @@ RECOVERED = 1.25
 """A straggler has recovered below this factor. Less than `SLOW`, so that small fluctuations are not reported."""
 MIN_WAITING = 0.2
 """The fraction of the time that the other members must spend waiting."""
-SILENT_S = 5.0
+UNREPORTED_S = 5.0
 """A member that sends nothing for this long while others wait is stopped, or its host is overloaded."""
 COMPILED_STEPS = 2
 """A member that has begun so many steps has finished the first one, in which it compiles the model."""
@@ -149,11 +149,15 @@ class StragglerDetector:
         computed_s = statistics.median(other.computed_s for other in others)
         is_known = _known_s(own) >= MIN_KNOWN_S
         if member.is_slow:
-            if silent_s < SILENT_S and is_known and not _exceeds(own, RECOVERED * computing, RECOVERED * computed_s):
+            if (
+                silent_s < UNREPORTED_S
+                and is_known
+                and not _exceeds(own, RECOVERED * computing, RECOVERED * computed_s)
+            ):
                 member.is_slow = False
                 return [f"{member.name} recovered"] if member.is_noted else []
         elif 1 - computing >= MIN_WAITING:  # if the others do not wait, no member holds them up
-            if silent_s >= SILENT_S:
+            if silent_s >= UNREPORTED_S:
                 return self._note(member, f"has been silent for {silent_s:.0f} s, and the others wait for it", now)
             if is_known and _exceeds(own, SLOW * computing, SLOW * computed_s):
                 difference = _describe_difference(own, others)

@@ -18,7 +18,7 @@ from phalanx.config.environment import process_environment
 from phalanx.config.environment_variables import JOB_ID, LOCAL_REPLICAS
 from phalanx.config.job_config import JobConfig
 from phalanx.devices.gpu_assignment import same_device
-from phalanx.devices.local_devices import devices_of
+from phalanx.devices.replica_devices import devices_of
 from phalanx.errors import ConfigurationError, PhalanxError
 from phalanx.launcher.local_replicas import JOIN_S, start_local_replicas
 from phalanx.parameter_server.client.parameter_client import ParameterServerClient

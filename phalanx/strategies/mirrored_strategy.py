@@ -13,7 +13,7 @@ from phalanx.compression import resolve as resolve_compression
 from phalanx.config.environment import process_environment
 from phalanx.config.environment_variables import JOB_ID, LOCAL_REPLICAS
 from phalanx.devices.gpu_count import count_gpus
-from phalanx.devices.local_devices import devices_of
+from phalanx.devices.replica_devices import devices_of
 from phalanx.devices.tpu_count import count_tpus
 from phalanx.engines.spmd.placement import Placement
 from phalanx.errors import ConfigurationError

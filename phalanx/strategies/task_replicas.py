@@ -23,7 +23,7 @@ from phalanx.config.environment import process_environment, set_variables
 from phalanx.config.environment_variables import JOB_ID, REPLICA_CLUSTER, TASK_REPLICAS, TF_CONFIG
 from phalanx.devices.gpu_assignment import device_variables
 from phalanx.devices.gpu_count import count_gpus
-from phalanx.devices.local_devices import local_devices
+from phalanx.devices.replica_devices import replica_devices
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.local_replicas import is_program, reserve_task_replicas
 from phalanx.launcher.worker_placement import LOOPBACK
@@ -65,7 +65,7 @@ def task_devices(resolver: ClusterResolver) -> list[str] | None:
             count,
         )
         count = 1
-    return local_devices(count, environment)
+    return replica_devices(count, environment)
 
 
 def start_task_replicas(node: Node, communicator: Communicator, devices: Sequence[str]) -> bool:

@@ -146,7 +146,7 @@ def test_who_follows_a_job_learns_how_it_ended(path: Path) -> None:
 def test_a_launcher_that_does_not_answer_is_not_taken_for_gone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be stopped (Ctrl-Z), or its host overloaded."""
     monkeypatch.setattr(job_follower, "ANSWER_S", 0.1)
-    monkeypatch.setattr(job_follower, "SILENT_S", 0.1)
+    monkeypatch.setattr(job_follower, "SILENT_ANSWER_S", 0.1)
     follower = JobFollower(path)
     with socket.socket(socket.AF_UNIX) as stopped:
         with short_name(path) as name:

@@ -1,4 +1,7 @@
-"""Picks the resolver that matches how this process was started."""
+"""Picks the resolver that matches how this process was started.
+
+To add one, write a module with a `ClusterResolver` and add a line to `_CHOICES`.
+"""
 
 from __future__ import annotations
 

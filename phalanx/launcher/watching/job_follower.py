@@ -12,7 +12,7 @@ from phalanx.monitoring.job_events import EVENTS_FILE, JobEvent
 from phalanx.monitoring.job_view import JobView, advance, replay
 from phalanx.transport.decoding import Decoder
 
-SILENT_S = 1.0
+SILENT_ANSWER_S = 1.0
 """How long an answer is waited for after one that did not come: who follows several jobs waits for each in turn."""
 
 _decoder: Decoder[JobEvent] = Decoder(JobEvent, json=True)
@@ -70,7 +70,9 @@ class JobFollower:
         return events
 
     def _ask(self, after: int) -> ControlAnswer:
-        return send_request(self._path, ControlRequest(after=after), timeout_s=SILENT_S if self.is_silent else ANSWER_S)
+        return send_request(
+            self._path, ControlRequest(after=after), timeout_s=SILENT_ANSWER_S if self.is_silent else ANSWER_S
+        )
 
 
 def read_events(log_dir: Path) -> Iterator[JobEvent]:

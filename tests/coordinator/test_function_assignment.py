@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.coordinator.function_queue import MAX_LOST_WORKERS, PIPELINE, FunctionQueue
+from phalanx.coordinator.function_assignment import MAX_LOST_WORKERS, PIPELINE, FunctionAssignment
 
 
-def queue_of(functions: Iterable[int], workers: Iterable[int] = (0,)) -> FunctionQueue:
-    queue = FunctionQueue()
+def queue_of(functions: Iterable[int], workers: Iterable[int] = (0,)) -> FunctionAssignment:
+    queue = FunctionAssignment()
     for worker in workers:
         queue.enter(worker, f"{worker}")
     for function in functions:
@@ -101,7 +101,7 @@ def test_a_function_that_costs_too_many_workers_is_given_up() -> None:
 
 @given(st.data())
 def test_every_function_is_counted_once_whatever_dies(data: st.DataObject) -> None:
-    queue = FunctionQueue()
+    queue = FunctionAssignment()
     functions, workers = data.draw(st.integers(1, 12)), 3
     for function in range(functions):
         queue.add(function, needs=[f for f in range(function) if data.draw(st.integers(0, 5)) == 0])

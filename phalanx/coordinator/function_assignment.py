@@ -7,7 +7,7 @@
 
 A function is done when the process that it was sent to has answered. Later answers (from a worker that was thought
 dead) do not count. When one fails, the waiting ones are cancelled and the running ones are awaited. Then the error is
-raised, once, and the queue can be used again.
+raised, once, and functions can be added again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Presence:
     sent: list[FunctionId] = field(default_factory=list)
 
 
-class FunctionQueue:
+class FunctionAssignment:
     """Decides which function each worker runs. Not thread-safe: its owner holds a lock."""
 
     def __init__(self) -> None:

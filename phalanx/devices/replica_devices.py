@@ -10,7 +10,7 @@ from phalanx.devices.gpu_count import count_gpus
 from phalanx.errors import ConfigurationError
 
 
-def local_devices(replicas: int, environment: Mapping[str, str]) -> list[str]:
+def replica_devices(replicas: int, environment: Mapping[str, str]) -> list[str]:
     """One device for each of so many replicas: a GPU, such as "gpu:0", if there are enough; else a part of the CPU."""
     kind = "gpu" if count_gpus(environment) >= replicas else "cpu"
     return [f"{kind}:{index}" for index in range(replicas)]
@@ -27,11 +27,11 @@ def devices_of(given: int | Sequence[str] | None, strategy: str, environment: Ma
     Raises: ConfigurationError for devices that are not there.
     """
     if given is None:
-        return local_devices(max(1, count_gpus(environment)), environment)
+        return replica_devices(max(1, count_gpus(environment)), environment)
     if isinstance(given, bool) or (isinstance(given, int) and given < 1):
         raise ConfigurationError(f"{strategy} needs at least one device; got {given!r}.")
     if isinstance(given, int):
-        return local_devices(given, environment)
+        return replica_devices(given, environment)
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
         raise ConfigurationError(
             f"{strategy} was given {given!r} for its devices; it must be a number of replicas or a list such as "
