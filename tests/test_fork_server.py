@@ -134,11 +134,12 @@ def test_what_an_import_reads_is_never_that_of_another_environment(start: Start)
 
 
 def test_it_dies_with_the_process_that_started_it(start: Start) -> None:
-    child = "import time; print('runs', flush=True); time.sleep(1000)"
+    # Each line in one piece: two processes write them.
+    child = "import time; print('runs\\n', end='', flush=True); time.sleep(1000)"
     program = (
         "import subprocess, sys, time; from tests.support.commands import ROOT, die_with_parent\n"
         f"child = subprocess.Popen([sys.executable, '-c', {child!r}], preexec_fn=die_with_parent)\n"
-        "print(child.pid, flush=True); time.sleep(1000)"
+        "print(f'{child.pid}\\n', end='', flush=True); time.sleep(1000)"
     )
     process = start("-c", program, starts_others=True, preexec_fn=die_with_parent)
     assert process.stdout is not None

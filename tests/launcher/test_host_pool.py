@@ -24,7 +24,9 @@ from tests.launcher.test_ssh_host import A, B, install_ssh
 
 C = "127.0.0.4"
 MEMBER = Path(__file__).with_name("member.py")
-BOUND_S = 60.0
+pytestmark = pytest.mark.timeout(900)
+
+BOUND_S = 180.0
 """Against hanging only."""
 
 

@@ -80,6 +80,8 @@ def test_the_command_describes_this_machine(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_of_the_variables_that_begin_like_tensorflows_only_its_own_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TF_")]:  # of the tests before
+        monkeypatch.delenv(name)
     monkeypatch.setenv("TF_CLI_CONFIG_FILE", "/of/terraform")
     for name in ("TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL", "TF_USE_LEGACY_KERAS"):
         monkeypatch.setenv(name, "{}")

@@ -173,7 +173,7 @@ def test_another_backend_and_a_missing_compiler_are_errors(monkeypatch: pytest.M
         check_compiler(parse_topology("cpu:4"), "torch")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     check_compiler(parse_topology("cpu:4"), "jax")
-    with pytest.raises(ConfigurationError, match=r"phalanx\[tpu\]"):
+    with pytest.raises(ConfigurationError, match=r"jax\[tpu\]"):
         check_compiler(parse_topology("v5e:2x4"), None)
     with pytest.raises(ConfigurationError, match=r"h100:8 needs JAX with CUDA.*jax\[cuda13\].*needs no GPU"):
         check_compiler(parse_topology("h100:8"), None)
