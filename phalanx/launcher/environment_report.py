@@ -9,6 +9,24 @@ from phalanx.cluster.software_versions import keras_backend
 from phalanx.launcher.machine import Machine, as_gib, describe_quota
 from phalanx.launcher.worker_environment import FORWARDED_PREFIXES
 
+# Others that begin with TF_ are not TensorFlow's: Terraform's, for example.
+_OF_TENSORFLOW = (
+    "TF_CONFIG",
+    "TF_CPP_",
+    "TF_CUDNN_",
+    "TF_DETERMINISTIC_",
+    "TF_DISABLE_",
+    "TF_DUMP_",
+    "TF_ENABLE_",
+    "TF_FORCE_",
+    "TF_GPU_",
+    "TF_KERAS",
+    "TF_MLIR_",
+    "TF_NUM_",
+    "TF_ONEDNN_",
+    "TF_USE_",
+    "TF_XLA_",
+)
 _OTHERS = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "NO_COLOR", "PYTHONPATH")
 _SECRET = re.compile(r"SECRET|TOKEN|PASSW|PASSPHRASE|CREDENTIAL|(API|ACCESS|PRIVATE)_KEY", re.IGNORECASE)
 # In a URL, and of `sshpass` in PHALANX_SSH.
@@ -18,6 +36,7 @@ HIDDEN = "(set, hidden)"
 
 def render(machine: Machine, environment: Mapping[str, str]) -> str:
     """The report: versions, the machine, and the variables that are set. Values of secrets are hidden."""
+    known = {name: environment[name] for name in environment if name.startswith(_OF_TENSORFLOW) or name[:3] != "TF_"}
     packages = "\n".join(f"  {name} {version}" for name, version in machine.packages.items())
     lines = [
         f"Python {machine.python}",
@@ -28,7 +47,7 @@ def render(machine: Machine, environment: Mapping[str, str]) -> str:
         f"Keras backend: {keras_backend(environment)}",
         f"Packages:\n{packages}",
         "Variables:",
-        *(f"  {name}={value}" for name, value in shown_variables(environment).items()),
+        *(f"  {name}={value}" for name, value in shown_variables(known).items()),
     ]
     return "\n".join(lines) + "\n"
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.runtime.progress import IMPORT_OF
-
-FIRST_STEP = "gradients"
-"""The phase of a worker that computes. It is seen in the first step if that takes a while."""
+from phalanx.monitoring.preparation import FIRST_STEP, describe
 
 
 class StartPhases:
@@ -19,10 +16,6 @@ class StartPhases:
         """A task reports what it does (`runtime.progress`); returns a line to show, if it is news."""
         if self._has_trained or phase in self._shown:
             return None
-        if phase.startswith(IMPORT_OF):
-            self._shown.add(phase)
-            return f"importing {phase.removeprefix(IMPORT_OF)}"
-        if phase == FIRST_STEP:
-            self._has_trained = True
-            return "first step (JAX and TensorFlow compile the model)"
-        return None
+        self._shown.add(phase)
+        self._has_trained = phase == FIRST_STEP  # seen if it takes a while
+        return describe(phase)

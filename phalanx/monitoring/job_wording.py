@@ -5,7 +5,7 @@ everywhere else (events, JSON, Prometheus) they count from 0.
 from __future__ import annotations
 
 from phalanx.monitoring.job_view import UNREPORTED_S, JobView, MemberView
-from phalanx.monitoring.preparation import FIRST_STEP, IMPORT_OF
+from phalanx.monitoring.preparation import FIRST_STEP, describe
 
 _ACTIVITIES = {
     "start of the program": "starting the program",
@@ -68,11 +68,8 @@ def doing(member: MemberView, now: float) -> str:
 def activity(member: MemberView) -> str:
     """The phase of a task that runs."""
     phase = member.phase
-    if phase.startswith(IMPORT_OF):
-        return f"importing {phase.removeprefix(IMPORT_OF)}"
-    if phase == FIRST_STEP and member.is_preparing:
-        return "first step (JAX and TensorFlow compile the model)"
-    return _ACTIVITIES.get(phase, phase)
+    known = describe(phase) if member.is_preparing or phase != FIRST_STEP else None
+    return known or _ACTIVITIES.get(phase, phase)
 
 
 def _lead(view: JobView) -> MemberView | None:

@@ -6,10 +6,17 @@ That is no training, so it counts as starting, and not as computing.
 from __future__ import annotations
 
 IMPORT_OF = "import of "
-"""As in `runtime.progress`."""
+"""The beginning of a phase in which the program imports a library."""
 FIRST_STEP = "gradients"
 """The phase of a step that computes: the first one also compiles."""
 _PHASES = ("start of the program", "initial values", "compilation", FIRST_STEP)
+
+
+def describe(phase: str) -> str | None:
+    """One of the two phases that take long enough to be shown, in words; None for others."""
+    if phase.startswith(IMPORT_OF):
+        return f"importing {phase.removeprefix(IMPORT_OF)}"
+    return "first step (JAX and TensorFlow compile the model)" if phase == FIRST_STEP else None
 
 
 def is_preparation(phase: str, steps: int) -> bool:

@@ -149,11 +149,8 @@ class StragglerDetector:
         computed_s = statistics.median(other.computed_s for other in others)
         is_known = _known_s(own) >= MIN_KNOWN_S
         if member.is_slow:
-            if (
-                silent_s < UNREPORTED_S
-                and is_known
-                and not _exceeds(own, RECOVERED * computing, RECOVERED * computed_s)
-            ):
+            keeps_up = is_known and not _exceeds(own, RECOVERED * computing, RECOVERED * computed_s)
+            if silent_s < UNREPORTED_S and keeps_up:
                 member.is_slow = False
                 return [f"{member.name} recovered"] if member.is_noted else []
         elif 1 - computing >= MIN_WAITING:  # if the others do not wait, no member holds them up

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 from phalanx.config.environment import process_environment
 from phalanx.config.environment_variables import PROGRESS_FILE
+from phalanx.monitoring.preparation import IMPORT_OF as IMPORT_OF
 
 MAGIC = b"phalanx progress"
-IMPORT_OF = "import of "
-"""The beginning of a phase in which the program imports a library."""
 RECORD_BYTES = 16384
 PHASE_BYTES = 40
 _NONE = -1

@@ -61,8 +61,7 @@ class Telemetry:
 
     def __init__(self) -> None:
         self.samples = 0
-        self.are_logs_due = True
-        self._has_measured = False
+        self.are_logs_due = self._has_measured = False
         self.checkpoint: SavedCheckpoint | None = None
         self.is_save_requested = False
         self.read_server: Callable[[], ServerFigures] | None = None
@@ -87,8 +86,10 @@ class Telemetry:
         self._finished_epoch = FinishedEpoch(epoch, _numbers(logs))
 
     def start(self) -> None:
-        """From now on, time is spent on computing or waiting: the process has joined its job."""
+        """From now on, time is spent on computing or waiting, and someone reads the figures: the process has joined its
+        job."""
         self._last_at = time.monotonic()
+        self.are_logs_due = True
 
     def watch_traffic(self, read: Callable[[], Traffic] | None) -> None:
         """From now on, what this process sends and waits for comes from here; None if it has left its job."""

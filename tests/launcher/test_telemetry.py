@@ -119,6 +119,8 @@ def test_a_fork_that_exits_writes_nothing(now: list[float], monkeypatch: pytest.
 
 def test_logs_are_asked_for_with_each_beat_and_are_plain_numbers(now: list[float]) -> None:
     own = Telemetry()
+    assert not own.are_logs_due  # without a launcher no step is to fetch them
+    own.start()
     assert own.are_logs_due  # until the first beat those of every step: a job may die before it
     own.record_logs({"loss": 0.7})
     assert own.are_logs_due

@@ -70,9 +70,8 @@ class JobFollower:
         return events
 
     def _ask(self, after: int) -> ControlAnswer:
-        return send_request(
-            self._path, ControlRequest(after=after), timeout_s=SILENT_ANSWER_S if self.is_silent else ANSWER_S
-        )
+        timeout_s = SILENT_ANSWER_S if self.is_silent else ANSWER_S
+        return send_request(self._path, ControlRequest(after=after), timeout_s=timeout_s)
 
 
 def read_events(log_dir: Path) -> Iterator[JobEvent]:

@@ -120,8 +120,6 @@ class WatchedJob:
             verdict: why.
             page: the failure report; empty if there is none.
         """
-        if verdict.was_requested:  # the user who stopped the job knows why it ended
-            page = ""
         page = without_missing_files(page, self._request.config.log_dir)
         task = "" if verdict.cause is None else verdict.cause.task
         self._record_end(verdict.code, verdict.reason, task, page, fold(page, self.recorder.errors.values()))

@@ -46,15 +46,14 @@ def check_same_model(variables: Sequence[Any], replica: Replica, *, with_paths: 
     raise different_models(structures[0], structures[other], "rank 0", f"rank {other}")
 
 
-def check_chiefs_model(chiefs: Sequence[Any], variables: Sequence[Any]) -> None:
+def check_chiefs_model(chiefs: Sequence[Any], own: Sequence[Any]) -> None:
     """Compare a model with the chief's, on this rank alone: one that joins must not end a job that runs.
 
     Args:
-        chiefs: `structure_of` the chief's variables.
+        chiefs, own: from `structure_of`.
 
     Raises: DisagreementError, naming the first difference.
     """
-    own = structure_of(variables)
     if [tuple(each) for each in chiefs] != own:
         raise different_models(chiefs, own, "the chief", "this worker")
 
