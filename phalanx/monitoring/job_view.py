@@ -174,6 +174,7 @@ class JobView(msgspec.Struct, frozen=True):
         wanted: how many workers it should have.
         members: the tasks by name, in rank order.
         epoch, step: where the training is, or was in its last step; both count from 0.
+        total_epochs: of this `fit`; None if unknown.
         steps, samples, bytes_sent: since the job began, over all members.
         restarts: how often the launcher has started the whole job again.
         logs: the present loss and metrics of the training.
@@ -193,6 +194,7 @@ class JobView(msgspec.Struct, frozen=True):
     hosts: tuple[HostStatus, ...] = ()
     epoch: int | None = None
     step: int | None = None
+    total_epochs: int | None = None
     steps: int = 0
     samples: int = 0
     bytes_sent: int = 0
@@ -414,12 +416,14 @@ def _measured(state: JobView, event: events.Measured) -> JobView:
     servers = [member for member in running if member.server is not None]
     steps = [member.steps_before + _steps_taken(member) for member in servers or running]
     first = min((m for m in running if m.trains and m.step is not None), key=lambda m: m.rank, default=None)
+    totals = (each.figures.total_epochs for each in event.reports.values() if each.figures is not None)
     logs = next((_newer_logs(state, member) for member in running if member.recent), {})
     state = replace(
         state,
         members=members,
         epoch=state.epoch if first is None or first.epoch is None else first.epoch,
         step=state.step if first is None else first.step,
+        total_epochs=next((total for total in totals if total is not None), state.total_epochs),
         steps=max([state.steps, *steps]),
         samples=state.samples + samples,
         bytes_sent=state.bytes_sent + sent,

@@ -16,16 +16,18 @@ _ACTIVITIES = {
 }
 
 
-def place(epoch: int | None, step: int | None) -> str:
-    """A position in the training, such as `epoch 3, step 7`; empty if there is none.
+def place(epoch: int | None, step: int | None, total_epochs: int | None = None) -> str:
+    """A position in the training, such as `epoch 3 of 5, step 7`; empty if there is none.
 
     Args:
         epoch: counted from 0; None outside of the epochs of `fit`.
         step: of an epoch, counted from 0; without an epoch, a number that is shown as it is.
+        total_epochs: None leaves it out.
     """
     if epoch is None:
         return "" if step is None else f"step {step}"
-    return f"epoch {epoch + 1}" if step is None else f"epoch {epoch + 1}, step {step + 1}"
+    running = f"epoch {epoch + 1}" if total_epochs is None else f"epoch {epoch + 1} of {total_epochs}"
+    return running if step is None else f"{running}, step {step + 1}"
 
 
 def position(view: JobView) -> str:
@@ -34,7 +36,7 @@ def position(view: JobView) -> str:
         return ""
     lead = _lead(view)
     is_in_step = lead is not None and lead.step is not None and lead.epoch == view.epoch
-    return place(view.epoch, view.step if is_in_step else None)
+    return place(view.epoch, view.step if is_in_step else None, view.total_epochs)
 
 
 def progress(view: JobView) -> str:

@@ -69,6 +69,7 @@ class WorkerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
         bytes_on_links: the part of it that went over links.
         memory: bytes of main memory that the process occupies now; 0 if unknown.
         gpu: of the GPU that it computes on; None if unknown.
+        total_epochs: of the present `fit`; None before.
         logs: the present loss and metrics; None for one that is not finite.
         finished_epoch: the last one; None before.
         checkpoint: the last one; None before.
@@ -83,6 +84,7 @@ class WorkerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
     bytes_on_links: int = 0
     memory: int = 0
     gpu: GpuFigures | None = None
+    total_epochs: int | None = None
     logs: dict[str, float | None] = {}
     finished_epoch: FinishedEpoch | None = None
     checkpoint: SavedCheckpoint | None = None

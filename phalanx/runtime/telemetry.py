@@ -14,44 +14,26 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import msgspec
 
 from phalanx.monitoring.worker_figures import FinishedEpoch, GpuFigures, SavedCheckpoint, ServerFigures, WorkerFigures
 from phalanx.runtime import progress
+from phalanx.runtime.traffic_account import Traffic, TrafficAccount
 
 BEAT_S = 0.5
 MAX_LOGS = 40
 """The page has room for these; a program with more shows the first."""
 
 
-class WorkerTraffic(NamedTuple):
-    """See `Traffic`."""
-
-    bytes_sent: int
-    bytes_on_links: int
-    waited_s: float
-
-
-class Traffic(Protocol):
-    """The bytes sent and the time waited so far, as in `WorkerFigures`; `CommunicatorStatistics` is one."""
-
-    @property
-    def bytes_sent(self) -> int: ...
-
-    @property
-    def bytes_on_links(self) -> int: ...
-
-    @property
-    def waited_s(self) -> float: ...
-
-
 class Telemetry:
     """The figures of this process. Everything here may be written by one thread and read by another.
 
     Attributes:
+        traffic: what it sends, and where its time goes.
         samples: that this process has trained on so far.
+        total_epochs: of the present `fit`, as its argument `epochs`; None before.
         are_logs_due: whether the thread that trains is to call `record_logs` after its present step.
         checkpoint: the last one that this process has written.
         is_save_requested: whether someone who watches the job wants a checkpoint now.
@@ -60,7 +42,9 @@ class Telemetry:
     """
 
     def __init__(self) -> None:
+        self.traffic = TrafficAccount()
         self.samples = 0
+        self.total_epochs: int | None = None
         self.are_logs_due = self._has_measured = False
         self.checkpoint: SavedCheckpoint | None = None
         self.is_save_requested = False
@@ -69,12 +53,6 @@ class Telemetry:
         # Replaced as a whole and never changed, so that a reader needs no lock.
         self._logs: dict[str, float | None] = {}
         self._finished_epoch: FinishedEpoch | None = None
-        self._read_traffic: Callable[[], Traffic] | None = None
-        # Of all that was read so far: a process may join another job, whose traffic begins at 0.
-        self._waited_s = self._computed_s = 0.0
-        self._bytes = 0, 0  # sent, and of these over links
-        self._last_at = time.monotonic()
-        self._last_traffic: Traffic | None = None
 
     def record_logs(self, logs: Mapping[str, Any]) -> None:
         """Store the present loss and metrics; those of every step until the first beat, for a job that dies early."""
@@ -88,48 +66,29 @@ class Telemetry:
     def start(self) -> None:
         """From now on, time is spent on computing or waiting, and someone reads the figures: the process has joined its
         job."""
-        self._last_at = time.monotonic()
+        self.traffic.start()
         self.are_logs_due = True
-
-    def watch_traffic(self, read: Callable[[], Traffic] | None) -> None:
-        """From now on, what this process sends and waits for comes from here; None if it has left its job."""
-        self._last_traffic = None
-        self._read_traffic = read
 
     def measure(self) -> WorkerFigures:
         """The figures now. Called regularly, by one thread at a time."""
-        self.count()
+        traffic = self.traffic
+        traffic.update()
         self.are_logs_due = self._has_measured = True
         return WorkerFigures(
-            computed_s=round(self._computed_s, 6),
-            waited_s=round(self._waited_s, 6),
+            computed_s=round(traffic.computed_s, 6),
+            waited_s=round(traffic.waited_s, 6),
             steps=progress.steps(),
             samples=self.samples,
-            bytes_sent=self._bytes[0],
-            bytes_on_links=self._bytes[1],
+            bytes_sent=traffic.bytes_sent,
+            bytes_on_links=traffic.bytes_on_links,
             memory=resident_bytes(),
             gpu=None if self.read_gpu is None else self.read_gpu(),
+            total_epochs=self.total_epochs,
             logs=self._logs,
             finished_epoch=self._finished_epoch,
             checkpoint=self.checkpoint,
             server=None if self.read_server is None else self.read_server(),
         )
-
-    def count(self) -> None:
-        """Add what the process has sent, waited for and computed since the last time. By one thread at a time."""
-        read = self._read_traffic  # once: the main thread may leave the job meanwhile
-        now, traffic = time.monotonic(), None if read is None else read()
-        passed_s, self._last_at = now - self._last_at, now
-        before, self._last_traffic = self._last_traffic or WorkerTraffic(0, 0, 0.0), traffic
-        if traffic is None:
-            self._computed_s += passed_s
-            return
-        # Collectives in the background count twice, and one that ends just now may be missed once.
-        waited_s = min(max(0.0, traffic.waited_s - before.waited_s), passed_s)
-        self._waited_s, self._computed_s = self._waited_s + waited_s, self._computed_s + passed_s - waited_s
-        sent, on_links = self._bytes
-        sent += max(0, traffic.bytes_sent - before.bytes_sent)
-        self._bytes = sent, on_links + max(0, traffic.bytes_on_links - before.bytes_on_links)
 
 
 current = Telemetry()
@@ -144,7 +103,7 @@ def announce(read_traffic: Callable[[], Traffic] | None = None) -> None:
         read_traffic: what the process sends and waits for; called in another thread.
     """
     global _announcing_pid
-    current.watch_traffic(read_traffic)
+    current.traffic.watch(read_traffic)
     if progress.has_launcher() and _announcing_pid != os.getpid():  # a thread does not survive a fork
         _announcing_pid = os.getpid()
         current.start()
@@ -156,8 +115,8 @@ def leave() -> None:
     """The process leaves its job: what it has sent since the last beat counts, too."""
     if _announcing_pid == os.getpid():  # as in `_write`
         with _writing:
-            current.count()
-    current.watch_traffic(None)
+            current.traffic.update()
+    current.traffic.watch(None)
 
 
 def resident_bytes() -> int:

@@ -43,6 +43,7 @@ class FitLoop:
         """Train; returns the `History`."""
         model, state, coordination = self._model, self._state, self._coordination
         model.stop_training = False
+        telemetry.current.total_epochs = state.arguments.epochs
         coordination.begin()
         while not coordination.is_over():
             self._run_epoch()

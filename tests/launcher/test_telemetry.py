@@ -17,7 +17,8 @@ from phalanx.devices import gpu_figures
 from phalanx.launcher.hosts.worker_files import WorkerFiles
 from phalanx.monitoring.worker_figures import FinishedEpoch, GpuFigures, WorkerFigures
 from phalanx.runtime import progress, telemetry
-from phalanx.runtime.telemetry import Telemetry, WorkerTraffic
+from phalanx.runtime.telemetry import Telemetry
+from phalanx.runtime.traffic_account import TrafficAccount, WorkerTraffic
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_steps_count_over_epochs_that_are_shorter_than_a_beat(now: list[float]) 
 
 def test_time_is_computing_or_waiting_and_the_job_may_be_joined_again(now: list[float]) -> None:
     own, waited = Telemetry(), [5.0]
-    own.watch_traffic(lambda: WorkerTraffic(10, 3, waited[0]))
+    own.traffic.watch(lambda: WorkerTraffic(10, 3, waited[0]))
     now[0] += 2.0
     own.measure()  # what was waited before it was watched counts too, as far as it fits
     now[0] += 1.0
@@ -51,11 +52,11 @@ def test_time_is_computing_or_waiting_and_the_job_may_be_joined_again(now: list[
     figures = own.measure()
     assert (figures.computed_s, figures.waited_s, figures.bytes_sent, figures.bytes_on_links) == (0.75, 2.25, 10, 3)
     waited[0] = 0.0  # another communicator
-    own.watch_traffic(None)
+    own.traffic.watch(None)
     now[0] += 1.0
     figures = own.measure()
     assert (figures.computed_s, figures.bytes_sent, figures.bytes_on_links) == (1.75, 10, 3)
-    own.watch_traffic(lambda: WorkerTraffic(2, 1, waited[0]))
+    own.traffic.watch(lambda: WorkerTraffic(2, 1, waited[0]))
     figures = own.measure()
     assert (figures.bytes_sent, figures.bytes_on_links) == (12, 4)
 
@@ -66,7 +67,7 @@ def test_what_was_sent_just_before_a_process_leaves_its_job_counts(
     own = Telemetry()
     monkeypatch.setattr(telemetry, "current", own)
     monkeypatch.setattr(telemetry, "_announcing_pid", os.getpid())
-    own.watch_traffic(lambda: WorkerTraffic(10, 3, 0.5))
+    own.traffic.watch(lambda: WorkerTraffic(10, 3, 0.5))
     now[0] += 2.0
     telemetry.leave()
     figures = own.measure()
@@ -89,23 +90,25 @@ def test_imports_and_the_wait_for_the_other_processes_are_no_computing(
     assert own.measure().computed_s == 2.0
 
 
-class LeavingTelemetry(Telemetry):
+class LeavingAccount(TrafficAccount):
     """Of a process that leaves its job between two looks of the thread that measures."""
 
     looks = 0
 
     @property
-    def _read_traffic(self) -> Any:
+    def _read(self) -> Any:
         self.looks += 1
         return None if self.looks > 1 else lambda: WorkerTraffic(7, 7, 0.0)
 
-    @_read_traffic.setter
-    def _read_traffic(self, value: object) -> None:
+    @_read.setter
+    def _read(self, value: object) -> None:
         pass
 
 
 def test_a_process_that_leaves_its_job_while_it_is_measured_is_measured() -> None:
-    assert LeavingTelemetry().measure().bytes_sent == 7
+    account = LeavingAccount()
+    account.update()
+    assert account.bytes_sent == 7
 
 
 def test_a_fork_that_exits_writes_nothing(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

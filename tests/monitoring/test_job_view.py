@@ -153,6 +153,9 @@ def test_a_job_that_validates_has_taken_its_steps() -> None:
 def test_a_job_ends_with_its_last_figures_however_soon_they_came() -> None:
     state = replay([*begin(), measured(101.0, 10, loss=2.0), measured(102.0, 87, loss=1.0)])
     assert position(state) == "epoch 1, step 88"
+    known = WorkerFigures(steps=88, samples=880, total_epochs=3)
+    state = advance(state, events.Measured(102.05, {"worker/0": TaskReport("update", 0, 87, 0.0, figures=known)}))
+    assert position(state) == "epoch 1 of 3, step 88"
     last = {task: TaskReport("update", None, None, 0.0, figures=WorkerFigures(steps=90)) for task in TASKS}
     for event in (
         events.Measured(102.1, last),
@@ -161,7 +164,7 @@ def test_a_job_ends_with_its_last_figures_however_soon_they_came() -> None:
         events.JobEnded(102.3, 0, "all tasks ended without error"),
     ):
         state = advance(state, event)
-    assert (state.steps, state.epoch, position(state), state.logs) == (90, 0, "epoch 1", {"loss": 0.5})
+    assert (state.steps, state.epoch, position(state), state.logs) == (90, 0, "epoch 1 of 3", {"loss": 0.5})
     assert (state.history[-1].step, state.history[-1].logs, state.epochs[-1].step) == (90, {"loss": 0.5}, 90)
 
 

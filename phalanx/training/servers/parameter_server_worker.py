@@ -14,7 +14,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.parameter_server.client.parameter_client import HEAD, ParameterServerClient
 from phalanx.parameter_server.partitioners import Partitioner
 from phalanx.parameter_server.server_messages import BeginSession, Broadcast, FitOver, RequestBroadcast, UpdateRules
-from phalanx.runtime.telemetry import WorkerTraffic
+from phalanx.runtime.traffic_account import WorkerTraffic
 from phalanx.training.replica import ReplicaCalls
 from phalanx.training.scope_registry import ScopeRegistry
 

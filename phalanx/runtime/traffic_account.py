@@ -1,0 +1,68 @@
+"""Where the time of a process goes, and what it sends, over all jobs that it joins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+
+class WorkerTraffic(NamedTuple):
+    """See `Traffic`."""
+
+    bytes_sent: int
+    bytes_on_links: int
+    waited_s: float
+
+
+class Traffic(Protocol):
+    """The bytes sent and the time waited so far, as in `WorkerFigures`; `CommunicatorStatistics` is one."""
+
+    @property
+    def bytes_sent(self) -> int: ...
+
+    @property
+    def bytes_on_links(self) -> int: ...
+
+    @property
+    def waited_s(self) -> float: ...
+
+
+class TrafficAccount:
+    """Adds up what was read so far: a process may join another job, whose traffic begins at 0.
+
+    Attributes:
+        computed_s, waited_s, bytes_sent, bytes_on_links: as in `WorkerFigures`, up to the last `update`.
+    """
+
+    def __init__(self) -> None:
+        self.computed_s = self.waited_s = 0.0
+        self.bytes_sent = self.bytes_on_links = 0
+        self._read: Callable[[], Traffic] | None = None
+        self._last_at = time.monotonic()
+        self._last: Traffic | None = None
+
+    def start(self) -> None:
+        """From now on, time is spent on computing or waiting."""
+        self._last_at = time.monotonic()
+
+    def watch(self, read: Callable[[], Traffic] | None) -> None:
+        """From now on, what this process sends and waits for comes from here; None if it has left its job."""
+        self._last = None
+        self._read = read
+
+    def update(self) -> None:
+        """Add what the process has sent, waited for and computed since the last time. By one thread at a time."""
+        read = self._read  # once: the main thread may leave the job meanwhile
+        now, traffic = time.monotonic(), None if read is None else read()
+        passed_s, self._last_at = now - self._last_at, now
+        before, self._last = self._last or WorkerTraffic(0, 0, 0.0), traffic
+        if traffic is None:
+            self.computed_s += passed_s
+            return
+        # Collectives in the background count twice, and one that ends just now may be missed once.
+        waited_s = min(max(0.0, traffic.waited_s - before.waited_s), passed_s)
+        self.waited_s += waited_s
+        self.computed_s += passed_s - waited_s
+        self.bytes_sent += max(0, traffic.bytes_sent - before.bytes_sent)
+        self.bytes_on_links += max(0, traffic.bytes_on_links - before.bytes_on_links)
