@@ -115,7 +115,7 @@ def hyperparameter_between_fits_of_other_batches(setting: Setting) -> dict[str, 
     return found | {"sizes as before": fitted(model), "other again": fitted(model, batch_size=3)} | _state(model)
 
 
-@scenario(quick=("jax",))
+@scenario()
 def loss_scale_factor_between_fits_of_other_batches(setting: Setting) -> dict[str, Any]:
     """On JAX, batches of 7 samples get the new factor, although their parts on some replicas are as large as those of
     8, which keep the old one."""
@@ -169,7 +169,7 @@ def attribute_between_calls_with_other_batches(setting: Setting) -> dict[str, An
     return _with_attribute(setting, arrays, [8, 7, 8])
 
 
-@scenario(backends=("tensorflow",), quick=("tensorflow",))
+@scenario(backends=("tensorflow",))
 def attribute_between_calls_with_datasets_of_other_batches(setting: Setting) -> dict[str, Any]:
     """Keras compiles again for a dataset whose batches have another size, if the size is known."""
     import tensorflow as tf
@@ -181,7 +181,7 @@ def attribute_between_calls_with_datasets_of_other_batches(setting: Setting) -> 
     return _with_attribute(setting, dataset, [8, 7, 8])
 
 
-@scenario(quick=("tensorflow",))
+@scenario()
 def schedule_between_fits_of_other_inputs(setting: Setting) -> dict[str, Any]:
     """On TensorFlow, Keras compiles again where its dataset says more or less about the size of batches than before,
     and only then sees the schedule."""

@@ -54,7 +54,7 @@ def activity_regularizer(setting: Setting) -> dict[str, Any]:
     return fitted(model) | observed(model)
 
 
-@scenario(plain=False, quick=BACKENDS)
+@scenario(plain=False, quick=ONE_BACKEND)
 def batch_normalisation_trains_and_ranks_agree(setting: Setting) -> dict[str, Any]:
     """Each replica normalises by its own part of the batch, as `tf.distribute` does, so the numbers of one process
     cannot come out; but the ranks' weights and moving statistics are the same, and it learns."""
@@ -671,7 +671,7 @@ def stateful_layers(setting: Setting) -> dict[str, Any]:
     return {"history": found.history, "predict": outputs, "again": again}
 
 
-@scenario(backends=("tensorflow",), quick=("tensorflow",), worlds=(2,))
+@scenario(backends=("tensorflow",), worlds=(2,))
 def stateful_layers_that_the_first_batch_builds(setting: Setting) -> dict[str, Any]:
     """Their state is as wide as the replica's part of a batch. (On other backends Keras itself cannot build them.)"""
 

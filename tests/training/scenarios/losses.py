@@ -449,7 +449,7 @@ def _annealed(setting: Setting, term: Callable[[Any], Any], *, by_layer: bool) -
     return fitted(model, y=numbers(), epochs=3, callbacks=[Raising(weight)])
 
 
-@scenario(quick=EACH_KIND)
+@scenario(quick=ONE_BACKEND)
 def layer_whose_added_sum_begins_later(setting: Setting) -> dict[str, Any]:
     return _annealed(setting, lambda values: 0.01 * ops.sum(ops.square(values)), by_layer=True)
 
@@ -523,7 +523,7 @@ def loss_of_keras_whose_call_is_set(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, regressor, loss=loss), y=numbers())
 
 
-@scenario(quick=EACH_KIND)
+@scenario(quick=ONE_BACKEND)
 def losses_of_keras_along_the_samples(setting: Setting) -> dict[str, Any]:
     """Global batches whose last has samples for one replica alone."""
     found = {}

@@ -21,7 +21,7 @@ from tests.training.scenarios.common import (
     regressor,
     weights,
 )
-from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, scenario
 
 
 @scenario(quick=ONE_BACKEND)
@@ -137,7 +137,7 @@ class Counted(keras.metrics.Metric):
         return {variable.name: ops.sum(ops.cast(variable, "float32")) for variable in self.variables}
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=EACH_KIND)
 def metric_state_of_every_kind(setting: Setting) -> dict[str, Any]:
     """Whatever its aggregation and dtype, wherever it starts: sums, steps, extremes, means and what is newest."""
     model = compiled(setting, regressor, loss="mse", metrics=[Counted()])
@@ -196,7 +196,7 @@ class CountsCalls(layers.Layer):
         return inputs * (1.0 + 0.1 * self.calls)
 
 
-@scenario(quick=("tensorflow", "torch"), worlds=(2,))
+@scenario(quick=ONE_BACKEND, worlds=(2,))
 def metric_that_is_tried_beside_a_stateful_layer(setting: Setting) -> dict[str, Any]:
     """How a metric is merged is found out on predictions, which leave nothing in the layers."""
 

@@ -21,7 +21,7 @@ from tests.training.scenarios.common import (
     regressor,
     weights,
 )
-from tests.training.scenarios.registry import EACH_KIND, ONE_BACKEND, Setting, scenario
+from tests.training.scenarios.registry import ONE_BACKEND, Setting, scenario
 
 
 @scenario(quick=ONE_BACKEND)
@@ -59,7 +59,7 @@ class Subclassed(keras.Model):
         return self.out(self.hidden(inputs))
 
 
-@scenario(quick=EACH_KIND)
+@scenario(quick=ONE_BACKEND)
 def subclassed_adam_class_weight(setting: Setting) -> dict[str, Any]:
     model = compiled(
         setting,
@@ -79,7 +79,7 @@ def more_samples_than_one_batch_of_one(setting: Setting) -> dict[str, Any]:
     return fitted(model, x, y, batch_size=1) | observed(model, x, y)
 
 
-@scenario(quick=EACH_KIND)
+@scenario(quick=ONE_BACKEND)
 def several_inputs_and_outputs(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
         left, right = keras.Input((FEATURES,), name="left"), keras.Input((2,), name="right")

@@ -502,7 +502,7 @@ def own_train_step_with_a_metric_of_no_model(setting: Setting) -> dict[str, Any]
     return _stepped(setting, log)
 
 
-@scenario(quick=("tensorflow",))
+@scenario(quick=ONE_BACKEND)
 def own_compute_loss_with_the_only_metric(setting: Setting) -> dict[str, Any]:
     """The example of `keras.Model.compute_loss`. Keras's step on TensorFlow still updates a tracker of its own."""
 

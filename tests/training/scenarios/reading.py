@@ -400,7 +400,7 @@ for _data, (_make, _options) in PARTIAL_GROUPS.items():
         add(f"partial_groups_{_data}_in_epochs_of_{_name}_steps", _groups(_make, _number), quick=_quick, **_options)
 
 
-@scenario(needs=("tensorflow",), quick=ON_TENSORFLOW)
+@scenario(needs=("tensorflow",))
 def epochs_that_end_where_data_of_unknown_length_do(setting: Setting) -> dict[str, Any]:
     import tensorflow as tf
 

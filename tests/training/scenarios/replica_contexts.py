@@ -58,6 +58,12 @@ def centering(how: str) -> Any:
 
 
 @scenario(quick=BACKENDS, quick_of_three=True)
+def layers_that_gather_rows_of_all_replicas(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, lambda: centering("rows"))
+    return fitted(model) | observed(model)
+
+
+@scenario(quick=ONE_BACKEND)
 def layers_that_merge_values_of_all_replicas(setting: Setting) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for how in "sums", "means", "rows":
@@ -130,7 +136,7 @@ def contrastive_losses_that_gather_rows(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, Model, loss=None), features(32), numbers(32))
 
 
-@scenario(plain=False, quick=EACH_KIND)
+@scenario(plain=False, quick=ONE_BACKEND)
 def places_in_fit(setting: Setting) -> dict[str, Any]:
     """What is said of the strategy where layers are built and called, and in callbacks."""
     said: dict[str, set[Any]] = {"build": set(), "call": set(), "callback": set()}

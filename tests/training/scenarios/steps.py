@@ -22,7 +22,7 @@ from tests.training.scenarios.common import (
     regressor,
     weights,
 )
-from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, scenario
 
 
 def _body(cls: type) -> Any:
@@ -144,7 +144,7 @@ def _tested(model: Any, data: Any) -> dict[str, Any]:
 STEPS = {"jax": JaxStep, "tensorflow": TensorFlowStep, "torch": TorchStep}
 
 
-@scenario(quick=BACKENDS)
+@scenario(quick=EACH_KIND)
 def what_steps_get_of_single_batches(setting: Setting) -> dict[str, Any]:
     """All three parts of a batch, while those that are absent are left out of the batches of arrays. Neither makes the
     other's step compile again."""
