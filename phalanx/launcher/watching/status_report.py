@@ -14,7 +14,7 @@ from phalanx.launcher.watching.job_connection import ControlRequest, send_reques
 from phalanx.launcher.watching.job_registry import RegisteredJob, running
 from phalanx.monitoring.console import without_escapes, write_whole
 from phalanx.monitoring.job_view import JobView, MemberView
-from phalanx.monitoring.job_wording import doing, progress
+from phalanx.monitoring.job_wording import doing, place, progress
 
 WATCH_S = 1.0
 
@@ -140,10 +140,10 @@ def summary(view: JobView) -> str:
     count = count_workers(len(workers))
     if started is not None and started.minimum != started.maximum:
         count = f"{len(workers)} of {started.minimum} to {started.maximum} workers, generation {view.generation}"
-    parts = [count, progress(view)]
+    parts = [count, place(view.epoch, None, view.total_epochs), progress(view)]
     parts += [f"{view.samples_per_s:.4g} samples/s"] if view.samples_per_s else []
     parts += [f"{name} {show_number(value)}" for name, value in list(view.logs.items())[:4]]
-    return ", ".join(parts)
+    return ", ".join(filter(None, parts))
 
 
 def show_number(value: float | None) -> str:
