@@ -23,6 +23,7 @@ from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.coordinator.coordinator_messages import Answer, Begin, ForgetObject, MakeObject, Ping, StopWorker
 from phalanx.coordinator.worker_connection import DeferredMessage, Message, WorkerConnection
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
+from phalanx.runtime import progress
 from phalanx.transport.decoding import Decoder
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
@@ -158,17 +159,20 @@ class AcceptedWorkers:
         with self._changed:
             self._of_servers.pop(role, None)
 
-    def lose(self, worker: WorkerConnection, why: str, *, is_silent: bool = False) -> None:
-        """Close the link to a worker, which does no more; `is_silent`: it has not answered."""
+    def lose(self, worker: WorkerConnection, why: str, error: Exception | None = None) -> None:
+        """Close the link to a worker, which does no more; `error` is what its link raised."""
         worker.link.close()
         with self._changed:
             if self._workers.get(worker.number) is not worker:
                 return  # it has reconnected since
             del self._workers[worker.number]
-            if is_silent:
+            if isinstance(error, LinkTimeoutError):
                 self._silent.add(worker.name)
             if not self._closing:
-                logger.warning("Lost %s: %s Its function runs on another worker.", worker.name, why)
+                # A launcher says itself which processes have ended, and why: after Ctrl-C that needs no word.
+                is_known = isinstance(error, LinkClosedError) and progress.has_launcher()
+                level = logging.INFO if is_known else logging.WARNING
+                logger.log(level, "Lost %s: %s Its function runs on another worker.", worker.name, why)
             self._events.left(worker)
             self._changed.notify_all()
 
@@ -245,7 +249,7 @@ class AcceptedWorkers:
                     worker.link.finish()  # half: the other thread reads until the worker hangs up
                     return
         except (LinkClosedError, LinkTimeoutError, FrameError) as error:
-            self.lose(worker, str(error))
+            self.lose(worker, str(error), error)
 
     def _next_message(self, worker: WorkerConnection) -> Message | DeferredMessage | None:
         """Wait for the next message to this worker; None once it is gone."""
@@ -267,4 +271,4 @@ class AcceptedWorkers:
                 header, buffers = worker.link.receive(deadline=time.monotonic() + limit_s)
                 self._events.answered(worker, _ANSWERS.decode(header), buffers)
         except (LinkClosedError, LinkTimeoutError, FrameError) as error:
-            self.lose(worker, str(error), is_silent=isinstance(error, LinkTimeoutError))
+            self.lose(worker, str(error), error)

@@ -115,6 +115,14 @@ def main() -> None:
         if sys.excepthook is not hook:  # the program's own, which may not call ours
             _install_hook(reporter, sys.excepthook)
         raise
+    finally:
+        _ignore_ctrl_c()
+
+
+def _ignore_ctrl_c() -> None:
+    """From here on the process ends: an interrupt could only garble what it still prints."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _report_import(library: str | None) -> None:
@@ -126,6 +134,7 @@ def _run_function(start: WorkerBootstrap, reporter: _CrashReporter) -> NoReturn:
     from phalanx.runtime import function_call
 
     code = function_call.run(start.function, start.result, reporter.record)
+    _ignore_ctrl_c()
     if code == 0:
         reporter.record_success()
     else:
@@ -231,9 +240,7 @@ class _ErrorRecorder:
         self._show = show or _print_error
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        # A Ctrl-C that comes while a lost peer's error is printed would garble it; the process is ending anyway.
-        with contextlib.suppress(ValueError):  # not the main thread
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _ignore_ctrl_c()
         while traceback is not None and traceback.tb_frame.f_code.co_filename == _THIS_FILE:
             traceback = traceback.tb_next
         error = error.with_traceback(traceback)

@@ -140,6 +140,50 @@ def test_ctrl_c_ends_the_job(launcher: Launcher) -> None:
     assert all((Path(launcher.folder) / f"finally-{rank}").exists() for rank in range(2))
 
 
+def test_ctrl_c_prints_no_traceback_of_programs_that_are_over(launcher: Launcher) -> None:
+    """What runs at their exit, such as the finalizers of a library, is not interrupted."""
+    script = launcher.script(
+        """
+        import atexit, os, time
+        def at_exit():
+            touch(f"over-{rank}")
+            while not os.path.exists("pressed"):
+                time.sleep(0.01)
+        atexit.register(at_exit)
+        """
+    )
+    terminal = Terminal(launcher, "-n", "2", script)
+    for rank in range(2):
+        wait_until((launcher.folder / f"over-{rank}").exists)
+    terminal.type(b"\x03")
+    terminal.read_until("phalanx: interrupted")
+    (launcher.folder / "pressed").touch()
+    assert terminal.end() == 130
+    assert "KeyboardInterrupt" not in terminal.text
+
+
+def test_ctrl_c_in_a_job_with_a_coordinator_is_one_line(launcher: Launcher) -> None:
+    """Its workers end first, which is no news to who has pressed it."""
+    script = launcher.script(
+        """
+        import time
+        import phalanx
+        coordinator = phalanx.coordinator.ClusterCoordinator(phalanx.ParameterServerStrategy())
+        while True:
+            for _ in range(4):
+                coordinator.schedule(time.sleep, args=(0.05,))
+            coordinator.join()
+            print("joined", flush=True)
+        """
+    )
+    terminal = Terminal(launcher, "-n", "2", "--ps", "1", "--chief", script)
+    terminal.read_until("joined")
+    terminal.type(b"\x03")
+    assert terminal.end() == 130
+    said = ESCAPE.sub("", terminal.text).partition("phalanx: interrupted")[2]
+    assert not [line for line in said.splitlines()[1:] if line.strip("^C ") and "joined" not in line]
+
+
 def test_a_second_ctrl_c_kills(launcher: Launcher) -> None:
     script = launcher.script(
         """
