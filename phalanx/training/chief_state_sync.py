@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
-FROZEN, CHANGING, FINAL = "frozen weights", "layer state", "final weights"
+FROZEN, CHANGING, FINAL, AVERAGES = "frozen weights", "layer state", "final weights", "averages in the weights"
 
 
 class _Described(msgspec.Struct, array_like=True, frozen=True):
@@ -107,6 +107,19 @@ def receive_final_weights(worker: ParameterServerWorker, fit: int) -> dict[int, 
     _, values = _unpacked(received[1:])
     # The head keeps the last broadcast of a subject; a worker that is late may be given that of a later `fit`.
     return dict(zip(numbers, values, strict=True)) if of == fit else {}
+
+
+def are_chiefs_averages_in_weights(worker: ParameterServerWorker, fit: int, own: bool) -> bool:
+    """At the end of a `fit`, on all: whether the chief's weights and their averages are exchanged. `own`: whether those
+    of this worker are."""
+    if worker.is_chief:
+        worker.broadcast(AVERAGES, [np.array([fit, own], np.int64)], fit)
+        return own
+    received = worker.receive_broadcast(AVERAGES, fit)
+    if received is None:
+        return False
+    of, exchanged = np.frombuffer(received[0], np.int64).tolist()
+    return of == fit and bool(exchanged)  # as in `receive_final_weights`
 
 
 def _frozen(model: Any, changing: Sequence[Any]) -> list[Any]:

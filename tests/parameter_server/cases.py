@@ -192,6 +192,14 @@ CASES = {
         fit={"epochs": 4},
         swaps=True,
     ),
+    "synchronous_stopped_with_swapped_averages": Case(
+        2,
+        {"synchronous": True},
+        lambda keras: keras.optimizers.Adam(0.02, use_ema=True, ema_momentum=0.8),
+        fit={"epochs": 4},
+        stops=6,
+        swaps=True,
+    ),
     "synchronous_class_weights": Case(2, {"synchronous": True}, fit={"class_weight": {0: 0.5, 1: 1.0, 2: 2.0}}),
     "synchronous_with_own_train_step": Case(2, {"synchronous": True}, model=_own_step),
     "synchronous_with_a_loss_divided_by_weights": Case(
@@ -329,15 +337,18 @@ def train(case: Case, scope: Any) -> dict[str, Any]:
     looks = _Looks(keras, x, None if plain else model) if case.looks else None
     if case.idles:
         model.fit(x, y, initial_epoch=2, epochs=2, verbose=0)
+    callbacks = [
+        *([looks.callback] if looks else []),
+        *([_setter(keras)] if case.sets else []),
+        *([_stopper(keras, case.stops)] if case.stops >= 0 else []),
+        *([keras.callbacks.SwapEMAWeights(swap_on_epoch=True)] if case.swaps else []),
+    ]
     history = model.fit(
         x,
         y,
         **{"batch_size": BATCH, "epochs": 2, "verbose": 0, "sample_weight": weights, "validation_data": (x, y)}
-        | case.fit
-        | ({"callbacks": [looks.callback]} if looks else {})
-        | ({"callbacks": [_setter(keras)]} if case.sets else {})
-        | ({"callbacks": [_stopper(keras, case.stops)]} if case.stops >= 0 else {})
-        | ({"callbacks": [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]} if case.swaps else {}),
+        | case.fit,
+        callbacks=callbacks,
     )
     # First of all: Keras itself evaluates on JAX with buffers that an optimizer which averages weights shares.
     state = [np.array(keras.ops.convert_to_numpy(variable)) for variable in model.optimizer.variables]

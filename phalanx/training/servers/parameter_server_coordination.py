@@ -422,7 +422,9 @@ class ParameterServerCoordination:
             yield
             return
         model = remote_model.model
-        remote_model.send_changes()
+        exchanged = worker.is_chief and remote_model.variables.are_averages_in_weights()
+        if not exchanged:
+            remote_model.send_changes()
         # After this the others leave `is_over` and pull the final weights, so the changes above must be sent before.
         if worker.is_chief:
             worker.client.request(HEAD, EndFit(self._fit))
@@ -433,6 +435,9 @@ class ParameterServerCoordination:
             if model.optimizer.use_ema:
                 # On the chief too: where a callback has swapped the averages, its own differ by rounding.
                 remote_model.pull_optimizer()
+                if chief_state_sync.are_chiefs_averages_in_weights(worker, self._fit, exchanged):
+                    # As in one process: a `fit` that ends early finds in the averages what `SwapEMAWeights` put there.
+                    remote_model.variables.forget_averages()
             model.optimizer.finalize_variable_values(model.trainable_weights)
         with self._agreement.final_callbacks(state.callbacks):
             yield

@@ -200,6 +200,23 @@ class RemoteVariables:
         self._client.request_all([(message, self._placed.cut(values, server)) for server in servers])
         return True
 
+    def are_averages_in_weights(self) -> bool:
+        """Whether a callback has exchanged the weights and their averages since `record_values`, and not back."""
+        found = [(slot, average) for slot, average in self._averages() if average.path in self._known_optimizer]
+        known = [self._known_optimizer[average.path] for _, average in found]
+        weights = [_Average(to_host(self.variables[slot.variable])) for slot, _ in found]
+        return weights == known != [_Average(to_host(average)) for _, average in found]
+
+    def forget_averages(self) -> None:
+        """Let the averages be the weights, as they are where averages that a callback put into the weights are lost."""
+        for slot, average in self._averages():
+            average.assign(self.variables[slot.variable])
+
+    def _averages(self) -> list[tuple[OptimizerSlot, Any]]:
+        """The optimizer's averages of weights (`use_ema`)."""
+        slots = zip(self.slots, self.optimizer.variables, strict=True)
+        return [(slot, variable) for slot, variable in slots if slot.name == "average"]
+
     def _unchanged_settings(self) -> dict[str, Any]:
         """The optimizer's settings, which must be as known: with others it may have other variables."""
         settings = self._optimizer_settings()
