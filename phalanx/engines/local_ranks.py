@@ -6,9 +6,9 @@ time up to the first collective, then up to the second, and so on. So all state 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,10 @@ from phalanx.engines.engine import Merge
 from phalanx.engines.step_layout import EXTREMES, MergeWeight, StepLayout
 
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
+
+MOST_COLLECTIVES = 128
+"""In what `compute` computes. Each costs one more attempt."""
 
 
 class Unanswered(BaseException):
@@ -54,15 +58,33 @@ class LocalRanks(Merge):
         """From here on, compute the step of the whole batch."""
         self._rank, self.merged = None, []
 
-    def be_rank(self, rank: int) -> None:
-        """From here on, compute this rank's step, from its beginning."""
-        self._rank, self._calls, self.merged = rank, 0, []
+    def compute(self, ranks: int, step: Callable[[int], T], restore: Callable[[], None]) -> list[T]:
+        """The results of so many ranks, in their order.
 
-    def forget(self) -> None:
-        """The next steps are others."""
+        Args:
+            ranks: number of ranks.
+            step: computes what the rank of this number does; called several times.
+            restore: gives all state the values from before.
+
+        Raises: StepsDifferError if the ranks do not call the same collectives; what `step` raises.
+        """
         self._answered, self._open = [], {}
+        # Each round begins again, and comes to the first collective that was not answered before.
+        for _ in range(MOST_COLLECTIVES):
+            finished = []
+            for rank in range(ranks):
+                restore()
+                self._rank, self._calls, self.merged = rank, 0, []
+                try:
+                    finished.append(step(rank))
+                except Unanswered:
+                    continue
+            if len(finished) == ranks:
+                return finished
+            self._answer(ranks)
+        raise RuntimeError(f"more than {MOST_COLLECTIVES} collectives")
 
-    def answer(self, ranks: int) -> None:
+    def _answer(self, ranks: int) -> None:
         """Merge what all of so many ranks were interrupted at.
 
         Raises: StepsDifferError if they were not interrupted at the same collective.

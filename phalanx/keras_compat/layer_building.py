@@ -6,6 +6,7 @@ Tested with Keras 3.15.
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 import keras
@@ -70,6 +71,23 @@ def _tensors(arrays: Any) -> Any:
     import tensorflow as tf
 
     return tree.map_structure(lambda array: None if array is None else tf.convert_to_tensor(array), arrays)
+
+
+def output_shapes(model: Any, x: Any) -> list[tuple[int | None, ...]] | None:
+    """The shapes of a built model's outputs, in which the axis of the samples has no length; None if they are known
+    only once outputs are computed.
+
+    Args:
+        x: arrays like the inputs, as the model takes them.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they come when the outputs are computed
+            outputs = compute_output_spec(model, keras_tensors(x, any_size=True), training=False)
+    except Exception as error:  # the model computes only with values
+        logger.debug("The shapes of the outputs of %r are not known before they are computed: %s", model.name, error)
+        return None
+    return [tuple(output.shape) for output in tree.flatten(outputs) if output is not None]
 
 
 def keras_tensors(arrays: Any, *, any_size: bool = False) -> Any:

@@ -191,8 +191,11 @@ def compiled_losses(model: Any) -> list[Any]:
 
 def has_own_code(model: Any) -> bool:
     """Whether a training step runs code of the program's own, its losses and metrics apart."""
-    if has_own_steps(model, "train_step"):
-        return True
+    return has_own_steps(model, "train_step") or has_own_forward(model)
+
+
+def has_own_forward(model: Any) -> bool:
+    """Whether the program's own code computes a part of the model's outputs."""
     if any(type(layer).call is not keras.Model.call for layer in own_layers(model)):
         return True
     # In a Functional model, `keras.ops` between layers are operations of the graph: the program's own, too.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,8 +17,8 @@ from phalanx.data.shuffling import Shuffling
 from phalanx.engines import make_engine, make_spmd_engine
 from phalanx.engines.engine import Batch, Engine
 from phalanx.keras_compat.global_batch.global_gradients import refuse_overwritten
-from phalanx.keras_compat.keras_internals import compute_output_spec, print_msg
-from phalanx.keras_compat.layer_building import build_layers, has_built_layers, keras_tensors
+from phalanx.keras_compat.keras_internals import print_msg
+from phalanx.keras_compat.layer_building import build_layers, has_built_layers, output_shapes
 from phalanx.keras_compat.model_state import builds_in_steps, is_unbuilt
 from phalanx.training import callback_list, progress_bar, state_sync
 from phalanx.training.checks.model_checks import (
@@ -214,18 +213,22 @@ class ReplicaModel:
             build_layers(self.model, source.peek().data[0])
         return self.engine
 
-    def predicts_rows(self, data: Batch) -> bool:
-        """Whether the first axis of each output is that of the samples, as far as that is known without computing them.
+    def predicts_parts(self, data: Batch, form: ElementStructure) -> bool:
+        """Whether replicas can predict parts of a batch: the first axis of each output is that of the samples, and
+        none depends on the others. All ranks must call.
 
         Args:
             data: like the batches to come.
+            form: its structure.
         """
         if self.replica.world_size == 1 and not self.replica.micro_batches:
             return True
         known = str(map_leaves(lambda array: (array.shape[1:], array.dtype.str), data[0]))
         if known not in self._predicts_rows:
             self._predicts_rows[known] = _predicts_rows(self.model, data[0])
-        return self._predicts_rows[known]
+        if not self._predicts_rows[known]:
+            return False
+        return not self.probes.relates_samples("predict", data, form)
 
     def _make_engine(self, source: ShardedInput, method: str) -> None:
         """Make the engine if there is none. Raises on every rank if the ranks were given different data."""
@@ -342,13 +345,7 @@ def _predicts_rows(model: Any, x: Any) -> bool:
     """See `ReplicaModel.predicts_rows`; x as the model takes it."""
     if stateful_layer(model) is not None:  # made for one number of samples, and so its outputs are
         return True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they come when the outputs are computed
-            outputs = compute_output_spec(model, keras_tensors(x, any_size=True), training=False)
-    except Exception as error:
-        # The model computes only with values. Then the rows of each batch tell (`LocalOutputs`).
-        logger.debug("The shapes of the outputs of %r are not known before they are computed: %s", model.name, error)
+    shapes = output_shapes(model, x)
+    if shapes is None:  # then the rows of each batch tell (`LocalOutputs`)
         return True
-    shapes = [output.shape for output in tree.flatten(outputs) if output is not None]
     return all(len(shape) > 0 and shape[0] is None for shape in shapes)

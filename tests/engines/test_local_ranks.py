@@ -5,26 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from phalanx.engines.local_ranks import LocalRanks, StepsDifferError, Unanswered
+from phalanx.engines.local_ranks import LocalRanks, StepsDifferError
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 
 WEIGHTS = [MergeWeight.SHARE, MergeWeight.ONE, MergeWeight.FIRST, MergeWeight.MAX]
 
 
 def run(ranks, steps):
-    """The results of steps, each called with its rank until it finishes."""
-    for _ in range(9):
-        found = []
-        for rank, step in enumerate(steps):
-            ranks.be_rank(rank)
-            try:
-                found.append(step(rank))
-            except Unanswered:
-                continue
-        if len(found) == len(steps):
-            return found
-        ranks.answer(len(steps))
-    raise AssertionError("they do not come to an end")
+    """The results of steps, each called with its rank."""
+    return ranks.compute(len(steps), lambda rank: steps[rank](rank), lambda: None)
 
 
 def test_ranks_meet_at_each_collective_in_turn():

@@ -50,6 +50,10 @@ from phalanx.keras_compat.patching import PatchedFunction, set_untracked
 _DIVIDED = ("sum_over_batch_size", "mean")
 
 
+_ALONG_LAST_AXIS = ("cosine_similarity", "kl_divergence", "pearson_correlation", "concordance_correlation")
+"""Functions that relate values, besides those of categories. Others of Keras's are means along that axis."""
+
+
 class _Whole(threading.local):
     """How many losses this thread computes that are of the global batch already, on each rank."""
 
@@ -112,10 +116,20 @@ def _of_whole(loss: Callable[..., Any], *arguments: Any) -> Any:
 def relates_samples(loss: Any, y_pred: Any) -> bool:
     """Whether it is a loss of Keras's own of which this is known."""
     function, arguments = getattr(loss, "fn", None), getattr(loss, "_fn_kwargs", {})
-    if not (getattr(function, "__module__", None) or "").startswith("keras.") or "axis" not in arguments:
-        return function is keras_losses.circle
+    if not (getattr(function, "__module__", None) or "").startswith("keras."):
+        return False
+    if "axis" not in arguments:
+        is_flat = len(y_pred.shape) == 1
+        return function is keras_losses.circle or (is_flat and relates_last_axis(function))
     axes, first = arguments["axis"], {0, -len(y_pred.shape)}  # None: all of them
     return axes is None or not first.isdisjoint(axes if isinstance(axes, tuple | list) else (axes,))
+
+
+def relates_last_axis(function: Any) -> bool:
+    """Whether a loss or metric function of Keras's relates the values along the last axis to each other. Where outputs
+    have the shape (samples,), those are samples."""
+    name = getattr(function, "__name__", "")
+    return "categorical" in name or name in _ALONG_LAST_AXIS
 
 
 class GloballyScaledLosses:

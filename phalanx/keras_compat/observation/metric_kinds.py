@@ -1,6 +1,6 @@
 """What is known of Keras's own metrics: that their variables add up something for each sample of a batch.
 
-Uses `CompileMetrics.metrics`, `MeanMetricWrapper._fn_kwargs`. Tested with Keras 3.12 and 3.15.
+Uses `CompileMetrics.metrics`, `MeanMetricWrapper._fn` and `_fn_kwargs`. Tested with Keras 3.12 and 3.15.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from typing import Any
 
 import keras
 
+from phalanx.keras_compat.global_batch.global_losses import relates_last_axis
+
 _HOME = "keras.src.metrics."
 
 
@@ -16,6 +18,11 @@ def compiled_metrics(model: Any) -> list[Any]:
     """The metrics that the model was compiled with, once they are built."""
     compiled = getattr(model, "_compile_metrics", None)
     return [] if compiled is None else list(compiled.metrics)
+
+
+def needs_classes(metric: Any) -> bool:
+    """Whether a metric is one of Keras's own that relates the values along the last axis to each other."""
+    return type(metric).__module__.startswith(_HOME) and relates_last_axis(getattr(metric, "_fn", None))
 
 
 def counts_samples(metric: Any) -> bool:

@@ -32,7 +32,8 @@ from phalanx.engines.step_layout import EXTREMES, MergeWeight
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
-from phalanx.keras_compat.observation.metric_kinds import compiled_metrics, counts_samples
+from phalanx.keras_compat.layer_building import output_shapes
+from phalanx.keras_compat.observation.metric_kinds import compiled_metrics, counts_samples, needs_classes
 from phalanx.training.program_effects.program_state import ProgramState, PythonState
 
 Array = np.ndarray[Any, Any]
@@ -69,7 +70,14 @@ def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] 
         data: a local batch, `(x, y, sample_weight)`.
     """
     rules = engine.metric_rules
-    probed = [metric for metric in compiled_metrics(model) if not counts_samples(metric)]
+    compiled = compiled_metrics(model)
+    of_classes = [metric for metric in compiled if needs_classes(metric)]
+    flat = _flat_outputs(model, data) if of_classes else []
+    if flat and all(flat):
+        return _refusal_of_flat_outputs(of_classes[0])
+    # Of several outputs only Keras knows which one a metric is of.
+    unknown = of_classes if any(flat) else []
+    probed = [metric for metric in compiled if not counts_samples(metric) or metric in unknown]
     if not probed:
         return rules.rules
     own = {id(variable): metric for metric in probed for variable in metric.variables}
@@ -91,6 +99,12 @@ def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] 
             return _refusal(own[id(rules.variables[number])], rules.variables[number])
         decided[number] = rule
     return tuple(decided)
+
+
+def _flat_outputs(model: Any, data: Any) -> list[bool]:
+    """Of each output whether it has no other axis than that of the samples; empty if that is not known."""
+    shapes = output_shapes(model, keras.utils.unpack_x_y_sample_weight(data)[0])
+    return [len(shape) == 1 for shape in shapes or ()]
 
 
 def _metric_in_python(model: Any, metrics: Sequence[Any], batch: Values) -> Any:
@@ -304,6 +318,15 @@ def _refusal_of_python(metric: Any) -> str:
         f"The metric {metric.name!r} ({type(metric).__name__}) cannot be merged over the replicas: its result depends "
         f"on what update_state() keeps in Python, in an attribute or a list, where no other replica sees it. Keep it "
         f"in variables: self.add_weight(...) in __init__() and assign_add() in update_state()."
+    )
+
+
+def _refusal_of_flat_outputs(metric: Any) -> str:
+    return (
+        f"The metric {metric.name!r} ({type(metric).__name__}) takes the last axis of the model's output for that of "
+        f"the classes, but an output of the shape (samples,) has no other axis: it would compare the samples of a "
+        f"batch with each other. Let the output keep the shape (samples, 1), or use a metric of single values, as "
+        f"keras.metrics.BinaryAccuracy()."
     )
 
 

@@ -3,6 +3,7 @@
 How its metrics are merged (`metric_probe`), how its losses combine (`loss_probe`), and whether the steps of replicas
 are then the step of one process (`step_probe`). The first two choose how something is merged, also where nothing is
 trained, and compute no more than that something. The last only judges, and takes whole steps of the program's own code.
+Of evaluations and predictions, outputs are compared (`prediction_probe`).
 
 Losses and steps are tested again at the beginning of an epoch if something is on that was off (`program_switches`).
 """
@@ -18,7 +19,7 @@ from phalanx.arrays.tree import map_leaves
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines.engine import Engine
 from phalanx.errors import UnsupportedError
-from phalanx.training.checks import loss_probe, step_probe
+from phalanx.training.checks import loss_probe, prediction_probe, step_probe
 from phalanx.training.checks.metric_probe import checked, find_rules, rules_of
 from phalanx.training.program_effects.program_objects import reads_iterators
 from phalanx.training.program_effects.program_state import ProgramState
@@ -85,6 +86,7 @@ class ProgramProbes:
         self._losses: tuple[Any, loss_probe.Findings] | None = None
         self._tried: dict[str, tuple[Any, ...]] = {}  # what the model was compiled with when this step was tried
         self._tests: _Tests | None = None  # the last ones of losses and steps
+        self._relates_samples: dict[str, bool] = {}  # by method: what the chief has found
 
     def need_a_batch(self, engine: Engine, steps: Sequence[str]) -> bool:
         """Whether there is something to find out from a batch.
@@ -93,6 +95,8 @@ class ProgramProbes:
             steps: "train_step" and "test_step", as far as replicas are to take such steps together.
         """
         if not engine.metric_rules.is_decided or any(self._tries(step) for step in steps):
+            return True
+        if "test_step" in steps and self._probes_outputs("evaluate") and "evaluate" not in self._relates_samples:
             return True
         return loss_probe.has_open_questions(self._model) and not self._knows_losses()
 
@@ -110,9 +114,30 @@ class ProgramProbes:
         is_known = not self.need_a_batch(engine, steps)
         self._decide_metric_rules(engine, data)
         self._test(engine, data, form, steps)
+        if "test_step" in steps and self.relates_samples("evaluate", data, form):
+            raise UnsupportedError(prediction_probe.refusal(self._model))
         if not is_known and self._may_test_again(steps):
             few = map_leaves(lambda array: np.array(array[:_SAMPLES]), data)
             self._tests = _Tests(few, form, steps, find_switches(self._model))
+
+    def relates_samples(self, method: str, data: Any, form: ElementStructure) -> bool:
+        """Whether outputs depend on what else is in their batch; all ranks must call.
+
+        Args:
+            method: "predict" or "evaluate".
+            data: a local batch.
+            form: its structure.
+        """
+        if not self._probes_outputs(method):
+            return False
+        if self._agreement.is_chief and method not in self._relates_samples:
+            self._relates_samples[method] = prediction_probe.relates_samples(self._model, data, form)
+        # A rank may have joined since, which asks.
+        self._relates_samples[method] = bool(self._agreement.from_chief(self._relates_samples.get(method)))
+        return self._relates_samples[method]
+
+    def _probes_outputs(self, method: str) -> bool:
+        return self._agreement.divides_batches and prediction_probe.is_needed(self._model, method)
 
     def begin_epoch(self, engine: Engine) -> None:
         """Test losses and steps again if callbacks have switched something on; all ranks meet here.

@@ -26,7 +26,7 @@ from phalanx.collectives.reduction import is_float
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import make_engine
 from phalanx.engines.engine import Engine
-from phalanx.engines.local_ranks import LocalRanks, StepsDifferError, Unanswered
+from phalanx.engines.local_ranks import LocalRanks, StepsDifferError
 from phalanx.engines.step_layout import MergeWeight
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
@@ -42,10 +42,8 @@ Array = np.ndarray[Any, Any]
 
 PART = 5
 """Samples of each of two replicas: few, and as many, so that JAX compiles two steps and not three."""
-_PARTS = ((0, PART), (PART, 2 * PART))
+PARTS = ((0, PART), (PART, 2 * PART))
 """Of a batch, the first row of each replica's part and the one after its last."""
-MOST_COLLECTIVES = 64
-"""In a step that is tried. Each costs one more attempt."""
 ATTEMPTS = 3
 """With other samples, where those of a part alone give no number (there is nothing that a ratio divides by)."""
 SAMPLED = 4096
@@ -92,7 +90,7 @@ def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructur
         form: its structure.
         step: "train_step" or "test_step".
     """
-    if not _can_be_tried(model, data):
+    if not can_be_tried(model, data):
         return ""
     state = ProgramState(model)
     try:
@@ -135,10 +133,10 @@ class _Trial:
 
     def difference(self, data: Any) -> str:
         """See `find_difference`."""
-        self._engine.build(_few_samples(data, 0))
+        self._engine.build(few_samples(data, 0))
         self._engine.metric_rules.decide(self._rules)
         for attempt in range(ATTEMPTS):
-            samples, others = _few_samples(data, attempt), _few_samples(data, attempt + ATTEMPTS)
+            samples, others = few_samples(data, attempt), few_samples(data, attempt + ATTEMPTS)
             second = _with_unlike_parts(others)
             try:
                 found = self._compare(samples, second)
@@ -166,7 +164,7 @@ class _Trial:
         before = self._results({})
         # What differs between these two follows from random numbers, and says nothing about the replicas.
         whole, other = self._whole(batches), self._whole(batches, other_seeds=True)
-        ranks = self._of_ranks([[_rows(batch, *rows) for batch in batches] for rows in _PARTS])
+        ranks = self._of_ranks([[rows_of(batch, *rows) for batch in batches] for rows in PARTS])
         # Variables that the steps were the first to assign.
         before = before._replace(others=self._others({id(v): value for v, value in self._state.variables()}))
         model, step = self._model, self._name
@@ -205,23 +203,11 @@ class _Trial:
             return self._steps(batches, 1.0)
 
     def _of_ranks(self, parts: Sequence[Sequence[Any]]) -> list[list[_Results]]:
-        # Each round computes all ranks' steps again from their beginning, up to a collective that was not answered
-        # before (`LocalRanks`).
-        self._ranks.forget()
-        for _ in range(2 * MOST_COLLECTIVES):
-            finished = []
-            for rank, part in enumerate(parts):
-                self._state.restore()
-                self._ranks.be_rank(rank)
-                try:
-                    with simulated_ranks(len(parts)):
-                        finished.append(self._steps(part, 1.0 / len(parts)))
-                except Unanswered:
-                    continue
-            if len(finished) == len(parts):
-                return finished
-            self._ranks.answer(len(parts))
-        raise RuntimeError(f"more than {2 * MOST_COLLECTIVES} collectives")
+        def steps(rank: int) -> list[_Results]:
+            with simulated_ranks(len(parts)):
+                return self._steps(parts[rank], 1.0 / len(parts))
+
+        return self._ranks.compute(len(parts), steps, self._state.restore)
 
     def _steps(self, batches: Sequence[Any], share: float) -> list[_Results]:
         results: list[_Results] = []
@@ -438,7 +424,7 @@ class _Comparison:
 
     def _allowed(self, kind: str, name: str) -> float:
         known = [getattr(each, kind).get(name, np.zeros(())) for each in (self.whole, self.before)]
-        tolerance = TOLERANCE_OF_HALF if self._is_half() else TOLERANCE
+        tolerance = TOLERANCE_OF_HALF if computes_in_half(self.model) else TOLERANCE
         return tolerance * float(max(np.abs(each).max(initial=0) for each in known)) + ROUNDING
 
     def _allowed_gradient(self, kind: str, name: str) -> float:
@@ -455,7 +441,11 @@ class _Comparison:
 
     def _tolerances(self) -> tuple[float, float]:
         """Relative to a gradient or a change, and to the largest of all."""
-        return (TOLERANCE_OF_HALF, TOLERANCE_OF_HALF) if self._is_half() else (TOLERANCE_OF_WEIGHTS, 10 * ROUNDING)
+        return (
+            (TOLERANCE_OF_HALF, TOLERANCE_OF_HALF)
+            if computes_in_half(self.model)
+            else (TOLERANCE_OF_WEIGHTS, 10 * ROUNDING)
+        )
 
     def _allowed_change(self, kind: str, name: str) -> float:
         whole = getattr(self.whole, kind)[name]
@@ -468,29 +458,9 @@ class _Comparison:
         own = tolerance * np.abs(whole - before).max(initial=0)
         return float(own + rounding * LARGEST_CHANGE + ROUNDING * np.abs(before).max(initial=0))
 
-    def _is_half(self) -> bool:
-        return any(
-            str(getattr(layer, "compute_dtype", "")) in ("float16", "bfloat16")
-            for layer in self.model._flatten_layers()
-        )
-
     def _advice(self) -> str:
         if not model_state.overrides(self.model, "train_step"):
-            own = model_state.own_layers(self.model)
-            names = ", ".join(dict.fromkeys(repr(layer.name) for layer in own))
-            what = f"a layer of the program ({names})" if names else "an operation between the layers"
-            advice = (
-                f"So {what} computes something of all samples of a batch, such as their mean, and uses it. Compute it "
-                f"of each sample; of sums over all replicas (phalanx.get_replica_context().all_reduce); with "
-                f"keras.layers.BatchNormalization(synchronized=True); or in a loss in "
-                f"phalanx.losses.OverGlobalBatch(loss)."
-            )
-            if any(map(model_state.regularizes_activity, own)):
-                advice += (
-                    " Keras divides what an activity regularizer returns by the number of samples: return a sum over "
-                    "the samples, of what follows from each of them alone."
-                )
-            return advice
+            return advice_on_layers(self.model)
         return (
             "Either its loss is no mean over the samples: compute one that relates samples, or is a ratio of two sums, "
             "with phalanx.losses.OverGlobalBatch(loss), and divide a sum by the number of samples. Or it is what its "
@@ -501,7 +471,30 @@ class _Comparison:
         )
 
 
-def _can_be_tried(model: Any, data: Any) -> bool:
+def advice_on_layers(model: Any) -> str:
+    """What to write instead where the model, and no step of the program's own, relates samples."""
+    own = model_state.own_layers(model)
+    names = ", ".join(dict.fromkeys(repr(layer.name) for layer in own))
+    what = f"a layer of the program ({names})" if names else "an operation between the layers"
+    advice = (
+        f"So {what} computes something of all samples of a batch, such as their mean, and uses it. Compute it of each "
+        f"sample; of sums over all replicas (phalanx.get_replica_context().all_reduce); with "
+        f"keras.layers.BatchNormalization(synchronized=True); or in a loss in phalanx.losses.OverGlobalBatch(loss)."
+    )
+    if any(map(model_state.regularizes_activity, own)):
+        advice += (
+            " Keras divides what an activity regularizer returns by the number of samples: return a sum over the "
+            "samples, of what follows from each of them alone."
+        )
+    return advice
+
+
+def computes_in_half(model: Any) -> bool:
+    """Whether any layer computes in half precision."""
+    return any(str(getattr(layer, "compute_dtype", "")) in ("float16", "bfloat16") for layer in model._flatten_layers())
+
+
+def can_be_tried(model: Any, data: Any) -> bool:
     """Whether a step leaves nothing behind that cannot be undone, nothing in it is local on purpose, and all arrays of
     the batch have a row for each sample."""
     if reads_iterators(model):
@@ -513,8 +506,8 @@ def _can_be_tried(model: Any, data: Any) -> bool:
     return len(sizes) == 1 and 0 not in sizes
 
 
-def _few_samples(data: Any, attempt: int) -> Any:
-    """Samples of a batch; the same ones again, with inputs that are changed a little, where there are too few."""
+def few_samples(data: Any, attempt: int) -> Any:
+    """`2 * PART` samples of a batch; the same again, with inputs that are changed a little, where there are too few."""
     size = next(len(leaf) for leaf in leaves(data) if leaf is not None)
     order = np.random.default_rng(attempt).permutation(size) if attempt else np.arange(size)
     chosen = np.resize(order, 2 * PART)
@@ -543,7 +536,8 @@ def _with_unlike_parts(data: Any) -> Any:
     return (map_leaves(changed, data[0]), *data[1:])
 
 
-def _rows(data: Any, start: int, stop: int) -> Any:
+def rows_of(data: Any, start: int, stop: int) -> Any:
+    """A part of a batch."""
     return map_leaves(lambda array: array[start:stop], data)
 
 

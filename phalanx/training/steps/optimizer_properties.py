@@ -14,14 +14,22 @@ def accumulation_steps(model: Any) -> int:
     """Over how many steps the replicas may accumulate gradients of this model apart; 1: merge every step."""
     optimizer = getattr(model, "optimizer", None)  # none before `compile`
     # Two optimizers may accumulate over different steps, and a custom `train_step` may apply more than once. A dynamic
-    # loss scale skips the very step that overflows, so it must see merged gradients at every step.
+    # loss scale skips the very step that overflows, so it must see merged gradients at every step; and so must a custom
+    # `apply`, which may clip them.
     simple = (
         optimizer is not None
         and len(model_state.optimizers(model)) == 1
         and not model_state.overrides(model, "train_step")
         and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        and not _applies_itself(optimizer)
     )
     return (getattr(optimizer, "gradient_accumulation_steps", None) or 1) if simple else 1
+
+
+def _applies_itself(optimizer: Any) -> bool:
+    """Whether the program has a say in how gradients are applied, in its class or on this one object."""
+    methods = [getattr(optimizer, name) for name in ("apply", "apply_gradients", "stateless_apply")]
+    return any(not (method.__module__ or "").startswith(("keras.", "phalanx.")) for method in methods)
 
 
 def accumulators(optimizer: Any) -> list[Any]:

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from tests.training.scenarios.common import BATCH, FEATURES, compiled, features, labels, weights
-from tests.training.scenarios.registry import BACKENDS, Setting, scenario
+from tests.training.scenarios.common import BATCH, FEATURES, compiled, features, fitted, labels, weights
+from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, scenario
 
 
 @scenario(quick=BACKENDS)
@@ -84,10 +84,59 @@ def outputs_without_a_row_for_each_sample(setting: Setting) -> dict[str, Any]:
     }
 
 
-@scenario(error=dict.fromkeys(BACKENDS, ("UnsupportedError", "which rows belong to which sample")))
+@scenario(quick=ONE_BACKEND)
 def outputs_of_a_batch_as_a_whole(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
         inputs = keras.Input((FEATURES,))
         return keras.Model(inputs, keras.layers.Lambda(lambda x: ops.concatenate([x, x[:1]]))(inputs))
 
     return {"predict": compiled(setting, build, loss=None).predict(features(8), verbose=0)}
+
+
+class CenteredOutsideOfTraining(keras.layers.Layer):
+    """Trains as the identity, so that steps do not show what it does."""
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return inputs if training else inputs - ops.mean(inputs, axis=0, keepdims=True)
+
+
+def _centered(layer: Any) -> Any:
+    return keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(8), layer, keras.layers.Dense(3, "softmax")])
+
+
+@scenario(quick=EACH_KIND)
+def predictions_that_depend_on_their_batch(setting: Setting) -> dict[str, Any]:
+    """Every replica predicts whole batches."""
+    found = {}
+    for layer in (CenteredOutsideOfTraining(), keras.layers.Softmax(axis=0, name="along_the_samples")):
+        model = compiled(setting, lambda layer=layer: _centered(layer))
+        x = features()
+        found[layer.name] = [model.predict(x, batch_size=BATCH, verbose=0), model.predict_on_batch(x)]
+    return found
+
+
+@scenario(quick=EACH_KIND, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "outside of training its outputs")))
+def evaluation_of_outputs_that_depend_on_their_batch(setting: Setting) -> dict[str, Any]:
+    return {"loss": compiled(setting, lambda: _centered(CenteredOutsideOfTraining())).evaluate(features(), labels())}
+
+
+@scenario(quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "outside of training its outputs")))
+def validation_of_outputs_that_depend_on_their_batch(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, lambda: _centered(CenteredOutsideOfTraining()))
+    return fitted(model, validation_data=(features(), labels()))
+
+
+class OwnPredictStep(keras.Sequential):
+    def predict_step(self, *arguments: Any) -> Any:
+        # JAX gives its state, and wants it back.
+        outputs = super().predict_step(*arguments)
+        if keras.backend.backend() == "jax":
+            outputs, state = outputs
+            return outputs / ops.sum(outputs, axis=0), state
+        return outputs / ops.sum(outputs, axis=0)
+
+
+@scenario(quick=EACH_KIND)
+def own_predict_step_that_relates_samples(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, lambda: OwnPredictStep([keras.Input((FEATURES,)), keras.layers.Dense(3, "sigmoid")]))
+    return {"predicted": model.predict(features(), batch_size=BATCH, verbose=0)}

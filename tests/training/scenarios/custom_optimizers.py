@@ -243,3 +243,10 @@ def lora_and_int8(setting: Setting) -> dict[str, Any]:
             model.compile(optimizers.Adam(0.05), "sparse_categorical_crossentropy")
         found[f"after {len(found)} changes"] = fitted(model)
     return found | _state(model)
+
+
+@scenario(quick=ONE_BACKEND)
+def custom_optimizers_that_accumulate(setting: Setting) -> dict[str, Any]:
+    """What changes the gradients of a batch sees those of all replicas, at every step."""
+    made = {kind.__name__: kind(0.2, gradient_accumulation_steps=2) for kind in (Centralized, ClippingApplyGradients)}
+    return {name: fitted(compiled(setting, optimizer=optimizer)) for name, optimizer in made.items()}

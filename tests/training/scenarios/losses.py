@@ -531,3 +531,17 @@ def losses_of_keras_along_the_samples(setting: Setting) -> dict[str, Any]:
         model = compiled(setting, loss=loss)
         found[loss.name] = fitted(model, y=keras.utils.to_categorical(labels(), CLASSES))
     return found
+
+
+def _flat() -> Any:
+    """A model whose outputs have no axis but that of the samples."""
+    flat = layers.Reshape(())
+    return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(4, "tanh"), layers.Dense(1, "sigmoid"), flat])
+
+
+@scenario(quick=ONE_BACKEND)
+def losses_of_keras_of_flat_outputs(setting: Setting) -> dict[str, Any]:
+    """Keras takes the samples for classes."""
+    y = (numbers()[:, 0] > 0).astype("float32")
+    names = ("kl_divergence", "categorical_hinge", "cosine_similarity", "mse", "binary_crossentropy", "hinge")
+    return {name: fitted(compiled(setting, _flat, loss=name), y=y, sample_weight=weights()) for name in names}

@@ -384,3 +384,22 @@ def metric_that_keeps_the_last_value(setting: Setting) -> dict[str, Any]:
 
     y = np.linspace(1, 2, 33, dtype="float32")[:, None]  # of each part the last one is the largest
     return fitted(compiled(setting, regressor, loss="mse", metrics=[Last()]), y=y)
+
+
+def _flat() -> Any:
+    """A model whose outputs have no axis but that of the samples."""
+    return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(1, "sigmoid"), layers.Reshape(())])
+
+
+@scenario(quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "keep the shape (samples, 1)")))
+def accuracy_of_flat_outputs(setting: Setting) -> dict[str, Any]:
+    """Keras takes the samples for classes."""
+    model = compiled(setting, _flat, loss="binary_crossentropy", metrics=["accuracy"])
+    return fitted(model, y=(numbers()[:, 0] > 0).astype("float32"))
+
+
+@scenario(quick=ONE_BACKEND)
+def metrics_of_flat_outputs(setting: Setting) -> dict[str, Any]:
+    chosen = ["mse", "poisson", metrics.BinaryAccuracy(), metrics.AUC()]
+    model = compiled(setting, _flat, loss="binary_crossentropy", metrics=chosen)
+    return fitted(model, y=(numbers()[:, 0] > 0).astype("float32"))

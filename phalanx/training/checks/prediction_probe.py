@@ -1,0 +1,116 @@
+"""Finds out whether the output for a sample depends on the other samples of its batch, outside of training.
+
+A layer of the program's own may compute something of the whole batch: in every call, or only where it does not train.
+So one process predicts a few samples, and those of two replicas that have a part of them each, as in `step_probe`.
+Where the outputs differ, replicas predict whole batches; an evaluation, whose metrics are of parts, is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from keras import tree
+
+from phalanx.data.dataset_elements import ElementStructure
+from phalanx.engines import make_engine
+from phalanx.engines.local_ranks import LocalRanks
+from phalanx.keras_compat import model_state
+from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
+from phalanx.training.checks.step_probe import (
+    PARTS,
+    TOLERANCE,
+    TOLERANCE_OF_HALF,
+    advice_on_layers,
+    can_be_tried,
+    computes_in_half,
+    few_samples,
+    rows_of,
+)
+from phalanx.training.program_effects.program_state import ProgramState
+
+Array = np.ndarray[Any, Any]
+
+logger = logging.getLogger(__name__)
+
+
+def is_needed(model: Any, method: str) -> bool:
+    """Whether there is anything to find out; the same on all ranks.
+
+    Args:
+        method: "predict" or "evaluate".
+    """
+    if model_state.overrides(model, "predict_step"):
+        return method == "predict"  # an evaluation does not call it
+    return model_state.has_own_forward(model)
+
+
+def relates_samples(model: Any, data: Any, form: ElementStructure) -> bool:
+    """Whether outputs for a few samples depend on what else is in their batch; False if they cannot be computed.
+
+    Args:
+        model: built.
+        data: a local batch, `(x, y, sample_weight)`.
+        form: its structure.
+    """
+    if not can_be_tried(model, data):
+        return False
+    state, ranks = ProgramState(model), LocalRanks()
+    engine = make_engine(model, ranks)
+    engine.expect(form)
+
+    def predict(part: Any, share: float) -> list[Array]:
+        engine.begin()
+        try:
+            outputs = engine.predict(part, form, share)
+        finally:
+            engine.end()
+        return [np.asarray(output).astype(np.float64) for output in tree.flatten(outputs)]
+
+    try:
+        with state.kept():
+            return _differs(model, predict, state, ranks, few_samples(data, 0))
+    except Exception as error:  # the model may need a batch of its own size
+        logger.info("The outputs of %r cannot be compared with those of parts of a batch: %r", model.name, error)
+        return False
+
+
+def refusal(model: Any) -> str:
+    """The error text for an evaluation."""
+    return (
+        f"Replicas that each see a part of a batch would not compute what one process does with "
+        f"{type(model).__name__}: outside of training its outputs for a few samples depend on what else is in their "
+        f"batch. {advice_on_layers(model)}"
+    )
+
+
+def _differs(
+    model: Any, predict: Callable[[Any, float], list[Array]], state: ProgramState, ranks: LocalRanks, samples: Any
+) -> bool:
+    def whole() -> list[Array]:
+        ranks.be_whole()
+        with simulated_ranks(1):
+            return predict(samples, 1.0)
+
+    def part(rank: int) -> list[Array]:
+        with simulated_ranks(len(PARTS)):
+            return predict(rows_of(samples, *PARTS[rank]), 1.0 / len(PARTS))
+
+    first = whole()
+    state.change_seeds()
+    other = whole()
+    parts = ranks.compute(len(PARTS), part, state.restore)
+    tolerance = TOLERANCE_OF_HALF if computes_in_half(model) else TOLERANCE
+    for number, output in enumerate(first):
+        found = np.concatenate([each[number] for each in parts]) if output.ndim else output
+        if found.shape != output.shape:
+            return True
+        if not np.isfinite(output).all():
+            continue
+        limit = tolerance * np.abs(output).max(initial=0)
+        is_random = np.abs(other[number] - output).max(initial=0) > limit
+        if not is_random and np.abs(found - output).max(initial=0) > limit:
+            return True
+    return False
