@@ -45,7 +45,7 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
     progress.report("predict")
     model.stop_predicting = stops = replica.any(stops)  # as Keras, which looks after each group
     batches = JointBatches(source, 0, replica)
-    outputs = LocalOutputs.of(batches, replica_model, source.structure)
+    outputs = LocalOutputs.of(batches, replica_model)
     gathered: list[Any] = []  # as callbacks see them
     engine.begin()
     counts = LayerCounts(replica_model, outputs)
@@ -143,13 +143,13 @@ class LocalOutputs:
         self._sizes: list[tuple[int, ...]] = []  # of each batch, the samples of each rank
 
     @classmethod
-    def of(cls, batches: JointBatches, replica_model: ReplicaModel, form: ElementStructure) -> LocalOutputs:
+    def of(cls, batches: JointBatches, replica_model: ReplicaModel) -> LocalOutputs:
         """For these batches, of which none has been taken. Where an output has no row for each sample, or one that
-        depends on other samples, every rank predicts whole batches. All ranks must call."""
+        depends on other samples, every rank predicts whole batches."""
         if replica_model.replica.mesh_parts is not None:
             return cls(alone())  # one program computes all outputs, and all processes get them
         first = batches.peek()
-        if first is None or replica_model.predicts_parts(first.data, form):
+        if first is None or replica_model.predicts_parts(first.data):
             return cls(replica_model.replica)
         # The same on all ranks: all read whole batches from here on, or none.
         return cls(batches.take_whole())

@@ -79,6 +79,7 @@ class ReplicaModel:
         self.probes = ProgramProbes(model, ChiefFinds(replica))
         self._steps_that_built: set[str] = set()
         self._predicts_rows: dict[str, bool] = {}
+        self._predicts_parts = True
 
     @property
     def engine(self) -> Engine:
@@ -211,24 +212,24 @@ class ReplicaModel:
         self._make_engine(source, method)
         if not has_built_layers(self.model):
             build_layers(self.model, source.peek().data[0])
+        # As above, and no batch for nothing.
+        data = source.peek().data if self.probes.need_outputs("predict") else (None, None, None)
+        self._predicts_parts = not self.probes.relates_samples("predict", data, source.structure)
         return self.engine
 
-    def predicts_parts(self, data: Batch, form: ElementStructure) -> bool:
-        """Whether replicas can predict parts of a batch: the first axis of each output is that of the samples, and
-        none depends on the others. All ranks must call.
+    def predicts_parts(self, data: Batch) -> bool:
+        """Whether replicas can predict parts of a batch: the first axis of each output is that of the samples, as far
+        as that is known without computing them, and no output depends on what else is in its batch.
 
         Args:
             data: like the batches to come.
-            form: its structure.
         """
         if self.replica.world_size == 1 and not self.replica.micro_batches:
             return True
         known = str(map_leaves(lambda array: (array.shape[1:], array.dtype.str), data[0]))
         if known not in self._predicts_rows:
             self._predicts_rows[known] = _predicts_rows(self.model, data[0])
-        if not self._predicts_rows[known]:
-            return False
-        return not self.probes.relates_samples("predict", data, form)
+        return self._predicts_parts and self._predicts_rows[known]
 
     def _make_engine(self, source: ShardedInput, method: str) -> None:
         """Make the engine if there is none. Raises on every rank if the ranks were given different data."""

@@ -179,7 +179,7 @@ class ReplicaTrainer:
     def predict_on_batch(self, x: Any) -> Any:
         """The outputs for this global batch, on every rank."""
         batches = self._batches_of_one("predict_on_batch", x)
-        outputs = LocalOutputs.of(batches, self._replica_model, ElementStructure.ALONE)
+        outputs = LocalOutputs.of(batches, self._replica_model)
         batch = _only(batches)
         with self._running_engine(batch):
             counts = LayerCounts(self._replica_model, outputs)

@@ -96,7 +96,7 @@ class ProgramProbes:
         """
         if not engine.metric_rules.is_decided or any(self._tries(step) for step in steps):
             return True
-        if "test_step" in steps and self._probes_outputs("evaluate") and "evaluate" not in self._relates_samples:
+        if "test_step" in steps and self.need_outputs("evaluate"):
             return True
         return loss_probe.has_open_questions(self._model) and not self._knows_losses()
 
@@ -120,12 +120,16 @@ class ProgramProbes:
             few = map_leaves(lambda array: np.array(array[:_SAMPLES]), data)
             self._tests = _Tests(few, form, steps, find_switches(self._model))
 
+    def need_outputs(self, method: str) -> bool:
+        """Whether `relates_samples` needs data."""
+        return self._probes_outputs(method) and method not in self._relates_samples
+
     def relates_samples(self, method: str, data: Any, form: ElementStructure) -> bool:
         """Whether outputs depend on what else is in their batch; all ranks must call.
 
         Args:
             method: "predict" or "evaluate".
-            data: a local batch.
+            data: a local batch; nothing where none is needed.
             form: its structure.
         """
         if not self._probes_outputs(method):
