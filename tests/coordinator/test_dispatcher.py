@@ -109,7 +109,7 @@ def test_a_worker_that_has_reconnected_is_not_silent_for_what_its_former_link_di
     workers._workers[1] = former
     workers._receive_from(former)
     assert not workers._silent
-    workers.lose(returned, "it does not answer.", is_silent=True)
+    workers.lose(returned, "it does not answer.", LinkTimeoutError("worker/0 sent nothing", "worker/0"))
     assert workers._silent == {"worker/0"}
 
 

@@ -347,8 +347,8 @@ def train(case: Case, scope: Any) -> dict[str, Any]:
         x,
         y,
         **{"batch_size": BATCH, "epochs": 2, "verbose": 0, "sample_weight": weights, "validation_data": (x, y)}
-        | case.fit,
-        callbacks=callbacks,
+        | case.fit
+        | ({"callbacks": callbacks} if callbacks else {}),
     )
     # First of all: Keras itself evaluates on JAX with buffers that an optimizer which averages weights shares.
     state = [np.array(keras.ops.convert_to_numpy(variable)) for variable in model.optimizer.variables]
