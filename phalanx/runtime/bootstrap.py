@@ -110,6 +110,10 @@ def main() -> None:
             reporter.record_success()
         elif error is not None:  # `except Exception: traceback.print_exc(); sys.exit(1)`
             reporter.record(error)
+        if end.code:
+            # As after an uncaught error. The launcher, which knows the code from the exit alone, allows the grace
+            # period from the moment in which it sees that another worker has lost this one.
+            process_exit.end_within(0.9 * LaunchConfig.from_environment().grace_s, exit_codes.of_system_exit(end))
         raise
     except BaseException:
         if sys.excepthook is not hook:  # the program's own, which may not call ours

@@ -166,6 +166,11 @@ def of_error(error: BaseException) -> int:
     return next((cause.exit_code for cause in causes(error) if isinstance(cause, errors.PhalanxError)), 1)
 
 
+def of_system_exit(end: SystemExit) -> int:
+    """The exit code of a process that ends with `sys.exit(end.code)`: 1 for a message."""
+    return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
 def causes(error: BaseException | None, *, handled: bool = False) -> Iterator[BaseException]:
     """The error, what it was raised `from`, and so on. `raise error from error` makes an error its own cause.
 

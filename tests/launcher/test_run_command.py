@@ -470,6 +470,29 @@ def test_the_exit_code_tells_the_causes_apart(code: str, status: int, launcher: 
     assert (f"Exit code {status}: " in job.err) == (status != 0)
 
 
+@pytest.mark.parametrize("leave", ["sys.exit(3)", pytest.param("sys.exit('words')", marks=pytest.mark.slow)])
+def test_a_worker_that_ends_itself_and_is_kept_by_an_exit_handler_is_the_cause(leave: str, launcher: Launcher) -> None:
+    launcher.environment["PHALANX_GRACE"] = "2"
+    script = launcher.script(
+        f"""
+        import atexit
+        from phalanx.errors import PeerLostError
+        if rank == 1:
+            atexit.register(hang)
+            atexit.register(touch, "gone")
+            {leave}
+        wait_for("gone")
+        raise PeerLostError("lost worker/1", rank=1, task="worker/1", host="here")
+        """
+    )
+    job = launcher.run("-n", "2", script)
+    code = 3 if "3" in leave else 1
+    assert job.code == code, job.err
+    assert f"ended with exit code {code}\n" in job.err
+    assert f"Exit code {code}: " in job.err
+    assert ("words" in job.err) == ("words" in leave)
+
+
 def test_a_crash_of_native_code_shows_its_python_stack(launcher: Launcher) -> None:
     script = launcher.script("def crash():\n    import ctypes; ctypes.string_at(0)\ncrash()")
     job = launcher.run("-n", "1", script)
