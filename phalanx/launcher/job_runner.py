@@ -26,6 +26,7 @@ from phalanx.errors import ConfigurationError, PeerLostError, PreemptedError, Re
 from phalanx.launcher.elastic_hosts.elastic_supervisor import ElasticSupervisor
 from phalanx.launcher.elastic_hosts.host_pool import ElasticOptions, HostPool
 from phalanx.launcher.failures import failure_report
+from phalanx.launcher.failures.root_cause import INTERRUPTED_CODE
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.hosts.local_host import LocalHost
 from phalanx.launcher.hosts.output_streams import OutputStreams, TerminalSize
@@ -43,7 +44,6 @@ from phalanx.launcher.watching.watched_job import WatchedJob
 from phalanx.launcher.worker_placement import WorkerRecipe, place
 from phalanx.monitoring.console import Console, prefixes, width
 from phalanx.monitoring.startup_noise import QUIET
-from phalanx.runtime.exit_codes import SIGNAL_BASE
 
 if TYPE_CHECKING:
     from phalanx.elastic.launcher_interface import MembershipControl
@@ -108,7 +108,7 @@ def run_job(job: JobRequest) -> int:
             console.close()
         _report_failure(outcome, job, console, colour=sys.stderr.isatty() and allows_colour())
         watched.end(outcome.verdict, _page(outcome, log_dir))
-    if log_dir is not None and outcome.verdict.code != SIGNAL_BASE + signal.SIGINT:  # Ctrl-C is one line
+    if log_dir is not None and outcome.verdict.code != INTERRUPTED_CODE:  # Ctrl-C is one line
         console.message(f"phalanx: `phalanx report {shlex.quote(str(log_dir))}` makes a page of this job")
     return outcome.verdict.code
 
@@ -120,7 +120,10 @@ def _report_failure(outcome: JobOutcome, job: JobRequest, console: Console, *, c
     if verdict.code == PreemptedError.exit_code and verdict.cause is None:
         console.message(f"phalanx: {_last_words(outcome)} (exit code {verdict.code})")
         return
-    if verdict.code != SIGNAL_BASE + signal.SIGINT or config.verbose:  # who pressed Ctrl-C knows why the job ended
+    is_interrupt = verdict.code == INTERRUPTED_CODE
+    if is_interrupt and not verdict.was_requested and not config.verbose:  # of one worker, and not from the terminal
+        console.message(f"phalanx: {verdict.reason} (exit code {verdict.code})")
+    elif not is_interrupt or config.verbose:  # who pressed Ctrl-C knows why the job ended
         page = failure_report.render(
             verdict,
             outcome.ends,

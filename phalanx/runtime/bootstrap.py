@@ -115,9 +115,12 @@ def main() -> None:
             # period from the moment in which it sees that another worker has lost this one.
             process_exit.end_within(0.9 * LaunchConfig.from_environment().grace_s, exit_codes.of_system_exit(end))
         raise
-    except BaseException:
+    except BaseException as error:
         if sys.excepthook is not hook:  # the program's own, which may not call ours
             _install_hook(reporter, sys.excepthook)
+        if isinstance(error, KeyboardInterrupt):
+            _ignore_ctrl_c()
+            _import_crash_report()
         raise
     finally:
         _ignore_ctrl_c()
@@ -127,6 +130,13 @@ def _ignore_ctrl_c() -> None:
     """From here on the process ends: an interrupt could only garble what it still prints."""
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _import_crash_report() -> None:
+    """Import it before the hook does: the `exec` of a string, which imports contain (dataclasses), makes Python forget
+    that an interrupt ends the process, which then exits with code 1."""
+    with contextlib.suppress(Exception):
+        from phalanx.runtime import crash_report  # noqa: F401
 
 
 def _report_import(library: str | None) -> None:

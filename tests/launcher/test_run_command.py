@@ -203,6 +203,17 @@ def test_after_ctrl_c_the_page_that_v_shows_says_where_everyone_was(launcher: La
     assert err.count("in hang") == 2, err
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_worker_that_is_interrupted_alone_is_named(verbose: bool, launcher: Launcher) -> None:
+    script = launcher.script("if rank == 1:\n    raise KeyboardInterrupt\nhang()")
+    job = launcher.run("-n", "2", *(["-v"] if verbose else []), script)
+    assert job.code == 130
+    named = [line for line in job.err.splitlines() if "was interrupted (KeyboardInterrupt or SIGINT)" in line]
+    assert len(named) == 1, job.err
+    assert "worker/1 (rank 1, pid " in named[0]
+    assert ("Exit code 130: " in job.err) == verbose
+
+
 def test_multiprocessing_works_in_a_worker(launcher: Launcher) -> None:
     script = launcher.script(
         """

@@ -29,6 +29,7 @@ _JAX_ABORT = "CoordinationService"
 # Of a job that was ended by a false success: the code of its survivors.
 FALSE_SUCCESS_CODE = errors.PeerLostError.exit_code
 PREEMPTED_CODE = errors.PreemptedError.exit_code
+INTERRUPTED_CODE = exit_codes.SIGNAL_BASE + signal.SIGINT
 HOST_LOST_CODE = errors.PeerLostError.exit_code
 
 
@@ -183,6 +184,8 @@ def _reason(cause: WorkerExit, ends: Sequence[WorkerExit]) -> str:
     error = cause.diagnostics.error
     if cause.returncode is None:
         return f"{who} was lost with its host: the connection to it ended"
+    if cause.code == INTERRUPTED_CODE:
+        return f"{who} was interrupted (KeyboardInterrupt or SIGINT)"
     if cause.returncode < 0 and not (cause.by_launcher and error is not None):
         return f"{who} was killed by {exit_codes.signal_name(-cause.returncode)}"
     if cause.code in _CONSEQUENCE and (hung := waited_for(cause, ends)):
