@@ -124,12 +124,24 @@ class EntryFinished(msgspec.Struct, frozen=True, tag="finished"):
     result: bytes
 
 
+class EntryLeft(msgspec.Struct, frozen=True, tag="left"):
+    """From each member: it takes part in an entry no longer.
+
+    Attributes:
+        entry: the number of the entry.
+        is_finished: whether it has done its part; else an exception ended it.
+    """
+
+    entry: int
+    is_finished: bool
+
+
 class SignOfLife(msgspec.Struct, frozen=True, tag="alive"):
     """The sender lives; twice a second."""
 
 
 class LeaveNotice(msgspec.Struct, frozen=True, tag="leave"):
-    """The sender has finished its program successfully."""
+    """The sender ends its program, without an uncaught error."""
 
 
 # From the coordinator to a process.
@@ -217,7 +229,15 @@ class Dismissed(msgspec.Struct, frozen=True, tag="dismissed"):
 
 
 ToCoordinator = (
-    EntryQuery | ReadyToJoin | LossReport | LinksReport | EntryBegan | EntryFinished | SignOfLife | LeaveNotice
+    EntryQuery
+    | ReadyToJoin
+    | LossReport
+    | LinksReport
+    | EntryBegan
+    | EntryFinished
+    | EntryLeft
+    | SignOfLife
+    | LeaveNotice
 )
 FromCoordinator = FormGeneration | StartOrder | GenerationEnded | EntryBegan | RegroupRequest | PastEntry | Dismissed
 

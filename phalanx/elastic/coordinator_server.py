@@ -26,6 +26,9 @@ TICK_S = 0.1
 SEND_S = 2.0
 """For a message of a few kilobytes. A process that does not read it in this time is stopped, and is lost."""
 
+LAST_MESSAGES_S = 2.0
+"""For what an exited process sent last. It has arrived already, unless the network to its host is slow."""
+
 _decoder: Decoder[messages.ToCoordinator] = Decoder(messages.ToCoordinator)
 
 
@@ -52,6 +55,7 @@ class CoordinatorServer:
     ):
         # Protects everything below. Reentrant: the coordinator sends while it decides. Nothing waits while holding it.
         self._lock = threading.RLock()
+        self._has_received = threading.Condition(self._lock)
         self._senders: dict[str, _Sender] = {}
         self._job = job_actions
         self._slots = limits.maximum
@@ -82,6 +86,12 @@ class CoordinatorServer:
         with self._lock:
             for incarnation in self.coordinator.table.of_task(task):
                 self.coordinator.lose(ProcessLost(incarnation, LossCause.PROCESS_ENDED), time.monotonic())
+
+    def has_left_early(self, task: str) -> bool:
+        with self._has_received:
+            # Its last message, or the end of its link, removes it from the table.
+            self._has_received.wait_for(lambda: not self.coordinator.table.of_task(task), LAST_MESSAGES_S)
+            return self.coordinator.early_exits.has_left_early(task)
 
     def withdraw(self, task: str) -> None:
         with self._lock:
@@ -141,12 +151,14 @@ class CoordinatorServer:
         for message in messages.receive(link, _decoder):
             with self._lock:
                 self.coordinator.receive(incarnation, message, time.monotonic())
+                self._has_received.notify_all()
         with self._lock:
             sender.finish()
             # A process whose link broke may have dialled again by now; then only its former link has ended.
             if self._senders.get(incarnation) is sender:
                 del self._senders[incarnation]
                 self.coordinator.lose(ProcessLost(incarnation, LossCause.LINK_CLOSED), time.monotonic())
+            self._has_received.notify_all()
         link.close()
 
     def _tick(self) -> None:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from phalanx.cluster import membership_messages as messages
 from phalanx.cluster.spec import CHIEF
 from phalanx.cluster.task_comparison import TaskDescription
+from phalanx.elastic.early_exits import EarlyExits
 from phalanx.elastic.entry_results import EntryLog
 from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits, MemberTable
@@ -85,6 +86,8 @@ class LossCause(enum.Enum):
     """The launcher has seen the exit. The link may stay open: the network or the host's power may be cut."""
     REPLACED = enum.auto()
     """Another process of the same task has arrived."""
+    LEFT_EARLY = enum.auto()
+    """It has ended its program, perhaps with exit code 0, while others are in an entry that it has not finished."""
     EVICTED = enum.auto()
     """It is silent, stuck or cut off, and is about to be killed."""
 
@@ -113,6 +116,7 @@ class ElasticCoordinator:
         failure: why the job has failed; else empty.
         table: the processes of the job.
         entries: what the program has called so far.
+        early_exits: which processes left before the end.
     """
 
     def __init__(self, limits: MembershipLimits, now: float, *, job: ElasticJob, send: Send):
@@ -121,6 +125,8 @@ class ElasticCoordinator:
         self.failure = ""
         self.table = MemberTable(limits)
         self.entries = EntryLog()
+        self.early_exits = EarlyExits(self.table, self.entries)
+        self._is_training = False  # as the launcher knows
         self._job = job
         self._send = send
         self._connections = ConnectionFailures()
@@ -139,6 +145,7 @@ class ElasticCoordinator:
         for incarnation in self.table.of_task(description.task):
             self.lose(ProcessLost(incarnation, LossCause.REPLACED), now)
         self.table.add(description, now)
+        self.early_exits.arrived(description.task)
         return messages.JoinResponse(self.generation > 0, self.table.limits.expected)
 
     def receive(self, incarnation: str, message: messages.ToCoordinator, now: float) -> None:
@@ -165,7 +172,12 @@ class ElasticCoordinator:
                     self._evictions.reported(message, now, is_first=len(self.table.reports) == 1)
             case messages.EntryBegan() | messages.EntryFinished():
                 self.entries.record(message)
+            case messages.EntryLeft():
+                self.early_exits.entry_left(process, message)
+            case messages.LeaveNotice() if self.early_exits.is_early(incarnation):
+                self.lose(ProcessLost(incarnation, LossCause.LEFT_EARLY), now)
             case messages.LeaveNotice():
+                self.early_exits.left(incarnation)
                 if incarnation in self.table.members:
                     self.table.finished_tasks.append(process.task)
                 self.table.remove(incarnation)
@@ -180,6 +192,7 @@ class ElasticCoordinator:
         if event.cause is LossCause.PROCESS_ENDED:
             self._presumed_dead.add(event.incarnation)
         was_member = event.incarnation in self.table.members
+        self.early_exits.left(event.incarnation)
         if event.cause is LossCause.EVICTED:
             self._dismiss(event.incarnation, "evicted", event.reason)
             self._job.evict(process.task)
@@ -187,7 +200,8 @@ class ElasticCoordinator:
             self.table.remove(event.incarnation)
             if was_member:
                 remaining, maximum = len(self.table.members), self.table.limits.maximum
-                self._job.log(f"{process.task} is lost; {remaining} of {maximum} workers remain")
+                what = "left before the end" if event.cause is LossCause.LEFT_EARLY else "is lost"
+                self._job.log(f"{process.task} {what}; {remaining} of {maximum} workers remain")
         if was_member:
             self._is_chief_lost |= event.incarnation == self._chief
             # If it was the last one, the job is over where others have finished, and else its state is lost.
@@ -231,6 +245,9 @@ class ElasticCoordinator:
 
     def _decide(self, now: float) -> None:
         """Do what the state of things asks for, which may be nothing. Called after every change, and by each tick."""
+        if self.early_exits.is_training != self._is_training:
+            self._is_training = not self._is_training
+            self._job.training_changed(is_training=self._is_training)
         for incarnation, process in list(self.table.processes.items()):
             if incarnation in self.table.members:
                 continue
@@ -367,6 +384,7 @@ class ElasticCoordinator:
     def _dismiss(self, incarnation: str, cause: str, reason: str) -> None:
         self._send(incarnation, messages.Dismissed(reason, cause))
         task = self.table.remove(incarnation).task
+        self.early_exits.dismissed(task)
         if cause in _LEAVES:
             self._job.log(f"{task} {_LEAVES[cause]}: {reason}")
         if cause == "surplus":

@@ -13,13 +13,14 @@ ensures that (`elastic_coordinator`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
 
 from phalanx.cluster import timeline_relay
-from phalanx.cluster.membership_messages import EntryBegan, EntryFinished, PastEntry
+from phalanx.cluster.membership_messages import EntryBegan, EntryFinished, EntryLeft, PastEntry
 from phalanx.collectives.communicator import CommunicatorStatistics
 from phalanx.collectives.communicator_factory import connect
 from phalanx.collectives.host.host_communicator import HostCommunicator
@@ -27,7 +28,7 @@ from phalanx.collectives.options import CommunicationOptions
 from phalanx.elastic.elastic_node import ElasticNode
 from phalanx.elastic.generation_loop import LOSSES, Position, form_next_generation, join_generation
 from phalanx.elastic.join_points import JoinPoints
-from phalanx.errors import MembershipChangedError, PhalanxError
+from phalanx.errors import LinkClosedError, LinkTimeoutError, MembershipChangedError, PhalanxError
 from phalanx.monitoring import timeline
 from phalanx.transport.serialization import decode, encode
 
@@ -120,6 +121,15 @@ class ElasticGroup:
         """Tell the coordinator about an entry. Only the chief does."""
         if self.inner.rank == 0:
             self.node.coordinator.send(message)
+
+    def leave_entry(self, entry: int, *, is_finished: bool) -> None:
+        """Tell the coordinator that this process takes part in an entry no longer.
+
+        Args:
+            is_finished: whether it has done its part; else an exception ends it.
+        """
+        with contextlib.suppress(LinkClosedError, LinkTimeoutError):  # the next collective raises an error that says so
+            self.node.coordinator.send(EntryLeft(entry, is_finished))
 
     def let_others_join(self) -> None:
         """Let others join after a section in which they could not (`JoinPoints.closed`).

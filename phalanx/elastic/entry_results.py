@@ -45,6 +45,11 @@ class EntryLog:
         """The entry at which candidates can become members."""
         return max(self.current, 0)
 
+    @property
+    def running(self) -> int | None:
+        """The entry that has begun and that the chief has not finished; None if there is none."""
+        return self.current if self.current in self._notes and self.current not in self._results else None
+
     def answer(self, candidate: ElasticProcess, members: int) -> PastEntry | EntryBegan | None:
         """The answer to a candidate about the entry that it has reached, if there is one now; each is given once.
 
@@ -57,6 +62,7 @@ class EntryLog:
             return None
         if entry in self._results:
             candidate.queried_entry = candidate.ready_entry = None
+            candidate.finished_entries = entry + 1
             return PastEntry(entry, self._results[entry])
         if candidate.queried_entry is not None and entry in self._notes:
             candidate.queried_entry = None

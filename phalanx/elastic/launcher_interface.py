@@ -34,6 +34,10 @@ class ElasticJob(Protocol):
         """These tasks, in rank order, are the members from now on."""
         ...
 
+    def training_changed(self, *, is_training: bool) -> None:
+        """Whether members are inside an entry (such as `fit`) from now on."""
+        ...
+
     def log(self, text: str) -> None:
         """Show one line to the user."""
         ...
@@ -44,6 +48,11 @@ class MembershipControl(Protocol):
 
     def lose(self, task: str) -> None:
         """The process of this task has ended, and not successfully."""
+        ...
+
+    def has_left_early(self, task: str) -> bool:
+        """Whether the process of this task, which has exited with code 0, left in the middle of an entry of the others.
+        May wait a moment for what it sent last."""
         ...
 
     def withdraw(self, task: str) -> None:

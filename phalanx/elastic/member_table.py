@@ -37,6 +37,8 @@ class ElasticProcess:
         queried_entry: the entry whose status it waits for, as a candidate.
         ready_entry: the entry at which it waits to become a member.
         report: how it left the present generation.
+        left_entries, finished_entries: the number of entries that are over for it, and of those in which it has done
+            its part.
     """
 
     description: TaskDescription
@@ -44,6 +46,8 @@ class ElasticProcess:
     queried_entry: int | None = None
     ready_entry: int | None = None
     report: LossReport | None = None
+    left_entries: int = 0
+    finished_entries: int = 0
 
     @property
     def task(self) -> str:

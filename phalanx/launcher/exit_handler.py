@@ -102,6 +102,7 @@ class ExitHandler:
         if code and diagnostics.error is None:
             diagnostics = replace_fields(diagnostics, output=self.tails.last_lines(record.rank))
         shutting_down = self.plan.is_shutting_down
+        left_early = code == 0 and not shutting_down and self._has_left_early(record)
         return WorkerExit(
             rank=record.rank,
             task=record.name,
@@ -110,11 +111,19 @@ class ExitHandler:
             returncode=code,
             order=len(self.tasks.exits),
             by_launcher=self.plan.has_signalled or self.tasks.is_caused_by_job(record, code),
-            outlived=self.tasks.is_outlived(record, code, diagnostics, is_shutting_down=shutting_down),
+            outlived=self.tasks.is_outlived(
+                record, code, diagnostics, is_shutting_down=shutting_down, left_early=left_early
+            ),
+            left_early=left_early,
             hung=record.is_hung,
             trains=record.trains,
             diagnostics=diagnostics,
         )
+
+    def _has_left_early(self, record: TaskRecord) -> bool:
+        """Whether an exit with code 0 is not the end of the program: other members of the elastic job still train."""
+        may_leave = record.is_released or self.tasks.is_complete or not record.trains
+        return self.slots is not None and not may_leave and self.slots.has_left_early(record.name)
 
     def _finish(self, record: TaskRecord, end: WorkerExit) -> None:
         """A task has exited for good."""

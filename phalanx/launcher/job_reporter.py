@@ -15,7 +15,6 @@ from phalanx.launcher.task_table import TRAINING
 from phalanx.monitoring.console import Console
 from phalanx.monitoring.stragglers import StragglerDetector
 from phalanx.monitoring.worker_figures import TaskReport
-from phalanx.runtime.exit_codes import describe_exit
 
 
 class JobReporter(JobObserver):
@@ -92,7 +91,7 @@ class JobReporter(JobObserver):
             self.report(f"{end.failure}; ending the job")
 
     def survived(self, end: WorkerExit, how: str) -> None:
-        self.report(f"{end.task} {describe_exit(end.returncode)}; {how}")
+        self.report(f"{end.task} {end.description}; {how}")
         error = end.diagnostics.error
         if error is not None and (self._verbose or not end.distance):
             self._console.message(error.traceback if self._verbose else error.folded)

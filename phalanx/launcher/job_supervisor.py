@@ -157,6 +157,10 @@ class JobSupervisor:
             self._failure = RootCause(code, None, reason)
         self._plan.fail(self._clock())
 
+    def training_changed(self, *, is_training: bool) -> None:
+        """Whether members of an elastic job train from now on."""
+        self._tasks.is_training = is_training
+
     def finish(self, tasks: Sequence[str]) -> None:
         """These workers have finished an elastic job: others that were about to join them are not needed."""
         self._tasks.is_complete = True

@@ -37,7 +37,7 @@ class RestartPolicy:
 
     A task is restarted if it was killed by a signal (memory ran out, its host took a core away, a user killed it), and
     if the others excluded it or continue without it. A task with servers that exited with its own error would do so
-    again. In an elastic job the error may be its host's, so it is restarted.
+    again. In an elastic job the error may be its host's, so it is restarted; code 0 is a loss if others still train.
 
     Args:
         allowed: how often each task may be restarted; 0 for never.

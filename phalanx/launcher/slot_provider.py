@@ -12,6 +12,10 @@ class SlotProvider(Protocol):
         """The process of a task has failed. Called before it is decided whether it restarts."""
         ...
 
+    def has_left_early(self, task: str) -> bool:
+        """Whether the process of a task, which has exited with code 0, left in the middle of the training."""
+        ...
+
     def worker_exited(self, rank: int, *, failed: bool) -> bool:
         """A worker has exited but may run again. Returns whether it can be restarted in its slot; otherwise the slot is
         free and the worker waits for another one."""

@@ -122,13 +122,14 @@ class TaskTable:
 
     Attributes:
         is_complete: whether members of an elastic job have finished it, so that no other needs to join them.
+        is_training: whether members of an elastic job are inside an entry, such as `fit`.
     """
 
     def __init__(self, placements: Sequence[WorkerPlacement], *, elastic: bool, restarts: bool):
         self._elastic = elastic
         self._restarts = restarts
         self._tasks = {placement.spec.rank: TaskRecord(placement) for placement in placements}
-        self.is_complete = False
+        self.is_complete = self.is_training = False
 
     def __getitem__(self, rank: int) -> TaskRecord:
         return self._tasks[rank]
@@ -179,9 +180,13 @@ class TaskTable:
 
     @property
     def training_is_over(self) -> bool:
-        """Whether the training has ended, successfully or not: with the chief, or in an elastic job with any member."""
+        """Whether the training has ended, successfully or not: with the chief, or in an elastic job with any member.
+
+        A member that ends its program between two entries has not ended the next one, which the others begin.
+        """
         if self._elastic:
-            return self.is_complete or any(record.trains and record.has_succeeded for record in self)
+            has_success = any(record.trains and record.has_succeeded for record in self)
+            return self.is_complete or (has_success and not self.is_training)
         return self.chief_has_exited or self.servers_have_finished
 
     def only_optional_left(self, now: float) -> bool:
@@ -229,14 +234,21 @@ class TaskTable:
         )
 
     def is_outlived(
-        self, record: TaskRecord, returncode: int | None, diagnostics: WorkerDiagnostics, *, is_shutting_down: bool
+        self,
+        record: TaskRecord,
+        returncode: int | None,
+        diagnostics: WorkerDiagnostics,
+        *,
+        is_shutting_down: bool,
+        left_early: bool = False,
     ) -> bool:
         """Whether the other tasks continue without one that has just exited."""
         if not record.trains:
             return False
         # Only those that run: once all others have finished, none of them does what this one was about to do.
         others = [other for other in self if other.trains and other is not record]
-        if self._elastic and returncode != 0 and any(other.state is TaskState.RUNNING for other in others):
+        has_failed = returncode != 0 or left_early
+        if self._elastic and has_failed and any(other.state is TaskState.RUNNING for other in others):
             return True
         return not is_shutting_down and self._has_lost_contact(record, returncode, diagnostics)
 

@@ -219,6 +219,7 @@ class Replica:
         self._entry = entry = Entry(self._entries)
         self._entries += 1
         self._seeds = 0
+        is_finished = False
         try:
             self._open(entry, elastic, seed or seed_from_program)
             yield entry
@@ -226,8 +227,10 @@ class Replica:
             result = entry.result if len(entry.result) <= MAX_RESULT_BYTES else NOT_KEPT
             self._last_result = (entry.number, result)
             elastic.send_as_chief(EntryFinished(entry.number, result))
+            is_finished = True
         finally:
             self._entry = None
+            elastic.leave_entry(entry.number, is_finished=is_finished)
 
     def _open(self, entry: Entry, elastic: ElasticGroup, seed: Callable[[], int]) -> None:
         """Learn, or on the chief publish, what all who take part in the entry must know."""

@@ -1,9 +1,11 @@
 """Trains on digits in an elastic job, and logs what happens, one line each.
 
-    program.py FOLDER [--epochs N] [--kill TASK:LIFE:SECONDS ...] [--hold SECONDS] [--gate STEP]
+    program.py FOLDER [--epochs N] [--kill TASK:LIFE:SECONDS ...] [--exit|--terminate TASK:LIFE:STEP ...]
+               [--hold SECONDS] [--gate STEP]
 
 `--kill worker/1:1:0.4`: worker 1, in its first process, is killed (-9) 0.4 s after its first step, wherever it is then.
 `--kill worker/1:1:10th`: ... after its tenth step.
+`--exit worker/1:1:10`, `--terminate ...`: it ends with code 0 after its tenth step; at SIGTERM, by `sys.exit(0)`.
 `--hold`: a step takes this long while a member is missing, so that a restarted one can join.
 `--gate 5`: after its fifth step every member waits until FOLDER/go exists.
 FOLDER gets one file for each process of a task, `worker-1.2.log`.
@@ -140,6 +142,24 @@ class Beginning(keras.callbacks.Callback):
         assert (self.task,) == self._own
 
 
+class Leave(keras.callbacks.Callback):
+    """Ends its process with code 0 in the middle of the training."""
+
+    def __init__(self, log: Log, step: int, *, by_signal: bool):
+        super().__init__()
+        self._log, self._left, self._by_signal = log, step, by_signal
+        if by_signal:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._log.note("left")
+            if not self._by_signal:
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def model(convolutional: bool, dropout: float = 0.0, *, units: int = 64, optimizer: Any = "adam") -> Any:
     layers = keras.layers
     first = (
@@ -176,6 +196,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--samples", type=int, default=1437)
     parser.add_argument("--kill", action="append", default=[])
+    parser.add_argument("--exit", action="append", default=[])
+    parser.add_argument("--terminate", action="append", default=[])
     parser.add_argument("--hold", type=float, default=0.0)
     parser.add_argument("--gate", type=int)
     parser.add_argument("--pace", type=float, default=0.0)
@@ -212,6 +234,11 @@ def main() -> None:
         net = model_of_words() if options.words else model(options.cnn, 0.2 * options.deterministic, **others)
     gate = Gate(options.folder / "go", options.gate) if options.gate else None
     watch = Watch(log, strategy, len(cluster["cluster"]["worker"]), kills.get((task, life)), options.hold, gate)
+    leaves = [
+        Leave(log, int(leave.rpartition(":")[2]), by_signal=leave in options.terminate)
+        for leave in (*options.exit, *options.terminate)
+        if leave.startswith(f"{task}:{life}:")
+    ]
     paces = (
         [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(options.pace))]
         if options.pace
@@ -225,7 +252,9 @@ def main() -> None:
         data = {"x": x, "y": y, "batch_size": 64, "validation_split": 0.1}
     if options.words:
         data["shuffle"] = False  # an elastic job shuffles in another order than a fixed one
-    history = net.fit(**data, epochs=options.epochs, callbacks=[watch, Beginning(task, x, y), *paces], verbose=0)
+    history = net.fit(
+        **data, epochs=options.epochs, callbacks=[watch, Beginning(task, x, y), *paces, *leaves], verbose=0
+    )
     loss = net.evaluate(x, y, verbose=0)
     weights = np.concatenate([np.ravel(keras.ops.convert_to_numpy(v)) for v in net.weights])
     if strategy.is_chief:

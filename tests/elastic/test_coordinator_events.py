@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from phalanx.cluster.membership_messages import (
     EntryBegan,
     EntryFinished,
+    EntryLeft,
     EntryQuery,
     FormGeneration,
     LeaveNotice,
@@ -39,6 +40,8 @@ EVENTS = st.lists(
                 "late",
                 "begin",
                 "finish",
+                "left",
+                "failed",
                 "leave",
                 "lose",
                 "exit",
@@ -81,7 +84,7 @@ class Job:
                 task=f"worker/{index}", incarnation=f"{index}.{self.lives[index]}", facts=JobFacts(), **facts
             )
             coordinator.admit(description, self.now)
-        elif event in ("query", "ready", "report", "late", "begin", "finish", "leave"):
+        elif event in ("query", "ready", "report", "late", "begin", "finish", "left", "failed", "leave"):
             generation, entry = coordinator.generation, max(0, coordinator.entries.current)
             message = {
                 "query": EntryQuery(entry),
@@ -90,6 +93,8 @@ class Job:
                 "late": LossReport(generation, 5, False, late="late", missing=[f"0.{self.lives[0]}"]),
                 "begin": EntryBegan(entry),
                 "finish": EntryFinished(entry, b"result"),
+                "left": EntryLeft(entry, is_finished=True),
+                "failed": EntryLeft(entry, is_finished=False),
                 "leave": LeaveNotice(),
             }[event]
             coordinator.receive(name, message, self.now)

@@ -139,6 +139,8 @@ class Members:
 
     def generation_formed(self, generation: int, tasks: Sequence[str]) -> None: ...
 
+    def training_changed(self, *, is_training: bool) -> None: ...
+
     def log(self, text: str) -> None:
         self.notes.append(text)
 

@@ -11,6 +11,7 @@ from phalanx.cluster.membership_messages import (
     Dismissed,
     EntryBegan,
     EntryFinished,
+    EntryLeft,
     EntryQuery,
     FormGeneration,
     GenerationEnded,
@@ -54,6 +55,7 @@ class Job:
         self.evicted: list[str] = []
         self.over: list[list[str]] = []
         self.notes: list[str] = []
+        self.training: list[bool] = []
         self.released: list[str] = []
         self.generations: list[list[str]] = []
         self.now = 0.0
@@ -82,6 +84,9 @@ class Job:
     def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
         self.generations.append(list(tasks))
 
+    def training_changed(self, *, is_training: bool) -> None:
+        self.training.append(is_training)
+
     def log(self, text: str) -> None:
         self.notes.append(text)
 
@@ -97,6 +102,12 @@ class Job:
     def report(self, *names: str, completed: int = 5, boundary: bool = True, **more: object) -> None:
         for name in names:
             self.send(name, LossReport(self.coordinator.generation, completed, boundary, **more))  # type: ignore[arg-type]
+
+    def finish_program(self, *names: str) -> None:
+        """These have done their part of the running entry, and end."""
+        for name in names:
+            self.send(name, EntryLeft(0, True))
+            self.send(name, LeaveNotice())
 
     def lose(self, name: str) -> None:
         self.coordinator.lose(ProcessLost(name, LossCause.LINK_CLOSED), self.now)
@@ -258,10 +269,105 @@ def test_below_the_minimum_for_too_long_the_job_fails():
 
 def test_when_some_have_finished_the_minimum_is_nobodys_concern():
     job = Job(minimum=3).running()
-    job.send("a1", LeaveNotice())
+    job.finish_program("a1")
     job.lose("b1")
     job.report("c1")
     assert job.coordinator.table.members == ["c1"]
+
+
+def test_one_that_leaves_in_the_middle_of_an_entry_is_lost():
+    job = Job(minimum=3).running()
+    job.send("b1", LeaveNotice())
+    assert "worker/1 left before the end; 2 of 3 workers remain" in job.notes
+    assert job.coordinator.early_exits.has_left_early("worker/1")
+    job.report("a1", "c1")
+    assert "2 workers remain, and 3 are needed: waiting for others" in job.notes
+    job.arrive("b2")
+    assert job.coordinator.table.members == ["a1", "c1", "b2"]
+
+
+def test_a_chief_that_leaves_in_the_middle_of_an_entry_is_lost():
+    job = Job().running()
+    job.send("a1", LeaveNotice())
+    job.report("b1", "c1")
+    assert job.coordinator.table.members == ["b1", "c1"]
+    assert job.coordinator.early_exits.has_left_early("worker/0")
+
+
+@pytest.mark.parametrize("leave", ["notice", "closed link"])
+def test_one_that_has_done_its_part_first_has_finished(leave):
+    """The chief is a moment behind, or writes what it alone writes."""
+    job = Job().running()
+    job.send("b1", EntryLeft(0, True))
+    if leave == "notice":
+        job.send("b1", LeaveNotice())
+    else:
+        job.lose("b1")
+    assert not job.coordinator.early_exits.has_left_early("worker/1")
+    assert (job.coordinator.table.finished_tasks == ["worker/1"]) == (leave == "notice")
+
+
+def test_when_the_chief_has_finished_an_entry_nobody_leaves_it_early():
+    job = Job().running()
+    assert job.training == [True]
+    job.send("a1", EntryFinished(0, b"result"))
+    assert job.training == [True, False]
+    job.send("c1", LeaveNotice())
+    job.lose("b1")
+    assert not any(job.coordinator.early_exits.has_left_early(f"worker/{index}") for index in range(3))
+
+
+def test_all_may_leave_after_an_error_that_they_caught():
+    """The error ended the entry on all of them, so that none has finished it."""
+    job = Job().running()
+    for name in ("b1", "a1", "c1"):
+        job.send(name, EntryLeft(0, False))
+    for name in ("b1", "a1", "c1"):
+        job.send(name, LeaveNotice())
+    assert job.over == [["worker/1", "worker/0", "worker/2"]]
+
+
+def test_one_that_alone_met_an_error_and_caught_it_is_lost():
+    job = Job().running()
+    job.send("b1", EntryLeft(0, False))
+    job.send("b1", LeaveNotice())
+    assert job.coordinator.table.finished_tasks == []
+    assert job.coordinator.early_exits.has_left_early("worker/1")
+
+
+def test_one_that_leaves_between_two_entries_has_finished():
+    job = Job(minimum=2).running()
+    job.send("a1", EntryFinished(0, b"result"))
+    for name in ("a1", "b1", "c1"):
+        job.send(name, EntryLeft(0, True))
+    job.send("b1", LeaveNotice())
+    job.send("a1", EntryBegan(1))
+    assert not job.coordinator.early_exits.has_left_early("worker/1")
+    assert job.training == [True, False, True]
+
+
+def test_one_that_ends_before_it_arrives_leaves_early_if_others_train():
+    job = Job(expected=2)
+    assert not job.coordinator.early_exits.has_left_early("worker/2")  # a program without a strategy
+    job.arrive("a1", "b1")
+    job.send("a1", EntryBegan(0))
+    assert job.coordinator.early_exits.has_left_early("worker/2")
+    job.arrive("c1", ready=None)
+    assert job.coordinator.early_exits.has_left_early("worker/2")  # its link is still open
+    job.send("c1", LeaveNotice())
+    assert job.coordinator.early_exits.has_left_early("worker/2")
+    job.send("a1", EntryFinished(0, b"result"))
+    job.arrive("c2", ready=None)
+    assert not job.coordinator.early_exits.has_left_early("worker/2")
+
+
+def test_a_task_that_returns_has_not_finished():
+    job = Job(minimum=3).running()
+    job.send("a1", EntryFinished(0, b"result"))
+    job.send("b1", LeaveNotice())
+    assert job.coordinator.table.needed == 1
+    job.arrive("b2")
+    assert job.coordinator.table.needed == 3
 
 
 @pytest.mark.parametrize("known_before", [False, True])
@@ -430,8 +536,7 @@ def test_a_candidate_whose_host_is_taken_back_is_sent_away():
 def test_the_job_is_over_when_all_have_left():
     job = Job(maximum=4).running()
     job.arrive("d1")
-    for name in ("a1", "b1", "c1"):
-        job.send(name, LeaveNotice())
+    job.finish_program("a1", "b1", "c1")
     assert job.over == [["worker/0", "worker/1", "worker/2"]]
     (dismissed,) = job.sent_to("d1", Dismissed)
     assert dismissed.cause == "over"
@@ -440,8 +545,7 @@ def test_the_job_is_over_when_all_have_left():
 def test_one_that_arrives_as_the_job_finishes_is_answered():
     """Nothing can be sent to it before its link is adopted."""
     job = Job().running()
-    for name in ("a1", "b1", "c1"):
-        job.send(name, LeaveNotice())
+    job.finish_program("a1", "b1", "c1")
     job.arrive("d1", ready=None)
     job.coordinator.tick(job.now)
     job.sent.clear()  # not adopted yet
@@ -596,17 +700,17 @@ def test_a_chief_that_is_lost_when_the_others_have_finished_had_work_to_do():
     job = Job().running()
     job.lose("a1")
     assert job.coordinator.state is CoordinatorState.REGROUPING
-    job.send("b1", LeaveNotice())
-    job.send("c1", LeaveNotice())
+    job.finish_program("b1")
+    job.finish_program("c1")
     assert job.over == [["failed", "71"]]
     assert "the chief was lost after the last step" in job.coordinator.failure
 
 
 def test_another_that_is_lost_when_the_chief_has_finished_had_not():
     job = Job().running()
-    job.send("a1", LeaveNotice())
+    job.finish_program("a1")
     job.lose("b1")
-    job.send("c1", LeaveNotice())
+    job.finish_program("c1")
     assert job.over == [["worker/0", "worker/2"]]
 
 

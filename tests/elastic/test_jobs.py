@@ -135,6 +135,19 @@ def test_one_that_returns_draws_as_the_others_have_drawn(tmp_path):
     assert all(counts == [1] for counts in run.result["ledger"].values())
 
 
+def test_members_that_end_with_code_0_in_the_middle_return(tmp_path, undisturbed):
+    """One exits, and the chief's handler of SIGTERM does. Three are needed; a later loss is made good as well."""
+    leave = ("--exit", "worker/1:1:5", "--terminate", "worker/0:1:10", "--kill", "worker/2:1:15th")
+    run = Run(tmp_path / "run", FIRST, "3:3", *leave)
+    run.is_like(undisturbed(FIRST))
+    assert len(run.of_kind("left")) == 2
+    for task in ("worker/0", "worker/1"):
+        assert f"phalanx: {task} left with exit code 0 before the end; starting it again (1 of 10)" in run.output
+    assert "phalanx: worker/0 left before the end; 2 of 3 workers remain" in run.output
+    assert "worker/2 was killed by SIGKILL; starting it again (1 of 10)" in run.output
+    assert {event["members"] for event in run.of_kind("step")} == {3}
+
+
 @pytest.mark.slow
 def test_one_that_returns_takes_part(tmp_path, undisturbed):
     """The job waits for it, as two members are needed."""

@@ -434,9 +434,13 @@ class Seats:
         self.keeps = keeps
         self.heard: list[tuple[str, int, bool]] = []
         self.moves: dict[int, FakeHost] = {}
+        self.early: set[str] = set()  # tasks that have left early, whatever their exit code
         self.job: JobSupervisor | None = None
 
     def task_failed(self, task: str) -> None: ...
+
+    def has_left_early(self, task: str) -> bool:
+        return task in self.early
 
     def worker_exited(self, rank: int, *, failed: bool) -> bool:
         self.heard.append(("left", rank, failed))
@@ -458,13 +462,13 @@ class Seats:
         return None
 
 
-def elastic(host: FakeHost, seats: Seats) -> tuple[JobSupervisor, Recorder]:
+def elastic(host: FakeHost, seats: Seats, *, workers: int = 2, restarts: int = 5) -> tuple[JobSupervisor, Recorder]:
     recorder = Recorder()
     placements = [
-        WorkerPlacement(WorkerSpec(rank, (), {}, restartable=True), f"worker/{rank}", host) for rank in range(2)
+        WorkerPlacement(WorkerSpec(rank, (), {}, restartable=True), f"worker/{rank}", host) for rank in range(workers)
     ]
     job = JobSupervisor(
-        placements, selectors.DefaultSelector(), recorder, LaunchConfig(restarts=5), slots=seats, clock=Clock()
+        placements, selectors.DefaultSelector(), recorder, LaunchConfig(restarts=restarts), slots=seats, clock=Clock()
     )
     seats.job = job
     return job, recorder
@@ -478,6 +482,44 @@ def test_a_worker_whose_place_is_good_is_started_again_there() -> None:
     assert ("left", 1, True) in seats.heard
     assert host.calls[0] == ("restart", 1, 0)
     assert recorder.returned == ["worker/1 1 of 5"]
+
+
+def test_a_worker_that_leaves_early_with_code_0_is_started_again() -> None:
+    host, seats = FakeHost([[done(1)], [], [done(1, 1)], [], [done(1), done(0)]]), Seats()
+    job, recorder = elastic(host, seats)
+    seats.early.add("worker/1")
+    job.training_changed(is_training=True)
+    seats.update = lambda: seats.early.clear() if ("restart", 1, 0) in host.calls else None  # type: ignore[method-assign]
+    job.start()
+    assert job.run().verdict.success
+    assert [call for call in host.calls if call[0] == "restart"] == [("restart", 1, 0)] * 2
+    assert recorder.returned == ["worker/1 1 of 5", "worker/1 2 of 5"]
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_member_that_ends_between_two_entries_does_not_end_the_next_one(is_training: bool) -> None:
+    host, seats = FakeHost([[done(1)], [done(0, -signal.SIGKILL)], [], [done(2), done(0)]]), Seats()
+    job, _ = elastic(host, seats, workers=3)
+    job.training_changed(is_training=is_training)
+    job.start()
+    job.run()
+    assert (("restart", 0, 0) in host.calls) == is_training
+
+
+def test_a_worker_that_leaves_early_is_the_cause_if_the_job_ends_for_it() -> None:
+    host, seats = FakeHost([[done(1)], [], [], [done(0, RendezvousError.exit_code)]]), Seats()
+    job, _ = elastic(host, seats, restarts=0)
+    seats.early.add("worker/1")
+
+    def abort() -> None:
+        if ("retired", 1, False) in seats.heard:
+            job.abort("too few remain, and no other will be started", RendezvousError.exit_code)
+
+    seats.update = abort  # type: ignore[method-assign]
+    job.start()
+    verdict = job.run().verdict
+    assert verdict.code == PeerLostError.exit_code
+    assert verdict.reason == "worker/1 left the job with exit code 0 while the others still depended on it"
 
 
 def test_a_worker_that_is_lost_with_its_host_goes_to_another_one() -> None:

@@ -108,6 +108,9 @@ class _JobActions:
     def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
         self._job.loop.run_soon(lambda: self._observer.generation_formed(generation, tasks))
 
+    def training_changed(self, *, is_training: bool) -> None:
+        self._job.loop.run_soon(lambda: self._job.training_changed(is_training=is_training))
+
     def log(self, text: str) -> None:
         self._job.loop.run_soon(lambda: self._log(text))
 

@@ -270,6 +270,9 @@ class HostPool:
         if self._membership is not None:
             self._membership.lose(task)
 
+    def has_left_early(self, task: str) -> bool:
+        return self._membership is not None and self._membership.has_left_early(task)
+
     def worker_exited(self, rank: int, *, failed: bool) -> bool:
         slot, now = self._slots.slot(rank), time.monotonic()
         if slot is None:

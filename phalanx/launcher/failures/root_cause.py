@@ -43,6 +43,7 @@ class WorkerExit:
         order: how many tasks had exited before.
         by_launcher: whether it exited only after the launcher had sent it a signal.
         outlived: whether the others continued without it.
+        left_early: whether it left an elastic job with exit code 0 while others still trained.
         hung: whether it still ran when the grace period after a failure was over.
         trains: whether it is a chief or a worker.
         words: what it left.
@@ -56,20 +57,23 @@ class WorkerExit:
     order: int
     by_launcher: bool = False
     outlived: bool = False
+    left_early: bool = False
     hung: bool = False
     trains: bool = True
     diagnostics: WorkerDiagnostics = field(default_factory=WorkerDiagnostics)
 
     @property
     def code(self) -> int:
-        """Its exit code as a shell reports it."""
+        """Its exit code as a shell reports it; that of a false success if it left early."""
+        if self.left_early:
+            return FALSE_SUCCESS_CODE
         return HOST_LOST_CODE if self.returncode is None else exit_codes.of_return_code(self.returncode)
 
     @property
     def distance(self) -> int:
         """How far it is from the cause: 0 for its own failure, more for the echo of another's, even if the program
         caught that and exited itself. It is less certain to be an echo if only the exit code says so."""
-        if self.returncode is None:
+        if self.returncode is None or self.left_early:
             return 0
         by_code = _CONSEQUENCE.get(self.code, 0)
         if self.returncode == -signal.SIGABRT and _JAX_ABORT in self.diagnostics.output:
@@ -103,7 +107,12 @@ class WorkerExit:
 
     @property
     def failed(self) -> bool:
-        return self.returncode != 0
+        return self.returncode != 0 or self.left_early
+
+    @property
+    def description(self) -> str:
+        """How it has ended, as a part of a sentence."""
+        return "left with exit code 0 before the end" if self.left_early else exit_codes.describe_exit(self.returncode)
 
     @property
     def failure(self) -> str:
@@ -154,8 +163,7 @@ def find_root_cause(ends: Sequence[WorkerExit], *, interrupted_by: int | None = 
     lost = _falsely_successful(ends, own)
     if lost is not None:
         how = "and did not end" if lost.stalled else "with exit code 0"
-        reason = f"{lost.task} left the job {how} while the others still depended on it"
-        return RootCause(FALSE_SUCCESS_CODE, lost, reason)
+        return RootCause(FALSE_SUCCESS_CODE, lost, _left_too_soon(lost.task, how))
     # The order of the exits decides last: the echo of a failure is often seen before it.
     cause = min(own, key=lambda end: (end.distance, end.by_launcher, end.order))
     if cause.by_launcher and cause.diagnostics.error is not None:
@@ -174,6 +182,10 @@ def _falsely_successful(ends: Sequence[WorkerExit], failed: Sequence[WorkerExit]
     return min(missed, key=lambda end: end.order, default=None)
 
 
+def _left_too_soon(task: str, how: str) -> str:
+    return f"{task} left the job {how} while the others still depended on it"
+
+
 def waited_for(cause: WorkerExit, ends: Sequence[WorkerExit]) -> list[str]:
     """The tasks that stood still while `cause` waited: the one that its error names, if it names one."""
     return [end.task for end in ends if end.stalled and cause.diagnostics.missed in (None, end.task)]
@@ -184,6 +196,8 @@ def _reason(cause: WorkerExit, ends: Sequence[WorkerExit]) -> str:
     error = cause.diagnostics.error
     if cause.returncode is None:
         return f"{who} was lost with its host: the connection to it ended"
+    if cause.left_early:
+        return _left_too_soon(cause.task, "with exit code 0")
     if cause.code == INTERRUPTED_CODE:
         return f"{who} was interrupted (KeyboardInterrupt or SIGINT)"
     if cause.returncode < 0 and not (cause.by_launcher and error is not None):

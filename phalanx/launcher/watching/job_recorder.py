@@ -23,7 +23,7 @@ from phalanx.monitoring.job_events import HostStatus, JobEvent
 from phalanx.monitoring.job_view import JobView, advance
 from phalanx.monitoring.worker_figures import FinishedEpoch, SavedCheckpoint, TaskReport
 from phalanx.runtime.crash_report import CrashReport
-from phalanx.runtime.exit_codes import describe_exit, sendable
+from phalanx.runtime.exit_codes import sendable
 
 MEASURED_S = 0.5
 """How often the reports of the tasks become an event."""
@@ -133,9 +133,7 @@ class JobRecorder(JobObserver):
         if error is not None and not end.was_preempted and not error.interrupted:  # the worker has not printed it
             self.output(end.rank, True, error.traceback.encode())
             self.errors[end.task] = error
-        how = "was lost with its host" if end.returncode is None else describe_exit(end.returncode)
-        if end.by_launcher:
-            how = f"{how}, ended by the launcher"
+        how = f"{end.description}, ended by the launcher" if end.by_launcher else end.description
         self.record(events.TaskExited(self._clock(), end.task, end.code, how, end.by_launcher))
 
     def reported(self, task: str, rank: int, report: TaskReport) -> None:
