@@ -77,8 +77,9 @@ class Coordination(Protocol[BatchT]):
     def evaluate(self) -> dict[str, Any] | None:
         """The logs of the validation data, without the prefix `val_`; None if the epoch was abandoned meanwhile."""
 
-    def merge_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """The epoch's logs as this process's callbacks and history see them."""
+    def merge_logs(self, logs: dict[str, Any]) -> dict[str, Any] | None:
+        """The epoch's logs as this process's callbacks and history see them; None if it has taken no step in it: they
+        see no end of the epoch then."""
 
     def end_epoch(self) -> None:
         """After `on_epoch_end`: agree on whether to stop, count the epoch and save."""

@@ -70,11 +70,12 @@ class FitLoop:
             if validation is None:
                 return
             logs |= {f"val_{name}": value for name, value in validation.items()}
-        state.logs = coordination.merge_logs(logs)
-        telemetry.current.record_epoch(epoch, state.logs)
-        timeline.current.enter("callbacks", epoch=epoch)
-        state.callbacks.on_epoch_end(epoch, state.logs)
-        timeline.current.leave()
+        if (merged := coordination.merge_logs(logs)) is not None:
+            state.logs = merged
+            telemetry.current.record_epoch(epoch, merged)
+            timeline.current.enter("callbacks", epoch=epoch)
+            state.callbacks.on_epoch_end(epoch, merged)
+            timeline.current.leave()
         coordination.end_epoch()
 
     def _train_batches(self) -> None:

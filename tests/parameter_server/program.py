@@ -120,7 +120,7 @@ def main() -> None:
     if kind == "validates":
         noted.on_test_begin = validate
     validation = (x[:64], y[:64]) if kind == "validates" else None
-    model.fit(
+    history = model.fit(
         x,
         y,
         batch_size=16,
@@ -132,6 +132,7 @@ def main() -> None:
     )
     np.savez(folder / f"{strategy.rank}.weights.npz", *model.get_weights())
     finite = all(np.isfinite(weight).all() for weight in model.get_weights())
+    (folder / f"{strategy.rank}.history").write_text(json.dumps({"epoch": history.epoch, **history.history}))
     (folder / f"{strategy.rank}.end").write_text(f"{strategy.global_step} {finite}")
 
 

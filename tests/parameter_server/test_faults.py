@@ -366,6 +366,20 @@ def test_normalization_that_is_frozen_meets_nobody(start: Start) -> None:
     assert set(tasks.ends("worker/0", "worker/1").values()) == {0}, tasks.everything()
 
 
+def test_a_worker_that_comes_after_the_last_batch_has_no_history(start: Start) -> None:
+    """Its callbacks would take a loss of 0, or NaN, for one of the training."""
+    tasks = start("late worker", epochs=2)
+    tasks.wait_for((tasks.folder / "waits").exists, "worker/1 is about to train")
+    tasks.wait_for((tasks.folder / "0.end").exists, "worker/0 has trained")
+    (tasks.folder / "go").touch()
+    assert set(tasks.ends("worker/0", "worker/1").values()) == {0}, tasks.everything()
+    assert json.loads((tasks.folder / "1.history").read_text()) == {"epoch": []}
+    assert not (tasks.folder / "1.epoch").exists()
+    assert "worker/1 trained no batch of this fit(), and has no history: the others had taken" in tasks.said("worker/1")
+    assert json.loads((tasks.folder / "0.history").read_text())["epoch"] == [0, 1]
+    assert steps(tasks) == (2 * BATCHES, True)
+
+
 @pytest.mark.slow
 def test_a_chief_without_a_part_in_the_last_steps_knows_how_many_there_are(start: Start) -> None:
     tasks = start("late chief", epochs=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -115,8 +114,8 @@ def test_workers_share_the_batches_and_the_model_learns(
         for own, chiefs in zip(other["job"]["weights"], chief["job"]["weights"], strict=True):
             np.testing.assert_array_equal(own, chiefs)
         # A worker that is late may have been given those of a later epoch.
-        assert validation_of(other).keys() == validation_of(chief).keys()
+        assert validation_of(other).keys() <= validation_of(chief).keys()
         assert set(validation_of(other).get("val_loss", [])) <= set(validation_of(chief).get("val_loss", []))
-        # Of an epoch in which it had no batch a worker knows nothing, and not that its loss was 0.
-        losses = other["job"]["history"]["loss"]
-        assert all(math.isnan(loss) or loss > 0 for loss in losses), losses
+        # Of an epoch in which it had no batch a worker has no logs, and not a loss of 0.
+        losses = other["job"]["history"].get("loss", [])
+        assert all(loss > 0 for loss in losses), losses

@@ -8,13 +8,11 @@ may go back to an earlier epoch; the others follow it.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import keras
 import numpy as np
 
 from phalanx.engines import step_logs
@@ -363,9 +361,7 @@ class ParameterServerCoordination:
         has_own = samples and model_state.logs_differ_from_metrics(model, "train_step")
         own = model_state.flat_logs(engine.logs()) if has_own else {}
         chosen = step_logs.choose_logs(own, model.get_metrics_result, silent, engine.origins)
-        logs = model_state.plain_logs(chosen)
-        # A worker without a batch has counted nothing, of which Keras makes 0: the best of all losses.
-        return logs if samples or self._worker.is_chief else keras.tree.map_structure(lambda _: math.nan, logs)
+        return model_state.plain_logs(chosen)
 
     def _report_metrics(self, values: list[Array]) -> None:
         """Report what this worker's metrics have counted; the chief takes over the sums of all reports."""
@@ -405,9 +401,11 @@ class ParameterServerCoordination:
             worker.client.request(HEAD, *self.rejoin.validation)
         return logs
 
-    def merge_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
+    def merge_logs(self, logs: dict[str, Any]) -> dict[str, Any] | None:
         """See `Coordination.merge_logs`."""
-        return self._agreement.merge_logs(logs)
+        merged = self._agreement.merge_logs(logs)
+        # A worker without a step has counted nothing, of which Keras makes 0: the best of all losses.
+        return merged if self._epoch.steps or self._worker.is_chief else None
 
     def end_epoch(self) -> None:
         """See `Coordination.end_epoch`."""
@@ -432,6 +430,9 @@ class ParameterServerCoordination:
             set_step_count(model.optimizer, worker.global_step)
         remote_model.pull_final()
         if state.arguments.epochs > self._first_epoch:
+            if not state.logs and not worker.is_chief:
+                text = "%s trained no batch of this fit(), and has no history: the others had taken all of them."
+                logger.warning(text, worker.client.identity.task)
             if model.optimizer.use_ema:
                 # On the chief too: where a callback has swapped the averages, its own differ by rounding.
                 remote_model.pull_optimizer()
