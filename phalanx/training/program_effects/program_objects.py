@@ -3,7 +3,6 @@ schedule object that a layer holds, the variables around a function, and global 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import keras
 
 from phalanx.keras_compat.model_state import compiled_losses, names_in, own_layers
+from phalanx.keras_compat.program_classes import is_of_program
 
 KERAS_PARTS = (keras.layers.Layer, keras.Variable, keras.optimizers.Optimizer, keras.metrics.Metric)
 
@@ -121,13 +121,3 @@ def is_large(value: Any) -> bool:
     if getattr(value, "nbytes", 0) > _MOST_BYTES:
         return True
     return isinstance(value, list | tuple | dict | set) and len(value) > _MOST_ITEMS
-
-
-def is_of_program(defined: type | FunctionType) -> bool:
-    """Whether a class or function is in a module of the program, and not of a library."""
-    module = defined.__module__ or ""  # a function of a text that was compiled has none
-    if module == "__main__":
-        return True
-    home = getattr(sys.modules.get(module), "__file__", None) or ""
-    root = module.partition(".")[0]
-    return bool(home) and "-packages" not in home and root not in sys.stdlib_module_names and root != "phalanx"
