@@ -28,6 +28,7 @@ from phalanx.config.environment import temporary_variables
 from phalanx.engines import make_tensors
 from phalanx.engines.tensors import Tensors
 from phalanx.errors import (
+    CollectiveMismatchError,
     ConfigurationError,
     FrameError,
     LinkClosedError,
@@ -207,7 +208,8 @@ class _Session:
 
     def settle(self, error: Exception) -> bool:
         """Whether every replica has raised an error of this kind, so that none waits for another; tells them so."""
-        if isinstance(error, PeerLostError):
+        # After a mismatch, every later collective of this communicator would raise the same.
+        if isinstance(error, PeerLostError | CollectiveMismatchError):
             return False
         self._collect_errors()
         kinds = {type(raised.error) for raised in self._errors.values()}

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from phalanx.cluster.membership import Member
-from phalanx.errors import LinkClosedError
+from phalanx.errors import CollectiveMismatchError, LinkClosedError
 from phalanx.launcher.worker_program import Program, runs_tests
 from phalanx.runtime.function_call import encode_error
 from phalanx.strategies import interactive_replicas
@@ -77,6 +77,10 @@ def test_what_all_replicas_raise_is_raised_also_if_one_of_them_was_faster_and_ha
     member = Member(1, "worker/1", "here", "127.0.0.1:1", 1)
     session.job = SimpleNamespace(membership=SimpleNamespace(members=[member, member]))  # type: ignore[assignment]
     assert not session.settle(ValueError("a shape does not fit")), "and no PeerLostError"
+
+
+def test_a_session_whose_collectives_have_failed_is_not_kept() -> None:
+    assert not object.__new__(_Session).settle(CollectiveMismatchError("float32 and bfloat16"))
 
 
 def test_a_session_ends_with_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
