@@ -106,7 +106,8 @@ class InteractiveReplicas:
             if session.send(model, call, self._tensors):
                 model_dispatch.forget_trainer(model)  # what it knows of the others is not true of a new copy
         except BaseException:
-            self.stop()  # some replicas may have begun the call
+            if not session.is_refused:
+                self.stop()  # some replicas may have begun the call
             raise
         # All replicas have the call, and take part in its collectives.
         self.replica.communicator = session.communicator
@@ -123,6 +124,7 @@ class InteractiveReplicas:
                 raise cause from error
             raise
         finally:
+            session.note_building(model)
             self._idle(session)
 
     def replace(self) -> None:
@@ -157,6 +159,7 @@ class _Session:
     def __init__(self, devices: Sequence[str], join: Callable[[], CurrentJob]) -> None:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of models, in this session
         self._next_number = itertools.count()
+        self._unbuilt: weakref.WeakSet[Any] = weakref.WeakSet()  # models that were not built by their last call
         self._digests: KeptModels[bytes] = KeptModels()  # of the models that the replicas have
         self._errors: dict[Rank, function_call.CallRaised] = {}  # what replicas have raised in the present call
         self._processes: LocalReplicas | None = None
@@ -181,13 +184,14 @@ class _Session:
 
         Raises: what a replica met when it unpacked the call; PeerLostError.
         """
+        self._errors = {}
         links = self._links.wait(self._timeout_s, self._check)
         number = self._numbers.setdefault(model, next(self._next_number))
-        is_new = self._digests.get(number) != call.digest
+        # A copy is built by calls alone, and not by the program.
+        is_new = self._digests.get(number) != call.digest or (model.built and model in self._unbuilt)
         header = _encode(Call(call.method, number, is_new, list(call.arguments)))
         described = [replica_calls.pack_model(call.described, tensors)] if is_new else []
-        buffers = [replica_calls.session_state(), *described, *call.arguments.values()]
-        self._errors = {}
+        buffers = [replica_calls.session_state(call), *described, *call.arguments.values()]
         for rank in links:
             self._send(rank, header, buffers)
         # This process begins once all have unpacked the call: one that cannot would be missing in the first collective.
@@ -198,6 +202,15 @@ class _Session:
         # As the replicas have done, so that both forget the same models.
         self._digests.note(number, call.digest)
         return is_new
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether no replica has understood the present call, so that none has begun it."""
+        return bool(self._errors) and len(self._errors) == len(self._links.links)
+
+    def note_building(self, model: Any) -> None:
+        """Know, after a call of a model, whether the copies are built."""
+        (self._unbuilt.discard if model.built else self._unbuilt.add)(model)
 
     def finish(self) -> None:
         """Wait until all replicas have returned from the call. Raises: what one of them has raised; PeerLostError."""

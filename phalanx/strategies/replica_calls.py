@@ -19,10 +19,12 @@ import msgspec
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
 from phalanx.engines.tensors import Tensors
 from phalanx.keras_compat.copies import model_copies
+from phalanx.keras_compat.copies.keras_settings import KerasSettings, keras_settings
 from phalanx.keras_compat.copies.model_copies import LayerCopy
+from phalanx.keras_compat.copies.object_attributes import PartAttributes
 from phalanx.runtime.pickling import dumps_referring, loads_referring, refusing
 from phalanx.training.call_pickling import A_CALL_TAKES, of_call
-from phalanx.training.model_dispatch import policy_of
+from phalanx.training.model_dispatch import has_trainer, policy_of
 from phalanx.training.program_effects.program_random_state import random_state
 from phalanx.training.training_policy import TrainingPolicy
 
@@ -82,12 +84,14 @@ class PackedCall(NamedTuple):
         described: the model, which travels if the replicas do not have it yet.
         digest: of what the replicas must have of it.
         arguments: their pickles, by name.
+        has_functions: see `SessionState`.
     """
 
     method: str
     described: ModelOfStrategy
     digest: bytes
     arguments: dict[str, bytes]
+    has_functions: bool
 
 
 Kept = TypeVar("Kept")
@@ -99,11 +103,6 @@ class KeptModels(OrderedDict[int, Kept]):
     The session and the replicas keep one each and use them alike, so that the session knows what the replicas have.
     """
 
-    def use(self, number: int) -> Kept:
-        """The record of a model, which becomes the last one called."""
-        self.move_to_end(number)
-        return self[number]
-
     def note(self, number: int, known: Kept) -> None:
         """Learn something of a model, which is the last one called now."""
         self[number] = known
@@ -113,9 +112,17 @@ class KeptModels(OrderedDict[int, Kept]):
 
 
 class SessionState(NamedTuple):
-    """What of the program a call depends on besides its arguments."""
+    """What of the program a call depends on besides its arguments.
+
+    Attributes:
+        attributes: of the model, which may have changed since the replicas made theirs.
+        has_functions: whether the model has compiled functions here: they keep attributes as they were, in copies too.
+    """
 
     path: list[str]
+    settings: KerasSettings
+    attributes: tuple[PartAttributes, ...]
+    has_functions: bool
     random: bytes
 
 
@@ -139,7 +146,7 @@ def pack(
         for name, value in arguments.items()
         if value is not None
     }
-    return PackedCall(method, described, hashlib.sha256(known_by).digest(), pickles)
+    return PackedCall(method, described, hashlib.sha256(known_by).digest(), pickles, has_trainer(model))
 
 
 def pack_model(described: ModelOfStrategy, tensors: Tensors) -> bytes:
@@ -147,8 +154,9 @@ def pack_model(described: ModelOfStrategy, tensors: Tensors) -> bytes:
     return _pickled(described, "The model", tensors, {})
 
 
-def session_state() -> bytes:
-    return pickle.dumps(SessionState(list(sys.path), random_state()))
+def session_state(call: PackedCall) -> bytes:
+    attributes = call.described.copy.attributes
+    return pickle.dumps(SessionState(list(sys.path), keras_settings(), attributes, call.has_functions, random_state()))
 
 
 def unpack_arguments(contents: Mapping[str, memoryview], model: Any) -> dict[str, Any]:

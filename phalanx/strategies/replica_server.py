@@ -17,6 +17,8 @@ import msgspec
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
 from phalanx.errors import LinkClosedError, LinkTimeoutError
+from phalanx.keras_compat.copies.keras_settings import set_keras_settings
+from phalanx.keras_compat.copies.object_attributes import restore_layer_attributes
 from phalanx.parameter_server.client.server_dialing import connect
 from phalanx.runtime import function_call
 from phalanx.strategies import replica_calls
@@ -34,6 +36,7 @@ from phalanx.strategies.replica_calls import (
     Settled,
 )
 from phalanx.strategies.strategy import Strategy
+from phalanx.training.model_dispatch import forget_trainer
 from phalanx.training.program_effects.program_random_state import set_random_state
 from phalanx.training.replica import Replica
 from phalanx.transport.decoding import Decoder
@@ -100,12 +103,19 @@ class ReplicaServer:
         # The link is authenticated by the job's secret, which only the session and its processes have.
         state: SessionState = pickle.loads(buffers.pop(0))
         sys.path[:] = state.path  # before anything else is unpickled, which may import modules of the session
+        set_keras_settings(state.settings)
         if call.has_model:
             described: ModelOfStrategy = pickle.loads(buffers.pop(0))
             with Strategy(self._replica, policy=described.policy).scope():
-                self._models.note(call.model, (described.copy.make(), described.cross_device_ops))
-        model, self._replica.cross_device_ops = self._models.use(call.model)
+                known = described.copy.make(), described.cross_device_ops
+        else:
+            known = self._models[call.model]
+            restore_layer_attributes(known[0], state.attributes)
+        model, self._replica.cross_device_ops = known
+        if not state.has_functions:
+            forget_trainer(model)
         arguments = replica_calls.unpack_arguments(dict(zip(call.arguments, buffers, strict=True)), model)
+        self._models.note(call.model, known)  # the session does too, if nothing has failed
         # Last: making the model and unpacking may draw random numbers.
         set_random_state(state.random)
         return model, arguments

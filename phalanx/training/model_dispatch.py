@@ -135,6 +135,11 @@ class ModelDispatcher:
         return shared_saving.save(model, member_of(model), method, filepath, overwrite, *args, **kwargs)
 
 
+def has_trainer(model: Any) -> bool:
+    """Whether a model was called since it was compiled, so that its trainer may have compiled functions."""
+    return _TRAINER in vars(model)
+
+
 def member_of(model: Any) -> Member | None:
     """The member to which a model belongs; None if Keras itself trains it."""
     owner = _owner_of(model)

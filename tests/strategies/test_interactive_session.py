@@ -29,17 +29,18 @@ from tests.support.programs import environment
 
 BOUND_S = 1200.0
 SESSION = Path(__file__).parent / "interactive_session.py"
+COPIES = Path(__file__).parent / "copies_session.py"
 
 pytestmark = pytest.mark.timeout(1300)
 
 
-def run(folder: Path, backend: str, *, short: bool) -> dict[str, Any]:
+def run(folder: Path, backend: str, *, short: bool, session: Path = SESSION) -> dict[str, Any]:
     """What the session found; afterwards none of its processes is left."""
     variables = environment(backend) | {"PHALANX_TEST_MARK": str(folder)}
     if short:
         variables["SHORT"] = "1"
     with (
-        SESSION.open() as commands,
+        session.open() as commands,
         subprocess.Popen(
             [sys.executable],
             stdin=commands,
@@ -141,6 +142,31 @@ def test_a_session_survives_what_goes_wrong(backend: str, tmp_path: Path) -> Non
     assert found["killed"].startswith("PeerLostError: worker/0 (rank 0) lost worker/1")
     assert found["left"] == ""
     assert "was replaced by a later one" in found["replaced"]
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [backend if n == 0 else pytest.param(backend, marks=pytest.mark.slow) for n, backend in enumerate(BACKENDS)],
+)
+def test_copies_have_what_the_program_has_set_or_are_refused(backend: str, tmp_path: Path) -> None:
+    found = run(tmp_path, backend, short=True, session=COPIES)
+    for name, (expected, results) in found["equal"].items():
+        # Parts of a batch are rounded differently where numbers have few digits.
+        tolerance = 0.02 if name in ("settings", "quantized") else 1e-4
+        assert len(results) == len(expected), name
+        for one, other in zip(results, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance, err_msg=name)
+    refusals = {
+        "layer": "has the Activation layer 'activation'",
+        "function": "The attribute 'act' of",
+        "array": "The attribute 'scale' of",
+        "deque": "is a deque",
+    }
+    for name, expected in refusals.items():
+        assert found[name].startswith("UnsupportedError"), found[name]
+        assert expected in found[name]
+    assert found["mismatch"].startswith("CollectiveMismatchError")
+    assert found["after"] == "", "other replicas have started"
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,25 @@ import keras
 
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.copies.adapted_layers import AdaptedState, adapted_states, restore_adapted
+from phalanx.keras_compat.copies.keras_settings import KerasSettings, keras_settings, with_keras_settings
+from phalanx.keras_compat.copies.object_attributes import (
+    PartAttributes,
+    layer_attributes,
+    learn_names_of_keras,
+    own_attributes,
+    restore_attributes,
+    restore_layer_attributes,
+)
 from phalanx.keras_compat.copies.object_config import configuration_of, serialized, without_tensorflow
 from phalanx.keras_compat.copies.object_names import name_counters, naming_from
+from phalanx.keras_compat.copies.optimizer_copies import OptimizerCopy, copies_of_optimizers
 from phalanx.keras_compat.keras_internals import keras_trainer
 from phalanx.keras_compat.model_state import optimizers, own_method
 from phalanx.keras_compat.patching import set_untracked
 
 MAIN = "__main__"
 _CONSTRUCTION, _COMPILATION = "_phalanx_construction", "_phalanx_compilation"
+_RECORDED = (keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)
 _METHODS = ("call", "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 
 
@@ -37,11 +48,19 @@ class Arguments(NamedTuple):
 
     Attributes:
         names: how many objects of each kind Keras had named by then, so that copies get the same names.
+        settings: of Keras, if what is called made layers with them.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     names: Mapping[str, int]
+    settings: KerasSettings | None = None
+
+    def construct(self, kind: type) -> Any:
+        """Call a class with them. Layers inside are named by counters: variables get the original's paths."""
+        assert self.settings is not None, "they are of a construction"
+        with naming_from(self.names), with_keras_settings(self.settings):
+            return kind(*self.args, **self.kwargs)
 
 
 class LayerCopy(NamedTuple):
@@ -53,9 +72,10 @@ class LayerCopy(NamedTuple):
         definitions: the classes and functions of the main program that the configuration names.
         shapes: with which it was built; None if it was not.
         compilation: what `compile` was called with; None if it was not.
-        optimized: for each optimizer of a model, the numbers of the variables that it was built for.
+        optimizers: what a model's optimizers were built for, and what they do not decay.
         frozen: the numbers of the layers in it that are not trainable; 0 is the layer itself.
         adapted: what layers in it have learned by `adapt`.
+        attributes: of it and the layers in it, as far as the program may have set them.
     """
 
     kind: type | None
@@ -64,15 +84,17 @@ class LayerCopy(NamedTuple):
     definitions: dict[str, Any]
     shapes: dict[str, Any] | None
     compilation: Arguments | None
-    optimized: tuple[tuple[int, ...], ...]
+    optimizers: tuple[OptimizerCopy, ...]
     frozen: tuple[int, ...]
     adapted: tuple[AdaptedState, ...]
+    attributes: tuple[PartAttributes, ...]
 
     def unbuilt(self) -> LayerCopy:
-        """The same without what building adds."""
+        """The same without what building adds, or changes."""
         return self._replace(
             shapes=None,
-            optimized=(),
+            optimizers=tuple(optimizer.unbuilt() for optimizer in self.optimizers),
+            attributes=(),
             config={name: value for name, value in self.config.items() if name != "build_config"},
         )
 
@@ -86,9 +108,7 @@ class LayerCopy(NamedTuple):
         # process.
         vars(sys.modules[MAIN]).update(self.definitions)
         if self.kind is not None:
-            # Layers inside are named by Keras's counters: paths of variables must be those of the original.
-            with naming_from(self.construction.names):
-                made = self.kind(*self.construction.args, **self.construction.kwargs)
+            made = self.construction.construct(self.kind)
         else:
             made = keras.saving.deserialize_keras_object(self.config, custom_objects=self.definitions, safe_mode=False)
         self.build(made)
@@ -99,7 +119,10 @@ class LayerCopy(NamedTuple):
                 layer.trainable = number not in self.frozen
         if self.compilation is not None:
             made.compile(*self.compilation.args, **self.compilation.kwargs)
+            for copy, optimizer in zip(self.optimizers, optimizers(made), strict=False):
+                copy.exclude(optimizer, made.variables)
             self._build_optimizers(made)
+        restore_layer_attributes(made, self.attributes)
         return made
 
     def build(self, made: Any) -> None:
@@ -113,23 +136,24 @@ class LayerCopy(NamedTuple):
 
     def _build_optimizers(self, model: Any) -> None:
         """Build them for the variables of then: a layer may have been frozen since."""
-        for optimizer, numbers in zip(optimizers(model), self.optimized, strict=False):
-            if numbers and not optimizer.built:
-                optimizer.build([model.variables[number] for number in numbers])
+        for copy, optimizer in zip(self.optimizers, optimizers(model), strict=False):
+            copy.build(optimizer, model.variables)
 
 
 def record_construction() -> None:
-    """From now on, note with what arguments layers of the program's own classes are constructed; safe to call again."""
-    for base in (keras.Operation, keras.Model):  # Keras's model does not pass them on
+    """From now on, note the arguments with which objects of own classes are constructed; safe to call again."""
+    learn_names_of_keras()
+    # Keras's model does not pass them on.
+    for base in (keras.Operation, keras.Model, keras.optimizers.Optimizer, keras.metrics.Metric):
         if not getattr(base.__new__, "records", False):
             base.__new__ = _recording_new(base.__new__)
 
 
 def _recording_new(original: Callable[..., Any]) -> Callable[..., Any]:
     def recording(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        thing = original(kind, *args, **kwargs)
-        if isinstance(thing, keras.layers.Layer) and _is_own(kind):
-            set_untracked(thing, **{_CONSTRUCTION: Arguments(args, kwargs, name_counters())})
+        thing = original(kind) if original is object.__new__ else original(kind, *args, **kwargs)
+        if isinstance(thing, _RECORDED) and _is_own(kind):
+            set_untracked(thing, **{_CONSTRUCTION: Arguments(args, kwargs, name_counters(), keras_settings())})
             if isinstance(thing, keras.Model) and kind.compile is not keras_trainer().compile:
                 set_untracked(thing, compile=_recording_compile(thing, kind.compile))
         return thing
@@ -167,9 +191,10 @@ def copy_of(layer: Any) -> LayerCopy:
         _definitions(config),
         shapes,
         _compilation(layer) if isinstance(layer, keras.Model) else None,
-        _optimized(layer) if isinstance(layer, keras.Model) else (),
+        copies_of_optimizers(layer) if isinstance(layer, keras.Model) else (),
         tuple(number for number, part in enumerate(layer._flatten_layers()) if not part.trainable),
         adapted_states(layer),
+        layer_attributes(layer),
     )
 
 
@@ -182,7 +207,10 @@ def reduced(thing: Any, *, with_weights: bool) -> Any:
         weights = thing.get_weights() if with_weights else None
         return _make, (copy_of(thing), weights)
     if isinstance(thing, keras.optimizers.Optimizer | keras.metrics.Metric):
-        return _from_config, (type(thing), configuration_of(thing))
+        if not _is_own(type(thing)):
+            return _from_config, (type(thing), configuration_of(thing))
+        made_from = vars(thing).get(_CONSTRUCTION) or configuration_of(thing)
+        return _with_attributes, (type(thing), made_from, own_attributes(thing, {}))
     if isinstance(thing, keras.losses.Loss | keras.optimizers.schedules.LearningRateSchedule):
         return copyreg.__newobj__, (type(thing),), vars(thing)  # type: ignore[attr-defined]
     return NotImplemented
@@ -192,6 +220,21 @@ def _make(copy: LayerCopy, weights: list[Any] | None) -> Any:
     made = copy.make()
     if weights:
         made.set_weights(weights)
+    return made
+
+
+def _with_attributes(kind: Any, made_from: Arguments | dict[str, Any], attributes: Mapping[str, Any]) -> Any:
+    if isinstance(made_from, Arguments):
+        made = made_from.construct(kind)
+    else:
+        try:
+            made = _from_config(kind, made_from)
+        except TypeError as error:
+            raise UnsupportedError(
+                f"{kind.__qualname__} was created before the strategy, and Keras cannot create another from its "
+                f"get_config(): {error}. Create it in strategy.scope()."
+            ) from error
+    restore_attributes(made, attributes, {}, kind.__qualname__)
     return made
 
 
@@ -236,6 +279,12 @@ def _compilation(model: Any) -> Arguments | None:
             f"given is not known. Make and compile the model in strategy.scope()."
         )
     config = dict(model._compile_config.config)
+    # Keras keeps loss and metrics of a former `compile` where a later one gives none.
+    loss, metrics = model._compile_loss, model._compile_metrics
+    if config.get("loss") is None and loss is not None:
+        config |= {"loss": loss._user_loss, "loss_weights": loss._user_loss_weights}
+    if config.get("metrics") is None and config.get("weighted_metrics") is None and metrics is not None:
+        config |= {"metrics": metrics._user_metrics, "weighted_metrics": metrics._user_weighted_metrics}
     return Arguments((), config | {"optimizer": _present_optimizer(model, config.get("optimizer"))}, {})
 
 
@@ -245,16 +294,6 @@ def _present_optimizer(model: Any, compiled: Any) -> Any:
     kind = keras.optimizers.LossScaleOptimizer
     # `compile` puts one that scales the loss around the program's own, and will do so again.
     return present.inner_optimizer if isinstance(present, kind) and not isinstance(compiled, kind) else present
-
-
-def _optimized(model: Any) -> tuple[tuple[int, ...], ...]:
-    numbers = {id(variable): number for number, variable in enumerate(model.variables)}
-    return tuple(
-        tuple(numbers[id(variable)] for variable in optimizer._trainable_variables if id(variable) in numbers)
-        if optimizer.built
-        else ()
-        for optimizer in optimizers(model)
-    )
 
 
 def _config(layer: Any) -> dict[str, Any]:

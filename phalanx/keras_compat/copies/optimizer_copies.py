@@ -1,0 +1,85 @@
+"""What an optimizer has of the variables of its model, which its configuration does not have.
+
+Uses `_trainable_variables`, `_exclude_from_weight_decay`, `_exclude_from_weight_decay_pattern` and `_var_key`. Tested
+with Keras 3.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+
+from phalanx.keras_compat.model_state import optimizers
+
+
+class FormerVariable(NamedTuple):
+    """A variable that a model had when its optimizer was built, such as a kernel before `quantize`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    name: str
+
+
+class OptimizerCopy(NamedTuple):
+    """One optimizer of a model.
+
+    Attributes:
+        built_for: the numbers of the model's variables that it was built for; none if it is not built.
+        undecayed: the numbers of those that `exclude_from_weight_decay` was given.
+        undecayed_names: the pattern of the names that it was given.
+    """
+
+    built_for: tuple[int | FormerVariable, ...]
+    undecayed: tuple[int, ...]
+    undecayed_names: str | None
+
+    def unbuilt(self) -> OptimizerCopy:
+        return self._replace(built_for=())
+
+    def exclude(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Let a copy decay what the original decays. It must not be built."""
+        if (self.undecayed or self.undecayed_names) and not optimizer.built:
+            names = [self.undecayed_names] if self.undecayed_names else None
+            inner_of(optimizer).exclude_from_weight_decay([variables[number] for number in self.undecayed], names)
+
+    def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Build a copy for what the original was built for; no effect if it is built."""
+        if not self.built_for or optimizer.built:
+            return
+        optimizer.build(
+            [
+                keras.Variable("zeros", each.shape, each.dtype, name=each.name)
+                if isinstance(each, FormerVariable)
+                else variables[each]
+                for each in self.built_for
+            ]
+        )
+
+
+def copies_of_optimizers(model: Any) -> tuple[OptimizerCopy, ...]:
+    """Those of all optimizers of a model."""
+    numbers = {id(variable): number for number, variable in enumerate(model.variables)}
+    return tuple(_copy_of(optimizer, model.variables, numbers) for optimizer in optimizers(model))
+
+
+def inner_of(optimizer: Any) -> Any:
+    """The optimizer that updates; another one may scale the loss around it."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _copy_of(optimizer: Any, variables: Sequence[Any], numbers: Mapping[int, int]) -> OptimizerCopy:
+    inner = inner_of(optimizer)
+    excluded = getattr(inner, "_exclude_from_weight_decay", ())
+    pattern = getattr(inner, "_exclude_from_weight_decay_pattern", None)
+    return OptimizerCopy(
+        tuple(_number(variable, numbers) for variable in optimizer._trainable_variables) if optimizer.built else (),
+        tuple(number for number, variable in enumerate(variables) if inner._var_key(variable) in excluded),
+        None if pattern is None else pattern.pattern,
+    )
+
+
+def _number(variable: Any, numbers: Mapping[int, int]) -> int | FormerVariable:
+    number = numbers.get(id(variable))
+    return FormerVariable(tuple(variable.shape), variable.dtype, variable.name) if number is None else number
