@@ -10,6 +10,7 @@ import keras
 from phalanx.engines.tensors import Tensors
 from phalanx.keras_compat.callback_bases import OnChief
 from phalanx.keras_compat.copies import model_copies
+from phalanx.keras_compat.copies.object_attributes import plain_attributes
 from phalanx.runtime.pickling import Reduce
 from phalanx.training.chief_callbacks import runs_on_chief
 
@@ -39,7 +40,8 @@ def of_call(tensors: Tensors, *, with_weights: bool) -> Reduce:
         if isinstance(thing, OnChief):
             return OnChief, (thing.create(),)
         if isinstance(thing, keras.callbacks.Callback) and runs_on_chief(thing):
-            return copyreg.__newobj__, (type(thing),)  # type: ignore[attr-defined]  # there it is never called
+            # There it is never called, but asked what it does, such as in the middle of an epoch.
+            return copyreg.__newobj__, (type(thing),), plain_attributes(thing)  # type: ignore[attr-defined]
         return others(thing)
 
     return reduced
