@@ -47,15 +47,10 @@ def set_keras_settings(settings: KerasSettings) -> None:
     keras.config.set_epsilon(settings.epsilon)
     keras.config.set_image_data_format(settings.image_data_format)
     keras.config.set_dtype_policy(keras.dtype_policies.deserialize(settings.dtype_policy))
-    if (
-        settings.has_flash_attention is not None
-        and settings.has_flash_attention != keras_settings().has_flash_attention
-    ):
-        (
-            keras.config.enable_flash_attention
-            if settings.has_flash_attention
-            else keras.config.disable_flash_attention
-        )()
+    wanted = settings.has_flash_attention
+    if wanted is not None and wanted != keras.config.is_flash_attention_enabled():
+        toggle = keras.config.enable_flash_attention if wanted else keras.config.disable_flash_attention
+        toggle()
     keras.config.set_max_epochs(settings.max_epochs)
     keras.config.set_max_steps_per_epoch(settings.max_steps_per_epoch)
 
