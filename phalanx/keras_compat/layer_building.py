@@ -12,7 +12,8 @@ from typing import Any
 import keras
 from keras import tree
 
-from phalanx.keras_compat.keras_internals import compute_output_spec
+from phalanx.keras_compat.keras_internals import Functional, compute_output_spec
+from phalanx.keras_compat.model_state import own_method
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,17 @@ def _tensors(arrays: Any) -> Any:
     import tensorflow as tf
 
     return tree.map_structure(lambda array: None if array is None else tf.convert_to_tensor(array), arrays)
+
+
+def graph_output_shapes(model: Any) -> list[tuple[int | None, ...]] | None:
+    """The shapes of the outputs of a model whose graph is known; None of others. No layer is called for it, which takes
+    up to a second for a large model."""
+    if type(model).call not in (Functional.call, keras.Sequential.call) or own_method(model, "call") is not None:
+        return None
+    try:
+        return [tuple(output.shape) for output in model.outputs]
+    except (AttributeError, ValueError):  # layers that are called one after the other, without a graph
+        return None
 
 
 def output_shapes(model: Any, x: Any) -> list[tuple[int | None, ...]] | None:

@@ -32,7 +32,7 @@ from phalanx.engines.step_layout import EXTREMES, MergeWeight
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
-from phalanx.keras_compat.layer_building import output_shapes
+from phalanx.keras_compat.layer_building import graph_output_shapes, output_shapes
 from phalanx.keras_compat.observation.metric_kinds import compiled_metrics, counts_samples, needs_classes
 from phalanx.training.program_effects.program_state import ProgramState, PythonState
 
@@ -103,7 +103,9 @@ def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] 
 
 def _flat_outputs(model: Any, data: Any) -> list[bool]:
     """Of each output whether it has no other axis than that of the samples; empty if that is not known."""
-    shapes = output_shapes(model, keras.utils.unpack_x_y_sample_weight(data)[0])
+    shapes = graph_output_shapes(model)
+    if shapes is None:
+        shapes = output_shapes(model, keras.utils.unpack_x_y_sample_weight(data)[0])
     return [len(shape) == 1 for shape in shapes or ()]
 
 

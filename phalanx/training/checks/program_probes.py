@@ -86,7 +86,8 @@ class ProgramProbes:
         self._losses: tuple[Any, loss_probe.Findings] | None = None
         self._tried: dict[str, tuple[Any, ...]] = {}  # what the model was compiled with when this step was tried
         self._tests: _Tests | None = None  # the last ones of losses and steps
-        self._relates_samples: dict[str, bool] = {}  # by method: what the chief has found
+        # What the chief has found out about outputs: where an evaluation needs it, it is the same for predictions.
+        self._relates_samples: bool | None = None
 
     def need_a_batch(self, engine: Engine, steps: Sequence[str]) -> bool:
         """Whether there is something to find out from a batch.
@@ -122,7 +123,7 @@ class ProgramProbes:
 
     def need_outputs(self, method: str) -> bool:
         """Whether `relates_samples` needs data."""
-        return self._probes_outputs(method) and method not in self._relates_samples
+        return self._relates_samples is None and self._probes_outputs(method)
 
     def relates_samples(self, method: str, data: Any, form: ElementStructure) -> bool:
         """Whether outputs depend on what else is in their batch; all ranks must call.
@@ -134,11 +135,13 @@ class ProgramProbes:
         """
         if not self._probes_outputs(method):
             return False
-        if self._agreement.is_chief and method not in self._relates_samples:
-            self._relates_samples[method] = prediction_probe.relates_samples(self._model, data, form)
-        # A rank may have joined since, which asks.
-        self._relates_samples[method] = bool(self._agreement.from_chief(self._relates_samples.get(method)))
-        return self._relates_samples[method]
+        found, agreement = self._relates_samples, self._agreement
+        if found is None and agreement.is_chief:
+            found = prediction_probe.relates_samples(self._model, data, form)
+        if self._relates_samples is None or agreement.admits_ranks:
+            found = bool(agreement.from_chief(found))
+        self._relates_samples = found
+        return bool(found)
 
     def _probes_outputs(self, method: str) -> bool:
         return self._agreement.divides_batches and prediction_probe.is_needed(self._model, method)
