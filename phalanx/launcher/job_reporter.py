@@ -42,6 +42,7 @@ class JobReporter(JobObserver):
         self._members: Sequence[str] | None = None
         self._slow: Sequence[str] = []
         self._phases = StartPhases()
+        self._is_ending = False  # then the progress of its tasks is no news
 
     def report(self, text: str) -> None:
         """Show a line of the launcher itself."""
@@ -65,6 +66,8 @@ class JobReporter(JobObserver):
             self.report(f"{end.task} (rank {end.rank}) ended with exit code {end.code}")
 
     def reported(self, task: str, rank: int, report: TaskReport) -> None:
+        if self._is_ending:
+            return
         if (text := self._phases.add(report.phase)) is not None:
             self.report(text)
         if self._on_stragglers is None or not task.startswith(TRAINING):
@@ -87,8 +90,12 @@ class JobReporter(JobObserver):
         self.report(text)
 
     def failed(self, end: WorkerExit) -> None:
+        self._is_ending = True
         if self._verbose and not end.was_preempted:  # then all exit, and each says so itself
             self.report(f"{end.failure}; ending the job")
+
+    def stopping(self, number: int) -> None:
+        self._is_ending = True
 
     def survived(self, end: WorkerExit, how: str) -> None:
         self.report(f"{end.task} {end.description}; {how}")

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.config.environment import allows_colour, set_variables
@@ -107,7 +106,7 @@ def run_job(job: JobRequest) -> int:
         finally:
             console.close()
         _report_failure(outcome, job, console, colour=sys.stderr.isatty() and allows_colour())
-        watched.end(outcome.verdict, _page(outcome, log_dir))
+        watched.end(outcome)
     if log_dir is not None and outcome.verdict.code != INTERRUPTED_CODE:  # Ctrl-C is one line
         console.message(f"phalanx: `phalanx report {shlex.quote(str(log_dir))}` makes a page of this job")
     return outcome.verdict.code
@@ -145,13 +144,6 @@ def _last_words(outcome: JobOutcome) -> str:
     preempted = [end for end in outcome.ends if end.was_preempted]
     error = min(preempted, key=lambda end: end.rank).diagnostics.error if preempted else None
     return outcome.verdict.reason if error is None else error.message.rstrip(".")
-
-
-def _page(outcome: JobOutcome, log_dir: Path | None) -> str:
-    """The failure report; empty if there is nothing to explain, as when the user has ended the job."""
-    if outcome.verdict.success or outcome.verdict.was_requested:
-        return ""
-    return failure_report.render(outcome.verdict, outcome.ends, log_dir=log_dir)
 
 
 def _run_with_restarts(

@@ -209,8 +209,10 @@ class JobSupervisor:
     def _advance(self) -> None:
         """Do everything whose time has come."""
         now = self._clock()
-        if self._plan.handle_signals(now) == signal.SIGINT:
-            self._observer.noticed("interrupted; ending the job (Ctrl-C again kills it at once)")
+        if (number := self._plan.handle_signals(now)) is not None:
+            self._observer.stopping(number)
+            if number == signal.SIGINT:
+                self._observer.noticed("interrupted; ending the job (Ctrl-C again kills it at once)")
         if self._plan.check_overdue(now):
             late = [record for record in self._tasks if record.exit is None]
             bound = " (PHALANX_EVALUATOR_GRACE)" if any(record.is_evaluator for record in late) else ""

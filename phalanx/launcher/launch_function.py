@@ -118,8 +118,7 @@ def _run(name: str, recipe: WorkerRecipe) -> JobOutcome:
             job.start()
             with watched.controlled(job):
                 outcome = job.run()
-            success = outcome.verdict.success
-            watched.end(outcome.verdict, "" if success else failure_report.render(outcome.verdict, outcome.ends))
+            watched.end(outcome)
         return outcome
 
 

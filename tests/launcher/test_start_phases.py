@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import signal
+
+from phalanx.launcher.job_reporter import JobReporter
 from phalanx.launcher.start_phases import StartPhases
+from phalanx.monitoring.console import Console
+from phalanx.monitoring.preparation import FIRST_STEP
+from phalanx.monitoring.worker_figures import TaskReport
 from tests.launcher.conftest import Launcher
 
 
@@ -13,6 +20,15 @@ def test_each_phase_is_shown_once_and_none_after_the_first_step() -> None:
     assert phases.add("gradients") == "first step (JAX and TensorFlow compile the model)"
     assert phases.add("gradients") is None
     assert phases.add("import of jax") is None
+
+
+def test_no_phase_is_shown_once_the_job_is_being_ended() -> None:
+    err = io.StringIO()
+    reporter = JobReporter(Console(["worker/0"], io.StringIO(), err), verbose=False)
+    reporter.reported("worker/0", 0, TaskReport("import of keras", None, None, 0.0))
+    reporter.stopping(signal.SIGINT)
+    reporter.reported("worker/0", 0, TaskReport(FIRST_STEP, 0, 0, 0.0))
+    assert err.getvalue() == "phalanx: importing keras\n"
 
 
 def test_the_import_of_a_large_library_is_a_phase_of_its_own(launcher: Launcher) -> None:

@@ -20,7 +20,7 @@ from phalanx.errors import ConfigurationError, LinkClosedError
 from phalanx.launcher.failures.root_cause import WorkerExit
 from phalanx.launcher.host_messages import WorkerDiagnostics
 from phalanx.launcher.watching import job_follower
-from phalanx.launcher.watching.failure_page import fold, without_missing_files
+from phalanx.launcher.watching.failure_page import without_missing_files
 from phalanx.launcher.watching.job_connection import ControlRequest, send_request, short_name
 from phalanx.launcher.watching.job_control import JobControl
 from phalanx.launcher.watching.job_follower import JobFollower, read_events, read_view
@@ -289,28 +289,18 @@ def test_a_task_that_was_stopped_leaves_no_traceback_and_has_not_failed() -> Non
     begin(recorder)
     stopped = CrashReport("PreemptedError", "asked to stop", "Traceback: ...", code=75)
     interrupted = CrashReport("KeyboardInterrupt", "", "Traceback: ...", interrupted=True)
-    failed = CrashReport("ValueError", "wrong", "Traceback: why", folded="folded")
-    for rank, (code, error) in enumerate([(75, stopped), (130, interrupted), (1, failed)]):
+    for rank, (code, error) in enumerate([(75, stopped), (130, interrupted)]):
         end = WorkerExit(
             rank, f"worker/{rank}", "host", 10 + rank, code, rank, diagnostics=WorkerDiagnostics(error=error)
         )
         recorder.failed(end)
         recorder.exited(end)
     assert [recorder.output_of(task) for task in TASKS] == ["", ""]
-    assert recorder.errors == {"worker/2": failed}
     assert not [item for item in recorder.view.feed if "failed with exit code 75" in item.text]
 
 
-def test_a_failure_page_is_folded_and_names_the_files_that_are_there(tmp_path: Path) -> None:
-    page = (
-        "why\n\nTraceback:\n  File a\n  File b\n\n"
-        "The whole output of each task, and this report as failure.txt and failure.json: d\n"
-    )
-    error = CrashReport(
-        "ValueError", "wrong", "Traceback:\n  File a\n  File b\n", folded="Traceback:\n  ... 2 frames\n"
-    )
-    folded = fold(page, [error, CrashReport("ValueError", "of an earlier version", "")])
-    assert folded == page.replace("  File a\n  File b", "  ... 2 frames")
+def test_a_failure_page_names_the_files_that_are_there(tmp_path: Path) -> None:
+    page = "why\n\nThe whole output of each task, and this report as failure.txt and failure.json: d\n"
     assert without_missing_files(page, tmp_path).endswith("The whole output of each task: d\n")
     for name in ("failure.txt", "failure.json"):
         (tmp_path / name).touch()

@@ -14,6 +14,7 @@ from phalanx.launcher.host_messages import STOPPED, WorkerDiagnostics
 from phalanx.launcher.log_directory import JSON_FILE, PAGE_FILE, open_no_link
 from phalanx.monitoring.job_wording import place
 from phalanx.runtime import exit_codes
+from phalanx.runtime.crash_report import CrashReport
 
 # Keeps the report to one page; the files have everything.
 STACK_LINES_ON_TERMINAL = 16
@@ -58,6 +59,7 @@ def render(
     *,
     log_dir: Path | None = None,
     full: bool = True,
+    fold: bool = False,
     traceback: bool = True,
     colour: bool = False,
     hint: str = "",
@@ -68,7 +70,8 @@ def render(
         verdict: why the job ended.
         ends: the exits of all tasks.
         log_dir: where the logs are; None if there are none.
-        full: with all tracebacks and whole stacks; otherwise short enough for a terminal.
+        full: with all tracebacks and whole stacks; otherwise short enough for a terminal, and folded.
+        fold: whether tracebacks only count the frames of libraries.
         traceback: whether to show tracebacks; not needed if an error has the one of the cause already.
         colour: whether the cause is coloured.
         hint: how to see more, if there are no logs.
@@ -77,7 +80,7 @@ def render(
     cause = verdict.cause
     lines = [_RULE, *_cause(verdict, colour=colour)]
     if traceback and cause is not None:
-        lines += _quoted(cause, ends, full)
+        lines += _quoted(cause, ends, full, fold or not full)
     meaning = exit_codes.meaning(verdict.code)
     lines += ["", f"Exit code {verdict.code}: {meaning.name} - {meaning.sentence}"]
     lines += [f"Check: {_check(verdict, ends)}", "", "Each task's end and last progress:"]
@@ -88,7 +91,7 @@ def render(
         lines.append(f"  ... and {len(ends) - len(shown)} more tasks")
     lines += _stacks(ends, cause, full)
     if traceback and full:
-        lines += _echoes(ends, cause)
+        lines += _echoes(ends, cause, fold)
     if log_dir is not None:
         lines += [
             "",
@@ -113,12 +116,11 @@ def _cause(verdict: RootCause, *, colour: bool) -> list[str]:
     return lines
 
 
-def _quoted(cause: WorkerExit, ends: Sequence[WorkerExit], full: bool) -> list[str]:
+def _quoted(cause: WorkerExit, ends: Sequence[WorkerExit], full: bool, fold: bool) -> list[str]:
     """The traceback of the cause; without one, the end of its output, and what a task says that lost it."""
     error = cause.diagnostics.error
     if error is not None:
-        text = error.traceback if full else error.folded or error.traceback
-        lines = text.rstrip("\n").splitlines()
+        lines = _traceback(error, fold).splitlines()
         return ["", *(lines if full else _shortened(lines))] if lines else []
     lines = ["", f"{cause.task} said last:", cause.diagnostics.output] if cause.diagnostics.output else []
     errors = ((end, end.diagnostics.error) for end in ends)
@@ -126,6 +128,11 @@ def _quoted(cause: WorkerExit, ends: Sequence[WorkerExit], full: bool) -> list[s
     if error is not None:
         lines += ["", f"{other.task} said: {error.kind}: {error.message}"]
     return lines
+
+
+def _traceback(error: CrashReport, fold: bool) -> str:
+    """A worker that runs an earlier version has sent no folded one."""
+    return ((fold and error.folded) or error.traceback).rstrip("\n")
 
 
 def _shortened(lines: list[str]) -> list[str]:
@@ -153,13 +160,13 @@ def _stacks(ends: Sequence[WorkerExit], cause: WorkerExit | None, full: bool) ->
     return lines
 
 
-def _echoes(ends: Sequence[WorkerExit], cause: WorkerExit | None) -> list[str]:
+def _echoes(ends: Sequence[WorkerExit], cause: WorkerExit | None, fold: bool) -> list[str]:
     """The tracebacks of the other tasks."""
     lines = []
     for end in ends:
         error = end.diagnostics.error
         if end is not cause and error is not None and error.traceback and not error.interrupted:
-            lines += ["", f"{end.task} said:", error.traceback.rstrip("\n")]
+            lines += ["", f"{end.task} said:", _traceback(error, fold)]
     return lines
 
 

@@ -22,7 +22,6 @@ from phalanx.monitoring.console import plain_text
 from phalanx.monitoring.job_events import HostStatus, JobEvent
 from phalanx.monitoring.job_view import JobView, advance
 from phalanx.monitoring.worker_figures import FinishedEpoch, SavedCheckpoint, TaskReport
-from phalanx.runtime.crash_report import CrashReport
 from phalanx.runtime.exit_codes import sendable
 
 MEASURED_S = 0.5
@@ -46,7 +45,6 @@ class JobRecorder(JobObserver):
     Attributes:
         view: everything that is shown of the job.
         number: of events so far.
-        errors: that ended tasks, the last one of each.
         problem: why events are no longer written; empty while they are.
     """
 
@@ -65,7 +63,6 @@ class JobRecorder(JobObserver):
         self._checkpoints: dict[str, SavedCheckpoint] = {}
         self.view = JobView()
         self.number = 0
-        self.errors: dict[str, CrashReport] = {}
         self.problem = ""
 
     def record(self, event: JobEvent) -> None:
@@ -132,7 +129,6 @@ class JobRecorder(JobObserver):
         error = end.diagnostics.error
         if error is not None and not end.was_preempted and not error.interrupted:  # the worker has not printed it
             self.output(end.rank, True, error.traceback.encode())
-            self.errors[end.task] = error
         how = f"{end.description}, ended by the launcher" if end.by_launcher else end.description
         self.record(events.TaskExited(self._clock(), end.task, end.code, how, end.by_launcher))
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, BinaryIO
 from phalanx.config.task_names import trains
 from phalanx.errors import PhalanxError
 from phalanx.launcher.dashboard_process import DashboardProcess
-from phalanx.launcher.failures.root_cause import RootCause
+from phalanx.launcher.failures import failure_report
 from phalanx.launcher.job_request import JobRequest
-from phalanx.launcher.job_supervisor import JobSupervisor
-from phalanx.launcher.watching.failure_page import fold, without_missing_files
+from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
+from phalanx.launcher.watching.failure_page import without_missing_files
 from phalanx.launcher.watching.job_control import JobControl
 from phalanx.launcher.watching.job_recorder import JobRecorder
 from phalanx.launcher.watching.job_registry import registered, socket_path
@@ -113,16 +113,19 @@ class WatchedJob:
             if self._control is not None:
                 self._control.job = None
 
-    def end(self, verdict: RootCause, page: str) -> None:
-        """The job has ended.
-
-        Args:
-            verdict: why.
-            page: the failure report; empty if there is none.
-        """
-        page = without_missing_files(page, self._request.config.log_dir)
+    def end(self, outcome: JobOutcome) -> None:
+        """The job has ended. There is nothing to explain where it succeeded, or where the user has ended it."""
+        verdict = outcome.verdict
         task = "" if verdict.cause is None else verdict.cause.task
-        self._record_end(verdict.code, verdict.reason, task, page, fold(page, self.recorder.errors.values()))
+        pages = []
+        if not verdict.success and not verdict.was_requested:
+            pages = [self._failure_page(outcome, fold=fold) for fold in (False, True)]
+        self._record_end(verdict.code, verdict.reason, task, *pages)
+
+    def _failure_page(self, outcome: JobOutcome, *, fold: bool) -> str:
+        log_dir = self._request.config.log_dir
+        page = failure_report.render(outcome.verdict, outcome.ends, log_dir=log_dir, fold=fold)
+        return without_missing_files(page, log_dir)
 
     def _record_end(self, code: int, reason: str, task: str = "", page: str = "", folded: str = "") -> None:
         self.recorder.record(events.JobEnded(time.time(), code, reason, task, page, folded))
