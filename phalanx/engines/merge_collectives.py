@@ -57,10 +57,11 @@ class MergeCollectives:
     def merge_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """The gradients of variables, merged as at the end of a step; of no gradient: None stays None."""
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        weights = gradient_weights([variables[i] for i in present])
+        own = [variables[i] for i in present]
+        weights = gradient_weights(own)
 
         def merge(arrays: Sequence[Array]) -> list[Array]:
-            layout = StepLayout.of(arrays, weights, variables)
+            layout = StepLayout.of(arrays, weights, own)
             return [np.array(array) for array in layout.cut(self._merge(layout, arrays, self.share))]
 
         merged = list(gradients)

@@ -55,7 +55,8 @@ class StepLayout:
     """Shapes, dtypes and weights of the arrays of one merge, in order.
 
     Attributes:
-        owners: tells apart, in one process, the merges of a step that has several (of one optimizer each).
+        owners: the ids, in this process, of the variables whose gradients the first arrays are: they tell apart the
+            merges of a step that has several (of one optimizer each), and steps in which other weights have gradients.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -68,7 +69,7 @@ class StepLayout:
         """The layout of arrays (or anything with `shape` and `dtype`).
 
         Args:
-            variables: whose gradients the arrays are, if a step may merge several lists of gradients.
+            variables: whose gradients the first arrays are.
         """
         return cls(
             tuple(tuple(int(n) for n in array.shape) for array in arrays),

@@ -26,11 +26,7 @@ def has_batch_hooks(callbacks: Any, phase: str) -> bool:
         callbacks: as the user passed them, which is the same on every rank; not this rank's list.
         phase: "train", "test" or "predict".
     """
-    ignored = (ChiefCallback, BatchListener, keras.callbacks.History)
-    passed = [callback for callback in _each(callbacks) if not isinstance(callback, ignored)]
-    return any(
-        overrides_hook(callback, hook, _base_of(callback)) for callback in passed for hook in _BATCH_HOOKS[phase]
-    )
+    return bool(_of_batches(callbacks, phase))
 
 
 def chief_may_add_logs(callbacks: Any) -> bool:
@@ -61,9 +57,14 @@ def saves_between_batches(callbacks: Any) -> bool:
 
 
 def needs_whole_optimizer(callbacks: Any) -> bool:
-    """Whether a callback that was passed to `fit` may save the optimizer between any two steps."""
+    """Whether a callback that was passed to `fit` saves the optimizer between any two steps."""
     saves = any(getattr(callback, "saves", False) for callback in flatten_callbacks(callbacks))
     return saves or saves_between_batches(callbacks)
+
+
+def may_read_optimizer(callbacks: Any) -> bool:
+    """Whether a callback that was passed to `fit` may save or read the optimizer between any two steps."""
+    return any(not _reads_logs_only(callback) for callback in _of_batches(callbacks, "train"))
 
 
 # What these do at the ends of epochs and of the training needs logs, not weights. Unknown callbacks may need weights.
@@ -95,6 +96,17 @@ def _reads_logs_only(callback: Any) -> bool:
     if kind is keras.callbacks.TensorBoard:
         return not callback.histogram_freq
     return kind in _READS_LOGS_ONLY
+
+
+def _of_batches(callbacks: Any, phase: str) -> list[Any]:
+    """The user callbacks that have hooks for single batches."""
+    ignored = (ChiefCallback, BatchListener, keras.callbacks.History)
+    return [
+        callback
+        for callback in _each(callbacks)
+        if not isinstance(callback, ignored)
+        and any(overrides_hook(callback, hook, _base_of(callback)) for hook in _BATCH_HOOKS[phase])
+    ]
 
 
 def _base_of(callback: Any) -> type:

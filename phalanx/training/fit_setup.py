@@ -77,8 +77,9 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
         return retry(lambda: replica.any(flag))
 
     saves = callback_hooks.needs_whole_optimizer(arguments.callbacks)  # perhaps on the chief alone
+    reads = callback_hooks.may_read_optimizer(arguments.callbacks)
     repeats = resumption is not None or any_rank(saves)
-    state.stepper = replica_model.stepper(repeats=repeats)
+    state.stepper = replica_model.stepper(repeats=repeats, accumulates=not any_rank(reads))
     if recovery is not None:
         recovery.keep_up()  # building the model may have met a change of the membership
     retry(lambda: compare_samples(state.source, replica))

@@ -276,11 +276,12 @@ class ReplicaModel:
 
     # Steppers.
 
-    def stepper(self, *, repeats: bool) -> ReplicaStepper:
+    def stepper(self, *, repeats: bool, accumulates: bool) -> ReplicaStepper:
         """What takes the training steps of this model.
 
         Args:
             repeats: whether another process may have to continue between any two steps.
+            accumulates: whether a rank may hold back gradients that the optimizer accumulates.
         """
         model, replica, period = self.model, self.replica, self.policy.period
         repeats = repeats or replica.elastic is not None
@@ -290,7 +291,8 @@ class ReplicaModel:
             return OneProgramStepper(self.model, self.engine, self.merge, self.replica)
         if period is None:
             # Gradients that a rank holds are in no checkpoint, and would be lost with it.
-            return SynchronousStepper(model, self.engine, self.merge, replica, accumulates=not repeats)
+            accumulates = accumulates and not repeats
+            return SynchronousStepper(model, self.engine, self.merge, replica, accumulates=accumulates)
         if self._local_sgd is None:
             compression = self.policy.compression
             self._local_sgd = LocalSGDStepper(model, self.engine, self.merge, replica, period, compression)

@@ -119,6 +119,9 @@ COUNTS = ("metrics.FalsePositives()",)
 """Not on PyTorch, where their results are views of their variables: after a validation, plain Keras reports what that
 has counted as the training's."""
 
+OF_DECISIONS = ("ccuracy", "IoU", "F1", "FBeta", "Precision", "Recall", "Sensitivity", "AUC", "FalsePositives")
+"""Of metrics that count decisions: parts of their names."""
+
 
 def draw_compile(w: Writer, architecture: Architecture) -> str:
     """The call `model.compile(...)`, in one line."""
@@ -238,6 +241,8 @@ def _metrics(w: Writer, output: Output) -> str:
         choices = METRICS_OF_STEPS[output.task]
     elif output.task == "binary" and not output.logits:
         choices = (*choices, *PROBABILITIES, *(COUNTS if w.backend != "torch" else ()))
+    if w.rounds_coarsely:  # a sample near a tie may fall to either side
+        choices = tuple(name for name in choices if not any(part in name for part in OF_DECISIONS))
     found = dict.fromkeys(w.one_of(choices) for _ in range(w.number(1, 2)))
     if "scaled_error" in found:
         w.define(

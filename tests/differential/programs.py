@@ -94,6 +94,7 @@ def programs(draw: st.DrawFn, backend: str) -> Program:
         w.write("keras.config.set_floatx('float64')")
     if precision != "float32":
         w.write(f"keras.config.set_dtype_policy('{precision}')")
+        w.rounds_coarsely = precision != "float64"
     w.write("rng = np.random.default_rng(0)")
     with w.in_scope():
         architecture = draw_architecture(w)

@@ -21,6 +21,7 @@ class Writer:
         definitions: classes and functions, by name.
         lines: of the function `program`.
         has_several_rates: whether a model has a `MultiOptimizer`, whose learning rate cannot be set.
+        rounds_coarsely: whether the program computes with half precision.
         anneals: whether a loss has a term whose `weight` begins at zero.
     """
 
@@ -30,6 +31,7 @@ class Writer:
     imports: set[str] = field(default_factory=set)
     lines: list[str] = field(default_factory=list)
     has_several_rates: bool = False
+    rounds_coarsely: bool = False
     anneals: bool = False
     _depth: int = 1
 

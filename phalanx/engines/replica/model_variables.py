@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.engines.step_layout import MergeWeight, gradient_weights
 from phalanx.keras_compat import model_state
 
 Array = np.ndarray[Any, Any]
@@ -43,9 +42,3 @@ def variables_of_optimizers(model: Any) -> list[Any]:
     """The variables that a custom `train_step` has changed if it fails after its gradients were merged and applied."""
     optimizers = model_state.optimizers(model)
     return [*model.trainable_variables, *(v for optimizer in optimizers for v in optimizer.variables)]
-
-
-def weights_of_present(model: Any, present: Sequence[int]) -> list[MergeWeight]:
-    """How the gradients of these trainable weights count in a merge."""
-    weights = model.trainable_weights
-    return gradient_weights([weights[index] for index in present])

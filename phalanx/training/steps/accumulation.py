@@ -14,49 +14,47 @@ from collections.abc import Sequence
 import numpy as np
 
 from phalanx.collectives.communicator import Array
-from phalanx.compression.reducer import name_of
 
 
 class GradientAccumulator:
-    """Sums of this rank's arrays, keyed by the shapes of those that are merged together. Sums are replaced, never
-    changed in place."""
+    """Sums of this rank's arrays, each with a number: not every step has a gradient of every weight. Sums are replaced,
+    never changed in place."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[Array]] = {}
+        self._sums: dict[int, Array] = {}
 
     def __bool__(self) -> bool:
         return bool(self._sums)
 
-    def add(self, arrays: Sequence[Array], scales: Sequence[float], *, unit: float = 1.0) -> None:
-        """Add `scale * array / unit` to the sums; with scale 0 an array is not read."""
-        key = _key(arrays)
-        self._sums[key] = [
-            _sum(total, array, scale / unit)
-            for total, array, scale in zip(self._sums_of(key, arrays), arrays, scales, strict=True)
-        ]
+    def add(
+        self, numbers: Sequence[int], arrays: Sequence[Array], scales: Sequence[float], *, unit: float = 1.0
+    ) -> None:
+        """Add `scale * array / unit` to the sums of these numbers; with scale 0 an array is not read."""
+        for number, array, scale in zip(numbers, arrays, scales, strict=True):
+            self._sums[number] = _sum(self._sum_of(number, array), array, scale / unit)
 
-    def plus_accumulated(self, arrays: Sequence[Array], scales: Sequence[float], *, unit: float = 1.0) -> list[Array]:
-        """`scale * array` plus their sums, in units of `unit`."""
+    def plus_accumulated(
+        self, numbers: Sequence[int], arrays: Sequence[Array], scales: Sequence[float], *, unit: float = 1.0
+    ) -> list[Array]:
+        """`scale * array` plus the sums of these numbers, in units of `unit`."""
         found = []
-        for total, array, scale in zip(self._sums_of(_key(arrays), arrays), arrays, scales, strict=True):
+        for number, array, scale in zip(numbers, arrays, scales, strict=True):
+            total = self._sum_of(number, array)
             whole = _sum(total if unit == 1.0 else total * total.dtype.type(unit), array, scale)
             found.append(whole.astype(array.dtype, copy=False))
         return found
 
-    def forget(self, arrays: Sequence[Array]) -> None:
-        """The sums of such arrays have been merged."""
-        self._sums.pop(_key(arrays), None)
-
-    def only(self) -> list[Array]:
-        """The sums, if all of them are merged together; else nothing."""
-        return list(next(iter(self._sums.values()))) if len(self._sums) == 1 else []
+    def get(self, number: int) -> Array | None:
+        """The sum of this number, if there is one."""
+        return self._sums.get(number)
 
     def clear(self) -> None:
         """Forget all sums."""
         self._sums = {}
 
-    def _sums_of(self, key: str, arrays: Sequence[Array]) -> list[Array]:
-        return self._sums.get(key) or [np.zeros(array.shape, _wide(array)) for array in arrays]
+    def _sum_of(self, number: int, array: Array) -> Array:
+        total = self._sums.get(number)
+        return np.zeros(array.shape, _wide(array)) if total is None else total
 
 
 def _sum(total: Array, array: Array, scale: float) -> Array:
@@ -67,10 +65,6 @@ def _sum(total: Array, array: Array, scale: float) -> Array:
         array = array.astype(total.dtype, copy=False)
         whole: Array = total + (array if scale == 1.0 else array * total.dtype.type(scale))
         return whole
-
-
-def _key(arrays: Sequence[Array]) -> str:
-    return name_of([(array.dtype.name, *array.shape) for array in arrays])
 
 
 def _wide(array: Array) -> np.dtype[np.generic]:

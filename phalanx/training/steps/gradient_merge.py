@@ -75,6 +75,7 @@ class MergeBuffers:
 class _Groups(NamedTuple):
     """The arrays of a layout by what they are, as indices."""
 
+    owners: list[int]  # whose gradients they are
     gradients: list[int]
     compressed: list[int]  # a subset of the gradients
     counts: list[int]  # what metrics count
@@ -216,15 +217,14 @@ class StepMerge(Merge):
         parts = self._replica.communicator.all_gather(own if share else own[:0])
         return np.concatenate(parts), sum(len(part) for part in parts[: self._replica.rank])
 
-    def merge_accumulated(self, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-        """The accumulated gradients, summed over all ranks, and forgotten; all ranks must call. Empty if there are none
-        of these very shapes."""
-        own = self._kept.gradients.only()
-        if not own or [array.shape for array in own] != list(shapes):
-            return []
-        merged = self._replica.all_reduce(own)
+    def merge_accumulated(self, variables: Sequence[Any]) -> list[Array | None]:
+        """The accumulated gradients of these variables, summed over all ranks, and forgotten; None for a variable that
+        had no gradient. All ranks must call."""
+        own = [self._kept.gradients.get(id(variable)) for variable in variables]
+        present = [array for array in own if array is not None]
+        merged = iter(self._replica.all_reduce(present) if present else ())
         self._kept.gradients.clear()
-        return merged
+        return [None if array is None else next(merged) for array in own]
 
     def reset_counts(self) -> None:
         """Metrics were reset: forget what they have counted since the last merge."""
@@ -265,16 +265,13 @@ class StepMerge(Merge):
         if mode is not MergeMode.ACCUMULATE:
             merged = [*groups.counts, *merged]
             if mode is not MergeMode.MERGE and self._kept.counts:
-                _put(groups.counts, self._kept.counts.plus_accumulated(counts, weights), arrays, scales)
+                whole = self._kept.counts.plus_accumulated(range(len(counts)), counts, weights)
+                _put(groups.counts, whole, arrays, scales)
         if mode in (MergeMode.MERGE, MergeMode.UPDATE):
             merged = [*(i for i in groups.gradients if i not in groups.compressed), *merged]
             if mode is MergeMode.UPDATE and self._kept.gradients:
-                _put(
-                    groups.gradients,
-                    self._kept.gradients.plus_accumulated(gradients, factors, unit=unit),
-                    arrays,
-                    scales,
-                )
+                whole = self._kept.gradients.plus_accumulated(groups.owners, gradients, factors, unit=unit)
+                _put(groups.gradients, whole, arrays, scales)
             if self._reducer is not None and groups.compressed:
                 self._reducer.all_reduce(
                     self._replica.communicator,
@@ -289,15 +286,15 @@ class StepMerge(Merge):
             self._reducer.commit()
         if mode in (MergeMode.ACCUMULATE, MergeMode.ACCUMULATE_GRADIENTS):
             # The optimizer accumulates zeros, which change nothing, until the sums come with the update.
-            self._kept.gradients.add(gradients, factors, unit=unit)
+            self._kept.gradients.add(groups.owners, gradients, factors, unit=unit)
             _clear(_chosen(groups.gradients, views))
         elif mode is MergeMode.UPDATE:
-            self._kept.gradients.forget(gradients)
+            self._kept.gradients.clear()  # as in Keras, what a weight without a gradient in this step had is dropped
         if mode is MergeMode.ACCUMULATE:
-            self._kept.counts.add(counts, weights)
+            self._kept.counts.add(range(len(counts)), counts, weights)
             _clear(_chosen(groups.counts, views))
         elif mode is not MergeMode.MERGE:
-            self._kept.counts.forget(counts)
+            self._kept.counts.clear()
 
     def _groups_of(self, layout: StepLayout) -> _Groups:
         groups = self._groups.get(layout)
@@ -317,7 +314,8 @@ class StepMerge(Merge):
                 for i in of[0]
                 if reducer is not None and reducer.compression.takes(layout.shapes[i], np.dtype(layout.dtypes[i]))
             ]
-            groups = self._groups[layout] = _Groups(of[0], compressed, *of[1:])
+            owners = [layout.owners[i] if layout.owners else i for i in of[0]]
+            groups = self._groups[layout] = _Groups(owners, of[0], compressed, *of[1:])
         return groups
 
     def _scale(self, layout: StepLayout, share: float) -> tuple[float, ...]:

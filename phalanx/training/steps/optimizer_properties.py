@@ -32,13 +32,14 @@ def _applies_itself(optimizer: Any) -> bool:
     return any(not (method.__module__ or "").startswith(("keras.", "phalanx.")) for method in methods)
 
 
-def accumulators(optimizer: Any) -> list[Any]:
-    """The variables in which an optimizer without another inside accumulates gradients; none before it is built.
+def accumulators(optimizer: Any) -> list[tuple[Any, Any]]:
+    """The weights of an optimizer without another inside, each with the variable in which it accumulates gradients;
+    none before it is built.
 
     Scales of float8 have such variables too, which stay zero: the optimizer overwrites these weights at every step.
     """
     pairs = zip(optimizer._trainable_variables, getattr(optimizer, "_accumulated_gradients", ()), strict=False)
-    return [accumulator for variable, accumulator in pairs if not is_overwritten(variable)]
+    return [(variable, accumulator) for variable, accumulator in pairs if not is_overwritten(variable)]
 
 
 def constant_loss_scale(model: Any) -> float:

@@ -51,11 +51,13 @@ class SynchronousStepper(ReplicaStepper):
         """See `ReplicaStepper.finish`. Accumulated gradients go to the optimizer, where they can be saved."""
         if not self._accumulators:
             return ()
-        # Empty on all ranks or on none: all have accumulated in the same steps.
-        merged = self._merge.merge_accumulated([tuple(variable.shape) for variable in self._accumulators])
-        if merged:
-            sums = [a + b.astype(a.dtype) for a, b in zip(self._engine.read(self._accumulators), merged, strict=True)]
-            self._engine.write(list(zip(self._accumulators, sums, strict=True)))
+        # None on all ranks or on none: all have accumulated in the same steps, gradients of the same weights.
+        merged = self._merge.merge_accumulated([weight for weight, _ in self._accumulators])
+        pairs = zip(self._accumulators, merged, strict=True)
+        found = [(accumulator, total) for (_, accumulator), total in pairs if total is not None]
+        if found:
+            held = self._engine.read([accumulator for accumulator, _ in found])
+            self._engine.write([(each, a + b.astype(a.dtype)) for (each, b), a in zip(found, held, strict=True)])
         return ()
 
     def _mode(self, last: bool | None) -> MergeMode:

@@ -19,7 +19,7 @@ from phalanx.training.callback_hooks import has_batch_hooks
 from phalanx.tuning import call_on_chief
 from tests.support.seeds import set_random_seed
 from tests.training.scenarios.common import CLASSES, SAMPLES, compiled, features, fitted, labels, regressor
-from tests.training.scenarios.registry import ONE_BACKEND, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
 
 
 class Record(callbacks.Callback):
@@ -552,6 +552,24 @@ def saved_between_two_updates(setting: Setting) -> dict[str, Any]:
     setting.gather(b"written")
     saved = keras.models.load_model(path)
     return {"optimizer": [keras.ops.convert_to_numpy(variable) for variable in saved.optimizer.variables]}
+
+
+@scenario(quick=BACKENDS)
+def saved_by_a_custom_callback_between_two_updates(setting: Setting) -> dict[str, Any]:
+    path = setting.shared / "middle.keras"
+    model = compiled(setting, optimizer=keras.optimizers.SGD(0.2, gradient_accumulation_steps=4))
+    seen = []
+
+    class Saver(callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append([np.array(keras.ops.convert_to_numpy(v.value)) for v in self.model.optimizer.variables])
+            if batch == 2:
+                self.model.save(path)
+
+    model.fit(features(), labels(), batch_size=16, shuffle=False, verbose=0, callbacks=[Saver()])
+    setting.gather(b"written")
+    saved = keras.models.load_model(path)
+    return {"seen": seen, "optimizer": [keras.ops.convert_to_numpy(variable) for variable in saved.optimizer.variables]}
 
 
 @scenario(plain=False)

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import optimizers
 
-from tests.training.scenarios.common import CLASSES, FEATURES, compiled, fitted, observed
+from tests.training.scenarios.common import BATCH, CLASSES, FEATURES, compiled, features, fitted, labels, observed
 from tests.training.scenarios.registry import BACKENDS, Setting, add, scenario
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -71,8 +71,6 @@ def optimizer_loss_scale_overflows(setting: Setting) -> dict[str, Any]:
 @scenario()
 def optimizer_accumulates_over_an_overflow(setting: Setting) -> dict[str, Any]:
     """The step is left out of the four of an update, and the next one takes its place."""
-    from tests.training.scenarios.common import features
-
     x = features()
     x[1] = 3e38
     inner = optimizers.SGD(0.05, gradient_accumulation_steps=4)
@@ -96,6 +94,63 @@ def optimizer_accumulates_for_a_weight_without_axes(setting: Setting) -> dict[st
         return keras.Model(inputs, keras.layers.Dense(CLASSES, activation="softmax")(hidden))
 
     return fitted(compiled(setting, build, optimizer=optimizers.SGD(0.2, gradient_accumulation_steps=2)))
+
+
+@scenario(quick=("tensorflow", "torch"))
+def optimizer_accumulates_for_weights_of_which_some_have_no_gradient(setting: Setting) -> dict[str, Any]:
+    """The epoch ends between two updates, so what the replicas have summed goes to the optimizer, for a checkpoint."""
+
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        hidden = keras.layers.Dense(CLASSES)(inputs)
+        unused = keras.layers.Dense(CLASSES, name="unused")(hidden)
+        return keras.Model(inputs, [keras.layers.Dense(CLASSES, activation="softmax", name="used")(hidden), unused])
+
+    loss = ["sparse_categorical_crossentropy", None]
+    model = compiled(setting, build, optimizer=optimizers.SGD(0.2, gradient_accumulation_steps=4), loss=loss)
+    y = labels(BATCH * 6)
+    for _ in range(2):
+        model.fit(features(BATCH * 6), [y, y], batch_size=BATCH, shuffle=False, verbose=0)
+    state = [keras.ops.convert_to_numpy(variable.value) for variable in model.optimizer.variables]
+    return {"optimizer": state, "weights": model.get_weights()}
+
+
+class _Alternating(keras.layers.Layer):  # type: ignore[misc]
+    """One of two layers of the same shape, in turn: another weight has a gradient in each step, if nothing is
+    compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [keras.layers.Dense(CLASSES), keras.layers.Dense(CLASSES)]
+        self.calls = 0
+
+    def build(self, shape: Any) -> None:
+        for part in self.parts:
+            part.build(shape)
+
+    def call(self, x: Any) -> Any:
+        self.calls += 1
+        return keras.ops.softmax(self.parts[self.calls % 2](x))
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return (*shape[:-1], CLASSES)
+
+
+@scenario(quick=("torch",))
+def optimizer_accumulates_for_other_weights_in_each_step(setting: Setting) -> dict[str, Any]:
+    """As in plain Keras, the update drops what a weight has accumulated that has no gradient in its very step."""
+    found = {}
+    for steps in (2, 3):
+        model = compiled(
+            setting,
+            lambda: keras.Sequential([keras.Input((FEATURES,)), _Alternating()]),
+            optimizer=optimizers.SGD(0.2, gradient_accumulation_steps=steps),
+        )
+        model.layers[0].calls = 0  # plain Keras calls it once to build the model, and replicas test it
+        model.fit(features(BATCH * 7), labels(BATCH * 7), batch_size=BATCH, shuffle=False, verbose=0)
+        state = [keras.ops.convert_to_numpy(variable.value) for variable in model.optimizer.variables]
+        found[str(steps)] = {"optimizer": state, "weights": model.get_weights()}
+    return found
 
 
 def _linear() -> Any:

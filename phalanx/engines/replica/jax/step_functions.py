@@ -166,7 +166,8 @@ class StepFunctions:
         values = [*gradients, *floating.values(), *new_metrics, *own_logs.values()]
         variables = self._model.trainable_variables[: len(gradients)]
         counted = [*gradient_weights(variables), *[MergeWeight.SHARE] * len(floating)]
-        layout = StepLayout.of(values, [*counted, *self._rules.weights, *[MergeWeight.SHARE] * len(own_logs)])
+        of_all = [*counted, *self._rules.weights, *[MergeWeight.SHARE] * len(own_logs)]
+        layout = StepLayout.of(values, of_all, variables)
         small = SMALL if self._compiler.pinned is None else SMALL_ON_THE_BUS
         groups = [[i] for i in range(len(values))] if self._merge.separate else bundles(layout, small)
         packing = OutputPacking(

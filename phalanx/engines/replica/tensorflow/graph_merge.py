@@ -68,7 +68,8 @@ class GraphMerge:
         sparse = self.gather_slices(merged)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None and i not in sparse]
         tensors = [merged[i] for i in present]
-        values = self.merge(tensors, gradient_weights([weights[i] for i in present]), variables=weights)
+        own = [weights[i] for i in present]
+        values = self.merge(tensors, gradient_weights(own), variables=own)
         for i, value in [*zip(present, values, strict=True), *sparse.items()]:
             merged[i] = value
         return merged

@@ -25,14 +25,14 @@ from phalanx.engines import step_logs
 from phalanx.engines.accelerations import registry
 from phalanx.engines.accelerations.tensorflow_fused_adam import fused_adam
 from phalanx.engines.engine import Batch, Merge, MicroBatchKept
-from phalanx.engines.replica.model_variables import ModelVariables, variables_of_optimizers, weights_of_present
+from phalanx.engines.replica.model_variables import ModelVariables, variables_of_optimizers
 from phalanx.engines.replica.replica_engine import ReplicaEngine
 from phalanx.engines.replica.tensorflow.batch_functions import BatchFunction, runs_eagerly
 from phalanx.engines.replica.tensorflow.graph_merge import GraphMerge, HostCallNeeded, complete
 from phalanx.engines.replica.tensorflow.host_calls import take_failure
 from phalanx.engines.replica.tensorflow.keras_traces import FunctionsByTrace, KerasTraces
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
-from phalanx.engines.step_layout import MergeWeight, StepLayout
+from phalanx.engines.step_layout import MergeWeight, StepLayout, gradient_weights
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_batch.global_gradients import GlobalGradients
@@ -285,7 +285,9 @@ class TensorFlowEngine(ReplicaEngine):
             *[tf.cast(value, tf.float32) for value in logs.values()],
         ]
         ends = np.cumsum([len(gradients), len(self._state), len(self._metrics)])
-        weights = [*weights_of_present(self._model, present), *[MergeWeight.SHARE] * len(self._state)]
+        trainable = self._model.trainable_weights
+        own = [trainable[index] for index in present]
+        weights = [*gradient_weights(own), *[MergeWeight.SHARE] * len(self._state)]
 
         def look(layout: StepLayout, flats: Sequence[Array]) -> None:
             if self._silent is None or self._silent:
@@ -293,7 +295,7 @@ class TensorFlowEngine(ReplicaEngine):
                 self._silent = step_logs.still_silent(self._silent, self._model, counted)
 
         values = self._graph.merge(
-            tensors, [*weights, *self.metric_rules.weights, *[MergeWeight.SHARE] * len(logs)], look
+            tensors, [*weights, *self.metric_rules.weights, *[MergeWeight.SHARE] * len(logs)], look, own
         )
         merged, state, metrics, averages = (values[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
         for variable, value in zip(self._state, state, strict=True):

@@ -165,8 +165,8 @@ class TorchEngine(ReplicaEngine):
         merged = list(gradients)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         if present:
-            arrays = all_to_host([gradients[i] for i in present])
-            layout = StepLayout.of(arrays, gradient_weights([weights[i] for i in present]), weights)
+            arrays, own = all_to_host([gradients[i] for i in present]), [weights[i] for i in present]
+            layout = StepLayout.of(arrays, gradient_weights(own), own)
             for i, tensor in zip(present, self._merged(layout, arrays)[1], strict=True):
                 merged[i] = tensor
         return merged
@@ -194,7 +194,7 @@ class TorchEngine(ReplicaEngine):
         if layout is None:
             counted = [*gradient_weights(weights), *[MergeWeight.SHARE] * len(self._state)]
             of_all = [*counted, *self.metric_rules.weights, *[MergeWeight.SHARE] * len(logs)]
-            layout = self._layouts[key] = StepLayout.of(arrays, of_all)
+            layout = self._layouts[key] = StepLayout.of(arrays, of_all, weights)
         # Both are views of the merge's buffers, which the call after the next overwrites: values are copied into
         # variables.
         arrays, tensors = self._merged(layout, arrays)
