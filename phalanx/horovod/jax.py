@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.errors import UnsupportedError
 from phalanx.horovod import elastic, exported_names, operations, step_reports
 from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.compressors import Compression
@@ -26,17 +25,13 @@ from phalanx.horovod.framework_bindings import (
     synchronize,
 )
 from phalanx.horovod.gradient_reduction import GradientReduction, reduce_present
+from phalanx.horovod.jax_tracers import refuse_tracer
 from phalanx.horovod.operation_request import Array, HorovodOp, OperationKind
 from phalanx.horovod.operations import Average, barrier, join
 
 
 def _to_array(tensor: Any) -> Array:
-    if isinstance(tensor, jax.core.Tracer):
-        raise UnsupportedError(
-            "A collective of hvd was called inside a function that JAX compiles or transforms (jit, grad, vmap, scan). "
-            "Such a function cannot wait for other processes: compute the gradients in one jitted function, call hvd "
-            "outside, and apply them in a second jitted function."
-        )
+    refuse_tracer(tensor)
     return np.asarray(tensor)
 
 
@@ -71,13 +66,16 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
     """Send a tree of arrays (parameters, the state of an optimizer) from one rank to all; they travel together.
 
     Args:
-        params: the tree, of the same structure on all ranks. Leaves that are no arrays become arrays.
+        params: the tree, of the same structure on all ranks. Leaves that are no arrays become arrays. Keys of
+            `jax.random.key` stay keys.
         root_rank: rank in the job whose tree is sent.
         process_set: the ranks that take part.
 
     Returns: the tree of `root_rank`.
     """
     leaves, structure = jax.tree.flatten(params)
+    keys = {i: jax.random.key_impl(leaf) for i, leaf in enumerate(leaves) if _is_key(leaf)}
+    leaves = [jax.random.key_data(leaf) if i in keys else leaf for i, leaf in enumerate(leaves)]
     received = operations.run(
         OperationKind.BROADCAST,
         list(map(_to_array, leaves)),
@@ -85,7 +83,14 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
         root_rank=root_rank,
         process_set=process_set,
     )
-    return jax.tree.unflatten(structure, map(_from_array, received))
+    arrays = [_from_array(array) for array in received]
+    for i, kind in keys.items():
+        arrays[i] = jax.random.wrap_key_data(arrays[i], impl=kind)
+    return jax.tree.unflatten(structure, arrays)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 class _Transformation(NamedTuple):

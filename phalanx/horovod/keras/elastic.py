@@ -59,10 +59,15 @@ class KerasState(ObjectState):
 
     def restore(self) -> None:
         """See `State.restore`."""
-        sync_jax_state(self.model)
-        for variable, array in zip(self._variables(), self._saved, strict=True):
-            variable.assign(array)
+        self._put_back()
         super().restore()
+
+    def on_reset(self) -> None:
+        """See `State.on_reset`."""
+        # An exception has ended `fit`. On JAX, Keras then overwrites the weights, which were saved before it, with the
+        # averages of `use_ema`.
+        self._put_back()
+        super().on_reset()
 
     def sync(self) -> None:
         """See `State.sync`."""
@@ -70,6 +75,11 @@ class KerasState(ObjectState):
         broadcast_variables([v for v in self._variables() if "seed_generator_state" not in v.path], 0)
         super().sync()
         self._keep()
+
+    def _put_back(self) -> None:
+        sync_jax_state(self.model)
+        for variable, array in zip(self._variables(), self._saved, strict=True):
+            variable.assign(array)
 
     def _keep(self) -> None:
         sync_jax_state(self.model)

@@ -13,10 +13,13 @@ from phalanx.horovod import operations
 from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.compressors import Compression
 from phalanx.horovod.framework_bindings import ArrayFramework, check_integers_preserved
+from phalanx.horovod.jax_tracers import refuse_tracer
 from phalanx.horovod.operation_request import Array, OperationKind
 
 
 def _to_array(tensor: Any) -> Array:
+    if keras.backend.backend() == "jax":
+        refuse_tracer(tensor)
     return np.asarray(keras.ops.convert_to_numpy(tensor))
 
 

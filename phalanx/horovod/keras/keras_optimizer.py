@@ -16,6 +16,7 @@ from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.compressors import Compression
 from phalanx.horovod.gradient_reduction import GradientReduction
 from phalanx.horovod.instance_numbers import InstanceNumber
+from phalanx.horovod.jax_tracers import is_tracer
 from phalanx.horovod.keras import fit_hook
 from phalanx.horovod.operation_request import HorovodOp
 from phalanx.horovod.operations import Average
@@ -384,10 +385,3 @@ class _JointlyFinite:
 def accumulation_steps(optimizer: Any) -> int:
     """Over how many steps an optimizer itself accumulates gradients."""
     return int(getattr(optimizer, "gradient_accumulation_steps", None) or 1)
-
-
-def is_tracer(value: Any) -> bool:
-    """Whether a value belongs to a function that JAX is compiling."""
-    import jax
-
-    return isinstance(value, jax.core.Tracer)

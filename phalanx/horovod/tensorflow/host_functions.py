@@ -6,7 +6,7 @@ import itertools
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
@@ -20,6 +20,7 @@ from phalanx.keras_compat.tensorflow_session_errors import translate_session_err
 
 Array = np.ndarray[Any, Any]
 HostFunction = Callable[[list[Array]], Sequence[Any]]
+Converted = TypeVar("Converted", bound=Callable[..., Any])
 
 
 class MismatchError(HorovodInternalError, tf.errors.FailedPreconditionError):  # type: ignore[misc]
@@ -43,6 +44,12 @@ _counters: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKe
 """Counts the operations without a name of each graph."""
 
 
+def _not_converted(function: Converted) -> Converted:
+    """The function without AutoGraph, which warns of what it cannot convert and would change nothing here."""
+    return cast(Converted, tf.autograph.experimental.do_not_convert(function))
+
+
+@_not_converted
 def call_host(function: HostFunction, tensors: Sequence[Any], like: Sequence[tuple[Any, Any]]) -> list[Any]:
     """The results of a function of the tensors' values, as tensors.
 

@@ -30,7 +30,13 @@ def reduce_gradients(
         return step_reports.report_reduction(pending.wait)
 
     def reduce_dense(present: list[torch.Tensor]) -> list[torch.Tensor]:
-        dense = [(each.to_dense() if each.is_sparse else each).detach() for each in present]
+        dense = [_writable((each.to_dense() if each.is_sparse else each).detach()) for each in present]
         return compressed(reduction.compression, dense, reduce)
 
     return reduce_present(gradients, reduce_dense)
+
+
+def _writable(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient; a copy if some of its elements are one number in memory, as those of a sum are."""
+    repeats = any(step == 0 and size > 1 for step, size in zip(gradient.stride(), gradient.shape, strict=True))
+    return gradient.contiguous() if repeats else gradient

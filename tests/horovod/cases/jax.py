@@ -41,6 +41,9 @@ def check_parameters_are_broadcast() -> None:
     params = {"w": jnp.full((2, 2), float(hvd.rank())), "b": [jnp.array(hvd.rank()), hvd.rank()]}
     params = hvd.broadcast_parameters(params, root_rank=hvd.size() - 1)
     assert all((np.asarray(leaf) == hvd.size() - 1).all() for leaf in jax.tree.leaves(params))
+    state = hvd.broadcast_parameters({"key": jax.random.key(hvd.rank()), "step": 3})
+    assert jax.random.uniform(state["key"]) == jax.random.uniform(jax.random.key(0))
+    assert state["step"] == 3
 
 
 class _Transformation(NamedTuple):

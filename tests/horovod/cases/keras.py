@@ -173,6 +173,15 @@ def check_loops_of_ones_own() -> None:
 
         with pytest.raises(NotImplementedError, match="`fit` takes care of that"):
             jax.jit(optimizer.stateless_apply)([v.value for v in optimizer.variables], [gradient], [variable.value])
+        with pytest.raises(NotImplementedError, match="second jitted function"):
+            jax.jit(lambda x: hvd.allreduce(x, name="x"))(gradient)
+    if keras.backend.backend() == "torch":
+        import torch
+
+        weight = torch.zeros(3, requires_grad=True)
+        (repeated,) = torch.autograd.grad(weight.sum(), [weight])
+        optimizer.apply([repeated], [variable])
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(variable), -(hvd.size() + 2.0), rtol=1e-6)
 
 
 def check_saved_models_load_with_and_without() -> None:
@@ -433,6 +442,10 @@ def check_elastic_state_of_a_model() -> None:
     state.restore()
     assert all(np.array_equal(a, b) for a, b in zip(kept, model.get_weights(), strict=True))
     assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == steps == 8
+    model.set_weights(START)  # as Keras does on JAX where averages are kept and an exception ends `fit`
+    state.on_reset()
+    state.sync()
+    assert all(np.array_equal(a, b) for a, b in zip(kept, model.get_weights(), strict=True))
     with pytest.raises(ValueError, match="must be built first"):
         hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
 

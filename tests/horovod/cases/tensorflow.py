@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import logging
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -240,7 +243,17 @@ def check_variables_are_broadcast() -> None:
     variables = [tf.Variable(tf.fill([2], float(hvd.rank()))), tf.Variable(hvd.rank())]
     hvd.broadcast_variables(variables, root_rank=hvd.size() - 1)
     assert [each.numpy().tolist() for each in variables] == [[hvd.size() - 1.0] * 2, hvd.size() - 1]
-    tf.function(lambda: hvd.broadcast_variables(variables, root_rank=0) and None)()
+
+    @tf.function
+    def in_graph():
+        hvd.broadcast_variables(variables, root_rank=0)
+
+    warned = io.StringIO()
+    tf.get_logger().addHandler(handler := logging.StreamHandler(warned))
+    in_graph()
+    tf.get_logger().removeHandler(handler)
+    assert [each.numpy().tolist() for each in variables] == [[hvd.size() - 1.0] * 2, hvd.size() - 1]
+    assert "AutoGraph" not in warned.getvalue()
 
 
 def check_slices_are_gathered_or_made_dense() -> None:
