@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -77,6 +78,9 @@ def load_model(
 ) -> Any:
     """A saved Keras model whose optimizer, with its state, is made a `DistributedOptimizer`.
 
+    If the saved optimizer had `backward_passes_per_step=k`, this one averages the gradients of k batches, with a
+    warning: the file does not say whether they were added up.
+
     Args:
         filepath: as for `keras.models.load_model`.
         custom_optimizers: classes of custom optimizers.
@@ -88,12 +92,20 @@ def load_model(
     """
     if legacy_opts:
         raise UnsupportedError("hvd.load_model(legacy_opts=True): Keras 3 has no legacy optimizers. Leave it out.")
-    from phalanx.horovod.keras.keras_optimizer import DistributedOptimizer
+    from phalanx.horovod.keras.keras_optimizer import DistributedOptimizer, accumulation_steps, innermost_optimizer
 
     objects = {each.__name__: each for each in custom_optimizers or ()} | (custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is not None:
         DistributedOptimizer(model.optimizer, compression=compression)
+        if (steps := accumulation_steps(innermost_optimizer(model.optimizer))) > 1:
+            warnings.warn(
+                f"The loaded optimizer averages the gradients of {steps} batches. If it was saved from a "
+                f"DistributedOptimizer with backward_passes_per_step={steps}, which adds them up unless "
+                f"average_aggregated_gradients=True, gradients are {steps} times smaller now: multiply the learning "
+                f"rate of SGD by {steps}.",
+                stacklevel=2,
+            )
     return model
 
 
