@@ -133,13 +133,20 @@ class ShardedInput:
         Raises: ConfigurationError if there is no data.
         """
         if restart:
-            _read_first(self.source)
+            self.read_first()
             self.position.draw_as_keras()
         try:
             with _reading(self.source):
                 return self.local_batch(self.source.peek(restart=restart))
         except StopIteration:
             raise self.description.empty_error(self._rank) from None
+
+    def read_first(self) -> None:
+        """Read what Keras reads of a generator before it opens a pass, and before it calls a callback: all of them may
+        draw random numbers."""
+        if self.source.cursor is not None:
+            with _reading(self.source):
+                self.source.cursor.read_first()
 
     def stand_in(self) -> LocalBatch:
         """A batch of size 0 with this input's shapes and dtypes, for a rank that ran out of data first.
@@ -180,7 +187,7 @@ class ShardedInput:
         """As `epoch`, with the elements in the dataset's own structure."""
         position = self.position
         if done is None:
-            _read_first(self.source)
+            self.read_first()
             position.enter(index)
         seen, is_complete = done or 0, False
         try:
@@ -274,13 +281,6 @@ class ShardedInput:
         """Pass over `count` batches that other ranks, or an earlier process, have taken."""
         if count and self.source.cursor is not None:
             self.source.cursor.skip(0, count)
-
-
-def _read_first(source: Source) -> None:
-    """Read what Keras reads of a generator before it opens a pass: both may draw random numbers."""
-    if source.cursor is not None:
-        with _reading(source):
-            source.cursor.read_first()
 
 
 def _reading(source: Source) -> AbstractContextManager[None]:

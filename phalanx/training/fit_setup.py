@@ -72,6 +72,7 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
         retry(lambda: compare_inputs(validation, replica, "fit"))
         retry(lambda: compare_samples(validation, replica))
     replica_model.prepare(state.source, "fit", validates=state.validation is not None)
+    state.source.read_first()
 
     def any_rank(flag: bool) -> bool:
         return retry(lambda: replica.any(flag))

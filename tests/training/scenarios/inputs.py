@@ -315,6 +315,33 @@ def generator(setting: Setting) -> dict[str, Any]:
     return fitted_on(compiled(setting, metrics=["accuracy"]), _generate(2), steps_per_epoch=3)
 
 
+@scenario(quick=BACKENDS)
+def generators_begin_before_the_callbacks(setting: Setting) -> dict[str, Any]:
+    """Keras reads two batches first, also if there is no epoch."""
+    model = compiled(setting, optimizer=keras.optimizers.SGD(0.1))
+    model.fit(features(), labels(), batch_size=16, shuffle=False, verbose=0)  # it is built now
+    random.seed(4)
+    factor = 1.0
+
+    def batches() -> Any:
+        while True:
+            yield factor * (1.0 + random.random()) * features(8), labels(8)
+
+    class Change(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            nonlocal factor
+            factor += 1.0
+
+    def fit(initial_epoch: int) -> Any:
+        options = {"steps_per_epoch": 3, "epochs": 2, "initial_epoch": initial_epoch, "verbose": 0}
+        return model.fit(batches(), callbacks=[Change()], **options).history
+
+    history = [fit(2), fit(0)]
+    # On TensorFlow Keras reads ahead, as far as its threads get.
+    drawn = 0.0 if keras.backend.backend() == "tensorflow" else random.random()
+    return {"history": history, "drawn": drawn, "weights": model.get_weights()}
+
+
 @scenario()
 def generator_predicted(setting: Setting) -> dict[str, Any]:
     model = compiled(setting)
