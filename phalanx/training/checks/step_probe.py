@@ -23,7 +23,10 @@ import numpy as np
 
 from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.collectives.reduction import is_float
+from phalanx.config.environment import process_environment
 from phalanx.data.dataset_elements import ElementStructure
+from phalanx.devices.gpu_count import count_gpus
+from phalanx.devices.tpu_count import count_tpus
 from phalanx.engines import make_engine
 from phalanx.engines.engine import Engine
 from phalanx.engines.local_ranks import LocalRanks, StepsDifferError
@@ -36,7 +39,7 @@ from phalanx.keras_compat.observation.trial_conditions import LARGEST_CHANGE, Tr
 from phalanx.training.checks.model_checks import kept_state
 from phalanx.training.program_effects.program_objects import reads_iterators
 from phalanx.training.program_effects.program_state import ProgramState
-from phalanx.training.state_sync import seed_generators, variables_of
+from phalanx.training.state_sync import seed_generators, value_of, variables_of
 
 Array = np.ndarray[Any, Any]
 
@@ -54,6 +57,8 @@ TOLERANCE_OF_HALF = 5e-2
 """Of both, where the model computes in half precision."""
 ROUNDING = 1e-6
 """Of a weight itself, and of the largest change of all, for gradients that are nothing but rounding."""
+NOISE = 10
+"""Times what a change of all weights by `ROUNDING` does to a gradient: where that is known, no more is allowed."""
 
 logger = logging.getLogger(__name__)
 
@@ -163,13 +168,15 @@ class _Trial:
         self._state.restore()
         before = self._results({})
         # What differs between these two follows from random numbers, and says nothing about the replicas.
-        whole, other = self._whole(batches), self._whole(batches, other_seeds=True)
+        whole, other = self._whole(batches), self._whole(batches, self._state.change_seeds)
+        is_coarse = _has_accelerators() or computes_in_half(self._model)
+        rounded = [None] * len(batches) if is_coarse else self._whole(batches, self._round_weights)
         ranks = self._of_ranks([[rows_of(batch, *rows) for batch in batches] for rows in PARTS])
         # Variables that the steps were the first to assign.
         before = before._replace(others=self._others({id(v): value for v, value in self._state.variables()}))
         model, step = self._model, self._name
         return [
-            _Comparison(model, step, before, whole[i], other[i], [rank[i] for rank in ranks])
+            _Comparison(model, step, before, whole[i], other[i], rounded[i], [rank[i] for rank in ranks])
             for i in range(len(batches))
         ]
 
@@ -194,13 +201,19 @@ class _Trial:
             )
         return ""
 
-    def _whole(self, batches: Sequence[Any], *, other_seeds: bool = False) -> list[_Results]:
+    def _whole(self, batches: Sequence[Any], change: Callable[[], None] = lambda: None) -> list[_Results]:
         self._state.restore()
-        if other_seeds:
-            self._state.change_seeds()
+        change()
         self._ranks.be_whole()
         with simulated_ranks(1):
             return self._steps(batches, 1.0)
+
+    def _round_weights(self) -> None:
+        """Change all weights by what rounding may change in them."""
+        signs = np.random.default_rng(0)
+        for variable in self._model.trainable_variables:
+            value = value_of(variable)
+            variable.assign(value * (1 + ROUNDING * signs.choice((-1.0, 1.0), value.shape)).astype(value.dtype))
 
     def _of_ranks(self, parts: Sequence[Sequence[Any]]) -> list[list[_Results]]:
         def steps(rank: int) -> list[_Results]:
@@ -282,6 +295,11 @@ class _Trial:
         return found
 
 
+def _has_accelerators() -> bool:
+    """Whether products of matrices may be computed with fewer bits than float32 has."""
+    return bool(count_gpus(process_environment()) or count_tpus())
+
+
 def _kept_by_layers(model: Any, found: _Comparison) -> str:
     """The error text if layers keep something of their samples in a test step, after which nothing of it is merged."""
     for variable in model_state.state_of_own_layers(model):
@@ -295,13 +313,18 @@ def _kept_by_layers(model: Any, found: _Comparison) -> str:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Results of a step: before it, of the batch, of the batch with other seeds, and of the replicas."""
+    """Results of a step: before it, of the batch, of the batch with other seeds, and of the replicas.
+
+    Attributes:
+        rounded: of the batch with weights that rounding has changed; None if products are rounded more than that.
+    """
 
     model: Any
     step: str
     before: _Results
     whole: _Results
     other: _Results
+    rounded: _Results | None
     ranks: list[_Results]
 
     def verdict(self) -> str:
@@ -431,7 +454,11 @@ class _Comparison:
         own = np.abs(self.whole.gradients[name]).max(initial=0)
         largest = self._largest_gradients[_update_of(name)]
         tolerance, rounding = self._tolerances()
-        return float(tolerance * own + rounding * largest + ROUNDING * self._loss)
+        allowed = tolerance * own
+        if self.rounded is not None and name in self.rounded.gradients:
+            noise = np.abs(self.rounded.gradients[name] - self.whole.gradients[name]).max(initial=0)
+            allowed = min(allowed, TOLERANCE * own + NOISE * noise)
+        return float(allowed + rounding * largest + ROUNDING * self._loss)
 
     @cached_property
     def _loss(self) -> float:

@@ -76,6 +76,23 @@ def layer_that_uses_a_little_of_the_mean(setting: Setting) -> dict[str, Any]:
     return _trained(setting, _with(lambda: layers.Dense(4), lambda: Nearly(name="nearly")))
 
 
+@scenario(error=_refused("'following') computes something of all samples"))
+def layer_that_uses_its_moving_average_at_once(setting: Setting) -> dict[str, Any]:
+    """It moves gradients by a ten-thousandth, and a loss by even less: the means of two halves have the same mean."""
+
+    class Following(layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.average = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            if training:
+                self.average.assign(0.9 * self.average + 0.1 * ops.mean(inputs))
+            return inputs * (1 + 0.1 * self.average)
+
+    following = _with(lambda: layers.Dense(8, activation="tanh"), lambda: Following(name="following"))
+    return _trained(setting, following, optimizer=keras.optimizers.AdamW(0.01))
+
+
 @scenario(error=_refused("an operation between the layers computes something of all samples"))
 def operation_on_the_mean_of_the_batch(setting: Setting) -> dict[str, Any]:
     def build() -> Any:
