@@ -165,6 +165,8 @@ def test_the_page_says_who_where_and_what_to_check() -> None:
     assert short[-2] == "More"
     folded = failure_report.render(find_root_cause(ends), ends, log_dir=Path("/logs"), fold=True)
     assert folded == text.replace("all frames", "own frames")
+    ends[0] = end(1, 1, 0, diagnostics=WorkerDiagnostics(error=CrashReport("ValueError", "boom", "of an old version")))
+    assert "of an old version" in failure_report.render(find_root_cause(ends), ends, fold=True)
 
 
 def test_the_page_on_a_terminal_is_short_however_long_the_error_and_however_many_the_tasks() -> None:

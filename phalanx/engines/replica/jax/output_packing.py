@@ -61,7 +61,7 @@ class OutputPacking:
             tuple(part.shapes[0] if len(part.shapes) == 1 else (sum(map(math.prod, part.shapes)),) for part in parts),
             tuple(part.dtypes[0] for part in parts),
             tuple(part.weights[0] for part in parts),
-            layout.owners if len(parts) == len(layout.shapes) else (),
+            layout.owners if len(parts) == len(layout.shapes) else (),  # a bundle belongs to several variables
         )
 
     def read(self, flats: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:

@@ -202,9 +202,10 @@ class TensorFlowEngine(ReplicaEngine):
             gradients = complete(gradients, weights)
         sparse = graph.gather_slices(gradients)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None and i not in sparse]
+        own = [weights[i] for i in present]
         # Everything the step changed, in one all-reduce; sparse gradients were gathered before, so that a failure of
         # either leaves all variables as they were.
-        merged, averages = self._merge_all(present, [gradients[i] for i in present], logs, before)
+        merged, averages = self._merge_all(own, [gradients[i] for i in present], logs, before)
         for i, gradient in [*zip(present, merged, strict=True), *sparse.items()]:
             gradients[i] = gradient
         if self._merge.updates:
@@ -268,12 +269,12 @@ class TensorFlowEngine(ReplicaEngine):
         return before
 
     def _merge_all(
-        self, present: Sequence[int], gradients: list[Any], logs: dict[str, Any], before: list[Any]
+        self, weights: Sequence[Any], gradients: list[Any], logs: dict[str, Any], before: list[Any]
     ) -> tuple[list[Any], dict[str, Any]]:
         """Merge gradients, state, metrics and logs at once; returns gradients and logs, and assigns the others.
 
         Args:
-            present: indices of the weights that have a gradient here.
+            weights: those that have a gradient here.
             gradients: of those.
             logs: what the step logged itself.
             before: what the metrics held before the step.
@@ -285,18 +286,15 @@ class TensorFlowEngine(ReplicaEngine):
             *[tf.cast(value, tf.float32) for value in logs.values()],
         ]
         ends = np.cumsum([len(gradients), len(self._state), len(self._metrics)])
-        trainable = self._model.trainable_weights
-        own = [trainable[index] for index in present]
-        weights = [*gradient_weights(own), *[MergeWeight.SHARE] * len(self._state)]
+        counted = [*gradient_weights(weights), *[MergeWeight.SHARE] * len(self._state)]
+        of_all = [*counted, *self.metric_rules.weights, *[MergeWeight.SHARE] * len(logs)]
 
         def look(layout: StepLayout, flats: Sequence[Array]) -> None:
             if self._silent is None or self._silent:
                 counted = layout.cut(flats)[ends[1] : ends[2]]
                 self._silent = step_logs.still_silent(self._silent, self._model, counted)
 
-        values = self._graph.merge(
-            tensors, [*weights, *self.metric_rules.weights, *[MergeWeight.SHARE] * len(logs)], look, own
-        )
+        values = self._graph.merge(tensors, of_all, look, weights)
         merged, state, metrics, averages = (values[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
         for variable, value in zip(self._state, state, strict=True):
             variable.assign(value)
