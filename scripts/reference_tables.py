@@ -13,11 +13,10 @@ import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import click
+import rich_click as click
 
 from phalanx import errors
 from phalanx.cli.main import cli
-from phalanx.cli.option_groups import OTHER
 from phalanx.config.environment_variables import VARIABLES
 from phalanx.runtime import exit_codes
 
@@ -59,22 +58,22 @@ def codes() -> str:
 
 
 def command_line() -> str:
-    context = click.Context(cli, info_name="phalanx")
+    context = click.RichContext(cli, info_name="phalanx")
     return "\n\n".join(of_command(command, context) for command in cli.commands.values())
 
 
 def of_command(command: click.Command, parent: click.Context) -> str:
     """Usage, help and options of a command, as `--help` has them."""
-    context = click.Context(command, info_name=command.name, parent=parent, **command.context_settings)
+    context = click.RichContext(command, info_name=command.name, parent=parent, **command.context_settings)
     usage = command.get_usage(context).removeprefix("Usage: ")
     parts = [f"## phalanx {command.name}", f"```text\n{' '.join(usage.split())}\n```", prose(command.help or "")]
     groups: dict[str, list[tuple[str, str]]] = {}
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
         if record is not None and record[1]:
-            groups.setdefault(getattr(parameter, "group", OTHER), []).append(record)
+            groups.setdefault(getattr(parameter, "panel", None) or "Options", []).append(record)
     for heading, records in groups.items():
-        if list(groups) != [OTHER]:
+        if list(groups) != ["Options"]:
             parts.append(f"**{heading}**")
         rows = [row(f"`{option}`", text) for option, text in records]
         parts.append("\n".join([*header("Option", "Meaning"), *rows]))

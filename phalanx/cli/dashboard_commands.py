@@ -6,7 +6,7 @@ import socket
 import sys
 from pathlib import Path
 
-import click
+import rich_click as click
 
 
 @click.command(short_help="Show running jobs in a browser.")

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
+import rich_click as click
 
-from phalanx.cli.option_groups import GroupedOption
 from phalanx.config import environment_variables as names
 from phalanx.config.environment import process_environment
 from phalanx.errors import ConfigurationError
@@ -153,8 +152,7 @@ def add_options(command: Callable[..., None]) -> Callable[..., None]:
         is_flag = True if row.type is None else None
         option = click.option(
             row.flags,
-            cls=GroupedOption,
-            group=GROUP,
+            panel=GROUP,
             type=row.type,
             metavar=row.metavar,
             is_flag=is_flag,

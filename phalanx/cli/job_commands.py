@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-import click
+import rich_click as click
 
 _JOB = click.option("--job", help="Which job, as `phalanx status` names it; needed if several run.")
 

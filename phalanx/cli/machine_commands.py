@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-import click
+import rich_click as click
 
 
 @click.command(short_help="Check this machine, other hosts, or the cluster of a task.")

@@ -11,7 +11,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-import click
+import rich_click as click
 
 from phalanx.cli.dashboard_commands import dashboard, report
 from phalanx.cli.job_commands import scale, status, top
@@ -23,8 +23,15 @@ from phalanx.monitoring.console import write_whole
 from phalanx.runtime.exit_codes import SIGNAL_BASE
 from phalanx.version import __version__
 
+_STYLE = {
+    "theme": "default-slim",
+    "text_paragraph_linebreaks": "\n\n",
+    "max_width": 110,
+    "style_errors_panel_box": "HORIZONTALS_TOP",  # without borders beside the text, so that it can be searched for
+}
 
-class _Commands(click.Group):
+
+class _Commands(click.RichGroup):
     def invoke(self, ctx: click.Context) -> Any:
         # Until a job handles them: processes that were started on the way to it (ssh) must be ended.
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -43,6 +50,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="phalanx")
+@click.rich_config(_STYLE)
 def cli() -> None:
     """Distributed training for Keras 3 on any backend."""
 

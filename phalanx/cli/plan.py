@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
+import rich_click as click
 
-from phalanx.cli.option_groups import GroupedCommand, GroupedOption
 from phalanx.config.environment_variables import KERAS_BACKEND
 from phalanx.config.keras_backends import BACKENDS
 
@@ -45,11 +44,10 @@ class LinkType(click.ParamType):  # type: ignore[type-arg]
 
 
 def _option(group: str, *flags: str, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    return click.option(*flags, cls=GroupedOption, group=group, **settings)
+    return click.option(*flags, panel=group, **settings)
 
 
 @click.command(
-    cls=GroupedCommand,
     short_help="Predict a job on machines that are not there.",
     context_settings={"allow_interspersed_args": True, "ignore_unknown_options": False, "max_content_width": 110},
 )
@@ -108,9 +106,11 @@ def plan(**options: Any) -> None:
     Runs SCRIPT here until its first fit() under a strategy, takes a few steps or compiles one, and ends it. No callback
     runs, and nothing is saved. Options of SCRIPT come after `--`.
 
+    Examples:
+
     \b
         phalanx plan train.py --machines 64 --link 10Gbit
-        phalanx plan train.py --machines 64 --link 10Gbit --plot scaling.svg -- --batch-size 4096
+        phalanx plan train.py --machines 8 --link 10Gbit -- --batch-size 4096
         phalanx plan train.py --topology v5e:2x4
     """
     from phalanx.launcher.worker_program import check_script

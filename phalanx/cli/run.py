@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
+import rich_click as click
 
 from phalanx.cli import horovodrun_options
-from phalanx.cli.option_groups import GroupedCommand, GroupedOption
 from phalanx.config.keras_backends import BACKENDS
 from phalanx.launcher.elastic_hosts.host_blacklist import COOLDOWN_S
 from phalanx.launcher.host_slots import MAX_WORKERS
@@ -92,7 +91,7 @@ _ELASTIC, _FAILURES, _OUTPUT = "Elastic training", "Failures and restarts", "Out
 
 
 def _option(group: str, *flags: str, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    return click.option(*flags, cls=GroupedOption, group=group, **settings)
+    return click.option(*flags, panel=group, **settings)
 
 
 _OPTIONS = (
@@ -273,7 +272,6 @@ def _add_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @click.command(
-    cls=GroupedCommand,
     short_help="Run a script on several workers.",
     context_settings={"allow_interspersed_args": False, "max_content_width": 110},
 )
@@ -284,6 +282,8 @@ def run(**options: Any) -> None:
     Each worker gets its TF_CONFIG, its share of the cores and a secret of the job. Ctrl-C or a failing worker
     ends all of them. In a job with parameter servers, a killed worker is restarted. The exit code is
     that of the worker that failed first, which the failure page explains.
+
+    Examples:
 
     \b
         phalanx run --workers 2 train.py --epochs 5

@@ -16,7 +16,7 @@ from phalanx.runtime.core_affinity import available_cores, core_quota
 
 PACKAGES = (
     *("phalanx", "keras", "numpy", "jax", "jaxlib", "tensorflow", "tensorflow-cpu", "torch"),
-    *("msgspec", "click", "cloudpickle", "rich", "cryptography"),
+    *("msgspec", "rich-click", "cloudpickle", "rich", "cryptography"),
 )
 SHARED_MEMORY = Path("/dev/shm")
 CGROUP_MEMORY_MAX = Path("/sys/fs/cgroup/memory.max")

@@ -29,7 +29,7 @@ def test_summaries_of_commands_are_whole_and_options_of_run_stand_in_groups() ->
     text = CliRunner().invoke(cli, ["--help"]).output
     assert "..." not in text.partition("Commands:")[2]
     text = CliRunner().invoke(cli, ["run", "--help"]).output
-    heads = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert heads[0] == "Workers and hosts:"
-    assert heads[-1] == "Other options:"
-    assert text.partition("Other options:")[2].split() == ["-h,", "--help", "Show", "this", "message", "and", "exit."]
+    heads = [line for line in map(str.rstrip, text.splitlines()) if line.endswith(":") and not line.startswith(" ")]
+    assert heads[:2] == ["Examples:", "Workers and hosts:"]
+    assert heads[-1] == "Options:"
+    assert text.partition("\nOptions:")[2].split() == ["-h", "--help", "Show", "this", "message", "and", "exit."]
