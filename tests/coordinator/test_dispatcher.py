@@ -25,6 +25,7 @@ from phalanx.coordinator.remote_values import RemoteValue
 from phalanx.coordinator.scheduled_calls import ScheduledCall
 from phalanx.coordinator.worker_connection import WorkerConnection
 from phalanx.errors import LinkClosedError, LinkTimeoutError, PeerLostError, RendezvousError
+from phalanx.parameter_server.client import server_dialing
 from phalanx.parameter_server.client.server_dialing import connect
 from phalanx.runtime import function_call as calls
 from phalanx.transport.link import Link
@@ -91,6 +92,28 @@ def test_what_cannot_be_sent_any_more_is_an_error_of_its_function(
     with pytest.raises(ValueError, match="it was given away"):
         dispatcher.join()
     link.close()
+
+
+def test_a_worker_waits_for_a_chief_that_has_no_coordinator_yet(
+    identities: tuple[TaskIdentity, TaskIdentity], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_dialing, "HANDSHAKE_FAILURES_S", 0.0)
+    chief, worker = identities
+    late = Dispatcher(chief, lambda changes, step: None, set())
+    late.start()
+    rounds = []
+
+    def accept_in_the_third_round() -> None:
+        rounds.append(1)
+        if len(rounds) == 3:
+            late.accept(PURPOSE)
+
+    try:
+        deadline = time.monotonic() + BOUND_S
+        connect(worker, chief.task, PURPOSE, deadline, check=accept_in_the_third_round).close()
+    finally:
+        late.close()
+    assert len(rounds) >= 3
 
 
 def test_a_worker_that_has_reconnected_is_not_silent_for_what_its_former_link_did(dispatcher: Dispatcher) -> None:

@@ -23,6 +23,10 @@ from phalanx.parameter_server.server_protocol import NOT_LEADING, NOTICE_AFTER_S
 from phalanx.transport.dial import ATTEMPT_TIMEOUT_S, HANDSHAKE_FAILURES_S, RefusedError, retry_delay_s
 from phalanx.transport.handshake import Welcome
 from phalanx.transport.link import Link
+from phalanx.transport.listener import UNAVAILABLE
+
+PASSING = frozenset({NOT_LEADING, UNAVAILABLE})
+"""Refusals that waiting may cure: another server leads by now, or this one soon; a chief still prepares its data."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +79,7 @@ def connect_first(
             except RefusedError as error:
                 if error.welcome.refusal == DISAGREEMENT:
                     raise DisagreementError(error.welcome.reason) from error
-                # Another server may lead by now, or this one soon: that passes, other refusals do not.
-                failing_since = None if error.welcome.refusal == NOT_LEADING else failing_since or now
+                failing_since = None if error.welcome.refusal in PASSING else failing_since or now
                 failure = error
             except HandshakeError as error:
                 failing_since, failure = failing_since or now, error
