@@ -9,8 +9,9 @@ What two parts do to a variable is compared with what the whole batch does, from
 The first that holds is the variable's rule. A metric of which none holds is refused: no merge of what the replicas
 know gives what one process would have. Metrics of Keras's own are known to be counters, and need no probe.
 
-A batch may leave a variable alone (a maximum that begins at zero, and predictions below). Then other values of the
-batch's targets, predictions or weights are tried, until they change it.
+A batch may leave a variable alone (a maximum that begins at zero, and predictions below), change it by so little that
+every rule holds to rounding, or have samples that are alike, so that a mean is an extreme. Then other values of the
+batch's targets, predictions or weights are tried, until they tell.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ ROWS = 8
 """Number of samples that are probed; at least two are needed."""
 TOLERANCE = {"float16": 5e-3, "bfloat16": 3e-2, "float64": 1e-6}
 FLOAT32_TOLERANCE = 1e-5
+CLEARLY = 100
+"""Times the tolerance: a change by less, relative to the variable, looks like a sum, a mean and an extreme at once."""
 
 logger = logging.getLogger(__name__)
 
@@ -147,12 +150,13 @@ def checked(found: tuple[MetricRule, ...] | str) -> tuple[MetricRule, ...]:
 def _trials_that_tell(
     rules: MetricRules, batch: Values, update: Update, numbers: Sequence[int]
 ) -> dict[int, list[Trial]]:
-    """Trials that change the variables of these numbers; none of a variable that nothing changes."""
+    """Trials that change the variables of these numbers, clearly if any do; none of a variable that nothing changes."""
     trials = _observe(rules, batch, update)
     known = {number: trials[number] for number in numbers if not _is_silent(trials[number])}
+    clear = {number for number in known if _is_clear(known[number]) and not _has_like_parts(known[number])}
     start = rules.values()
-    for change in _changes():
-        if len(known) == len(numbers):
+    for change, all_unlike in _changes():
+        if len(clear) == len(numbers):
             break
         rules.set_values(start)
         try:
@@ -161,8 +165,14 @@ def _trials_that_tell(
             logger.debug("Metrics refuse other values: %r", error)
             continue
         for number in numbers:
-            if number not in known and not _is_silent(trials[number]) and _are_finite(trials[number]):
-                known[number] = trials[number]
+            found = trials[number]
+            if number in clear or _is_silent(found) or not _are_finite(found):
+                continue
+            # Where parts of samples that are not alike do the same, steps are counted.
+            if _is_clear(found) and (all_unlike or not _has_like_parts(found)):
+                clear.add(number)
+                known[number] = found
+            known.setdefault(number, found)
     return known
 
 
@@ -203,9 +213,24 @@ def _is_silent(trials: Sequence[Trial]) -> bool:
     return all(np.array_equal(one.start, state) for one in trials for state in (one.first, one.second, one.whole))
 
 
-def _changes() -> Iterator[Change]:
-    """Other values of a batch, the most likely ones first."""
-    for values in (_reflected, lambda array: -array, lambda array: 10 * array):
+def _is_clear(trials: Sequence[Trial]) -> bool:
+    """Whether the samples change a variable by much more than its rounding, seen from the first start."""
+    start, whole = trials[0].start, trials[0].whole
+    if start.dtype.kind in "biu":
+        return True
+    clearly = min(CLEARLY * _tolerance(start), 0.1)
+    size = max(np.abs(_wide(each)).max(initial=0) for each in (start, whole))
+    return not np.isfinite(size) or bool(np.abs(_wide(whole) - _wide(start)).max(initial=0) > clearly * size)
+
+
+def _has_like_parts(trials: Sequence[Trial]) -> bool:
+    """Whether all parts do the same to a variable, so that nothing tells a mean from an extreme."""
+    return all(_close(_wide(one.first), one.second, one.start) for one in trials)
+
+
+def _changes() -> Iterator[tuple[Change, bool]]:
+    """Other values of a batch, the most likely ones first; and whether nothing in it is left that may be alike."""
+    for values in (_unlike, _reflected, lambda array: -_unlike(array), lambda array: 10 * _unlike(array)):
         for chosen in ((1,), (0,), (2,), (0, 1, 2)):
 
             def change(batch: Values, values: Any = values, chosen: Any = chosen) -> Values:
@@ -216,7 +241,13 @@ def _changes() -> Iterator[Change]:
                 y, outputs, weight = (map_leaves(changed, e) if i in chosen else e for i, e in enumerate(batch))
                 return y, outputs, weight
 
-            yield change
+            yield change, values is not _reflected and len(chosen) == 3
+
+
+def _unlike(array: Array) -> Array:
+    """Each sample smaller than the one before: probabilities stay probabilities."""
+    factors = np.linspace(1.0, 0.5, len(array))
+    return np.asarray(array * factors.reshape(-1, *[1] * (array.ndim - 1)))
 
 
 def _reflected(array: Array) -> Array:
@@ -279,9 +310,12 @@ def _close(computed: Array, state: Array, begun: Array) -> bool:
         return bool(np.array_equal(computed, state))
     # Relative to the largest number that was added up: a difference of two large states has their rounding, not its
     # own.
-    tolerance = TOLERANCE.get(state.dtype.name, FLOAT32_TOLERANCE)
     finite = [abs(_wide(each)[np.isfinite(_wide(each))]).max(initial=0) for each in (state, begun)]
-    return bool(np.allclose(_wide(computed), _wide(state), rtol=0, atol=tolerance * max(*finite, 1e-30)))
+    return bool(np.allclose(_wide(computed), _wide(state), rtol=0, atol=_tolerance(state) * max(*finite, 1e-30)))
+
+
+def _tolerance(state: Array) -> float:
+    return TOLERANCE.get(state.dtype.name, FLOAT32_TOLERANCE)
 
 
 def _batch_of(engine: Engine, data: Any) -> Values:

@@ -20,12 +20,12 @@ from phalanx.engines.local_ranks import LocalRanks
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
 from phalanx.training.checks.step_probe import (
+    COARSE_TOLERANCE,
     PARTS,
-    TOLERANCE_OF_HALF,
     advice_on_layers,
     can_be_tried,
-    computes_in_half,
     few_samples,
+    rounds_coarsely,
     rows_of,
 )
 from phalanx.training.program_effects.program_state import ProgramState
@@ -104,7 +104,7 @@ def _differs(
     state.change_seeds()
     other = whole()
     parts = ranks.compute(len(PARTS), part, state.restore)
-    tolerance = TOLERANCE_OF_HALF if computes_in_half(model) else TOLERANCE
+    tolerance = COARSE_TOLERANCE if rounds_coarsely(model) else TOLERANCE
     for number, output in enumerate(first):
         found = np.concatenate([each[number] for each in parts]) if output.ndim else output
         if found.shape != output.shape:

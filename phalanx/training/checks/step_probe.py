@@ -53,8 +53,8 @@ SAMPLED = 4096
 """So many values of each variable are compared."""
 TOLERANCE, TOLERANCE_OF_WEIGHTS = 2e-5, 5e-3
 """Of the largest value, and of a weight's largest change: gradients are sums, and tensor cores round to ten bits."""
-TOLERANCE_OF_HALF = 5e-2
-"""Of both, where the model computes in half precision."""
+COARSE_TOLERANCE = 5e-2
+"""Of both, where the model computes in half precision, or with quantized values."""
 ROUNDING = 1e-6
 """Of a weight itself, and of the largest change of all, for gradients that are nothing but rounding."""
 NOISE = 10
@@ -169,7 +169,7 @@ class _Trial:
         before = self._results({})
         # What differs between these two follows from random numbers, and says nothing about the replicas.
         whole, other = self._whole(batches), self._whole(batches, self._state.change_seeds)
-        is_coarse = _has_accelerators() or computes_in_half(self._model)
+        is_coarse = _has_accelerators() or rounds_coarsely(self._model)
         rounded = [None] * len(batches) if is_coarse else self._whole(batches, self._round_weights)
         ranks = self._of_ranks([[rows_of(batch, *rows) for batch in batches] for rows in PARTS])
         # Variables that the steps were the first to assign.
@@ -447,7 +447,7 @@ class _Comparison:
 
     def _allowed(self, kind: str, name: str) -> float:
         known = [getattr(each, kind).get(name, np.zeros(())) for each in (self.whole, self.before)]
-        tolerance = TOLERANCE_OF_HALF if computes_in_half(self.model) else TOLERANCE
+        tolerance = COARSE_TOLERANCE if rounds_coarsely(self.model) else TOLERANCE
         return tolerance * float(max(np.abs(each).max(initial=0) for each in known)) + ROUNDING
 
     def _allowed_gradient(self, kind: str, name: str) -> float:
@@ -469,8 +469,8 @@ class _Comparison:
     def _tolerances(self) -> tuple[float, float]:
         """Relative to a gradient or a change, and to the largest of all."""
         return (
-            (TOLERANCE_OF_HALF, TOLERANCE_OF_HALF)
-            if computes_in_half(self.model)
+            (COARSE_TOLERANCE, COARSE_TOLERANCE)
+            if rounds_coarsely(self.model)
             else (TOLERANCE_OF_WEIGHTS, 10 * ROUNDING)
         )
 
@@ -516,9 +516,16 @@ def advice_on_layers(model: Any) -> str:
     return advice
 
 
-def computes_in_half(model: Any) -> bool:
-    """Whether any layer computes in half precision."""
-    return any(str(getattr(layer, "compute_dtype", "")) in ("float16", "bfloat16") for layer in model._flatten_layers())
+def rounds_coarsely(model: Any) -> bool:
+    """Whether any layer computes in half precision, or is quantized.
+
+    A last bit more or less may be a whole step of a quantized input; and with float8, Keras rounds biases to bfloat16.
+    """
+    return any(
+        str(getattr(layer, "compute_dtype", "")) in ("float16", "bfloat16")
+        or getattr(layer, "quantization_mode", None) is not None
+        for layer in model._flatten_layers()
+    )
 
 
 def can_be_tried(model: Any, data: Any) -> bool:

@@ -160,9 +160,9 @@ def metric_state_of_every_kind(setting: Setting) -> dict[str, Any]:
 
 
 class Largest(keras.metrics.Metric):
-    def __init__(self) -> None:
-        super().__init__(name="largest")
-        self.value = self.add_variable((), "zeros", name="value")
+    def __init__(self, start: float = 0.0, name: str = "largest") -> None:
+        super().__init__(name=name)
+        self.value = self.add_variable((), keras.initializers.Constant(start), name="value")
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         self.value.assign(ops.maximum(self.value, ops.max(ops.cast(y_pred, "float32"))))
@@ -183,6 +183,19 @@ def maximum_of_single_predictions_in_half_precision(setting: Setting) -> dict[st
 
     model = compiled(setting, build, loss="mse", metrics=[Largest()])
     return fitted(model, features()[:12], numbers()[:12], batch_size=2)["history"]  # type: ignore[no-any-return]
+
+
+@scenario(quick=ONE_BACKEND)
+def maximum_that_predictions_at_the_first_step_do_not_tell(setting: Setting) -> dict[str, Any]:
+    """They are all alike, as a mean of them is; and one metric begins so near to them that a sum differs by nothing."""
+
+    def build() -> Any:
+        return keras.Sequential(
+            [keras.Input((FEATURES,)), layers.Dense(1, kernel_initializer="zeros", bias_initializer="ones")]
+        )
+
+    model = compiled(setting, build, loss="mse", metrics=[Largest(), Largest(1.0 - 1e-6, "near")])
+    return fitted(model, y=numbers())["history"]  # type: ignore[no-any-return]
 
 
 class CountsCalls(layers.Layer):

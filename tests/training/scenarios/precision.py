@@ -11,7 +11,7 @@ import numpy as np
 from keras import layers, ops
 
 from tests.training.scenarios.common import CLASSES, FEATURES, compiled, features, fitted, labels
-from tests.training.scenarios.registry import EACH_KIND, Setting, scenario
+from tests.training.scenarios.registry import EACH_KIND, ONE_BACKEND, Setting, scenario
 
 
 @contextmanager
@@ -112,3 +112,26 @@ def float8_with_ranks_without_samples(setting: Setting) -> dict[str, Any]:
 def float8_with_accumulated_gradients(setting: Setting) -> dict[str, Any]:
     """Those of the last batch are left in the optimizer."""
     return _trained_in_float8(setting, epochs=3, optimizer=keras.optimizers.SGD(0.2, gradient_accumulation_steps=2))
+
+
+@scenario(quick=ONE_BACKEND, tolerance=1e-2)
+def quantized_with_an_operation_between_layers(setting: Setting) -> dict[str, Any]:
+    """The step is tried, and biases, which Keras rounds to bfloat16, are not taken for what relates samples."""
+
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        hidden = ops.tanh(layers.Dense(8)(inputs)) * 2.0 + 1.0
+        return keras.Model(inputs, layers.Dense(CLASSES)(layers.Dense(8, "tanh")(hidden)))
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    found = {}
+    for mode in ("float8", "int8"):
+        model = compiled(setting, build)
+        model.quantize(mode)
+        with setting.scope():
+            model.compile(keras.optimizers.SGD(0.1), loss)
+        if mode == "int8":
+            for layer in model.layers[-2:]:
+                layer.enable_lora(2)
+        found[mode] = fitted(model, batch_size=11)["history"]
+    return found
