@@ -131,6 +131,7 @@ class DeclareModel(_Message, frozen=True):
         slots: the optimizer's variables.
         step: the global step of the values; a step that the job has passed changes nothing.
         era: greater than the era of every earlier `fit`, even of one that a killed chief declared.
+        ahead: by so many the job's count of steps is ahead of this optimizer's: those of other models.
     """
 
     fit: int
@@ -140,6 +141,7 @@ class DeclareModel(_Message, frozen=True):
     slots: Slots
     step: int
     era: int
+    ahead: int = 0
 
 
 class JoinFit(_Message, frozen=True):
@@ -507,6 +509,7 @@ class FitJoined(_Message, frozen=True):
         step: the global step; valid from the head only.
         tables: numbers of the variables of which only some rows are sent.
         groups: numbers of the server's shards whose gradients and values are sent as one vector (see `ShardPacking`).
+        ahead: as for `DeclareModel`.
         counted: as for `Values`.
     """
 
@@ -515,6 +518,7 @@ class FitJoined(_Message, frozen=True):
     step: int
     tables: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
+    ahead: int
     counted: tuple[int, ...] = ()
 
 

@@ -97,13 +97,19 @@ def _compiled(scope: Any) -> tuple[Any, Any, Any]:
 
 
 def batches(scope: Any) -> dict[str, Any]:
-    """Single batches before, between and after two `fit`s of one model."""
+    """Single batches before, between and after two `fit`s of one model, of which the optimizer counts its own steps."""
+    import keras
+
     model, x, y = _compiled(scope)
     found = [model.train_on_batch(x[:21], y[:21])]
+    counted: list[int] = []
+    count = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: counted.append(int(model.optimizer.iterations)))
     for _ in range(2):
-        history = model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+        history = model.fit(x, y, batch_size=16, epochs=2, verbose=0, callbacks=[count])
+        counted.append(int(model.optimizer.iterations))
         found += [history.history["loss"], model.train_on_batch(x[:20], y[:20]), model.test_on_batch(x[:7], y[:7])]
-    return {"losses": found, "predicted": model.predict_on_batch(x[:5]), "weights": model.get_weights()}
+    predicted = model.predict_on_batch(x[:5])
+    return {"losses": found, "counted": counted, "predicted": predicted, "weights": model.get_weights()}
 
 
 def after_a_failure(scope: Any) -> dict[str, Any]:

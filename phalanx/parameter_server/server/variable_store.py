@@ -36,6 +36,7 @@ class JoinedFit(NamedTuple):
     first_epoch: int
     tables: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
+    ahead: int
 
 
 class PushResult(NamedTuple):
@@ -163,7 +164,7 @@ class VariableStore:
             self._former.workers_behind.discard(worker)
             if not self._former.workers_behind:
                 self._former = _FormerFit()
-            return JoinedFit(declared.first_epoch, declared.model.tables, self._shards.groups)
+            return JoinedFit(declared.first_epoch, declared.model.tables, self._shards.groups, declared.ahead)
 
     # State for snapshots and replicas.
 

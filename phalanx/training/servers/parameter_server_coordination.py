@@ -229,7 +229,7 @@ class ParameterServerCoordination:
         timeline.current.enter("pull", epoch=epoch)
         if not self._worker.is_chief:
             remote_model.pull()
-            set_step_count(remote_model.model.optimizer, self._worker.global_step)
+            _count_steps(remote_model, self._worker)
         elif epoch == self._first_epoch:  # else it has pulled when the last one ended
             remote_model.pull()
             remote_model.variables.record_values(tables=False)
@@ -355,6 +355,8 @@ class ParameterServerCoordination:
         if self._worker.is_chief:
             reads = callback_hooks.reads_weights_at_epoch_ends(self._state.callbacks)
             remote_model.pull_after_epoch(tables=reads)
+        else:
+            _count_steps(remote_model, self._worker)
         counted = engine.metric_rules.added(engine.metric_rules.values(), self._metrics_start)
         silent = step_logs.silent_metrics(model, counted)
         # Of Keras's own steps all logs are results.
@@ -427,7 +429,7 @@ class ParameterServerCoordination:
         if worker.is_chief:
             worker.client.request(HEAD, EndFit(self._fit))
         else:
-            set_step_count(model.optimizer, worker.global_step)
+            _count_steps(remote_model, worker)
         remote_model.pull_final()
         if state.arguments.epochs > self._first_epoch:
             if not state.logs and not worker.is_chief:
@@ -456,3 +458,8 @@ class _EpochCount:
     def __init__(self, length: int = 0) -> None:
         self.length = length
         self.steps = self.samples = 0
+
+
+def _count_steps(remote_model: RemoteModel, worker: ParameterServerWorker) -> None:
+    """Set the count of steps of this worker's optimizer from the job's."""
+    set_step_count(remote_model.model.optimizer, worker.global_step - remote_model.merge.tickets.ahead)

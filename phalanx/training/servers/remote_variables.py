@@ -116,7 +116,7 @@ class RemoteVariables:
         if len(attached) < len(answers):
             return None
         answer = attached[HEAD]
-        self._merge.tickets.era, self.tables = answer.era, answer.tables
+        self._merge.tickets.era, self.tables, self._merge.tickets.ahead = answer.era, answer.tables, answer.ahead
         # It may be less than before, if the chief was restarted.
         self._worker.global_step = self._merge.tickets.note_count(answer)
         groups = [each.groups for each in attached]
@@ -269,13 +269,14 @@ class RemoteVariables:
         values = [to_host(v) for v in trained]
         state = self._optimizer_state()
         # A checkpoint that the program has loaded may be ahead of what this worker has seen of the job, or behind it.
-        step = self._worker.global_step = max(self._worker.global_step, int(to_host(optimizer._iterations)))
+        iterations = int(to_host(optimizer._iterations))
+        step = self._worker.global_step = max(self._worker.global_step, iterations)
         # Greater than that of any chief before a restart, so tickets of that time are recognized as void. It need not
         # be exact.
-        requests, era = [], time.time_ns()
+        requests, era, ahead = [], time.time_ns(), step - iterations
         for server in range(self._client.num_servers):
             places = _slots_on(self.slots, placed, server)
-            message = DeclareModel(fit, first_epoch, description, self._worker.rules, tuple(places), step, era)
+            message = DeclareModel(fit, first_epoch, description, self._worker.rules, tuple(places), step, era, ahead)
             requests.append(
                 (message, [*placed.cut(values, server), *[state[slot][rows] for slot, rows in places.values()]])
             )

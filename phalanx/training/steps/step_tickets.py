@@ -13,13 +13,14 @@ class StepTickets:
     Attributes:
         fit: number of the `fit` call.
         era: era of the `fit`.
+        ahead: as for `DeclareModel`.
         current: the ticket of the step that is being made; None before the first.
         phase: number of merges of that step so far.
     """
 
     def __init__(self) -> None:
         self.fit = -1
-        self.era = 0
+        self.era = self.ahead = 0
         self.current: Ticket | None = None
         self.phase = 0
         self._counted: tuple[int, ...] = ()  # of the global step that the head said last; see `Values`
