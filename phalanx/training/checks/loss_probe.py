@@ -6,8 +6,8 @@ parts of it as two ranks would, and compares. What merges to the loss of the who
 as one (`global_losses.note_sum`). Anything else is an error.
 
 Nothing is computed where nothing is to be found out: Keras's own losses are known, and so are Keras's own layers. All
-is computed eagerly, of `ROWS` samples at most, in a `StatelessScope`, so that no variable and no seed changes; a loss
-is computed of fixed predictions, so that dropout has no say. What draws random numbers of its own cannot be compared.
+is computed eagerly, of a few samples, in a `StatelessScope`, so that no variable and no seed changes; a loss is
+computed of fixed predictions, so that dropout has no say. What draws random numbers of its own cannot be compared.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ Array = np.ndarray[Any, Any]
 Loss = Callable[..., Any]
 
 ROWS = 12
-"""Samples of the batch that losses are computed of; a third of them is the first part."""
+"""Samples of the batch that losses are computed of; a third of them is the first part. Where something cannot be
+computed of so few, as it takes pairs or the ten largest, the first part has as many as a replica has."""
 TOLERANCE, TOLERANCE_OF_HALF = 2e-5, 2e-2
 """Relative to the largest of the compared numbers; the second where losses are computed in half precision."""
 
@@ -121,12 +122,16 @@ def probe(model: Any, x: Any, y: Any, sample_weight: Any) -> Findings:
     """
     for each in (*compiled_losses(model), model):
         note_sum(each, is_sum=False)  # a loss that is compiled again may be noted already
-    try:
-        return _Probe(model, x, y, sample_weight).run()
-    except _ProgramError as error:
-        # A loss or layer may need what only a step has. Whatever is wrong with the program shows there.
-        logger.info("The losses of %r cannot be computed of a part of a batch: %r", model.name, error.__cause__)
-        return Findings([], {})
+    own = len(leaves(x)[0])
+    # At least three samples, one in the first part and two in the other, so that these differ in size.
+    for rows in (min(own, ROWS) if own > 2 else 3, 3 * own):
+        try:
+            return _Probe(model, x, y, sample_weight, rows).run()
+        except _ProgramError as error:
+            # A loss or layer may need what only a step has. Whatever is wrong with the program shows there.
+            text = "The losses of %r cannot be computed of parts of %d samples: %r"
+            logger.info(text, model.name, rows, error.__cause__)
+    return Findings([], {})
 
 
 class _ProgramError(Exception):
@@ -167,20 +172,19 @@ class _Part(NamedTuple):
 class _Probe:
     """One probe of one model."""
 
-    def __init__(self, model: Any, x: Any, y: Any, sample_weight: Any) -> None:
+    def __init__(self, model: Any, x: Any, y: Any, sample_weight: Any, rows: int) -> None:
         self._model = model
-        rows = len(leaves(x)[0])
-        # At least three samples, one in the first part and two in the other, so that these differ in size.
-        chosen = np.arange(min(rows, ROWS)) if rows > 2 else np.resize(np.arange(rows), 3)
-
-        def tensors(structure: Any) -> Any:
-            return map_leaves(lambda array: ops.convert_to_tensor(np.asarray(array)[chosen]), structure)
-
-        self._data = tuple(map(tensors, (x, y, sample_weight)))
-        self._rows = len(chosen)
-        self._repeats = (
-            rows < self._rows
-        )  # a sample, of which the same predictions would say nothing of what relates them
+        self._rows = rows
+        own = len(leaves(x)[0])
+        # The same samples again would say nothing of what relates them.
+        self._repeats = own < rows
+        chosen = np.resize(np.arange(own), rows)
+        x, y, sample_weight = (
+            map_leaves(lambda array: np.asarray(array)[chosen], each) for each in (x, y, sample_weight)
+        )
+        if self._repeats:
+            x = map_leaves(partial(_smaller_copies, size=own), x)
+        self._data = map_leaves(ops.convert_to_tensor, (x, y, sample_weight))
 
     def run(self) -> Findings:
         with _without_gradients():
@@ -308,11 +312,19 @@ class _Probe:
         return Findings([], found)
 
 
+def _smaller_copies(array: Array, size: int) -> Array:
+    """Samples after the first `size`, which are these again, changed a little."""
+    if array.dtype.kind != "f":
+        return array
+    factors = 1.0 - 0.1 * (np.arange(len(array)) // size)
+    return np.asarray(array * factors.reshape(-1, *[1] * (array.ndim - 1)), array.dtype)
+
+
 def _spread(outputs: Any) -> Any:
     """Outputs that differ from row to row, and are still probabilities where they were."""
     if not keras.backend.is_float_dtype(outputs.dtype):
         return outputs
-    factors = 1.0 - 0.1 * np.arange(outputs.shape[0]).reshape(-1, *[1] * (len(outputs.shape) - 1))
+    factors = np.linspace(1.0, 0.7, outputs.shape[0]).reshape(-1, *[1] * (len(outputs.shape) - 1))
     spread = outputs * ops.convert_to_tensor(factors, outputs.dtype)
     if (mask := get_keras_mask(outputs)) is not None:
         set_keras_mask(spread, mask)

@@ -21,12 +21,13 @@ from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
 from phalanx.training.checks.step_probe import (
     COARSE_TOLERANCE,
-    PARTS,
+    RANKS,
     advice_on_layers,
     can_be_tried,
     few_samples,
+    part_of,
     rounds_coarsely,
-    rows_of,
+    sizes_of_parts,
 )
 from phalanx.training.program_effects.program_state import ProgramState
 
@@ -59,7 +60,7 @@ def relates_samples(model: Any, data: Any, form: ElementStructure) -> bool:
     """
     if not can_be_tried(model, data):
         return False
-    state, ranks = ProgramState(model), LocalRanks()
+    ranks = LocalRanks()
     engine = make_engine(model, ranks)
     engine.expect(form)
 
@@ -71,12 +72,14 @@ def relates_samples(model: Any, data: Any, form: ElementStructure) -> bool:
             engine.end()
         return [np.asarray(output).astype(np.float64) for output in tree.flatten(outputs)]
 
-    try:
-        with state.kept():
-            return _differs(model, predict, state, ranks, few_samples(data, 0))
-    except Exception as error:  # the model may need a batch of its own size
-        logger.info("The outputs of %r cannot be compared with those of parts of a batch: %r", model.name, error)
-        return False
+    for part in sizes_of_parts(data):
+        state = ProgramState(model)
+        try:
+            with state.kept():
+                return _differs(model, predict, state, ranks, few_samples(data, 0, part), part)
+        except Exception as error:  # the model may need a batch of its own size
+            logger.info("The outputs of %r cannot be computed of parts of %d samples: %r", model.name, part, error)
+    return False
 
 
 def refusal(model: Any) -> str:
@@ -89,21 +92,26 @@ def refusal(model: Any) -> str:
 
 
 def _differs(
-    model: Any, predict: Callable[[Any, float], list[Array]], state: ProgramState, ranks: LocalRanks, samples: Any
+    model: Any,
+    predict: Callable[[Any, float], list[Array]],
+    state: ProgramState,
+    ranks: LocalRanks,
+    samples: Any,
+    part: int,
 ) -> bool:
     def whole() -> list[Array]:
         ranks.be_whole()
         with simulated_ranks(1):
             return predict(samples, 1.0)
 
-    def part(rank: int) -> list[Array]:
-        with simulated_ranks(len(PARTS)):
-            return predict(rows_of(samples, *PARTS[rank]), 1.0 / len(PARTS))
+    def of_part(rank: int) -> list[Array]:
+        with simulated_ranks(RANKS):
+            return predict(part_of(samples, rank, part), 1.0 / RANKS)
 
     first = whole()
     state.change_seeds()
     other = whole()
-    parts = ranks.compute(len(PARTS), part, state.restore)
+    parts = ranks.compute(RANKS, of_part, state.restore)
     tolerance = COARSE_TOLERANCE if rounds_coarsely(model) else TOLERANCE
     for number, output in enumerate(first):
         found = np.concatenate([each[number] for each in parts]) if output.ndim else output

@@ -6,8 +6,8 @@ they compare (`keras_compat.trial_conditions`), and undoes them (`program_state`
 metrics and logs must come out alike. What does not is an error that names it, before the first step. Of a `test_step`,
 metrics and logs are compared.
 
-A step that cannot be taken of so few samples is not judged. What other random numbers of other libraries change is not
-compared.
+A step that cannot be taken of so few samples is tried with as many as a replica has. What other random numbers of other
+libraries change is not compared.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ from phalanx.training.state_sync import seed_generators, value_of, variables_of
 
 Array = np.ndarray[Any, Any]
 
+RANKS = 2
 PART = 5
-"""Samples of each of two replicas: few, and as many, so that JAX compiles two steps and not three."""
-PARTS = ((0, PART), (PART, 2 * PART))
-"""Of a batch, the first row of each replica's part and the one after its last."""
+"""Samples of each replica: few, and as many, so that JAX compiles two steps and not three."""
 ATTEMPTS = 3
 """With other samples, where those of a part alone give no number (there is nothing that a ratio divides by)."""
 SAMPLED = 4096
@@ -97,24 +96,25 @@ def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructur
     """
     if not can_be_tried(model, data):
         return ""
-    state = ProgramState(model)
-    try:
-        keeps_python = engine.runs_python  # conditions may change it
-        with state.kept(), TrialConditions(model, state.keep, keeps_python=keeps_python) as conditions:
-            return _Trial(model, engine, state, conditions, form, step).difference(data)
-    except UnsupportedError as error:
-        return str(error)
-    except StepsDifferError:
-        reason: Any = "its parts call other collectives than the batch"
-    except Exception as error:
-        # The step may need a batch of its own size, or compilation. Whatever else is wrong shows when it is taken.
-        reason = repr(error)
-    logger.info("The %s of %r cannot be tried with %d samples: %s", step, model.name, 2 * PART, reason)
+    for part in sizes_of_parts(data):
+        state = ProgramState(model)
+        try:
+            keeps_python = engine.runs_python  # conditions may change it
+            with state.kept(), TrialConditions(model, state.keep, keeps_python=keeps_python) as conditions:
+                return _Trial(model, engine, state, conditions, form, step, part).difference(data)
+        except UnsupportedError as error:
+            return str(error)
+        except StepsDifferError:
+            logger.info("The parts of a %s of %r call other collectives than the batch", step, model.name)
+            return ""
+        except Exception as error:
+            # The step may need a batch of its own size, or compilation. What is wrong with both shows when it is taken.
+            logger.info("The %s of %r cannot be tried with %d samples: %r", step, model.name, 2 * part, error)
     return ""
 
 
 class _Trial:
-    """The trial of one step."""
+    """The trial of one step, with so many samples in each part."""
 
     def __init__(
         self,
@@ -124,9 +124,11 @@ class _Trial:
         conditions: TrialConditions,
         form: ElementStructure,
         step: str,
+        part: int,
     ) -> None:
         self._model = model
         self._name = step
+        self._part = part
         self._state = state
         self._conditions = conditions
         self._ranks = LocalRanks()
@@ -138,11 +140,11 @@ class _Trial:
 
     def difference(self, data: Any) -> str:
         """See `find_difference`."""
-        self._engine.build(few_samples(data, 0))
+        self._engine.build(few_samples(data, 0, self._part))
         self._engine.metric_rules.decide(self._rules)
         for attempt in range(ATTEMPTS):
-            samples, others = few_samples(data, attempt), few_samples(data, attempt + ATTEMPTS)
-            second = _with_unlike_parts(others)
+            samples, others = (few_samples(data, number, self._part) for number in (attempt, attempt + ATTEMPTS))
+            second = _with_unlike_parts(others, self._part)
             try:
                 found = self._compare(samples, second)
             except UnsupportedError:
@@ -171,7 +173,7 @@ class _Trial:
         whole, other = self._whole(batches), self._whole(batches, self._state.change_seeds)
         is_coarse = _has_accelerators() or rounds_coarsely(self._model)
         rounded = [None] * len(batches) if is_coarse else self._whole(batches, self._round_weights)
-        ranks = self._of_ranks([[rows_of(batch, *rows) for batch in batches] for rows in PARTS])
+        ranks = self._of_ranks([[part_of(batch, rank, self._part) for batch in batches] for rank in range(RANKS)])
         # Variables that the steps were the first to assign.
         before = before._replace(others=self._others({id(v): value for v, value in self._state.variables()}))
         model, step = self._model, self._name
@@ -540,39 +542,50 @@ def can_be_tried(model: Any, data: Any) -> bool:
     return len(sizes) == 1 and 0 not in sizes
 
 
-def few_samples(data: Any, attempt: int) -> Any:
-    """`2 * PART` samples of a batch; the same again, with inputs that are changed a little, where there are too few."""
-    size = next(len(leaf) for leaf in leaves(data) if leaf is not None)
+def sizes_of_parts(data: Any) -> tuple[int, ...]:
+    """Numbers of samples to try with in each part: few; and where something cannot be computed of those, as it takes
+    pairs or the ten largest, as many as this replica has."""
+    rows = _rows_of(data)
+    return (PART,) if rows == PART else (PART, rows)
+
+
+def few_samples(data: Any, attempt: int, part: int) -> Any:
+    """The samples of all parts; the same again, with inputs that are changed a little, where there are too few."""
+    size, number = _rows_of(data), RANKS * part
     order = np.random.default_rng(attempt).permutation(size) if attempt else np.arange(size)
-    chosen = np.resize(order, 2 * PART)
+    chosen = np.resize(order, number)
 
     def changed(array: Array) -> Array:  # the same again says nothing of what relates samples
         if not is_float(array.dtype):
             return array
-        factors = 1.0 - 0.1 * (np.arange(2 * PART) // size)
+        factors = 1.0 - 0.1 * (np.arange(number) // size)
         return np.asarray(array * factors.reshape(-1, *[1] * (array.ndim - 1)).astype(array.dtype))
 
     x, *others = map_leaves(lambda array: np.asarray(array)[chosen], data)
     # Targets stay as they are: Keras's hinge losses ask whether all of a batch are 0 or 1.
-    return (map_leaves(changed, x) if size < 2 * PART else x, *others)
+    return (map_leaves(changed, x) if size < number else x, *others)
 
 
-def _with_unlike_parts(data: Any) -> Any:
+def _with_unlike_parts(data: Any, part: int) -> Any:
     """A batch, with the largest inputs for the smallest, and so on, in half of the first replica's samples."""
 
     def changed(array: Array) -> Array:
         found = np.array(array)
         if is_float(found.dtype) or found.dtype.kind in "iu":
-            rows = slice(0, PART // 2 + 1)
+            rows = slice(0, part // 2 + 1)
             found[rows] = found.max() + found.min() - found[rows]
         return found
 
     return (map_leaves(changed, data[0]), *data[1:])
 
 
-def rows_of(data: Any, start: int, stop: int) -> Any:
-    """A part of a batch."""
-    return map_leaves(lambda array: array[start:stop], data)
+def part_of(data: Any, rank: int, part: int) -> Any:
+    """The samples that a replica has."""
+    return map_leaves(lambda array: array[rank * part : (rank + 1) * part], data)
+
+
+def _rows_of(data: Any) -> int:
+    return next(len(leaf) for leaf in leaves(data) if leaf is not None)
 
 
 def _update_of(name: str) -> str:

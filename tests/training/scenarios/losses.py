@@ -305,6 +305,35 @@ def a_loss_that_is_a_ratio_of_two_sums(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, regressor, loss=masked), y=numbers())
 
 
+def _hardest(y: Any, y_pred: Any) -> Any:
+    """Of the seven samples of a batch with the largest losses: the first parts that are tried have fewer."""
+    return ops.mean(ops.top_k(ops.mean(ops.square(y - y_pred), axis=-1), 7)[0])
+
+
+@scenario(quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "The loss '_hardest'")))
+def a_loss_of_the_hardest_samples(setting: Setting) -> dict[str, Any]:
+    return fitted(compiled(setting, regressor, loss=_hardest), features(48), numbers(48), batch_size=24)
+
+
+@scenario(quick=ONE_BACKEND)
+def a_loss_of_the_hardest_samples_over_the_global_batch(setting: Setting) -> dict[str, Any]:
+    loss = _hardest if setting.alone else phalanx.losses.OverGlobalBatch(_hardest)
+    return fitted(compiled(setting, regressor, loss=loss), features(48), numbers(48), batch_size=24)
+
+
+@scenario(error=dict.fromkeys(BACKENDS, ("UnsupportedError", "passes to add_loss")))
+def an_added_loss_of_the_hardest_samples(setting: Setting) -> dict[str, Any]:
+    class Hardest(layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            self.add_loss(_hardest(0.0, inputs))
+            return inputs
+
+    def build() -> Any:
+        return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(3), Hardest(), layers.Dense(1)])
+
+    return fitted(compiled(setting, build, loss="mse"), features(48), numbers(48), batch_size=24)
+
+
 @scenario(error=dict.fromkeys(BACKENDS, ("UnsupportedError", "OverGlobalBatch")))
 def a_loss_of_each_sample_that_depends_on_others(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, partial(_mapper, normalizes=False), loss=_in_batch_negatives)

@@ -12,7 +12,7 @@ import numpy as np
 from keras import layers, ops
 
 from tests.training.scenarios.common import BATCH, FEATURES, compiled, features, fitted, numbers
-from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, scenario
 
 
 def _refused(text: str) -> dict[str, tuple[str, str]]:
@@ -74,6 +74,29 @@ def layer_that_uses_a_little_of_the_mean(setting: Setting) -> dict[str, Any]:
             return inputs - 4e-3 * ops.mean(inputs, axis=0, keepdims=True)
 
     return _trained(setting, _with(lambda: layers.Dense(4), lambda: Nearly(name="nearly")))
+
+
+class Halves(layers.Layer):
+    """Parts of the trial that have an odd number of samples cannot be computed."""
+
+    def call(self, inputs: Any) -> Any:
+        first, second = ops.split(inputs, 2, axis=0)
+        return ops.concatenate([first - second, second], axis=0)
+
+    def compute_output_spec(self, inputs: Any) -> Any:
+        return keras.KerasTensor(inputs.shape, inputs.dtype)
+
+
+@scenario(quick=EACH_KIND, error=_refused("'halves') computes something of all samples"))
+def layer_that_pairs_the_halves_of_a_batch(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, _with(lambda: layers.Dense(4), lambda: Halves(name="halves")), loss="mse")
+    return fitted(model, features(48), numbers(48), batch_size=24)
+
+
+@scenario(quick=ONE_BACKEND)
+def predictions_of_the_halves_of_a_batch(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, _with(lambda: layers.Dense(4), lambda: Halves(name="halves")), loss="mse")
+    return {"predict": model.predict(features(48), batch_size=24, verbose=0)}
 
 
 @scenario(error=_refused("'following') computes something of all samples"))
