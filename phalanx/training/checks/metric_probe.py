@@ -47,6 +47,8 @@ Update = Callable[[Values, float], None]
 
 ROWS = 8
 """Number of samples that are probed; at least two are needed."""
+PARTS = 4
+"""Of as many samples as a replica has each, where a metric needs so many."""
 TOLERANCE = {"float16": 5e-3, "bfloat16": 3e-2, "float64": 1e-6}
 FLOAT32_TOLERANCE = 1e-5
 CLEARLY = 100
@@ -89,9 +91,19 @@ def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] 
     state = ProgramState(model, trains=False)
     try:
         batch = _batch_of(engine, data)
-        trials = _trials_that_tell(rules, batch, partial(_update, model), numbers)
+        rows = model_state.samples(batch)
+        update = partial(_update, model)
+        try:
+            few = map_leaves(lambda array: array[:ROWS], batch)
+            trials = _trials_that_tell(rules, few, update, numbers)
+        except Exception as error:
+            # A metric may need as many samples as a replica has: it takes pairs of them, or the ten largest values.
+            logger.info("Metrics of %r cannot be computed of few samples: %r", model.name, error)
+            state.restore()
+            few = map_leaves(lambda array: np.resize(array, (PARTS * rows, *array.shape[1:])), batch)
+            trials = _trials_that_tell(rules, few, update, numbers, rows)
         state.restore()
-        if engine.runs_python and (metric := _metric_in_python(model, probed, batch)) is not None:
+        if engine.runs_python and (metric := _metric_in_python(model, probed, few)) is not None:
             return _refusal_of_python(metric)
     finally:
         state.restore()
@@ -148,10 +160,14 @@ def checked(found: tuple[MetricRule, ...] | str) -> tuple[MetricRule, ...]:
 
 
 def _trials_that_tell(
-    rules: MetricRules, batch: Values, update: Update, numbers: Sequence[int]
+    rules: MetricRules, batch: Values, update: Update, numbers: Sequence[int], part: int = 1
 ) -> dict[int, list[Trial]]:
-    """Trials that change the variables of these numbers, clearly if any do; none of a variable that nothing changes."""
-    trials = _observe(rules, batch, update)
+    """Trials that change the variables of these numbers, clearly if any do; none of a variable that nothing changes.
+
+    Args:
+        part: number of samples in the smallest part of a batch.
+    """
+    trials = _observe(rules, batch, update, part)
     known = {number: trials[number] for number in numbers if not _is_silent(trials[number])}
     clear = {number for number in known if _is_clear(known[number]) and not _has_like_parts(known[number])}
     start = rules.values()
@@ -160,7 +176,7 @@ def _trials_that_tell(
             break
         rules.set_values(start)
         try:
-            trials = _observe(rules, change(batch), update)
+            trials = _observe(rules, change(batch), update, part)
         except Exception as error:  # a metric need not know values that no model of its kind has
             logger.debug("Metrics refuse other values: %r", error)
             continue
@@ -176,7 +192,7 @@ def _trials_that_tell(
     return known
 
 
-def _observe(rules: MetricRules, batch: Values, update: Update) -> list[list[Trial]]:
+def _observe(rules: MetricRules, batch: Values, update: Update, smallest: int) -> list[list[Trial]]:
     """The effect of the samples of a batch on each variable."""
     rows = model_state.samples(batch)
 
@@ -192,12 +208,18 @@ def _observe(rules: MetricRules, batch: Values, update: Update) -> list[list[Tri
     start = rules.values()
     # Each start tells what another hides: one far away rounds all differences, a sample may leave a start as it is, and
     # all samples leave no maximum to be found.
-    later, last = after(start, 0, 1), after(start, 0, rows)
+    later, last = after(start, 0, smallest), after(start, 0, rows)
 
     # One sample differs from all others more than two halves from each other; and what keeps the last sample's value
     # may look like an extreme in one order, not in both.
     half = rows // 2
-    cuts = ((start, 1, batch), (start, 1, turned), (start, half, batch), (later, half, batch), (last, half, batch))
+    cuts = (
+        (start, smallest, batch),
+        (start, smallest, turned),
+        (start, half, batch),
+        (later, half, batch),
+        (last, half, batch),
+    )
     trials = [
         (cut / rows, (begun, after(begun, 0, cut, each), after(begun, cut, rows, each), after(begun, 0, rows, each)))
         for begun, cut, each in cuts
@@ -319,20 +341,17 @@ def _tolerance(state: Array) -> float:
 
 
 def _batch_of(engine: Engine, data: Any) -> Values:
-    """Some samples of a batch, with the model's predictions."""
+    """A batch of at least two samples, with the model's predictions."""
     engine.begin()
     try:
         outputs = engine.predict(data)
     finally:
         engine.end()
-    rows = min(model_state.samples(data), ROWS)
-    if rows == 1:  # a second sample like it, with other predictions
+    if model_state.samples(data) == 1:  # a second sample like it, with other predictions
         data = map_leaves(lambda array: np.concatenate([array, array]), data)
         outputs = tree.map_structure(_with_another, outputs)
-        rows = 2
     _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    batch: Values = map_leaves(lambda array: array[:rows], (y, outputs, sample_weight))
-    return batch
+    return y, outputs, sample_weight
 
 
 def _update(model: Any, batch: Values, share: float) -> None:

@@ -328,6 +328,9 @@ def an_added_loss_of_the_hardest_samples(setting: Setting) -> dict[str, Any]:
             self.add_loss(_hardest(0.0, inputs))
             return inputs
 
+        def compute_output_spec(self, inputs: Any) -> Any:
+            return keras.KerasTensor(inputs.shape, inputs.dtype)
+
     def build() -> Any:
         return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(3), Hardest(), layers.Dense(1)])
 

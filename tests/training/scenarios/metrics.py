@@ -311,6 +311,40 @@ def metric_function_of_the_whole_batch(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, regressor, loss="mse", metrics=["mae", root_error]), y=numbers())
 
 
+def hardest(y: Any, y_pred: Any) -> Any:
+    """Needs more samples than the first parts that are tried have."""
+    return ops.mean(ops.top_k(ops.mean(ops.square(y - y_pred), axis=-1), 7)[0])
+
+
+@scenario(quick=ONE_BACKEND, error=_refused("The metric 'hardest' (MeanMetricWrapper) cannot be merged"))
+def metric_of_the_hardest_samples(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, regressor, loss="mse", metrics=[hardest])
+    return fitted(model, features(48), numbers(48), batch_size=24)
+
+
+class Pairs(keras.metrics.Metric):
+    """A mean over pairs of neighbours in a batch."""
+
+    def __init__(self) -> None:
+        super().__init__(name="pairs")
+        self.total = self.add_variable((), "zeros", name="total")
+        self.count = self.add_variable((), "zeros", name="count")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        distances = ops.reshape(y_pred, (-1, 2))
+        self.total.assign_add(ops.sum(ops.abs(distances[:, 0] - distances[:, 1])))
+        self.count.assign_add(ops.cast(ops.shape(distances)[0], "float32"))
+
+    def result(self) -> Any:
+        return self.total / self.count
+
+
+@scenario(quick=ONE_BACKEND)
+def metric_of_pairs_of_samples(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, regressor, loss="mse", metrics=[Pairs()])
+    return fitted(model, features(48), numbers(48), batch_size=24)
+
+
 @scenario(quick=ONE_BACKEND, error=_refused("The metric 'correlation' (PearsonCorrelation) cannot be merged"))
 def metric_over_the_samples_of_a_batch(setting: Setting) -> dict[str, Any]:
     correlation = metrics.PearsonCorrelation(axis=0, name="correlation")
