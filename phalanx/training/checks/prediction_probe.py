@@ -2,13 +2,15 @@
 
 A layer of the program's own may compute something of the whole batch: in every call, or only where it does not train.
 So one process predicts a few samples, and those of two replicas that have a part of them each, as in `step_probe`.
-Where the outputs differ, replicas predict whole batches; an evaluation, whose metrics are of parts, is refused.
+Where the outputs differ, replicas predict whole batches; an evaluation, whose metrics are of parts, is refused. Where
+only their first axis is not that of the samples, losses and metrics know what it is, and `predict` does not.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -50,8 +52,16 @@ def is_needed(model: Any, method: str) -> bool:
     return model_state.has_own_forward(model)
 
 
-def relates_samples(model: Any, data: Any, form: ElementStructure) -> bool:
-    """Whether outputs for a few samples depend on what else is in their batch; False if they cannot be computed.
+class Outputs(Enum):
+    """What the outputs for a batch follow from."""
+
+    ROWS = "a row for each sample, of this alone"
+    OTHER_AXIS = "each sample alone, along another axis than the first"
+    BATCH = "the batch as a whole"
+
+
+def find_outputs(model: Any, data: Any, form: ElementStructure) -> Outputs:
+    """What the outputs for a few samples follow from; ROWS if they cannot be computed.
 
     Args:
         model: built.
@@ -59,7 +69,7 @@ def relates_samples(model: Any, data: Any, form: ElementStructure) -> bool:
         form: its structure.
     """
     if not can_be_tried(model, data):
-        return False
+        return Outputs.ROWS
     ranks = LocalRanks()
     engine = make_engine(model, ranks)
     engine.expect(form)
@@ -76,10 +86,10 @@ def relates_samples(model: Any, data: Any, form: ElementStructure) -> bool:
         state = ProgramState(model)
         try:
             with state.kept():
-                return _differs(model, predict, state, ranks, few_samples(data, 0, part), part)
+                return _compare(model, predict, state, ranks, few_samples(data, 0, part), part)
         except Exception as error:  # the model may need a batch of its own size
             logger.info("The outputs of %r cannot be computed of parts of %d samples: %r", model.name, part, error)
-    return False
+    return Outputs.ROWS
 
 
 def refusal(model: Any) -> str:
@@ -91,14 +101,14 @@ def refusal(model: Any) -> str:
     )
 
 
-def _differs(
+def _compare(
     model: Any,
     predict: Callable[[Any, float], list[Array]],
     state: ProgramState,
     ranks: LocalRanks,
     samples: Any,
     part: int,
-) -> bool:
+) -> Outputs:
     def whole() -> list[Array]:
         ranks.be_whole()
         with simulated_ranks(1):
@@ -113,14 +123,30 @@ def _differs(
     other = whole()
     parts = ranks.compute(RANKS, of_part, state.restore)
     tolerance = COARSE_TOLERANCE if rounds_coarsely(model) else TOLERANCE
+    found = Outputs.ROWS
     for number, output in enumerate(first):
-        found = np.concatenate([each[number] for each in parts]) if output.ndim else output
-        if found.shape != output.shape:
-            return True
+        own = [each[number] for each in parts]
+        if not output.ndim:
+            continue
+        axis = _samples_axis(output, own)
+        if axis is None:
+            return Outputs.BATCH
+        if axis:
+            found = Outputs.OTHER_AXIS
         if not np.isfinite(output).all():
             continue
         limit = tolerance * np.abs(output).max(initial=0)
         is_random = np.abs(other[number] - output).max(initial=0) > limit
-        if not is_random and np.abs(found - output).max(initial=0) > limit:
-            return True
-    return False
+        if not is_random and np.abs(np.concatenate(own, axis) - output).max(initial=0) > limit:
+            return Outputs.BATCH
+    return found
+
+
+def _samples_axis(whole: Array, parts: Sequence[Array]) -> int | None:
+    """The axis along which the parts make the whole; None if there is none."""
+    for axis in range(whole.ndim):
+        size = sum(part.shape[axis] for part in parts if part.ndim == whole.ndim)
+        joined = [*whole.shape[:axis], *whole.shape[axis + 1 :]]
+        if size == whole.shape[axis] and all([*p.shape[:axis], *p.shape[axis + 1 :]] == joined for p in parts):
+            return axis
+    return None

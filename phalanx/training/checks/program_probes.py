@@ -21,6 +21,7 @@ from phalanx.engines.engine import Engine
 from phalanx.errors import UnsupportedError
 from phalanx.training.checks import loss_probe, prediction_probe, step_probe
 from phalanx.training.checks.metric_probe import checked, find_rules, rules_of
+from phalanx.training.checks.prediction_probe import Outputs
 from phalanx.training.program_effects.program_objects import reads_iterators
 from phalanx.training.program_effects.program_state import ProgramState
 from phalanx.training.program_effects.program_switches import Switches, find_switches, has_begun, variables_that_are_off
@@ -87,7 +88,7 @@ class ProgramProbes:
         self._tried: dict[str, tuple[Any, ...]] = {}  # what the model was compiled with when this step was tried
         self._tests: _Tests | None = None  # the last ones of losses and steps
         # What the chief has found out about outputs: where an evaluation needs it, it is the same for predictions.
-        self._relates_samples: bool | None = None
+        self._outputs: Outputs | None = None
 
     def need_a_batch(self, engine: Engine, steps: Sequence[str]) -> bool:
         """Whether there is something to find out from a batch.
@@ -123,10 +124,10 @@ class ProgramProbes:
 
     def need_outputs(self, method: str) -> bool:
         """Whether `relates_samples` needs data."""
-        return self._relates_samples is None and self._probes_outputs(method)
+        return self._outputs is None and self._probes_outputs(method)
 
     def relates_samples(self, method: str, data: Any, form: ElementStructure) -> bool:
-        """Whether outputs depend on what else is in their batch; all ranks must call.
+        """Whether outputs have to be computed of whole batches; all ranks must call.
 
         Args:
             method: "predict" or "evaluate".
@@ -135,13 +136,13 @@ class ProgramProbes:
         """
         if not self._probes_outputs(method):
             return False
-        found, agreement = self._relates_samples, self._agreement
+        found, agreement = self._outputs, self._agreement
         if found is None and agreement.is_chief:
-            found = prediction_probe.relates_samples(self._model, data, form)
-        if self._relates_samples is None or agreement.admits_ranks:
-            found = bool(agreement.from_chief(found))
-        self._relates_samples = found
-        return bool(found)
+            found = prediction_probe.find_outputs(self._model, data, form)
+        if self._outputs is None or agreement.admits_ranks:
+            found = Outputs(agreement.from_chief(found and found.value))
+        self._outputs = found
+        return found is Outputs.BATCH or (method == "predict" and found is Outputs.OTHER_AXIS)
 
     def _probes_outputs(self, method: str) -> bool:
         return self._agreement.divides_batches and prediction_probe.is_needed(self._model, method)

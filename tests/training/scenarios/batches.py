@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from tests.training.scenarios.common import BATCH, FEATURES, compiled, features, fitted, labels, weights
@@ -82,6 +83,26 @@ def outputs_without_a_row_for_each_sample(setting: Setting) -> dict[str, Any]:
         "correlated": predicted(lambda x: ops.matmul(ops.transpose(x), x)),
         "number": compiled(setting, lambda: build(ops.sum), loss=None).predict_on_batch(x),
     }
+
+
+@scenario(quick=EACH_KIND)
+def samples_along_another_axis_of_outputs(setting: Setting) -> dict[str, Any]:
+    """The loss knows which one it is."""
+
+    class Closer(keras.losses.Loss):
+        def call(self, y: Any, y_pred: Any) -> Any:
+            return ops.relu(y_pred[0] - y_pred[1] + 1.0)
+
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        hidden = keras.layers.Dense(5)(inputs)
+        return keras.Model(inputs, ops.stack([ops.sum(ops.square(hidden), 1), ops.sum(ops.abs(hidden), 1)], axis=0))
+
+    model = compiled(setting, build, loss=Closer())
+    y = np.zeros(32, "float32")
+    found = fitted(model, features(32), y, validation_data=(features(32, seed=1), y))
+    predicted = model.predict(features(16), batch_size=16, verbose=0)
+    return {**found, "evaluate": model.evaluate(features(32), y, batch_size=16, verbose=0), "predict": predicted}
 
 
 @scenario(quick=ONE_BACKEND)
