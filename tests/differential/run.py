@@ -2,8 +2,8 @@
 
     python -m tests.differential.run --minutes 60 --backend torch --seed 7
 
-Prints the number of programs, those that were refused by reason, and for each difference a script that shows it. The
-exit code is 1 if there was a difference.
+Prints the number of programs, those that were refused by reason, and for each difference, and each refusal without
+need, a script that shows it. The exit code is 1 if there was one.
 """
 
 from __future__ import annotations

@@ -22,6 +22,12 @@ NOISES = (None, *range(1, 12))
 """Many, because some optimizers make of a gradient that is zero, but for rounding, a step of full size, and its sign
 may be the same in the first few."""
 ECHOES = ("PeerLostError", "LinkClosedError", "CollectiveTimeoutError")
+RELATING = (
+    "would not compute what one process does",
+    "cannot be merged over the replicas",
+    "is neither a mean nor a sum",
+)
+"""Parts of errors about samples that are related to each other, which the programs of the search never do."""
 Progress = Callable[[Program, str, float], None]
 
 
@@ -107,6 +113,9 @@ class Judge:
             return "not run by plain Keras"
         ranks = self._finished(result)
         if all(rank.is_refused for rank in ranks):
+            _, message, text = ranks[0].error or ("", "", "")
+            if any(part in message for part in RELATING):
+                raise Different(f"refused without need: {_reason(ranks[0])}", text)
             self._tally.refusals[_reason(ranks[0])] += 1
             return self._compare_what_there_is(program, result.plain, ranks) or "refused"
         failed = [(rank, rank.error) for rank in ranks if rank.error is not None]

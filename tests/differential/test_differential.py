@@ -74,6 +74,22 @@ def test_a_program_that_differs_only_after_others_is_found_with_these():
     assert found.value.before == ("an earlier program",)
 
 
+class _RefusingPool(_Pool):
+    def run(self, source, world_size):
+        error = (
+            "UnsupportedError",
+            "Replicas would not compute what one process does: the loss is another",
+            "traceback",
+        )
+        return Result(Outcome({}), [Outcome({}, error)] * world_size)
+
+
+def test_a_refusal_of_a_program_that_relates_no_samples_is_found():
+    with pytest.raises(Different, match="traceback") as found:
+        Judge(_RefusingPool(), Tally(), None).check(Program("this program", 2, 1e-5))
+    assert "refused without need" in found.value.kind
+
+
 @pytest.mark.timeout(BOUND_S + 60)
 @pytest.mark.parametrize(
     ("backend", "programs"),
