@@ -7,6 +7,7 @@ can open; never over the network.
 from __future__ import annotations
 
 import linecache
+import logging
 import os
 import pickle
 import sys
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 
 from phalanx.runtime import exit_codes
 from phalanx.runtime.pickling import dumps
+
+logger = logging.getLogger(__name__)
 
 
 class PickledCall(NamedTuple):
@@ -79,13 +82,33 @@ def run(function_fd: int, result_fd: int, record: Callable[[BaseException], obje
 def encode_error(error: BaseException) -> bytes:
     """The pickle of a `CallRaised`; of a `RuntimeError` with the same text, if the error itself cannot be pickled."""
     text = "".join(traceback.format_exception(error))
-    try:
-        content: bytes = dumps(CallRaised(error.with_traceback(None), text))
-        pickle.loads(content)  # an error whose __init__ has other arguments pickles but does not unpickle
-    except Exception:
-        # Any error may come from the class's pickling code; the text of the original is kept.
-        content = dumps(CallRaised(stand_in(type(error).__name__, exit_codes.message(error)), text))
-    return content
+    error = error.with_traceback(None)
+    for content in (error, _WithoutInit(error)):
+        try:
+            pickled: bytes = dumps(CallRaised(content, text))  # type: ignore[arg-type]
+            pickle.loads(pickled)  # an error whose __init__ has other arguments pickles but does not unpickle
+        except Exception as reason:  # of any kind, from the class's pickling code
+            logger.debug("%r cannot be pickled: %r", content, reason)
+        else:
+            return pickled
+    return dumps(CallRaised(stand_in(type(error).__name__, exit_codes.message(error)), text))
+
+
+class _WithoutInit:
+    """In a pickle in place of an error, which comes back without a call of its `__init__`: by the arguments that an
+    error keeps, which are those of `Exception.__init__`, Python could not call it."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self._error), self._error.args, dict(self._error.__dict__))
+
+
+def _rebuilt(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 def stand_in(kind: str, message: str) -> RuntimeError:

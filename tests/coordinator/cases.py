@@ -261,7 +261,7 @@ def changes_after_errors(coordinator: ClusterCoordinator, world: World) -> Any:
     return seen
 
 
-def errors_that_do_not_travel(coordinator: ClusterCoordinator, world: World) -> Any:
+def errors_with_other_arguments(coordinator: ClusterCoordinator, world: World) -> Any:
     def fail() -> None:
         raise Odd(1, 2)
 
@@ -520,7 +520,7 @@ def made_later(coordinator: ClusterCoordinator, world: World) -> Any:
 CASES: dict[str, Callable[[ClusterCoordinator, World], Any]] = {
     case.__name__: case
     for case in (
-        *(results, results_are_arguments, all_workers, errors, errors_that_do_not_travel, what_does_not_travel),
+        *(results, results_are_arguments, all_workers, errors, errors_with_other_arguments, what_does_not_travel),
         *(own_datasets, own_values, metrics, functions_are_kept, values_that_the_program_sets, run_inside, own_batches),
         *(state_of_layers, own_numbers),
         *(training, training_like_one_process),

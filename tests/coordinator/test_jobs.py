@@ -113,9 +113,9 @@ def test_what_the_chief_assigns_after_an_error_reaches_the_workers(found: Found,
     assert found(backend, "changes_after_errors") == [{"workers": True, "chief": True}] * 2
 
 
-def test_an_error_that_cannot_travel_has_a_stand_in(found: Found, backend: str) -> None:
-    kind, text, cause = found(backend, "errors_that_do_not_travel")
-    assert (kind, text) == ("RuntimeError", "Odd: an odd one")
+def test_an_error_travels_also_if_its_init_has_other_arguments(found: Found, backend: str) -> None:
+    kind, text, cause = found(backend, "errors_with_other_arguments")
+    assert (kind, text) == ("Odd", "an odd one")
     assert "raise Odd(1, 2)" in cause
 
 

@@ -19,7 +19,7 @@ import pytest
 from phalanx.errors import CollectiveTimeoutError, ConfigurationError, PeerLostError
 from phalanx.launcher.launch_function import launch
 from phalanx.launcher.watching.job_follower import read_view
-from phalanx.runtime import pickling
+from phalanx.runtime import function_call, pickling
 from phalanx.runtime.worker_traceback import WorkerTraceback
 
 
@@ -112,6 +112,7 @@ def test_an_error_that_cannot_be_pickled_keeps_its_text() -> None:
         class Strange(Exception):
             def __init__(self, one: int, two: int):
                 super().__init__("only one argument")
+                self.lock = threading.Lock()
 
         raise Strange(1, 2)
 
@@ -306,3 +307,29 @@ def test_code_that_travels_keeps_its_file_for_tracebacks_and_autograph() -> None
     loaded = pickle.loads(pickling.dumps(outer))
     assert loaded.__code__ is not outer.__code__
     assert loaded.__code__.co_filename == loaded().__code__.co_filename == __file__
+
+
+class _OfTwo(Exception):
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+        self.first = first
+
+
+class _WithLock(_OfTwo):
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(first, second)
+        self.lock = threading.Lock()
+
+
+def test_an_error_comes_back_also_if_its_init_has_other_arguments() -> None:
+    found = function_call.decode_result(function_call.encode_error(_OfTwo(1, 2)))
+    assert isinstance(found, function_call.CallRaised)
+    assert isinstance(found.error, _OfTwo)
+    assert (str(found.error), found.error.first) == ("1 and 2", 1)
+    assert "_OfTwo: 1 and 2" in found.traceback
+
+
+def test_an_error_that_cannot_be_pickled_has_a_stand_in() -> None:
+    found = function_call.decode_result(function_call.encode_error(_WithLock(1, 2)))
+    assert isinstance(found, function_call.CallRaised)
+    assert (type(found.error), str(found.error)) == (RuntimeError, "_WithLock: 1 and 2")
