@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from phalanx.cluster.resolvers import TFConfigClusterResolver
@@ -30,7 +31,7 @@ from phalanx.config.launch_config import LaunchConfig
 from phalanx.devices.gpu_assignment import device_variables
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
 from phalanx.launcher.failures import failure_report
-from phalanx.launcher.failures.root_cause import WorkerExit
+from phalanx.launcher.failures.root_cause import WorkerExit, find_root_cause
 from phalanx.launcher.host_messages import WorkerSpec
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.hosts.local_host import LocalHost
@@ -338,6 +339,11 @@ class _ReplicaSupervisor(JobObserver):
             self._job.stop(signal.SIGINT)  # at once
             self._ended.wait(self._grace_s)
 
+    def _look_for_cause(self) -> None:
+        """Of replicas that took too long to exit, and were ended, one has raised what rank 0 has seen the end of."""
+        if self._outcome is not None and self.failure is None:
+            self._outcome = replace(self._outcome, verdict=find_root_cause(self._outcome.ends))
+
     @property
     def failure(self) -> JobOutcome | None:
         outcome = self._outcome
@@ -400,6 +406,7 @@ class _ReplicaSupervisor(JobObserver):
             self.close(0.0)  # the replicas only wait for a rank that will not arrive
         else:
             self.close(self._grace_s)  # a replica was the cause: let it print why
+            self._look_for_cause()
         if self._code != 0 and not own_error:
             if not self._reported:
                 self._report()

@@ -141,6 +141,26 @@ def test_a_failing_replica_says_why_and_decides_the_exit_code(launcher: Launcher
     assert job.err.count("\nValueError: boom of one\n") == 1
 
 
+def test_a_failing_replica_that_takes_long_to_exit_says_why_all_the_same(launcher: Launcher) -> None:
+    script = program(
+        launcher,
+        """
+        import atexit, threading
+        if rank == 1:
+            atexit.register(threading.Event().wait)
+            touch("raises")
+            raise ValueError("the cause")
+        wait_for("raises")
+        time.sleep(1)
+        lose(1)
+        """,
+    )
+    launcher.environment["PHALANX_GRACE"] = "2"
+    job = launcher.python(script)
+    assert job.code == 1, job.err
+    assert "ValueError: the cause" in job.err
+
+
 def test_a_rank_0_that_does_not_notice_is_ended(launcher: Launcher) -> None:
     script = program(launcher, "if rank == 1:\n    sys.exit(6)\ndef stuck():\n    hang()\nstuck()")
     job = launcher.python(script)
