@@ -342,7 +342,9 @@ class _ReplicaSupervisor(JobObserver):
     def _look_for_cause(self) -> None:
         """Of replicas that took too long to exit, and were ended, one has raised what rank 0 has seen the end of."""
         if self._outcome is not None and self.failure is None:
-            self._outcome = replace(self._outcome, verdict=find_root_cause(self._outcome.ends))
+            # To the job it was stopped from outside, which says nothing of what kept them.
+            ends = [replace(end, hung=end.hung or end.by_launcher) for end in self._outcome.ends]
+            self._outcome = replace(self._outcome, verdict=find_root_cause(ends), ends=ends)
 
     @property
     def failure(self) -> JobOutcome | None:

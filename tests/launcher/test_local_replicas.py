@@ -15,6 +15,11 @@ from phalanx.config.environment_variables import HOST_GPUS
 from phalanx.devices.devices_per_worker import worker_device_variables
 from phalanx.devices.gpu_assignment import check_devices, device_variables, worker_gpu_variables
 from phalanx.errors import ConfigurationError, PhalanxError
+from phalanx.launcher import local_replicas
+from phalanx.launcher.failures.root_cause import WorkerExit, find_root_cause
+from phalanx.launcher.host_messages import WorkerDiagnostics
+from phalanx.launcher.job_supervisor import JobOutcome
+from phalanx.runtime.crash_report import CrashReport
 from tests.launcher.conftest import Launcher, wait_until
 
 END_BOUND_S = 40.0
@@ -141,24 +146,15 @@ def test_a_failing_replica_says_why_and_decides_the_exit_code(launcher: Launcher
     assert job.err.count("\nValueError: boom of one\n") == 1
 
 
-def test_a_failing_replica_that_takes_long_to_exit_says_why_all_the_same(launcher: Launcher) -> None:
-    script = program(
-        launcher,
-        """
-        import atexit, threading
-        if rank == 1:
-            atexit.register(threading.Event().wait)
-            touch("raises")
-            raise ValueError("the cause")
-        wait_for("raises")
-        time.sleep(1)
-        lose(1)
-        """,
-    )
-    launcher.environment["PHALANX_GRACE"] = "2"
-    job = launcher.python(script)
-    assert job.code == 1, job.err
-    assert "ValueError: the cause" in job.err
+def test_the_error_of_a_replica_that_took_too_long_to_exit_is_the_cause() -> None:
+    diagnostics = WorkerDiagnostics(error=CrashReport("ValueError", "the cause", "traceback"))
+    end = WorkerExit(1, "worker/1", "here", 2, 1, 0, by_launcher=True, diagnostics=diagnostics)
+    supervisor = object.__new__(local_replicas._ReplicaSupervisor)
+    supervisor._outcome = JobOutcome(find_root_cause([end], interrupted_by=signal.SIGTERM), [end])
+    assert supervisor.failure is None, "rank 0 has ended it"
+    supervisor._look_for_cause()
+    assert supervisor.failure is not None
+    assert "ValueError: the cause" in supervisor.failure.verdict.reason
 
 
 def test_a_rank_0_that_does_not_notice_is_ended(launcher: Launcher) -> None:
