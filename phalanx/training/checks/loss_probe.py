@@ -43,8 +43,10 @@ Array = np.ndarray[Any, Any]
 Loss = Callable[..., Any]
 
 ROWS = 12
-"""Samples of the batch that losses are computed of; a third of them is the first part. Where something cannot be
-computed of so few, as it takes pairs or the ten largest, the first part has as many as a replica has."""
+"""Samples of the batch that losses are computed of; a third of them is the first part."""
+MOST = 256
+"""Then again with as many samples in the first part as a replica has, but no more: a loss may take the sixteen largest,
+or pairs, or be no number where none of a few samples is positive."""
 TOLERANCE, TOLERANCE_OF_HALF = 2e-5, 2e-2
 """Relative to the largest of the compared numbers; the second where losses are computed in half precision."""
 
@@ -123,15 +125,20 @@ def probe(model: Any, x: Any, y: Any, sample_weight: Any) -> Findings:
     for each in (*compiled_losses(model), model):
         note_sum(each, is_sum=False)  # a loss that is compiled again may be noted already
     own = len(leaves(x)[0])
+    found: Findings | None = None
     # At least three samples, one in the first part and two in the other, so that these differ in size.
-    for rows in (min(own, ROWS) if own > 2 else 3, 3 * own):
+    for rows in dict.fromkeys((min(own, ROWS) if own > 2 else 3, 3 * min(own, MOST))):
         try:
-            return _Probe(model, x, y, sample_weight, rows).run()
+            later = _Probe(model, x, y, sample_weight, rows).run()
         except _ProgramError as error:
             # A loss or layer may need what only a step has. Whatever is wrong with the program shows there.
             text = "The losses of %r cannot be computed of parts of %d samples: %r"
             logger.info(text, model.name, rows, error.__cause__)
-    return Findings([], {})
+            continue
+        if later.error:
+            return later
+        found = later if found is None else found.updated(later)
+    return found or Findings([], {})
 
 
 class _ProgramError(Exception):
@@ -175,9 +182,10 @@ class _Probe:
     def __init__(self, model: Any, x: Any, y: Any, sample_weight: Any, rows: int) -> None:
         self._model = model
         self._rows = rows
-        own = len(leaves(x)[0])
+        self._own = own = min(len(leaves(x)[0]), rows, MOST)
         # The same samples again would say nothing of what relates them.
         self._repeats = own < rows
+        self._by_rows = True  # whether outputs have a row for each sample
         chosen = np.resize(np.arange(own), rows)
         x, y, sample_weight = (
             map_leaves(lambda array: np.asarray(array)[chosen], each) for each in (x, y, sample_weight)
@@ -202,23 +210,29 @@ class _Probe:
             return found._replace(sums=sorted(sums), is_sum=is_sum)
 
     def _batches(self) -> Iterator[_Part]:
-        """The batch, and it with some targets zero, as padding is: a ratio of sums shows where the parts' differ."""
+        """The batch, and it with some targets zero, as padding is: a ratio of sums shows where the parts' differ. Then
+        with some that are not: where no target of a part is positive, a ratio is no number."""
         x, y, sample_weight = self._data
-        y_pred, _ = self._forward(x, training=False)
-        if any(len(each.shape) == 0 or each.shape[0] != self._rows for each in tree.flatten(y_pred)):
-            return
+        y_pred, _ = self._forward(map_leaves(lambda each: each[: self._own], x), training=False)
+        self._by_rows = all(len(each.shape) and each.shape[0] == self._own for each in tree.flatten(y_pred))
         if self._repeats:
-            y_pred = tree.map_structure(_spread, y_pred)
+            y_pred = (
+                tree.map_structure(partial(_spread, rows=self._rows), y_pred)
+                if self._by_rows
+                else self._forward(x, training=False)[0]
+            )
         yield _Part(x, y, sample_weight, y_pred, self._rows)
         # Twice: one part's loss may happen to be the mean of all.
         first = slice(self._rows // 3)
         yield _Part(x, map_leaves(partial(_with_zeros, rows=first, step=2), y), sample_weight, y_pred, self._rows)
         others = slice(self._rows // 3, self._rows)
         yield _Part(x, map_leaves(partial(_with_zeros, rows=others, step=3), y), sample_weight, y_pred, self._rows)
+        both = map_leaves(partial(_with_others, starts=(0, self._rows // 3)), y)
+        yield _Part(x, both, sample_weight, y_pred, self._rows)
 
     def _of_losses(self, whole: _Part) -> Findings:
         model, compiled = self._model, compiled_losses(self._model)
-        parts = [whole.of(0, self._rows // 3), whole.of(self._rows // 3, self._rows)]
+        parts = [self._part_of(whole, 0, self._rows // 3), self._part_of(whole, self._rows // 3, self._rows)]
         compute = self._compute_loss if _computes_own_loss(model) else _compute_compiled
         rows = [part.rows for part in parts]
         calls = [recorded_calls(model, _unknown(model), partial(compute, model, part)) for part in (whole, *parts)]
@@ -243,6 +257,12 @@ class _Probe:
             if verdict in (Combination.UNSCALED_SUM, Combination.OTHER) or (is_sum and overrides(model, "train_step")):
                 return Findings([], {}, error=_error(f"What compute_loss of {type(model).__name__} returns", verdict))
         return Findings(sorted(sums), {}, is_sum)
+
+    def _part_of(self, whole: _Part, start: int, stop: int) -> _Part:
+        if self._by_rows:
+            return whole.of(start, stop)
+        part = whole._replace(y_pred=None).of(start, stop)
+        return part._replace(y_pred=self._forward(part.x, training=False)[0])
 
     def _compute_loss(self, model: Any, part: _Part) -> Any:
         with keras.StatelessScope(), _program():
@@ -320,14 +340,15 @@ def _smaller_copies(array: Array, size: int) -> Array:
     return np.asarray(array * factors.reshape(-1, *[1] * (array.ndim - 1)), array.dtype)
 
 
-def _spread(outputs: Any) -> Any:
-    """Outputs that differ from row to row, and are still probabilities where they were."""
-    if not keras.backend.is_float_dtype(outputs.dtype):
-        return outputs
-    factors = np.linspace(1.0, 0.7, outputs.shape[0]).reshape(-1, *[1] * (len(outputs.shape) - 1))
-    spread = outputs * ops.convert_to_tensor(factors, outputs.dtype)
+def _spread(outputs: Any, rows: int) -> Any:
+    """The outputs again and again, each row smaller than the one before, and still probabilities where they were."""
+    chosen = np.resize(np.arange(outputs.shape[0]), rows)
+    spread = ops.take(outputs, chosen, axis=0)
+    if keras.backend.is_float_dtype(outputs.dtype):
+        factors = np.linspace(1.0, 0.7, rows).reshape(-1, *[1] * (len(outputs.shape) - 1))
+        spread = spread * ops.convert_to_tensor(factors, outputs.dtype)
     if (mask := get_keras_mask(outputs)) is not None:
-        set_keras_mask(spread, mask)
+        set_keras_mask(spread, ops.take(mask, chosen, axis=0))
     return spread
 
 
@@ -459,6 +480,17 @@ def _with_zeros(values: Any, rows: slice, step: int) -> Any:
     chosen = array[rows].reshape(-1)
     chosen[::step] = np.zeros((), array.dtype)
     array[rows] = chosen.reshape(array[rows].shape)
+    return ops.convert_to_tensor(array)
+
+
+def _with_others(values: Any, starts: tuple[int, ...]) -> Any:
+    """The values, with the largest of them in some rows of each part; or, if all are zero, one."""
+    array = np.array(ops.convert_to_numpy(values))
+    if array.dtype.kind not in "fiub":
+        return values
+    largest = array.max()
+    for start in starts:
+        array[start] = largest if largest else np.ones((), array.dtype)
     return ops.convert_to_tensor(array)
 
 

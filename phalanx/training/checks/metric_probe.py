@@ -47,8 +47,8 @@ Update = Callable[[Values, float], None]
 
 ROWS = 8
 """Number of samples that are probed; at least two are needed."""
-PARTS = 4
-"""Of as many samples as a replica has each, where a metric needs so many."""
+PARTS, MOST = 4, 256
+"""Then so many parts are probed, each with as many samples as a replica has, but no more."""
 TOLERANCE = {"float16": 5e-3, "bfloat16": 3e-2, "float64": 1e-6}
 FLOAT32_TOLERANCE = 1e-5
 CLEARLY = 100
@@ -91,17 +91,18 @@ def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] 
     state = ProgramState(model, trains=False)
     try:
         batch = _batch_of(engine, data)
-        rows = model_state.samples(batch)
+        size = min(model_state.samples(batch), MOST)
+        few, many = (_rows_of(batch, rows) for rows in (min(size, ROWS), PARTS * size))
         update = partial(_update, model)
+        series = []
         try:
-            few = map_leaves(lambda array: array[:ROWS], batch)
-            trials = _trials_that_tell(rules, few, update, numbers)
+            series.append(_trials_that_tell(rules, few, update, numbers))
         except Exception as error:
-            # A metric may need as many samples as a replica has: it takes pairs of them, or the ten largest values.
             logger.info("Metrics of %r cannot be computed of few samples: %r", model.name, error)
-            state.restore()
-            few = map_leaves(lambda array: np.resize(array, (PARTS * rows, *array.shape[1:])), batch)
-            trials = _trials_that_tell(rules, few, update, numbers, rows)
+            few = many
+        state.restore()
+        # A metric may take pairs of samples, or the ten largest values.
+        series.append(_trials_that_tell(rules, many, update, numbers, size))
         state.restore()
         if engine.runs_python and (metric := _metric_in_python(model, probed, few)) is not None:
             return _refusal_of_python(metric)
@@ -109,7 +110,7 @@ def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] 
         state.restore()
     decided = list(rules.rules)
     for number in numbers:
-        rule = _rule_of(decided[number], trials[number]) if number in trials else decided[number]
+        rule = _rule_of(decided[number], *[trials[number] for trials in series if number in trials])
         if rule is None:
             return _refusal(own[id(rules.variables[number])], rules.variables[number])
         decided[number] = rule
@@ -277,17 +278,24 @@ def _reflected(array: Array) -> Array:
     return np.asarray(array.max() + array.min() - array)
 
 
-def _rule_of(declared: MetricRule, trials: Sequence[Trial]) -> MetricRule | None:
+def _rule_of(declared: MetricRule, *series: Sequence[Trial]) -> MetricRule | None:
     """The rule that holds in all trials."""
-    if declared.weight is MergeWeight.FIRST and all(_same(one.first, one.second, one.whole) for one in trials):
+    trials = [one for each in series for one in each]
+    if not trials or (
+        declared.weight is MergeWeight.FIRST and all(_same(one.first, one.second, one.whole) for one in trials)
+    ):
         return declared
-    weights = [weight for weight in (MergeWeight.ONE, MergeWeight.SHARE, *EXTREMES) if _fits(weight, trials)]
+    weights = [
+        weight
+        for weight in (MergeWeight.ONE, MergeWeight.SHARE, *EXTREMES)
+        if all(_fits(weight, each) for each in series)
+    ]
     if not weights:
         return None
     # Several rules may hold for the samples at hand. What the variable declares is then more likely than the order of a
     # list.
     weight = declared.weight if declared.weight in weights else weights[0]
-    return MetricRule(weight, weight is MergeWeight.ONE or _is_additive(trials))
+    return MetricRule(weight, weight is MergeWeight.ONE or all(map(_is_additive, series)))
 
 
 def _fits(weight: MergeWeight, trials: Sequence[Trial]) -> bool:
@@ -352,6 +360,12 @@ def _batch_of(engine: Engine, data: Any) -> Values:
         outputs = tree.map_structure(_with_another, outputs)
     _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     return y, outputs, sample_weight
+
+
+def _rows_of(batch: Values, rows: int) -> Values:
+    """So many samples of a batch, which are repeated where there are too few."""
+    found: Values = map_leaves(lambda array: np.resize(array, (rows, *array.shape[1:])), batch)
+    return found
 
 
 def _update(model: Any, batch: Values, share: float) -> None:

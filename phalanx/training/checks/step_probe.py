@@ -44,8 +44,9 @@ from phalanx.training.state_sync import seed_generators, value_of, variables_of
 Array = np.ndarray[Any, Any]
 
 RANKS = 2
-PART = 5
-"""Samples of each replica: few, and as many, so that JAX compiles two steps and not three."""
+PART = 8
+"""Samples of each replica: few; as many, so that JAX compiles two steps and not three; and groups of two, four or
+eight, as some layers make where they can."""
 ATTEMPTS = 3
 """With other samples, where those of a part alone give no number (there is nothing that a ratio divides by)."""
 SAMPLED = 4096
@@ -101,7 +102,9 @@ def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructur
         try:
             keeps_python = engine.runs_python  # conditions may change it
             with state.kept(), TrialConditions(model, state.keep, keeps_python=keeps_python) as conditions:
-                return _Trial(model, engine, state, conditions, form, step, part).difference(data)
+                verdict = _Trial(model, engine, state, conditions, form, step, part).difference(data)
+            if verdict is not None:
+                return verdict
         except UnsupportedError as error:
             return str(error)
         except StepsDifferError:
@@ -138,8 +141,8 @@ class _Trial:
         self._engine.expect(form)
         self._rules = engine.metric_rules.rules
 
-    def difference(self, data: Any) -> str:
-        """See `find_difference`."""
+    def difference(self, data: Any) -> str | None:
+        """See `find_difference`; None if the samples give no numbers to compare."""
         self._engine.build(few_samples(data, 0, self._part))
         self._engine.metric_rules.decide(self._rules)
         for attempt in range(ATTEMPTS):
@@ -157,11 +160,11 @@ class _Trial:
             verdict = self._misuse(differs=bool(verdict)) or verdict
             if self._name == "test_step":
                 verdict = _kept_by_layers(self._model, found[0]) or verdict
-            if verdict or found[0].is_finite():
+            if verdict or found[0].tells():
                 break
         # What moved by rounding is elsewhere on the replicas.
         if verdict or found[0].moves_by_rounding or not (later := found[1].verdict_of_next_step()):
-            return verdict
+            return verdict if verdict or found[0].tells() else None
         # Is it because of what the first step has left, or because of the samples?
         return self._compare(second)[0].verdict() or later
 
@@ -408,14 +411,15 @@ class _Comparison:
                 return repr(name)
         return ""
 
-    def is_finite(self) -> bool:
-        """Whether the replicas have found numbers where one process has."""
-        return all(
+    def tells(self) -> bool:
+        """Whether the replicas have found numbers where one process has, and gradients that are not all zero."""
+        has_numbers = all(
             np.isfinite(value).all() or not np.isfinite(getattr(self.whole, kind).get(name, np.nan)).all()
             for rank in self.ranks
             for kind in _Results._fields
             for name, value in getattr(rank, kind).items()
         )
+        return has_numbers and (not self.whole.gradients or any(map(np.any, self.whole.gradients.values())))
 
     @cached_property
     def moves_by_rounding(self) -> bool:

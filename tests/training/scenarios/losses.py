@@ -321,6 +321,63 @@ def a_loss_of_the_hardest_samples_over_the_global_batch(setting: Setting) -> dic
     return fitted(compiled(setting, regressor, loss=loss), features(48), numbers(48), batch_size=24)
 
 
+def _of_at_most_sixteen(y: Any, y_pred: Any) -> Any:
+    """Of a few samples it is a mean over all of them."""
+    losses = ops.mean(ops.square(y - y_pred), axis=-1)
+    return ops.mean(ops.top_k(losses, min(16, y_pred.shape[0] or 16))[0])
+
+
+def _of_positives(y: Any, y_pred: Any) -> Any:
+    """Zero, or no number, where there are none."""
+    mask = ops.cast(y > 0, "float32")
+    return ops.sum(mask * ops.square(y - y_pred)) / ops.sum(mask)
+
+
+def _with_rare_positives(first: int) -> Any:
+    return ((np.arange(96) >= first) & (np.arange(96) % 5 == 0)).astype("float32").reshape(-1, 1)
+
+
+@scenario(quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "The loss '_of_at_most_sixteen'")))
+def a_loss_of_at_most_sixteen_samples(setting: Setting) -> dict[str, Any]:
+    return fitted(compiled(setting, regressor, loss=_of_at_most_sixteen), features(96), numbers(96), batch_size=48)
+
+
+@scenario(quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "The loss '_of_positives'")))
+def a_loss_of_positives_that_the_first_samples_are_not(setting: Setting) -> dict[str, Any]:
+    return fitted(
+        compiled(setting, regressor, loss=_of_positives), features(96), _with_rare_positives(48), batch_size=48
+    )
+
+
+@scenario(error=dict.fromkeys(BACKENDS, ("UnsupportedError", "passes to add_loss")))
+def an_added_loss_of_positives_that_the_first_samples_are_not(setting: Setting) -> dict[str, Any]:
+    class Positives(layers.Layer):
+        def call(self, inputs: Any, targets: Any) -> Any:
+            self.add_loss(_of_positives(targets, inputs))
+            return inputs
+
+    def build() -> Any:
+        inputs, targets = keras.Input((FEATURES,)), keras.Input((1,))
+        return keras.Model([inputs, targets], Positives()(layers.Dense(1)(inputs), targets))
+
+    y = _with_rare_positives(14)
+    return fitted(compiled(setting, build, loss=None), [features(96), y], y, batch_size=48)
+
+
+@scenario(quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "The loss '_of_stacked_pairs'")))
+def a_loss_that_relates_samples_along_another_axis(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        return keras.Model(inputs, ops.stack([layers.Dense(4)(inputs), layers.Dense(4)(inputs)], axis=0))
+
+    return fitted(compiled(setting, build, loss=_of_stacked_pairs), features(32), np.zeros(32, "float32"))
+
+
+def _of_stacked_pairs(y: Any, y_pred: Any) -> Any:
+    similar = ops.matmul(y_pred[0], ops.transpose(y_pred[1]))
+    return ops.mean(ops.logsumexp(similar, axis=-1))
+
+
 @scenario(error=dict.fromkeys(BACKENDS, ("UnsupportedError", "passes to add_loss")))
 def an_added_loss_of_the_hardest_samples(setting: Setting) -> dict[str, Any]:
     class Hardest(layers.Layer):

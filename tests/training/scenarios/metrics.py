@@ -322,6 +322,17 @@ def metric_of_the_hardest_samples(setting: Setting) -> dict[str, Any]:
     return fitted(model, features(48), numbers(48), batch_size=24)
 
 
+def largest_errors(y: Any, y_pred: Any) -> Any:
+    """Of a few samples it is a mean over all of them."""
+    return ops.mean(ops.top_k(ops.mean(ops.square(y - y_pred), axis=-1), min(16, y_pred.shape[0] or 16))[0])
+
+
+@scenario(quick=ONE_BACKEND, error=_refused("The metric 'largest_errors' (MeanMetricWrapper) cannot be merged"))
+def metric_of_at_most_sixteen_samples(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, regressor, loss="mse", metrics=[largest_errors])
+    return fitted(model, features(96), numbers(96), batch_size=48)
+
+
 class Pairs(keras.metrics.Metric):
     """A mean over pairs of neighbours in a batch."""
 
