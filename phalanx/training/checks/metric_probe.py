@@ -363,8 +363,9 @@ def _batch_of(engine: Engine, data: Any) -> Values:
 
 
 def _rows_of(batch: Values, rows: int) -> Values:
-    """So many samples of a batch, which are repeated where there are too few."""
-    found: Values = map_leaves(lambda array: np.resize(array, (rows, *array.shape[1:])), batch)
+    """So many samples of a batch, each repeated where there are too few: parts have other ones."""
+    chosen = np.sort(np.resize(np.arange(model_state.samples(batch)), rows))
+    found: Values = map_leaves(lambda array: array[chosen], batch)
     return found
 
 

@@ -412,14 +412,15 @@ class _Comparison:
         return ""
 
     def tells(self) -> bool:
-        """Whether the replicas have found numbers where one process has, and gradients that are not all zero."""
+        """Whether replicas have found numbers where one process has, and gradients that are numbers other than 0."""
         has_numbers = all(
             np.isfinite(value).all() or not np.isfinite(getattr(self.whole, kind).get(name, np.nan)).all()
             for rank in self.ranks
             for kind in _Results._fields
             for name, value in getattr(rank, kind).items()
         )
-        return has_numbers and (not self.whole.gradients or any(map(np.any, self.whole.gradients.values())))
+        gradients = self.whole.gradients.values()
+        return has_numbers and (not gradients or any(np.any(each) and np.isfinite(each).all() for each in gradients))
 
     @cached_property
     def moves_by_rounding(self) -> bool:
@@ -557,12 +558,14 @@ def few_samples(data: Any, attempt: int, part: int) -> Any:
     """The samples of all parts; the same again, with inputs that are changed a little, where there are too few."""
     size, number = _rows_of(data), RANKS * part
     order = np.random.default_rng(attempt).permutation(size) if attempt else np.arange(size)
-    chosen = np.resize(order, number)
+    # The same sample comes again at once, so that parts have others, and a ratio of sums differs from one to the next.
+    places = np.sort(np.resize(np.arange(size), number))
+    chosen, copy = order[places], np.arange(number) - np.searchsorted(places, places)
 
     def changed(array: Array) -> Array:  # the same again says nothing of what relates samples
         if not is_float(array.dtype):
             return array
-        factors = 1.0 - 0.1 * (np.arange(number) // size)
+        factors = 0.9**copy
         return np.asarray(array * factors.reshape(-1, *[1] * (array.ndim - 1)).astype(array.dtype))
 
     x, *others = map_leaves(lambda array: np.asarray(array)[chosen], data)

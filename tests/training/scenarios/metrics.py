@@ -333,6 +333,19 @@ def metric_of_at_most_sixteen_samples(setting: Setting) -> dict[str, Any]:
     return fitted(model, features(96), numbers(96), batch_size=48)
 
 
+def error_of_positives(y: Any, y_pred: Any) -> Any:
+    """Zero for the first samples, which are not positive."""
+    mask = ops.cast(y > 0, "float32")
+    return ops.sum(mask * ops.abs(y - y_pred)) / ops.maximum(ops.sum(mask), 1.0)
+
+
+@scenario(quick=ONE_BACKEND, error=_refused("The metric 'error_of_positives' (MeanMetricWrapper) cannot be merged"))
+def metric_of_positives_that_the_first_samples_are_not(setting: Setting) -> dict[str, Any]:
+    y = ((np.arange(96) > 8) & (np.arange(96) % 5 == 0)).astype("float32").reshape(-1, 1)
+    model = compiled(setting, regressor, loss="mse", metrics=[error_of_positives])
+    return fitted(model, features(96), y, batch_size=48)
+
+
 class Pairs(keras.metrics.Metric):
     """A mean over pairs of neighbours in a batch."""
 

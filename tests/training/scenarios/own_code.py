@@ -76,6 +76,25 @@ def layer_that_uses_a_little_of_the_mean(setting: Setting) -> dict[str, Any]:
     return _trained(setting, _with(lambda: layers.Dense(4), lambda: Nearly(name="nearly")))
 
 
+class Groups(layers.Layer):
+    """Of four, where it can make any: what is tried first must be such a number."""
+
+    def call(self, inputs: Any) -> Any:
+        size = inputs.shape[0] or 4
+        groups = ops.reshape(inputs, (4, -1, inputs.shape[-1])) if size % 4 == 0 else inputs[None]
+        spread = ops.reshape(ops.mean(ops.std(groups, axis=0)), (1, 1))
+        return ops.concatenate([inputs, ops.repeat(spread, size, axis=0)], axis=-1)
+
+    def compute_output_spec(self, inputs: Any) -> Any:
+        return keras.KerasTensor((*inputs.shape[:-1], inputs.shape[-1] + 1), inputs.dtype)
+
+
+@scenario(quick=ONE_BACKEND, backends=("jax", "torch"), error=_refused("'groups') computes something of all samples"))
+def layer_that_groups_samples_where_it_can(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, _with(lambda: layers.Dense(4), lambda: Groups(name="groups")), loss="mse")
+    return fitted(model, features(48), numbers(48), batch_size=24)
+
+
 class Halves(layers.Layer):
     """Parts of the trial that have an odd number of samples cannot be computed."""
 
