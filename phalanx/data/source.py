@@ -197,11 +197,20 @@ class StreamCursor:
             returns the same iterator each time.
         is_once: whether the data cannot be read twice: a pass continues where the last one stopped.
         repeated: of such data, how many elements are read first, and begin each pass.
+        open_first: as `open_pass`, where only the first element is read; None for the same.
     """
 
-    def __init__(self, open_pass: Callable[[int], Iterator[Any]], *, is_once: bool, repeated: int = 0):
+    def __init__(
+        self,
+        open_pass: Callable[[int], Iterator[Any]],
+        *,
+        is_once: bool,
+        repeated: int = 0,
+        open_first: Callable[[], Iterator[Any]] | None = None,
+    ):
         self.taken = 0
         self._open_pass = open_pass
+        self._open_first = open_first
         self._is_once = is_once
         self._repeated = repeated
         self._first: list[Any] | None = None  # the elements that begin each pass; None until the first one is opened
@@ -233,7 +242,7 @@ class StreamCursor:
     def peek(self, *, restart: bool) -> Any:
         """The first element of a pass, see `Source.peek`."""
         if not self._is_unread or self._running is None:
-            self._running = self._open(0)
+            self._running = self._open_first() if restart and self._open_first is not None else self._open(0)
             self._is_unread = True
         first = next(self._running)
         if restart:  # this iterator is dropped: seeded shuffles count those that were created
@@ -292,7 +301,7 @@ class StreamSource:
             cut.
         request: says which rank reads it, and how many elements a source that is read once is to give again.
         num_batches: elements in a pass; None if unknown.
-        is_once: see `StreamCursor`.
+        is_once, open_first: see `StreamCursor`.
         copies: see `cut`.
         shares: what each rank reads, see `Source.shares`; None for what `same_stream` says.
     """
@@ -305,12 +314,13 @@ class StreamSource:
         *,
         num_batches: int | None = None,
         is_once: bool = False,
+        open_first: Callable[[], Iterator[Any]] | None = None,
         copies: bool = True,
         shares: list[str] | None = None,
     ):
         self.traits = traits
         self.num_batches = num_batches
-        self.cursor = StreamCursor(open_pass, is_once=is_once, repeated=request.repeated)
+        self.cursor = StreamCursor(open_pass, is_once=is_once, repeated=request.repeated, open_first=open_first)
         self._rank, self._world_size = request.rank, request.world_size
         self._copies = copies
         self._shares = shares

@@ -62,6 +62,7 @@ def make_source(request: InputRequest) -> StreamSource:
         dataset = dataset.map(data_adapters.tf_class_weights(request.class_weight))
 
     sharded, policy, reason = _divide(dataset, policy, files, request)
+    read_ahead = sharded if policy is AutoShardPolicy.OFF else sharded.prefetch(_READ_AHEAD)
     cardinality = int(sharded.cardinality())
     # Dealing out files hides that a dataset repeats; before it is replaced, a hint looks like endless data.
     counted = sharded if policy is AutoShardPolicy.HINT else dataset
@@ -86,15 +87,16 @@ def make_source(request: InputRequest) -> StreamSource:
 
     # `dataset` is kept: the functions that a serialized graph calls live as long as it does.
     def open_pass(key: int, original: Any = dataset) -> Iterator[Any]:
-        for number, element in enumerate(_elements(sharded), 1):
+        for number, element in enumerate(_elements(read_ahead), 1):
             if number == length and opens_another:
-                iter(sharded)
+                iter(read_ahead)
             yield element
 
     return StreamSource(
         open_pass,
         traits,
         request,
+        open_first=lambda: _elements(_read_in_turn(sharded)),
         num_batches=length,
         copies=False,
         shares=_shares(policy, files, world_size),
@@ -195,7 +197,7 @@ def _auto_sharded(dataset: Any, policy: AutoShardPolicy, rank: int, world_size: 
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy(int(policy))
     rebatched = _rebatched(dataset, rank, world_size).with_options(options)
-    return distribute._AutoShardDataset(rebatched, world_size, rank, world_size).prefetch(_READ_AHEAD)
+    return distribute._AutoShardDataset(rebatched, world_size, rank, world_size)
 
 
 def _same_everywhere(dataset: Any, seed: int, is_shared: bool) -> Any:
@@ -206,7 +208,16 @@ def _same_everywhere(dataset: Any, seed: int, is_shared: bool) -> Any:
         options = tf.data.Options()
         options.deterministic = True
         dataset = dataset.with_options(options)
-    return dataset.prefetch(_READ_AHEAD)
+    return dataset
+
+
+def _read_in_turn(dataset: Any) -> Any:
+    """The dataset without threads that read ahead: in `shuffle(seed=1).repeat()`, they may begin a second shuffle,
+    which uses up its random numbers, before another iterator begins its first, or after it."""
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    options.experimental_optimization.inject_prefetch = False
+    return dataset.with_options(options)
 
 
 def _elements(dataset: Any) -> Iterator[Any]:

@@ -1,4 +1,5 @@
 import itertools
+import time
 
 import keras
 import numpy as np
@@ -8,6 +9,7 @@ from phalanx.arrays.tree import leaves
 from phalanx.data import AutoShardPolicy, distribute_dataset
 from phalanx.errors import ConfigurationError, UnsupportedError
 from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of, shard_input
+from tests.launcher.conftest import wait_until
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -247,6 +249,32 @@ def text_files(tmp_path):
 
 
 ALL = {f"f{number}-{record}".encode() for number, record in itertools.product(range(5), range(7))}
+
+
+def test_nothing_is_read_ahead_of_a_first_batch_that_comes_again():
+    """On one rank a second shuffle would have begun when the next iterator is opened, and on another not yet."""
+
+    def opened():
+        read = []
+
+        def elements():
+            for number in range(8):
+                read.append(number)
+                yield np.float32([number])
+
+        spec = tf.TensorSpec((1,), tf.float32)
+        data = tf.data.Dataset.from_generator(elements, output_signature=spec).shuffle(50, seed=1).batch(4).repeat(3)
+        return shard_input(data, rank=0, world_size=2).source.cursor, read
+
+    cursor, read = opened()
+    running = cursor._open_pass(0)
+    next(running)
+    wait_until(lambda: len(read) > 8, lambda: f"{len(read)} elements were read")
+    cursor, read = opened()
+    first = cursor._open_first()
+    next(first)
+    time.sleep(0.3)  # threads would have read more by then
+    assert len(read) == 8
 
 
 def records(sharded, epoch=0):
