@@ -13,7 +13,7 @@ from tests.training.conftest import FindingsOf
 from tests.training.scenarios.registry import Scenario, Table
 
 WORLDS = (2, 3)
-BOUND_S = 1200
+BOUND_S = 3600
 """Against hanging only: the first test of a job runs it for all."""
 
 
