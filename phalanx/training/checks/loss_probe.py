@@ -47,6 +47,8 @@ ROWS = 12
 MOST = 256
 """Then again with as many samples in the first part as a replica has, but no more: a loss may take the sixteen largest,
 or pairs, or be no number where none of a few samples is positive."""
+MOST_VALUES = 2**24
+"""Of an array of all samples: so many of a language model's outputs would not fit into memory."""
 TOLERANCE, TOLERANCE_OF_HALF = 2e-5, 2e-2
 """Relative to the largest of the compared numbers; the second where losses are computed in half precision."""
 
@@ -125,20 +127,16 @@ def probe(model: Any, x: Any, y: Any, sample_weight: Any) -> Findings:
     for each in (*compiled_losses(model), model):
         note_sum(each, is_sum=False)  # a loss that is compiled again may be noted already
     own = len(leaves(x)[0])
-    found: Findings | None = None
     # At least three samples, one in the first part and two in the other, so that these differ in size.
-    for rows in dict.fromkeys((min(own, ROWS) if own > 2 else 3, 3 * min(own, MOST))):
-        try:
-            later = _Probe(model, x, y, sample_weight, rows).run()
-        except _ProgramError as error:
-            # A loss or layer may need what only a step has. Whatever is wrong with the program shows there.
-            text = "The losses of %r cannot be computed of parts of %d samples: %r"
-            logger.info(text, model.name, rows, error.__cause__)
-            continue
-        if later.error:
-            return later
-        found = later if found is None else found.updated(later)
-    return found or Findings([], {})
+    few = _Probe(model, x, y, sample_weight, min(own, ROWS) if own > 2 else 3)
+    found = few.find()
+    if found is not None and found.error:
+        return found
+    rows = 3 * min(own, MOST, MOST_VALUES // (3 * few.values_per_row))
+    later = _Probe(model, x, y, sample_weight, rows).find() if rows > few.rows else None
+    if found is None or (later is not None and later.error):
+        return later or Findings([], {})
+    return found if later is None else found.updated(later)
 
 
 class _ProgramError(Exception):
@@ -177,11 +175,16 @@ class _Part(NamedTuple):
 
 
 class _Probe:
-    """One probe of one model."""
+    """One probe of one model.
+
+    Attributes:
+        rows: number of samples.
+        values_per_row: of the largest array.
+    """
 
     def __init__(self, model: Any, x: Any, y: Any, sample_weight: Any, rows: int) -> None:
         self._model = model
-        self._rows = rows
+        self.rows = rows
         self._own = own = min(len(leaves(x)[0]), rows, MOST)
         # The same samples again would say nothing of what relates them.
         self._repeats = own < rows
@@ -192,9 +195,20 @@ class _Probe:
         )
         if self._repeats:
             x = map_leaves(partial(_smaller_copies, size=own), x)
+        self.values_per_row = max(1, *(array.size // rows for array in leaves((x, y, sample_weight))))
         self._data = map_leaves(ops.convert_to_tensor, (x, y, sample_weight))
 
-    def run(self) -> Findings:
+    def find(self) -> Findings | None:
+        """The findings; None if the program cannot compute losses of these samples."""
+        try:
+            return self._find()
+        except _ProgramError as error:
+            # A loss or layer may need what only a step has. Whatever is wrong with the program shows there.
+            text = "The losses of %r cannot be computed of parts of %d samples: %r"
+            logger.info(text, self._model.name, self.rows, error.__cause__)
+            return None
+
+    def _find(self) -> Findings:
         with _without_gradients():
             found = self._added()
             if found.error or not (_unknown(self._model) or _computes_own_loss(self._model)):
@@ -214,25 +228,27 @@ class _Probe:
         with some that are not: where no target of a part is positive, a ratio is no number."""
         x, y, sample_weight = self._data
         y_pred, _ = self._forward(map_leaves(lambda each: each[: self._own], x), training=False)
+        largest = max(int(np.prod(each.shape)) for each in tree.flatten(y_pred))
+        self.values_per_row = max(self.values_per_row, largest // self._own)
         self._by_rows = all(len(each.shape) and each.shape[0] == self._own for each in tree.flatten(y_pred))
         if self._repeats:
             y_pred = (
-                tree.map_structure(partial(_spread, rows=self._rows), y_pred)
+                tree.map_structure(partial(_spread, rows=self.rows), y_pred)
                 if self._by_rows
                 else self._forward(x, training=False)[0]
             )
-        yield _Part(x, y, sample_weight, y_pred, self._rows)
+        yield _Part(x, y, sample_weight, y_pred, self.rows)
         # Twice: one part's loss may happen to be the mean of all.
-        first = slice(self._rows // 3)
-        yield _Part(x, map_leaves(partial(_with_zeros, rows=first, step=2), y), sample_weight, y_pred, self._rows)
-        others = slice(self._rows // 3, self._rows)
-        yield _Part(x, map_leaves(partial(_with_zeros, rows=others, step=3), y), sample_weight, y_pred, self._rows)
-        both = map_leaves(partial(_with_others, starts=(0, self._rows // 3)), y)
-        yield _Part(x, both, sample_weight, y_pred, self._rows)
+        first = slice(self.rows // 3)
+        yield _Part(x, map_leaves(partial(_with_zeros, rows=first, step=2), y), sample_weight, y_pred, self.rows)
+        others = slice(self.rows // 3, self.rows)
+        yield _Part(x, map_leaves(partial(_with_zeros, rows=others, step=3), y), sample_weight, y_pred, self.rows)
+        both = map_leaves(partial(_with_others, starts=(0, self.rows // 3)), y)
+        yield _Part(x, both, sample_weight, y_pred, self.rows)
 
     def _of_losses(self, whole: _Part) -> Findings:
         model, compiled = self._model, compiled_losses(self._model)
-        parts = [self._part_of(whole, 0, self._rows // 3), self._part_of(whole, self._rows // 3, self._rows)]
+        parts = [self._part_of(whole, 0, self.rows // 3), self._part_of(whole, self.rows // 3, self.rows)]
         compute = self._compute_loss if _computes_own_loss(model) else _compute_compiled
         rows = [part.rows for part in parts]
         calls = [recorded_calls(model, _unknown(model), partial(compute, model, part)) for part in (whole, *parts)]
@@ -301,14 +317,14 @@ class _Probe:
 
     def _added_for(self, x: Any) -> Findings:
         """Of what depends on random numbers nothing can be said."""
-        cut = self._rows // 3
+        cut = self.rows // 3
         parts = [map_leaves(lambda each: each[:cut], x), map_leaves(lambda each: each[cut:], x)]
-        rows = [cut, self._rows - cut]
+        rows = [cut, self.rows - cut]
 
         def added(part: Any, other_seeds: bool = False) -> list[tuple[Any, Any]]:
             return self._forward(part, training=True, other_seeds=other_seeds)[1]
 
-        whole, again = (_of_ranks(partial(added, other_seeds=seeds), [x], [self._rows])[0] for seeds in (False, True))
+        whole, again = (_of_ranks(partial(added, other_seeds=seeds), [x], [self.rows])[0] for seeds in (False, True))
         of_parts = _of_ranks(added, parts, rows)
         layers = self._model._flatten_layers()
         found: dict[str, list[bool | None]] = {}

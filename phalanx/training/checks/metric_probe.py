@@ -25,7 +25,7 @@ import keras
 import numpy as np
 from keras import tree
 
-from phalanx.arrays.tree import map_leaves
+from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.collectives.reduction import is_float
 from phalanx.engines.engine import Engine
 from phalanx.engines.metric_rules import MetricRule, MetricRules
@@ -49,6 +49,8 @@ ROWS = 8
 """Number of samples that are probed; at least two are needed."""
 PARTS, MOST = 4, 256
 """Then so many parts are probed, each with as many samples as a replica has, but no more."""
+MOST_VALUES = 2**24
+"""Of an array of all samples."""
 TOLERANCE = {"float16": 5e-3, "bfloat16": 3e-2, "float64": 1e-6}
 FLOAT32_TOLERANCE = 1e-5
 CLEARLY = 100
@@ -91,8 +93,8 @@ def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] 
     state = ProgramState(model, trains=False)
     try:
         batch = _batch_of(engine, data)
-        size = min(model_state.samples(batch), MOST)
-        few, many = (_rows_of(batch, rows) for rows in (min(size, ROWS), PARTS * size))
+        size = _part_size(batch)
+        few, many = (_rows_of(batch, rows) for rows in (min(model_state.samples(batch), ROWS), PARTS * size))
         update = partial(_update, model)
         series = []
         try:
@@ -360,6 +362,12 @@ def _batch_of(engine: Engine, data: Any) -> Values:
         outputs = tree.map_structure(_with_another, outputs)
     _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     return y, outputs, sample_weight
+
+
+def _part_size(batch: Values) -> int:
+    size = model_state.samples(batch)
+    values = max(1, *(array.size // size for array in map(np.asarray, leaves(batch))))
+    return max(1, min(size, MOST, MOST_VALUES // (PARTS * values)))
 
 
 def _rows_of(batch: Values, rows: int) -> Values:
