@@ -38,17 +38,13 @@ from phalanx.keras_compat.model_state import compiled_losses, names_in, override
 from phalanx.keras_compat.observation.loss_calls import recorded_additions, recorded_calls
 from phalanx.keras_compat.observation.trial_conditions import collected_statistics
 from phalanx.keras_compat.patching import defining_class
+from phalanx.training.checks.tried_samples import MOST, part_size, scaled
 
 Array = np.ndarray[Any, Any]
 Loss = Callable[..., Any]
 
 ROWS = 12
 """Samples of the batch that losses are computed of; a third of them is the first part."""
-MOST = 256
-"""Then again with as many samples in the first part as a replica has, but no more: a loss may take the sixteen largest,
-or pairs, or be no number where none of a few samples is positive."""
-MOST_VALUES = 2**24
-"""Of an array of all samples: so many of a language model's outputs would not fit into memory."""
 TOLERANCE, TOLERANCE_OF_HALF = 2e-5, 2e-2
 """Relative to the largest of the compared numbers; the second where losses are computed in half precision."""
 
@@ -132,7 +128,8 @@ def probe(model: Any, x: Any, y: Any, sample_weight: Any) -> Findings:
     found = few.find()
     if found is not None and found.error:
         return found
-    rows = 3 * min(own, MOST, MOST_VALUES // (3 * few.values_per_row))
+    # Then again with as many samples in the first part as a replica has.
+    rows = 3 * part_size(own, 3, few.values_per_row)
     later = _Probe(model, x, y, sample_weight, rows).find() if rows > few.rows else None
     if found is None or (later is not None and later.error):
         return later or Findings([], {})
@@ -352,8 +349,7 @@ def _smaller_copies(array: Array, size: int) -> Array:
     """Samples after the first `size`, which are these again, changed a little."""
     if array.dtype.kind != "f":
         return array
-    factors = 1.0 - 0.1 * (np.arange(len(array)) // size)
-    return np.asarray(array * factors.reshape(-1, *[1] * (array.ndim - 1)), array.dtype)
+    return scaled(array, 1.0 - 0.1 * (np.arange(len(array)) // size))
 
 
 def _spread(outputs: Any, rows: int) -> Any:

@@ -35,6 +35,7 @@ from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 from phalanx.keras_compat.layer_building import graph_output_shapes, output_shapes
 from phalanx.keras_compat.observation.metric_kinds import compiled_metrics, counts_samples, needs_classes
+from phalanx.training.checks.tried_samples import part_size, scaled
 from phalanx.training.program_effects.program_state import ProgramState, PythonState
 
 Array = np.ndarray[Any, Any]
@@ -47,10 +48,8 @@ Update = Callable[[Values, float], None]
 
 ROWS = 8
 """Number of samples that are probed; at least two are needed."""
-PARTS, MOST = 4, 256
-"""Then so many parts are probed, each with as many samples as a replica has, but no more."""
-MOST_VALUES = 2**24
-"""Of an array of all samples."""
+PARTS = 4
+"""Then so many parts are probed, each with as many samples as a replica has."""
 TOLERANCE = {"float16": 5e-3, "bfloat16": 3e-2, "float64": 1e-6}
 FLOAT32_TOLERANCE = 1e-5
 CLEARLY = 100
@@ -93,8 +92,9 @@ def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] 
     state = ProgramState(model, trains=False)
     try:
         batch = _batch_of(engine, data)
-        size = _part_size(batch)
-        few, many = (_rows_of(batch, rows) for rows in (min(model_state.samples(batch), ROWS), PARTS * size))
+        samples = model_state.samples(batch)
+        size = part_size(samples, PARTS, max(1, *(np.size(array) // samples for array in leaves(batch))))
+        few, many = (_rows_of(batch, rows) for rows in (min(samples, ROWS), PARTS * size))
         update = partial(_update, model)
         series = []
         try:
@@ -103,8 +103,9 @@ def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] 
             logger.info("Metrics of %r cannot be computed of few samples: %r", model.name, error)
             few = many
         state.restore()
-        # A metric may take pairs of samples, or the ten largest values.
-        series.append(_trials_that_tell(rules, many, update, numbers, size))
+        # A metric may take pairs of samples, or the ten largest values. Of large arrays there are no more than before.
+        if not series or PARTS * size > ROWS or samples < ROWS:
+            series.append(_trials_that_tell(rules, many, update, numbers, size))
         state.restore()
         if engine.runs_python and (metric := _metric_in_python(model, probed, few)) is not None:
             return _refusal_of_python(metric)
@@ -271,8 +272,7 @@ def _changes() -> Iterator[tuple[Change, bool]]:
 
 def _unlike(array: Array) -> Array:
     """Each sample smaller than the one before: probabilities stay probabilities."""
-    factors = np.linspace(1.0, 0.5, len(array))
-    return np.asarray(array * factors.reshape(-1, *[1] * (array.ndim - 1)))
+    return scaled(array, np.linspace(1.0, 0.5, len(array)))
 
 
 def _reflected(array: Array) -> Array:
@@ -362,12 +362,6 @@ def _batch_of(engine: Engine, data: Any) -> Values:
         outputs = tree.map_structure(_with_another, outputs)
     _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     return y, outputs, sample_weight
-
-
-def _part_size(batch: Values) -> int:
-    size = model_state.samples(batch)
-    values = max(1, *(array.size // size for array in map(np.asarray, leaves(batch))))
-    return max(1, min(size, MOST, MOST_VALUES // (PARTS * values)))
 
 
 def _rows_of(batch: Values, rows: int) -> Values:

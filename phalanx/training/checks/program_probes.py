@@ -27,7 +27,7 @@ from phalanx.training.program_effects.program_state import ProgramState
 from phalanx.training.program_effects.program_switches import Switches, find_switches, has_begun, variables_that_are_off
 from phalanx.training.replica import Replica, divides_batches
 
-_SAMPLES = max(loss_probe.ROWS, 2 * step_probe.PART)
+_SAMPLES = max(loss_probe.ROWS, step_probe.RANKS * step_probe.PART)
 """Of the first batch, which are kept for tests in later epochs."""
 
 

@@ -37,6 +37,7 @@ from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
 from phalanx.keras_compat.observation.metric_uses import MetricUses
 from phalanx.keras_compat.observation.trial_conditions import LARGEST_CHANGE, TrialConditions
 from phalanx.training.checks.model_checks import kept_state
+from phalanx.training.checks.tried_samples import scaled
 from phalanx.training.program_effects.program_objects import reads_iterators
 from phalanx.training.program_effects.program_state import ProgramState
 from phalanx.training.state_sync import seed_generators, value_of, variables_of
@@ -550,23 +551,20 @@ def can_be_tried(model: Any, data: Any) -> bool:
 def sizes_of_parts(data: Any) -> tuple[int, ...]:
     """Numbers of samples to try with in each part: few; and where something cannot be computed of those, as it takes
     pairs or the ten largest, as many as this replica has."""
-    rows = _rows_of(data)
+    rows = model_state.samples(data)
     return (PART,) if rows == PART else (PART, rows)
 
 
 def few_samples(data: Any, attempt: int, part: int) -> Any:
     """The samples of all parts; the same again, with inputs that are changed a little, where there are too few."""
-    size, number = _rows_of(data), RANKS * part
+    size, number = model_state.samples(data), RANKS * part
     order = np.random.default_rng(attempt).permutation(size) if attempt else np.arange(size)
     # The same sample comes again at once, so that parts have others, and a ratio of sums differs from one to the next.
     places = np.sort(np.resize(np.arange(size), number))
     chosen, copy = order[places], np.arange(number) - np.searchsorted(places, places)
 
     def changed(array: Array) -> Array:  # the same again says nothing of what relates samples
-        if not is_float(array.dtype):
-            return array
-        factors = 0.9**copy
-        return np.asarray(array * factors.reshape(-1, *[1] * (array.ndim - 1)).astype(array.dtype))
+        return scaled(array, 0.9**copy) if is_float(array.dtype) else array
 
     x, *others = map_leaves(lambda array: np.asarray(array)[chosen], data)
     # Targets stay as they are: Keras's hinge losses ask whether all of a batch are 0 or 1.
@@ -589,10 +587,6 @@ def _with_unlike_parts(data: Any, part: int) -> Any:
 def part_of(data: Any, rank: int, part: int) -> Any:
     """The samples that a replica has."""
     return map_leaves(lambda array: array[rank * part : (rank + 1) * part], data)
-
-
-def _rows_of(data: Any) -> int:
-    return next(len(leaf) for leaf in leaves(data) if leaf is not None)
 
 
 def _update_of(name: str) -> str:
