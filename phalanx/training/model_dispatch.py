@@ -22,7 +22,6 @@ from phalanx.keras_compat.patching import set_untracked
 from phalanx.keras_compat.trainer_hook import KerasMethod
 from phalanx.training import chief_callbacks, shared_saving
 from phalanx.training.checks.model_checks import check_served
-from phalanx.training.checks.step_examination import is_examined
 from phalanx.training.fit_resumption import has_checkpoint
 from phalanx.training.nested_calls import in_method
 from phalanx.training.program_effects import program_random_state
@@ -33,6 +32,7 @@ from phalanx.training.servers.central_storage_trainer import CentralStorageTrain
 from phalanx.training.servers.parameter_server_trainer import ParameterServerTrainer
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 from phalanx.training.state_sync import metrics_kept
+from phalanx.training.step_examination import is_examined
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy, on_device
 
 _STEPS = {"fit": "train", "evaluate": "test"}  # the other methods begin with the name of their step

@@ -22,7 +22,6 @@ from phalanx.keras_compat.keras_internals import class_weight_to_sample_weights,
 from phalanx.monitoring import timeline
 from phalanx.training import callback_hooks
 from phalanx.training.checks.model_checks import explaining_parts
-from phalanx.training.checks.step_examination import examine_fit
 from phalanx.training.evaluation import evaluate_batch, evaluate_on_replicas
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.fit_loop import FitLoop
@@ -33,6 +32,7 @@ from phalanx.training.prediction import LayerCounts, LocalOutputs, local_outputs
 from phalanx.training.replica import EntryOverError, Replica
 from phalanx.training.replica_coordination import ReplicaCoordination
 from phalanx.training.replica_model import ReplicaModel
+from phalanx.training.step_examination import examine_fit
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
 from phalanx.transport.serialization import decode, encode
 

@@ -13,9 +13,8 @@ computed of fixed predictions, so that dropout has no say. What draws random num
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,46 +23,37 @@ import numpy as np
 from keras import ops, tree
 
 from phalanx.arrays.tree import leaves, map_leaves
-from phalanx.keras_compat.global_batch.global_losses import (
-    GloballyScaledLosses,
-    is_noted_sum,
-    note_added,
-    note_sum,
-)
-from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
-from phalanx.keras_compat.global_batch.step_collectives import InStep
-from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
+from phalanx.keras_compat.global_batch.global_losses import note_added, note_sum
 from phalanx.keras_compat.keras_internals import get_keras_mask, set_keras_mask
-from phalanx.keras_compat.model_state import compiled_losses, names_in, overrides, own_method
+from phalanx.keras_compat.model_state import compiled_losses, overrides
 from phalanx.keras_compat.observation.loss_calls import recorded_additions, recorded_calls
 from phalanx.keras_compat.observation.trial_conditions import collected_statistics
-from phalanx.keras_compat.patching import defining_class
-from phalanx.training.checks.tried_samples import MOST, part_size, scaled
+from phalanx.training.checks.loss_combination import (
+    SUMS,
+    Combination,
+    combination_of,
+    combination_of_values,
+    compute_as_ranks,
+    is_close,
+    noted_as_sums,
+    tolerance_of,
+)
+from phalanx.training.checks.program_losses import adding_layers, computes_own_loss, is_known, unknown_losses
+from phalanx.training.checks.tried_samples import MOST, part_size
+from phalanx.training.checks.tried_targets import (
+    smaller_copies,
+    spread_outputs,
+    with_largest,
+    with_reflected_rows,
+    with_zeros,
+)
 
 Array = np.ndarray[Any, Any]
 Loss = Callable[..., Any]
 
 ROWS = 12
 """Samples of the batch that losses are computed of; a third of them is the first part."""
-TOLERANCE, TOLERANCE_OF_HALF = 2e-5, 2e-2
-"""Relative to the largest of the compared numbers; the second where losses are computed in half precision."""
-
 logger = logging.getLogger(__name__)
-
-
-class Combination(Enum):
-    """How the losses of two parts of a batch combine to the loss of the batch."""
-
-    MEAN = "mean"
-    SUM = "sum"
-    UNSCALED_SUM = "unscaled sum"
-    """A sum that steps do not scale, since it does not come from `Loss.__call__`."""
-    OTHER = "other"
-    UNKNOWN = "unknown"
-    """It is random, or zero, or no number."""
-
-
-SUMS = (Combination.SUM, Combination.UNSCALED_SUM)
 
 
 class Findings(NamedTuple):
@@ -100,7 +90,7 @@ class Findings(NamedTuple):
 
 def has_open_questions(model: Any) -> bool:
     """Whether `probe` would find out anything; the same on all ranks."""
-    return bool(_unknown(model) or _adding_layers(model) or _computes_own_loss(model))
+    return bool(unknown_losses(model) or adding_layers(model) or computes_own_loss(model))
 
 
 def note(model: Any, findings: Findings) -> None:
@@ -191,7 +181,7 @@ class _Probe:
             map_leaves(lambda array: np.asarray(array)[chosen], each) for each in (x, y, sample_weight)
         )
         if self._repeats:
-            x = map_leaves(partial(_smaller_copies, size=own), x)
+            x = map_leaves(partial(smaller_copies, size=own), x)
         self.values_per_row = max(1, *(array.size // rows for array in leaves((x, y, sample_weight))))
         self._data = map_leaves(ops.convert_to_tensor, (x, y, sample_weight))
 
@@ -208,7 +198,7 @@ class _Probe:
     def _find(self) -> Findings:
         with _without_gradients():
             found = self._added()
-            if found.error or not (_unknown(self._model) or _computes_own_loss(self._model)):
+            if found.error or not (unknown_losses(self._model) or computes_own_loss(self._model)):
                 return found
             sums: set[int] = set()
             is_sum = False
@@ -230,42 +220,44 @@ class _Probe:
         self._by_rows = all(len(each.shape) and each.shape[0] == self._own for each in tree.flatten(y_pred))
         if self._repeats:
             y_pred = (
-                tree.map_structure(partial(_spread, rows=self.rows), y_pred)
+                tree.map_structure(partial(spread_outputs, rows=self.rows), y_pred)
                 if self._by_rows
                 else self._forward(x, training=False)[0]
             )
         yield _Part(x, y, sample_weight, y_pred, self.rows)
         # Twice: one part's loss may happen to be the mean of all.
         first = slice(self.rows // 3)
-        yield _Part(x, map_leaves(partial(_with_zeros, rows=first, step=2), y), sample_weight, y_pred, self.rows)
+        yield _Part(x, map_leaves(partial(with_zeros, rows=first, step=2), y), sample_weight, y_pred, self.rows)
         others = slice(self.rows // 3, self.rows)
-        yield _Part(x, map_leaves(partial(_with_zeros, rows=others, step=3), y), sample_weight, y_pred, self.rows)
-        both = map_leaves(partial(_with_others, starts=(0, self.rows // 3)), y)
+        yield _Part(x, map_leaves(partial(with_zeros, rows=others, step=3), y), sample_weight, y_pred, self.rows)
+        both = map_leaves(partial(with_largest, starts=(0, self.rows // 3)), y)
         yield _Part(x, both, sample_weight, y_pred, self.rows)
 
     def _of_losses(self, whole: _Part) -> Findings:
         model, compiled = self._model, compiled_losses(self._model)
         parts = [self._part_of(whole, 0, self.rows // 3), self._part_of(whole, self.rows // 3, self.rows)]
-        compute = self._compute_loss if _computes_own_loss(model) else _compute_compiled
+        compute = self._compute_loss if computes_own_loss(model) else _compute_compiled
         rows = [part.rows for part in parts]
-        calls = [recorded_calls(model, _unknown(model), partial(compute, model, part)) for part in (whole, *parts)]
+        calls = [
+            recorded_calls(model, unknown_losses(model), partial(compute, model, part)) for part in (whole, *parts)
+        ]
         sums: set[int] = set()
         # Calls are matched by their order. Where a part calls other losses than the batch, nothing can be said.
         if len({len(each) for each in calls}) == 1:
             for of_whole, *of_parts in zip(*calls, strict=True):
                 loss = of_whole[0]
-                if _is_known(loss):
+                if is_known(loss):
                     continue
-                verdict = _verdict(_call, of_whole, of_parts, rows, loss)
+                verdict = combination_of(_call, of_whole, of_parts, rows, loss)
                 index = next((i for i, each in enumerate(compiled) if each is loss), None)
                 if verdict is Combination.SUM and index is not None:
                     sums.add(index)
                 elif verdict in (*SUMS, Combination.OTHER):
                     return Findings([], {}, error=_error(f"The loss {loss.name!r} of {model.name!r}", verdict))
         is_sum = False
-        if _computes_own_loss(model):
-            with _noted([compiled[index] for index in sums]):
-                verdict = _verdict(partial(self._compute_loss, model), whole, parts, rows, model)
+        if computes_own_loss(model):
+            with noted_as_sums([compiled[index] for index in sums]):
+                verdict = combination_of(partial(self._compute_loss, model), whole, parts, rows, model)
             is_sum = verdict is Combination.SUM
             if verdict in (Combination.UNSCALED_SUM, Combination.OTHER) or (is_sum and overrides(model, "train_step")):
                 return Findings([], {}, error=_error(f"What compute_loss of {type(model).__name__} returns", verdict))
@@ -299,14 +291,14 @@ class _Probe:
 
     def _added(self) -> Findings:
         """What layers add: of the samples, and with some of them changed, as all may take one way through the model."""
-        if not _adding_layers(self._model):
+        if not adding_layers(self._model):
             return Findings([], {})
         x = self._data[0]
         found = self._added_for(x)
         if found.error:
             return found
         try:
-            changed = self._added_for(map_leaves(_with_reflected_rows, x))
+            changed = self._added_for(map_leaves(with_reflected_rows, x))
         except _ProgramError as error:
             logger.info("Layers of %r do not know changed samples: %r", self._model.name, error.__cause__)
             return found
@@ -321,8 +313,10 @@ class _Probe:
         def added(part: Any, other_seeds: bool = False) -> list[tuple[Any, Any]]:
             return self._forward(part, training=True, other_seeds=other_seeds)[1]
 
-        whole, again = (_of_ranks(partial(added, other_seeds=seeds), [x], [self.rows])[0] for seeds in (False, True))
-        of_parts = _of_ranks(added, parts, rows)
+        whole, again = (
+            compute_as_ranks(partial(added, other_seeds=seeds), [x], [self.rows])[0] for seeds in (False, True)
+        )
+        of_parts = compute_as_ranks(added, parts, rows)
         layers = self._model._flatten_layers()
         found: dict[str, list[bool | None]] = {}
         if len({len(each) for each in (whole, again, *of_parts)}) > 1:
@@ -330,11 +324,11 @@ class _Probe:
         for (layer, value), (_, other), *of in zip(whole, again, *of_parts, strict=True):
             own, numbers = float(value), [float(each[1]) for each in of]
             index = str(next(i for i, each in enumerate(layers) if each is layer))
-            is_random = not _close(own, float(other), own)
+            is_random = not is_close(own, float(other), own)
             # Of other seeds another value: it follows from random numbers, which the parts draw differently as well.
-            tolerance = _tolerance(layer.compute_dtype)
-            verdict = Combination.UNKNOWN if is_random else _combination(own, numbers, rows, tolerance)
-            if verdict is Combination.SUM and _close(numbers[0], numbers[1], own):
+            tolerance = tolerance_of(layer.compute_dtype)
+            verdict = Combination.UNKNOWN if is_random else combination_of_values(own, numbers, rows, tolerance)
+            if verdict is Combination.SUM and is_close(numbers[0], numbers[1], own):
                 # No sum over samples, of which the parts have unequally many: a term that is divided by the number of
                 # replicas. Those without samples, in the last batch, do not count, and its rest would be missing.
                 verdict = Combination.OTHER
@@ -343,123 +337,6 @@ class _Probe:
                 return Findings([], {}, error=_error(what, verdict))
             found.setdefault(index, []).append(None if verdict is Combination.UNKNOWN else verdict is Combination.SUM)
         return Findings([], found)
-
-
-def _smaller_copies(array: Array, size: int) -> Array:
-    """Samples after the first `size`, which are these again, changed a little."""
-    if array.dtype.kind != "f":
-        return array
-    return scaled(array, 1.0 - 0.1 * (np.arange(len(array)) // size))
-
-
-def _spread(outputs: Any, rows: int) -> Any:
-    """The outputs again and again, each row smaller than the one before, and still probabilities where they were."""
-    chosen = np.resize(np.arange(outputs.shape[0]), rows)
-    spread = ops.take(outputs, chosen, axis=0)
-    if keras.backend.is_float_dtype(outputs.dtype):
-        factors = np.linspace(1.0, 0.7, rows).reshape(-1, *[1] * (len(outputs.shape) - 1))
-        spread = spread * ops.convert_to_tensor(factors, outputs.dtype)
-    if (mask := get_keras_mask(outputs)) is not None:
-        set_keras_mask(spread, ops.take(mask, chosen, axis=0))
-    return spread
-
-
-def _verdict(function: Loss, whole: Any, parts: Sequence[Any], rows: Sequence[int], loss: Any) -> Combination:
-    """How ranks with these parts would combine a loss."""
-    # Computed twice: a loss that draws random numbers differs from itself.
-    (expected, _), (once_more, _) = (_merged(function, [whole], [sum(rows)]) for _ in range(2))
-    if not np.isfinite([expected, once_more]).all() or not _close(expected, once_more, expected):
-        return Combination.UNKNOWN
-    tolerance = _tolerance(getattr(loss, "dtype", None))
-    merged, sizes = _merged(function, parts, rows)
-    if not np.isfinite([merged, *sizes]).all():
-        return Combination.UNKNOWN
-    if _close(expected, merged, *sizes, tolerance=tolerance):
-        return Combination.MEAN
-    # Now as if it were a sum; the note is taken back, whatever comes of it.
-    with _noted([loss]):
-        scaled, of_parts = _merged(function, parts, rows)
-    if _close(expected, scaled, *of_parts, tolerance=tolerance):
-        return Combination.SUM
-    # Steps scale what `Loss.__call__` returns, which a loss with a `__call__` of its own may not call.
-    is_sum = _close(expected, sum(sizes), *sizes, tolerance=tolerance)
-    return Combination.UNSCALED_SUM if is_sum else Combination.OTHER
-
-
-def _merged(function: Loss, parts: Sequence[Any], rows: Sequence[int]) -> tuple[float, list[float]]:
-    """The loss that ranks with these parts would train with, and what each computes for its part."""
-    values = _of_ranks(lambda part: _number(function(part)), parts, rows)
-    return sum(v * count for v, count in zip(values, rows, strict=True)) / sum(rows), values
-
-
-def _of_ranks(function: Callable[[Any], Any], parts: Sequence[Any], rows: Sequence[int]) -> list[Any]:
-    """What ranks with these parts, of so many rows, compute in a step, in which they reach each other."""
-    known: list[list[Array]] = []
-    while True:
-        ranks = [_Rank(number, known) for number in range(len(parts))]
-        values = []
-        for rank, part, count in zip(ranks, parts, rows, strict=True):
-            means = WeightedStepMeans(partial(float, count / sum(rows)))
-            with GloballyScaledLosses(count), means, InStep(rank), simulated_ranks(len(parts)):
-                values.append(function(part))
-        # Each round, all ranks compute from the beginning, and one collective more has its answer. Until then, what a
-        # rank got from it was its own tensors.
-        if len(ranks[0].asked) == len(known):
-            return values
-        # Of the first collective without an answer all ranks have given their part.
-        kind = ranks[0].asked[len(known)][0]
-        own = [rank.asked[len(known)][1] for rank in ranks]
-        merge = sum if kind == "sum" else np.concatenate
-        known.append([merge(each) for each in zip(*own, strict=True)])
-
-
-class _Rank:
-    """The collectives of one of several ranks that one process computes in turn, again until all are answered."""
-
-    weights_gradients = synchronizes_batch_norm = may_lack_samples = False
-
-    def __init__(self, number: int, known: list[list[Array]]) -> None:
-        self.number = number
-        self.asked: list[tuple[str, list[Array]]] = []
-        self._known = known
-
-    def all_reduce(self, tensors: list[Any]) -> list[Any]:
-        return self._answer("sum", tensors)
-
-    def all_gather(self, tensors: list[Any]) -> list[Any]:
-        return self._answer("rows", tensors)
-
-    def _answer(self, kind: str, tensors: list[Any]) -> list[Any]:
-        number = len(self.asked)
-        self.asked.append((kind, [np.asarray(ops.convert_to_numpy(tensor)) for tensor in tensors]))
-        if number >= len(self._known):
-            return tensors
-        known = zip(self._known[number], tensors, strict=True)
-        return [ops.convert_to_tensor(array, tensor.dtype) for array, tensor in known]
-
-
-def _combination(whole: float, parts: Sequence[float], rows: Sequence[int], tolerance: float) -> Combination:
-    numbers = [whole, *parts]
-    if not np.isfinite(numbers).all() or not any(numbers):
-        return Combination.UNKNOWN
-    if _close(whole, float(np.average(parts, weights=rows)), *numbers, tolerance=tolerance):
-        return Combination.MEAN
-    return Combination.SUM if _close(whole, sum(parts), *numbers, tolerance=tolerance) else Combination.OTHER
-
-
-def _tolerance(dtype: Any) -> float:
-    return TOLERANCE_OF_HALF if dtype in ("float16", "bfloat16") else TOLERANCE
-
-
-def _close(left: float, right: float, *sizes: float, tolerance: float = 1e-6) -> bool:
-    # 1e-12: losses of zero are equal.
-    return abs(left - right) <= tolerance * max(map(abs, (left, right, *sizes))) + 1e-12
-
-
-def _number(value: Any) -> float:
-    """The value of a loss; NaN if it is none."""
-    array = np.asarray(ops.convert_to_numpy(value), np.float64)
-    return float(array) if array.ndim == 0 else float("nan")
 
 
 def _call(recorded: tuple[Any, ...]) -> Any:
@@ -472,48 +349,6 @@ def _compute_compiled(model: Any, part: _Part) -> Any:
     # Without effect on the means of single losses, which the program may read before it takes a step.
     with keras.StatelessScope(), _program():
         return model._compile_loss(part.y, part.y_pred, part.sample_weight)
-
-
-@contextmanager
-def _noted(losses: Sequence[Any]) -> Iterator[None]:
-    noted = [loss for loss in losses if not is_noted_sum(loss)]
-    for loss in noted:
-        note_sum(loss)
-    try:
-        yield
-    finally:
-        for loss in noted:
-            note_sum(loss, is_sum=False)
-
-
-def _with_zeros(values: Any, rows: slice, step: int) -> Any:
-    """The values, with every second, third, ... that these rows hold zero."""
-    array = np.array(ops.convert_to_numpy(values))
-    chosen = array[rows].reshape(-1)
-    chosen[::step] = np.zeros((), array.dtype)
-    array[rows] = chosen.reshape(array[rows].shape)
-    return ops.convert_to_tensor(array)
-
-
-def _with_others(values: Any, starts: tuple[int, ...]) -> Any:
-    """The values, with the largest of them in some rows of each part; or, if all are zero, one."""
-    array = np.array(ops.convert_to_numpy(values))
-    if array.dtype.kind not in "fiub":
-        return values
-    largest = array.max()
-    for start in starts:
-        array[start] = largest if largest else np.ones((), array.dtype)
-    return ops.convert_to_tensor(array)
-
-
-def _with_reflected_rows(values: Any) -> Any:
-    """The values, with the largest for the smallest, and so on, in every third row: half of the first part's, and a
-    quarter of the other's."""
-    array = np.array(ops.convert_to_numpy(values))
-    if array.dtype.kind not in "fiu":
-        return values
-    array[::3] = array.max() + array.min() - array[::3]
-    return ops.convert_to_tensor(array)
 
 
 def _error(what: str, verdict: Combination) -> str:
@@ -530,52 +365,6 @@ def _error(what: str, verdict: Combination) -> str:
         f"batches of all replicas together; or, for a ratio, return one value for each sample and pass the mask as "
         f"sample_weight."
     )
-
-
-def _unknown(model: Any) -> list[Any]:
-    if not _calls_model(model):
-        return []
-    return [loss for loss in compiled_losses(model) if not _is_known(loss)]
-
-
-def _is_known(loss: Any) -> bool:
-    """Whether it computes what Keras's own losses do. A subclass of one of them may compute anything."""
-    methods = [defining_class(type(loss), name) for name in ("call", "__call__")]
-    computes = [*methods, getattr(loss, "fn", type(loss))]
-    homes = [getattr(each, "__module__", None) or "" for each in computes]
-    return own_method(loss, "call") is None and all(home.startswith(("keras.", "phalanx.")) for home in homes)
-
-
-def _calls_model(model: Any) -> bool:
-    """Whether a step calls the model, as far as one can see; a custom step may do anything with its parts."""
-    return not overrides(model, "train_step") or type(model).call is not keras.Model.call
-
-
-def _computes_own_loss(model: Any) -> bool:
-    if not overrides(model, "compute_loss") or not _calls_model(model):
-        return False
-    is_used = not {"compute_loss", "_compute_loss"}.isdisjoint(names_in(model.train_step))
-    return is_used or not overrides(model, "train_step")
-
-
-def _adding_layers(model: Any) -> list[Any]:
-    """Layers that are not Keras's own, and add losses."""
-    if not _calls_model(model):
-        return []
-    return [each for each in model._flatten_layers() if _adds_losses(each)]
-
-
-def _adds_losses(layer: Any) -> bool:
-    if "add_loss" in names_in(own_method(layer, "call")):
-        return True
-    is_own = not type(layer).__module__.startswith("keras.")
-    return is_own and any("add_loss" in _names_of(kind) for kind in type(layer).__mro__)
-
-
-def _names_of(kind: type) -> set[str]:
-    if kind.__module__.startswith(("keras.", "tensorflow.", "torch.")):
-        return set()
-    return {name for function in vars(kind).values() for name in names_in(function)}
 
 
 def _without_gradients() -> Any:

@@ -21,16 +21,9 @@ from phalanx.engines import make_engine
 from phalanx.engines.local_ranks import LocalRanks
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
-from phalanx.training.checks.step_probe import (
-    COARSE_TOLERANCE,
-    RANKS,
-    advice_on_layers,
-    can_be_tried,
-    few_samples,
-    part_of,
-    rounds_coarsely,
-    sizes_of_parts,
-)
+from phalanx.training.checks.step_comparison import COARSE_TOLERANCE, advice_on_layers, rounds_coarsely
+from phalanx.training.checks.step_probe import can_be_tried
+from phalanx.training.checks.tried_samples import RANKS, few_samples, part_of, sizes_of_parts
 from phalanx.training.program_effects.program_state import ProgramState
 
 Array = np.ndarray[Any, Any]

@@ -22,12 +22,13 @@ from phalanx.errors import UnsupportedError
 from phalanx.training.checks import loss_probe, prediction_probe, step_probe
 from phalanx.training.checks.metric_probe import checked, find_rules, rules_of
 from phalanx.training.checks.prediction_probe import Outputs
+from phalanx.training.checks.tried_samples import PART, RANKS
 from phalanx.training.program_effects.program_objects import reads_iterators
 from phalanx.training.program_effects.program_state import ProgramState
 from phalanx.training.program_effects.program_switches import Switches, find_switches, has_begun, variables_that_are_off
 from phalanx.training.replica import Replica, divides_batches
 
-_SAMPLES = max(loss_probe.ROWS, step_probe.RANKS * step_probe.PART)
+_SAMPLES = max(loss_probe.ROWS, RANKS * PART)
 """Of the first batch, which are kept for tests in later epochs."""
 
 

@@ -6,8 +6,17 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.arrays.tree import map_leaves
+from phalanx.collectives.reduction import is_float
+from phalanx.keras_compat import model_state
+
 Array = np.ndarray[Any, Any]
 
+RANKS = 2
+"""Replicas that take a tried step or prediction."""
+PART = 8
+"""Samples of each of them: few; as many, so that JAX compiles two steps and not three; and groups of two, four or
+eight, as some layers make where they can."""
 MOST = 256
 """Samples of a part. A loss or a metric may take the sixteen largest, or be no number where no sample is positive."""
 MOST_VALUES = 2**24
@@ -28,3 +37,44 @@ def part_size(samples: int, parts: int, values_per_sample: int) -> int:
 def scaled(array: Array, factors: Array) -> Array:
     """The array with each sample multiplied by its factor."""
     return np.asarray(array * factors.reshape(-1, *[1] * (array.ndim - 1)).astype(array.dtype))
+
+
+def sizes_of_parts(data: Any) -> tuple[int, ...]:
+    """Numbers of samples to try with in each part: few; and where something cannot be computed of those, as it takes
+    pairs or the ten largest, as many as this replica has."""
+    rows = model_state.samples(data)
+    return (PART,) if rows == PART else (PART, rows)
+
+
+def few_samples(data: Any, attempt: int, part: int) -> Any:
+    """The samples of all parts; the same again, with inputs that are changed a little, where there are too few."""
+    size, number = model_state.samples(data), RANKS * part
+    order = np.random.default_rng(attempt).permutation(size) if attempt else np.arange(size)
+    # The same sample comes again at once, so that parts have others, and a ratio of sums differs from one to the next.
+    places = np.sort(np.resize(np.arange(size), number))
+    chosen, copy = order[places], np.arange(number) - np.searchsorted(places, places)
+
+    def changed(array: Array) -> Array:  # the same again says nothing of what relates samples
+        return scaled(array, 0.9**copy) if is_float(array.dtype) else array
+
+    x, *others = map_leaves(lambda array: np.asarray(array)[chosen], data)
+    # Targets stay as they are: Keras's hinge losses ask whether all of a batch are 0 or 1.
+    return (map_leaves(changed, x) if size < number else x, *others)
+
+
+def with_unlike_parts(data: Any, part: int) -> Any:
+    """A batch, with the largest inputs for the smallest, and so on, in half of the first replica's samples."""
+
+    def changed(array: Array) -> Array:
+        found = np.array(array)
+        if is_float(found.dtype) or found.dtype.kind in "iu":
+            rows = slice(0, part // 2 + 1)
+            found[rows] = found.max() + found.min() - found[rows]
+        return found
+
+    return (map_leaves(changed, data[0]), *data[1:])
+
+
+def part_of(data: Any, rank: int, part: int) -> Any:
+    """The samples that a replica has."""
+    return map_leaves(lambda array: array[rank * part : (rank + 1) * part], data)

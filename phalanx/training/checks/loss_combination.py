@@ -1,0 +1,156 @@
+"""How the losses of the parts of a batch combine to the loss of the batch: computed as ranks would, in one process.
+
+What merges to the loss of the whole batch is a mean over the samples. Where it does as soon as it is noted as a sum
+(`global_losses.note_sum`), it is one. Anything else relates samples, or divides one sum by another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import numpy as np
+from keras import ops
+
+from phalanx.keras_compat.global_batch.global_losses import GloballyScaledLosses, is_noted_sum, note_sum
+from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
+from phalanx.keras_compat.global_batch.step_collectives import InStep
+from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
+
+Array = np.ndarray[Any, Any]
+Loss = Callable[..., Any]
+
+TOLERANCE, TOLERANCE_OF_HALF = 2e-5, 2e-2
+"""Relative to the largest of the compared numbers; the second where losses are computed in half precision."""
+
+
+class Combination(Enum):
+    """How the losses of two parts of a batch combine to the loss of the batch."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    UNSCALED_SUM = "unscaled sum"
+    """A sum that steps do not scale, since it does not come from `Loss.__call__`."""
+    OTHER = "other"
+    UNKNOWN = "unknown"
+    """It is random, or zero, or no number."""
+
+
+SUMS = (Combination.SUM, Combination.UNSCALED_SUM)
+
+
+def combination_of(function: Loss, whole: Any, parts: Sequence[Any], rows: Sequence[int], loss: Any) -> Combination:
+    """How ranks with these parts would combine a loss."""
+    # Computed twice: a loss that draws random numbers differs from itself.
+    (expected, _), (once_more, _) = (_merged(function, [whole], [sum(rows)]) for _ in range(2))
+    if not np.isfinite([expected, once_more]).all() or not is_close(expected, once_more, expected):
+        return Combination.UNKNOWN
+    tolerance = tolerance_of(getattr(loss, "dtype", None))
+    merged, sizes = _merged(function, parts, rows)
+    if not np.isfinite([merged, *sizes]).all():
+        return Combination.UNKNOWN
+    if is_close(expected, merged, *sizes, tolerance=tolerance):
+        return Combination.MEAN
+    # Now as if it were a sum; the note is taken back, whatever comes of it.
+    with noted_as_sums([loss]):
+        scaled, of_parts = _merged(function, parts, rows)
+    if is_close(expected, scaled, *of_parts, tolerance=tolerance):
+        return Combination.SUM
+    # Steps scale what `Loss.__call__` returns, which a loss with a `__call__` of its own may not call.
+    is_sum = is_close(expected, sum(sizes), *sizes, tolerance=tolerance)
+    return Combination.UNSCALED_SUM if is_sum else Combination.OTHER
+
+
+def _merged(function: Loss, parts: Sequence[Any], rows: Sequence[int]) -> tuple[float, list[float]]:
+    """The loss that ranks with these parts would train with, and what each computes for its part."""
+    values = compute_as_ranks(lambda part: _number(function(part)), parts, rows)
+    return sum(v * count for v, count in zip(values, rows, strict=True)) / sum(rows), values
+
+
+def compute_as_ranks(function: Callable[[Any], Any], parts: Sequence[Any], rows: Sequence[int]) -> list[Any]:
+    """What ranks with these parts, of so many rows, compute in a step, in which they reach each other."""
+    known: list[list[Array]] = []
+    while True:
+        ranks = [_Rank(number, known) for number in range(len(parts))]
+        values = []
+        for rank, part, count in zip(ranks, parts, rows, strict=True):
+            means = WeightedStepMeans(partial(float, count / sum(rows)))
+            with GloballyScaledLosses(count), means, InStep(rank), simulated_ranks(len(parts)):
+                values.append(function(part))
+        # Each round, all ranks compute from the beginning, and one collective more has its answer. Until then, what a
+        # rank got from it was its own tensors.
+        if len(ranks[0].asked) == len(known):
+            return values
+        # Of the first collective without an answer all ranks have given their part.
+        kind = ranks[0].asked[len(known)][0]
+        own = [rank.asked[len(known)][1] for rank in ranks]
+        merge = sum if kind == "sum" else np.concatenate
+        known.append([merge(each) for each in zip(*own, strict=True)])
+
+
+class _Rank:
+    """The collectives of one of several ranks that one process computes in turn, again until all are answered."""
+
+    weights_gradients = synchronizes_batch_norm = may_lack_samples = False
+
+    def __init__(self, number: int, known: list[list[Array]]) -> None:
+        self.number = number
+        self.asked: list[tuple[str, list[Array]]] = []
+        self._known = known
+
+    def all_reduce(self, tensors: list[Any]) -> list[Any]:
+        return self._answer("sum", tensors)
+
+    def all_gather(self, tensors: list[Any]) -> list[Any]:
+        return self._answer("rows", tensors)
+
+    def _answer(self, kind: str, tensors: list[Any]) -> list[Any]:
+        number = len(self.asked)
+        self.asked.append((kind, [np.asarray(ops.convert_to_numpy(tensor)) for tensor in tensors]))
+        if number >= len(self._known):
+            return tensors
+        known = zip(self._known[number], tensors, strict=True)
+        return [ops.convert_to_tensor(array, tensor.dtype) for array, tensor in known]
+
+
+def combination_of_values(whole: float, parts: Sequence[float], rows: Sequence[int], tolerance: float) -> Combination:
+    """As `combination_of`, of what a loss came to: for the batch, and for its parts of so many rows."""
+    numbers = [whole, *parts]
+    if not np.isfinite(numbers).all() or not any(numbers):
+        return Combination.UNKNOWN
+    if is_close(whole, float(np.average(parts, weights=rows)), *numbers, tolerance=tolerance):
+        return Combination.MEAN
+    return Combination.SUM if is_close(whole, sum(parts), *numbers, tolerance=tolerance) else Combination.OTHER
+
+
+def tolerance_of(dtype: Any) -> float:
+    """The relative tolerance for losses that are computed in this dtype."""
+    return TOLERANCE_OF_HALF if dtype in ("float16", "bfloat16") else TOLERANCE
+
+
+def is_close(left: float, right: float, *sizes: float, tolerance: float = 1e-6) -> bool:
+    """Whether two losses are the same, relative to the largest of them and of other numbers."""
+    # 1e-12: losses of zero are equal.
+    return abs(left - right) <= tolerance * max(map(abs, (left, right, *sizes))) + 1e-12
+
+
+def _number(value: Any) -> float:
+    """The value of a loss; NaN if it is none."""
+    array = np.asarray(ops.convert_to_numpy(value), np.float64)
+    return float(array) if array.ndim == 0 else float("nan")
+
+
+@contextmanager
+def noted_as_sums(losses: Sequence[Any]) -> Iterator[None]:
+    """A context in which steps merge these losses as sums."""
+    noted = [loss for loss in losses if not is_noted_sum(loss)]
+    for loss in noted:
+        note_sum(loss)
+    try:
+        yield
+    finally:
+        for loss in noted:
+            note_sum(loss, is_sum=False)
