@@ -6,7 +6,8 @@ Uses `_flatten_layers`, `_compile_loss`, `_flat_losses`, `_compile_metrics`, `_n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dis
+from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -205,18 +206,23 @@ def has_own_forward(model: Any) -> bool:
 
 def names_in(function: Any) -> set[str]:
     """The names that a function uses, and the functions inside of it."""
+    return {name for code in _codes_of(function) for name in code.co_names}
+
+
+def has_comparisons(function: Any) -> bool:
+    """Whether a function, or one inside of it, compares numbers; not whether something is None, or in a list."""
+    return any(each.opname == "COMPARE_OP" for code in _codes_of(function) for each in dis.get_instructions(code))
+
+
+def _codes_of(function: Any) -> Iterator[CodeType]:
     while (inner := _inner_function(function)) is not None:
         function = inner
-    if not isinstance(function, FunctionType):
-        return set()
-    names: set[str] = set()
     # Functions inside are constants of the code around them.
-    codes: list[CodeType] = [function.__code__]
+    codes: list[CodeType] = [function.__code__] if isinstance(function, FunctionType) else []
     while codes:
         code = codes.pop()
-        names.update(code.co_names)
+        yield code
         codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-    return names
 
 
 def _inner_function(function: Any) -> Any:

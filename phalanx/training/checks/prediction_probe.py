@@ -24,6 +24,7 @@ from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
 from phalanx.training.checks.step_comparison import COARSE_TOLERANCE, advice_on_layers, rounds_coarsely
 from phalanx.training.checks.step_probe import can_be_tried
 from phalanx.training.checks.tried_samples import RANKS, few_samples, part_of, sizes_of_parts
+from phalanx.training.program_effects.program_objects import may_depend_on_size
 from phalanx.training.program_effects.program_state import ProgramState
 
 Array = np.ndarray[Any, Any]
@@ -79,7 +80,9 @@ def find_outputs(model: Any, data: Any, form: ElementStructure) -> Outputs:
         state = ProgramState(model)
         try:
             with state.kept():
-                return _compare(model, predict, state, ranks, few_samples(data, 0, part), part)
+                found = _compare(model, predict, state, ranks, few_samples(data, 0, part), part)
+            if found is not Outputs.ROWS or not may_depend_on_size(model):
+                return found
         except Exception as error:  # the model may need a batch of its own size
             logger.info("The outputs of %r cannot be computed of parts of %d samples: %r", model.name, part, error)
     return Outputs.ROWS

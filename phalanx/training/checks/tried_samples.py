@@ -40,8 +40,8 @@ def scaled(array: Array, factors: Array) -> Array:
 
 
 def sizes_of_parts(data: Any) -> tuple[int, ...]:
-    """Numbers of samples to try with in each part: few; and where something cannot be computed of those, as it takes
-    pairs or the ten largest, as many as this replica has."""
+    """Numbers of samples to try with in each part: few; and where those do not tell, as something takes the ten
+    largest or depends on how many there are, as many as this replica has."""
     rows = model_state.samples(data)
     return (PART,) if rows == PART else (PART, rows)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from phalanx.keras_compat.model_state import compiled_losses, names_in, own_layers
+from phalanx.keras_compat.model_state import compiled_losses, has_comparisons, names_in, own_layers
 from phalanx.keras_compat.program_classes import is_of_program
 
 KERAS_PARTS = (keras.layers.Layer, keras.Variable, keras.optimizers.Optimizer, keras.metrics.Metric)
@@ -18,6 +18,12 @@ _DEPTH = 4
 """So many objects and collections within each other are looked through."""
 _MOST_ITEMS, _MOST_BYTES = 1000, 1 << 20
 """Larger collections and arrays are data, not state."""
+
+
+_SIZES = {"shape", "get_shape", "size", "numel", "len"}
+_LIMITS = {"min", "max", "minimum", "maximum", "clip", "clamp", "clip_by_value"}
+_BEFORE_STEPS = {"__init__", "build", "compute_output_shape", "compute_output_spec", "get_config", "from_config"}
+"""Methods that no step calls."""
 
 
 class Place:
@@ -51,6 +57,7 @@ class ProgramObjects:
 
     Attributes:
         objects: instances of the program's own classes.
+        functions: the program's own.
         variables: those around the program's functions, and the global ones that they use.
         iterators: whether there are any, which lose what is read from them.
 
@@ -62,6 +69,7 @@ class ProgramObjects:
         self._seen: set[int] = set()
         self._variables: dict[tuple[int, str], Place] = {}
         self.objects: list[Any] = []
+        self.functions: list[FunctionType] = []
         self.iterators = False
         for owner in owners:
             if not isinstance(owner, KERAS_PARTS):
@@ -86,6 +94,7 @@ class ProgramObjects:
             # An empty cell is of a variable that has no value yet.
             used = [Place(cell) for cell in value.__closure__ or () if cell != CellType()]
             if is_of_program(value):
+                self.functions.append(value)
                 known = value.__globals__
                 used += [Place(known, name) for name in names_in(value) if name in known]
                 self._look(getattr(value, "__wrapped__", None), depth - 1)
@@ -108,6 +117,19 @@ def reads_iterators(model: Any) -> bool:
         model: compiled.
     """
     return ProgramObjects([model, *own_layers(model), *compiled_losses(model)]).iterators
+
+
+def may_depend_on_size(model: Any) -> bool:
+    """Whether steps, layers or losses of the program may compute otherwise where a batch has more samples: they read a
+    size, and compare or limit a number.
+
+    Args:
+        model: compiled.
+    """
+    found = ProgramObjects([model, *own_layers(model), *compiled_losses(model)]).functions
+    functions = [function for function in found if function.__name__ not in _BEFORE_STEPS]
+    names = set[str]().union(*map(names_in, functions))
+    return bool(names & _SIZES) and (bool(names & _LIMITS) or any(map(has_comparisons, functions)))
 
 
 def _own(owner: Any) -> list[Any]:

@@ -95,6 +95,26 @@ def layer_that_groups_samples_where_it_can(setting: Setting) -> dict[str, Any]:
     return fitted(model, features(48), numbers(48), batch_size=24)
 
 
+class CenteringLargeBatches(layers.Layer):
+    """Of more than ten samples."""
+
+    def call(self, inputs: Any) -> Any:
+        large = (inputs.shape[0] or 0) > 10
+        return inputs - ops.mean(inputs, axis=0, keepdims=True) if large else inputs
+
+
+@scenario(quick=ONE_BACKEND, backends=("jax", "torch"), error=_refused("'large') computes something of all samples"))
+def layer_that_uses_the_mean_of_a_large_batch(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, _with(lambda: CenteringLargeBatches(name="large")), loss="mse")
+    return fitted(model, features(48), numbers(48), batch_size=24)
+
+
+@scenario(quick=ONE_BACKEND, backends=("jax", "torch"))
+def predictions_that_use_the_mean_of_a_large_batch(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, _with(lambda: CenteringLargeBatches(name="large")), loss="mse")
+    return {"predict": model.predict(features(48), batch_size=24, verbose=0)}
+
+
 class Halves(layers.Layer):
     """Parts of the trial that have an odd number of samples cannot be computed."""
 
@@ -180,7 +200,11 @@ def spectrogram_relative_to_the_loudest_sample(setting: Setting) -> dict[str, An
     return _trained(setting, build)
 
 
-def _stepping(change: Any = None, log: Any = None) -> type:
+def _mean_square(prediction: Any, y: Any) -> Any:
+    return ops.mean(ops.square(prediction - y))
+
+
+def _stepping(change: Any = None, log: Any = None, loss_of: Callable[..., Any] = _mean_square) -> type:
     """A model with a `train_step` that changes gradients before they are applied, and logs what it computes of them."""
 
     class Jax(keras.Model):
@@ -190,11 +214,11 @@ def _stepping(change: Any = None, log: Any = None) -> type:
             trainable, others, optimizer, metrics = state
             x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
 
-            def loss_of(trainable: Any) -> Any:
+            def compute(trainable: Any) -> Any:
                 prediction, changed = self.stateless_call(trainable, others, x, training=True)
-                return ops.mean(ops.square(prediction - y)), changed
+                return loss_of(prediction, y), changed
 
-            (loss, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(trainable)
+            (loss, others), gradients = jax.value_and_grad(compute, has_aux=True)(trainable)
             gradients = change(gradients) if change else gradients
             trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
             return {"error": loss, **(log(gradients) if log else {})}, (trainable, others, optimizer, metrics)
@@ -202,9 +226,7 @@ def _stepping(change: Any = None, log: Any = None) -> type:
     class Other(keras.Model):
         def train_step(self, data: Any) -> Any:
             x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-            loss, gradients = _gradients(
-                lambda: ops.mean(ops.square(self(x, training=True) - y)), self.trainable_variables
-            )
+            loss, gradients = _gradients(lambda: loss_of(self(x, training=True), y), self.trainable_variables)
             gradients = change(gradients) if change else gradients
             self.optimizer.apply(gradients, self.trainable_variables)
             return {"error": loss, **(log(gradients) if log else {})}
@@ -248,6 +270,18 @@ def _dense(kind: type, *inside: Any) -> Callable[[], Any]:
 @scenario(quick=BACKENDS, error=_refused("what its train_step does with them before"))
 def own_train_step_that_clips_by_hand(setting: Setting) -> dict[str, Any]:
     return _trained(setting, _dense(_stepping(_clipped)))
+
+
+def _of_at_most_sixteen(prediction: Any, y: Any) -> Any:
+    losses = ops.mean(ops.square(prediction - y), axis=-1)
+    return ops.mean(ops.top_k(losses, min(16, losses.shape[0] or 16))[0])
+
+
+@scenario(quick=EACH_KIND, error=_refused("Either its loss is no mean over the samples"))
+def own_train_step_that_takes_at_most_sixteen_samples(setting: Setting) -> dict[str, Any]:
+    """Fewer than that are what is tried first."""
+    model = compiled(setting, _dense(_stepping(loss_of=_of_at_most_sixteen)), loss="mse")
+    return fitted(model, features(96), numbers(96), batch_size=48)
 
 
 @scenario(error=_refused("its train_step logs 'norm'"))
@@ -499,9 +533,7 @@ def _stepping_with(log: Callable[[Any, Any, Any, Any], dict[str, Any]]) -> type:
 
         def train_step(self, data: Any) -> Any:
             x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-            loss, gradients = _gradients(
-                lambda: ops.mean(ops.square(self(x, training=True) - y)), self.trainable_variables
-            )
+            loss, gradients = _gradients(lambda: _mean_square(self(x, training=True), y), self.trainable_variables)
             self.optimizer.apply(gradients, self.trainable_variables)
             return log(self, y, self(x), loss)
 
