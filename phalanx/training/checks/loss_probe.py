@@ -103,12 +103,13 @@ def note(model: Any, findings: Findings) -> None:
     note_sum(model, is_sum=findings.is_sum)
 
 
-def probe(model: Any, x: Any, y: Any, sample_weight: Any) -> Findings:
+def probe(model: Any, x: Any, y: Any, sample_weight: Any, *, replicas: int) -> Findings:
     """Find out; computes on this process alone.
 
     Args:
         model: built.
-        x, y, sample_weight: arrays of a batch, as Keras's steps get them.
+        x, y, sample_weight: arrays of a local batch, as Keras's steps get them.
+        replicas: that share the global batch.
     """
     for each in (*compiled_losses(model), model):
         note_sum(each, is_sum=False)  # a loss that is compiled again may be noted already
@@ -119,7 +120,7 @@ def probe(model: Any, x: Any, y: Any, sample_weight: Any) -> Findings:
     if found is not None and found.error:
         return found
     # Then again with as many samples in the first part as a replica has.
-    rows = 3 * part_size(own, 3, few.values_per_row)
+    rows = 3 * part_size(own, 3, replicas, few.values_per_row)
     later = _Probe(model, x, y, sample_weight, rows).find() if rows > few.rows else None
     if found is None or (later is not None and later.error):
         return later or Findings([], {})

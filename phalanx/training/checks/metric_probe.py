@@ -25,7 +25,7 @@ import keras
 import numpy as np
 from keras import tree
 
-from phalanx.arrays.tree import leaves, map_leaves
+from phalanx.arrays.tree import map_leaves
 from phalanx.collectives.reduction import is_float
 from phalanx.engines.engine import Engine
 from phalanx.engines.metric_rules import MetricRule, MetricRules
@@ -35,7 +35,7 @@ from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 from phalanx.keras_compat.layer_building import graph_output_shapes, output_shapes
 from phalanx.keras_compat.observation.metric_kinds import compiled_metrics, counts_samples, needs_classes
-from phalanx.training.checks.tried_samples import part_size, scaled
+from phalanx.training.checks.tried_samples import part_size, scaled, values_per_sample
 from phalanx.training.program_effects.program_state import ProgramState, PythonState
 
 Array = np.ndarray[Any, Any]
@@ -68,12 +68,13 @@ class Trial(NamedTuple):
     whole: Array
 
 
-def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] | str:
+def find_rules(model: Any, engine: Engine, data: Any, *, replicas: int) -> tuple[MetricRule, ...] | str:
     """The rules of the metrics' variables; or why one of the metrics cannot be merged.
 
     Args:
         engine: of the model, built, not begun.
         data: a local batch, `(x, y, sample_weight)`.
+        replicas: that share the global batch.
     """
     rules = engine.metric_rules
     compiled = compiled_metrics(model)
@@ -93,7 +94,7 @@ def find_rules(model: Any, engine: Engine, data: Any) -> tuple[MetricRule, ...] 
     try:
         batch = _batch_of(engine, data)
         samples = model_state.samples(batch)
-        size = part_size(samples, PARTS, max(1, *(np.size(array) // samples for array in leaves(batch))))
+        size = part_size(samples, PARTS, replicas, values_per_sample(batch))
         few, many = (_rows_of(batch, rows) for rows in (min(samples, ROWS), PARTS * size))
         update = partial(_update, model)
         series = []

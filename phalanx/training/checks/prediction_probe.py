@@ -54,13 +54,14 @@ class Outputs(Enum):
     BATCH = "the batch as a whole"
 
 
-def find_outputs(model: Any, data: Any, form: ElementStructure) -> Outputs:
+def find_outputs(model: Any, data: Any, form: ElementStructure, *, replicas: int) -> Outputs:
     """What the outputs for a few samples follow from; ROWS if they cannot be computed.
 
     Args:
         model: built.
         data: a local batch, `(x, y, sample_weight)`.
         form: its structure.
+        replicas: that share the global batch.
     """
     if not can_be_tried(model, data):
         return Outputs.ROWS
@@ -76,7 +77,7 @@ def find_outputs(model: Any, data: Any, form: ElementStructure) -> Outputs:
             engine.end()
         return [np.asarray(output).astype(np.float64) for output in tree.flatten(outputs)]
 
-    for part in sizes_of_parts(data):
+    for part in sizes_of_parts(data, replicas):
         state = ProgramState(model)
         try:
             with state.kept():

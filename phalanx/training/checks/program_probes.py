@@ -49,6 +49,11 @@ class ChiefFinds:
         return divides_batches(self._replica)
 
     @property
+    def replicas(self) -> int:
+        """Number of replicas that have a part of each batch."""
+        return self._replica.world_size
+
+    @property
     def admits_ranks(self) -> bool:
         """Whether a rank may have joined that must be told again what the others know."""
         return self._replica.elastic is not None
@@ -62,6 +67,7 @@ class EachFinds(NamedTuple):
     """Every process finds out the same by itself, as all of them see the whole batch; see `ChiefFinds`."""
 
     divides_batches: bool
+    replicas: int = 1
     is_chief: bool = True
     admits_ranks: bool = False
 
@@ -139,7 +145,7 @@ class ProgramProbes:
             return False
         found, agreement = self._outputs, self._agreement
         if found is None and agreement.is_chief:
-            found = prediction_probe.find_outputs(self._model, data, form)
+            found = prediction_probe.find_outputs(self._model, data, form, replicas=agreement.replicas)
         if self._outputs is None or agreement.admits_ranks:
             found = Outputs(agreement.from_chief(found and found.value))
         self._outputs = found
@@ -193,7 +199,7 @@ class ProgramProbes:
         rules = engine.metric_rules
         if rules.is_decided:
             return
-        found = find_rules(self._model, engine, data)
+        found = find_rules(self._model, engine, data, replicas=self._agreement.replicas)
         if found is not rules.rules:  # else there was nothing to find out, on any rank
             own = found if isinstance(found, str) else [list(rule) for rule in found]
             chiefs = self._agreement.from_chief(own)
@@ -225,7 +231,7 @@ class ProgramProbes:
             return loss_probe.Findings([], {})
         state = ProgramState(model, trains=False)
         with state.kept():  # a loss may count its calls
-            found = loss_probe.probe(model, *data)
+            found = loss_probe.probe(model, *data, replicas=self._agreement.replicas)
         off = [] if found.error else variables_that_are_off(model)
         if not off:
             return found
@@ -233,7 +239,7 @@ class ProgramProbes:
         with state.kept():
             for variable in off:
                 variable.assign(0.5)
-            later = loss_probe.probe(model, *data)
+            later = loss_probe.probe(model, *data, replicas=self._agreement.replicas)
         return found if later.error else found.updated(later)
 
     def _knows_losses(self) -> bool:
@@ -255,7 +261,9 @@ class ProgramProbes:
         # Only ranks that have not tried it take the step: in elastic jobs one that has joined since. A chief that has
         # tried it answers with "", since it would have raised otherwise.
         if self._tried.get(step) != self._compiled_with():
-            problem = step_probe.find_difference(self._model, engine, data, form, step)
+            problem = step_probe.find_difference(
+                self._model, engine, data, form, step, replicas=self._agreement.replicas
+            )
         if problem := str(self._agreement.from_chief(problem)):
             raise UnsupportedError(problem)
         self._tried[step] = self._compiled_with()

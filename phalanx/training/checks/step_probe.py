@@ -64,7 +64,7 @@ def is_needed(model: Any, step: str) -> bool:
     return model_state.has_own_steps(model, step) or bool(model_state.state_of_own_layers(model))
 
 
-def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructure, step: str) -> str:
+def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructure, step: str, *, replicas: int) -> str:
     """What replicas would compute otherwise than one process, and what to write instead; "" if nothing is known of.
 
     Args:
@@ -73,10 +73,11 @@ def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructur
         data: a local batch, `(x, y, sample_weight)`.
         form: its structure.
         step: "train_step" or "test_step".
+        replicas: that share the global batch.
     """
     if not can_be_tried(model, data):
         return ""
-    for part in sizes_of_parts(data):
+    for part in sizes_of_parts(data, replicas):
         state = ProgramState(model)
         try:
             keeps_python = engine.runs_python  # conditions may change it

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from phalanx.arrays.tree import map_leaves
+from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.collectives.reduction import is_float
 from phalanx.keras_compat import model_state
 
@@ -23,15 +24,23 @@ MOST_VALUES = 2**24
 """Of an array of all parts: so many of a language model's outputs would not fit into memory."""
 
 
-def part_size(samples: int, parts: int, values_per_sample: int) -> int:
-    """How many samples each part has, where that should be as many as a replica has.
+def part_size(samples: int, parts: int, replicas: int, values_per_sample: int) -> int:
+    """How many samples each part has, where it should be as large as a replica's, and all parts as the global batch.
 
     Args:
         samples: of a replica.
         parts: of that size, which are tried together.
+        replicas: that share the global batch.
         values_per_sample: of the largest array.
     """
-    return max(1, min(samples, MOST, MOST_VALUES // (parts * values_per_sample)))
+    wanted = max(samples, math.ceil(samples * replicas / parts))
+    return max(1, min(wanted, MOST, MOST_VALUES // (parts * values_per_sample)))
+
+
+def values_per_sample(data: Any) -> int:
+    """Of the largest array."""
+    samples = model_state.samples(data)
+    return max(1, *(np.size(array) // samples for array in leaves(data) if array is not None))
 
 
 def scaled(array: Array, factors: Array) -> Array:
@@ -39,10 +48,17 @@ def scaled(array: Array, factors: Array) -> Array:
     return np.asarray(array * factors.reshape(-1, *[1] * (array.ndim - 1)).astype(array.dtype))
 
 
-def sizes_of_parts(data: Any) -> tuple[int, ...]:
+def sizes_of_parts(data: Any, replicas: int) -> tuple[int, ...]:
     """Numbers of samples to try with in each part: few; and where those do not tell, as something takes the ten
-    largest or depends on how many there are, as many as this replica has."""
-    rows = model_state.samples(data)
+    largest or depends on how many there are, as many as a replica has.
+
+    Args:
+        data: of a replica.
+        replicas: that share the global batch.
+    """
+    samples = model_state.samples(data)
+    # Steps of a replica's own samples are about to be taken, however many values they have.
+    rows = max(samples, part_size(samples, RANKS, replicas, values_per_sample(data)))
     return (PART,) if rows == PART else (PART, rows)
 
 

@@ -96,23 +96,23 @@ def layer_that_groups_samples_where_it_can(setting: Setting) -> dict[str, Any]:
 
 
 class CenteringLargeBatches(layers.Layer):
-    """Of more than ten samples."""
+    """Of more samples than any replica has."""
 
     def call(self, inputs: Any) -> Any:
-        large = (inputs.shape[0] or 0) > 10
+        large = (inputs.shape[0] or 0) > 40
         return inputs - ops.mean(inputs, axis=0, keepdims=True) if large else inputs
 
 
 @scenario(quick=ONE_BACKEND, backends=("jax", "torch"), error=_refused("'large') computes something of all samples"))
 def layer_that_uses_the_mean_of_a_large_batch(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, _with(lambda: CenteringLargeBatches(name="large")), loss="mse")
-    return fitted(model, features(48), numbers(48), batch_size=24)
+    return fitted(model, features(96), numbers(96), batch_size=48)
 
 
 @scenario(quick=ONE_BACKEND, backends=("jax", "torch"))
 def predictions_that_use_the_mean_of_a_large_batch(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, _with(lambda: CenteringLargeBatches(name="large")), loss="mse")
-    return {"predict": model.predict(features(48), batch_size=24, verbose=0)}
+    return {"predict": model.predict(features(96), batch_size=48, verbose=0)}
 
 
 class Halves(layers.Layer):
@@ -135,7 +135,7 @@ def layer_that_pairs_the_halves_of_a_batch(setting: Setting) -> dict[str, Any]:
 @scenario(quick=ONE_BACKEND)
 def predictions_of_the_halves_of_a_batch(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, _with(lambda: layers.Dense(4), lambda: Halves(name="halves")), loss="mse")
-    return {"predict": model.predict(features(48), batch_size=24, verbose=0)}
+    return {"predict": model.predict(features(96), batch_size=48, verbose=0)}
 
 
 @scenario(error=_refused("'following') computes something of all samples"))
