@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections import deque
 from typing import Any
 
 import ml_dtypes
@@ -38,9 +39,28 @@ def test_numbers_and_containers() -> None:
     assert decode(encode(value)) == value | {"b": 0.5}
 
 
+def test_dictionaries_with_other_keys_sets_and_deques() -> None:
+    value = {0: "a", 1.5: "b", (1, "x"): {2}, "s": set(), None: {}, b"b": deque([1, (2,)], maxlen=3), True: deque()}
+    assert is_serializable(value)
+    back = decode(encode(value))
+    assert back == value
+    assert list(back) == list(value)
+    assert (back[b"b"].maxlen, back[True].maxlen) == (3, None)
+    assert decode(encode({np.int64(3): 1})) == {3: 1}
+
+
 NOT_PLAIN: list[Any] = [2**64, -(2**63) - 1, 1j, np.complex64(1), np.longdouble(1), np.datetime64("2020-01-01")]
 NOT_PLAIN += [datetime.date(2020, 1, 1), np.array([[1]], object)]
-NOT_PLAIN += ["\udcf6", {"\udcf6": 1}, object(), {1: 2}, {1}, np.array([object()]), np.zeros(2, [("a", "f4")])]
+NOT_PLAIN += [
+    "\udcf6",
+    {"\udcf6": 1},
+    object(),
+    {object(): 1},
+    frozenset({1}),
+    {1j},
+    np.array([object()]),
+    np.zeros(2, [("a", "f4")]),
+]
 
 
 @pytest.mark.parametrize("value", NOT_PLAIN, ids=range(len(NOT_PLAIN)))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import msgspec
+import numpy as np
 
 from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.transport.decoding import decode_message
@@ -45,10 +47,28 @@ def restore_states(callbacks: Any, states: Sequence[tuple[str, bytes]]) -> None:
         # The program was edited between two starts, or ranks pass others: the place and the class must be the same.
         if type(callback).__name__ != name:
             continue
-        vars(callback).update(decode(content))
+        for attribute, value in decode(content).items():
+            if not _write_into(vars(callback).get(attribute), value):
+                vars(callback)[attribute] = value
         if hasattr(callback, "min_delta") and getattr(callback, "monitor_op", True) is None:
             # At the end of its first epoch Keras learns which direction is better, and then turns this sign.
             callback.min_delta = abs(callback.min_delta)
+
+
+def _write_into(current: Any, value: Any) -> bool:
+    """Whether `current` could be given the contents of `value`. The program may hold it as well, as it may have passed
+    its own list to a callback; and a `Counter` or a `defaultdict` would come back as a dictionary."""
+    if isinstance(current, np.ndarray) and isinstance(value, np.ndarray):
+        if not current.flags.writeable or (current.shape, current.dtype) != (value.shape, value.dtype):
+            return False
+        current[...] = value
+        return True
+    kind = next((each for each in (list, deque, dict, set) if isinstance(current, each)), None)
+    if kind is None or not isinstance(value, kind):
+        return False
+    current.clear()
+    (current.update if kind in (dict, set) else current.extend)(value)
+    return True
 
 
 def append_to_log_files(callbacks: Any) -> None:

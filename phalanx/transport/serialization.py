@@ -1,9 +1,11 @@
-"""Values as bytes: numbers, strings, NumPy arrays, and lists, tuples and dictionaries of them (MessagePack)."""
+"""Values as bytes: numbers, strings, NumPy arrays, and lists, tuples, dictionaries, sets and deques of them
+(MessagePack)."""
 
 from __future__ import annotations
 
 import math
 import reprlib
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -11,7 +13,9 @@ import numpy as np
 
 from phalanx.errors import FrameError
 
-_ARRAY, _TUPLE = "\0array", "\0tuple"
+_ARRAY, _TUPLE, _SET, _DEQUE = "\0array", "\0tuple", "\0set", "\0deque"
+_PAIRS = "\0pairs"
+"""Of a dictionary with keys other than strings."""
 INTEGERS = (-(2**63), 2**64 - 1)
 """The range of MessagePack's integers."""
 MAX_DTYPE_CHARACTERS = 40
@@ -19,10 +23,10 @@ MAX_DTYPE_CHARACTERS = 40
 
 def is_serializable(value: Any) -> bool:
     """Whether `encode` accepts the value."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set, deque)):
         return all(map(is_serializable, value))
     if isinstance(value, dict):
-        return all(isinstance(key, str) and is_serializable([key, item]) for key, item in value.items())
+        return all(map(is_serializable, (*value, *value.values())))
     if isinstance(value, np.ndarray):
         if value.dtype == object:  # of strings, as lookup layers take and produce them
             return all(isinstance(item, str | bytes) and is_serializable(item) for item in value.flat)
@@ -46,7 +50,7 @@ def _is_text(value: str) -> bool:
 
 
 def encode(value: Any) -> bytes:
-    """Raises: TypeError unless the value is serializable. MessagePack would take more, such as sets, and give back
+    """Raises: TypeError unless the value is serializable. MessagePack would take more, such as dates, and give back
     something else."""
     if not is_serializable(value):
         raise TypeError(f"{reprlib.repr(value)} of {type(value)} has parts that do not travel between processes")
@@ -74,8 +78,14 @@ def _pack(value: Any) -> Any:
         return {_TUPLE: [_pack(item) for item in value]}
     if isinstance(value, list):
         return [_pack(item) for item in value]
+    if isinstance(value, set):
+        return {_SET: [_pack(item) for item in value]}
+    if isinstance(value, deque):
+        return {_DEQUE: [value.maxlen, [_pack(item) for item in value]]}
     if isinstance(value, dict):
-        return {str.__str__(key): _pack(item) for key, item in value.items()}
+        if all(isinstance(key, str) for key in value):
+            return {str.__str__(key): _pack(item) for key, item in value.items()}
+        return {_PAIRS: [[_pack(key), _pack(item)] for key, item in value.items()]}
     # Of a class of the program, such as one of strings with methods, which msgspec does not take.
     if isinstance(value, str):
         return str.__str__(value)
@@ -98,6 +108,13 @@ def _unpack(value: Any) -> Any:
         return _array(*value[_ARRAY])
     if _TUPLE in value:
         return tuple([_unpack(item) for item in value[_TUPLE]])
+    if _SET in value:
+        return {_unpack(item) for item in value[_SET]}
+    if _DEQUE in value:
+        longest, items = value[_DEQUE]
+        return deque((_unpack(item) for item in items), longest)
+    if _PAIRS in value:
+        return {_unpack(key): _unpack(item) for key, item in value[_PAIRS]}
     return {key: _unpack(item) for key, item in value.items()}
 
 
