@@ -39,7 +39,12 @@ from phalanx.training.steps.deterministic import DeterministicStepper, check_det
 from phalanx.training.steps.gradient_merge import StepMerge
 from phalanx.training.steps.local_sgd import LocalSGDStepper
 from phalanx.training.steps.one_program import OneProgramStepper
-from phalanx.training.steps.optimizer_properties import accumulation_steps, constant_loss_scale, inner_optimizers
+from phalanx.training.steps.optimizer_properties import (
+    accumulation_steps,
+    constant_loss_scale,
+    inner_optimizers,
+    scales_dynamically,
+)
 from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
 from phalanx.training.steps.synchronous import SynchronousStepper
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
@@ -68,6 +73,7 @@ class ReplicaModel:
         self.merge = StepMerge(replica, policy.compression if policy.period is None else None)
         # The same for all steps, because functions are traced for it. Local SGD holds no gradients.
         self.merge.accumulates = policy.period is None and accumulation_steps(model) > 1
+        self.merge.scales_loss = scales_dynamically(getattr(model, "optimizer", None))
         self.merge.unit = constant_loss_scale(model)
         self.merge.synchronizes_batch_norm = policy.synchronized_batch_norm or replica.micro_batches is not None
         self._engine: Engine | None = None

@@ -20,7 +20,7 @@ def accumulation_steps(model: Any) -> int:
         optimizer is not None
         and len(model_state.optimizers(model)) == 1
         and not model_state.overrides(model, "train_step")
-        and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        and not scales_dynamically(optimizer)
         and not _applies_itself(optimizer)
     )
     return (getattr(optimizer, "gradient_accumulation_steps", None) or 1) if simple else 1
@@ -50,7 +50,7 @@ def constant_loss_scale(model: Any) -> float:
 
 def inner_optimizer(optimizer: Any) -> Any:
     """The optimizer inside those that scale the loss."""
-    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    while scales_dynamically(optimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer
 
@@ -67,6 +67,22 @@ def set_step_count(optimizer: Any, steps: int) -> None:
     inner_optimizer(optimizer)._iterations.assign(steps)
 
 
+def scales_dynamically(optimizer: Any) -> bool:
+    """Whether the factor of the loss changes."""
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+
 def loss_scale(optimizer: Any) -> Any:
     """The variable by which the loss is multiplied; None if it is not scaled, or by a constant."""
-    return optimizer.dynamic_scale if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
+    return optimizer.dynamic_scale if scales_dynamically(optimizer) else None
+
+
+def half_precision_weights(model: Any) -> frozenset[int]:
+    """The weights, by id, that layers read in float16, as Keras casts them. Their gradients are cast back from it."""
+    return frozenset(
+        id(weight)
+        for layer in model._flatten_layers()
+        if layer.compute_dtype == "float16" and layer.autocast
+        for weight in layer._trainable_variables
+        if weight._autocast
+    )

@@ -9,7 +9,13 @@ from phalanx.engines.engine import Engine
 from phalanx.training.joint_batches import JointBatch
 from phalanx.training.replica import Replica
 from phalanx.training.steps.gradient_merge import MergeMode, StepMerge
-from phalanx.training.steps.optimizer_properties import accumulation_steps, accumulators, inner_optimizer, loss_scale
+from phalanx.training.steps.optimizer_properties import (
+    accumulation_steps,
+    accumulators,
+    half_precision_weights,
+    inner_optimizer,
+    loss_scale,
+)
 from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
 
 
@@ -26,6 +32,7 @@ class SynchronousStepper(ReplicaStepper):
         super().__init__(model, engine, merge, replica)
         optimizer = model.optimizer
         self._scale = loss_scale(optimizer)
+        merge.half_weights = frozenset() if self._scale is None else half_precision_weights(model)
         inner = inner_optimizer(optimizer)
         self._steps = accumulation_steps(model) if accumulates else 1
         self._iterations = getattr(inner, "_iterations", None)
@@ -39,7 +46,7 @@ class SynchronousStepper(ReplicaStepper):
 
     def train(self, batch: JointBatch, *, last: bool | None = None) -> None:
         """See `Stepper.train`."""
-        if self._scale is not None and self._merge.separate:
+        if self._scale is not None and self._merge.keeps_gradients:
             # The scale of this step: gradients of several steps can only be added, or compressed with what is left of
             # earlier ones, in one unit.
             self._merge.unit = float(self._engine.read([self._scale])[0])

@@ -102,6 +102,9 @@ class CenteringLargeBatches(layers.Layer):
         large = (inputs.shape[0] or 0) > 40
         return inputs - ops.mean(inputs, axis=0, keepdims=True) if large else inputs
 
+    def compute_output_spec(self, inputs: Any) -> Any:
+        return keras.KerasTensor(inputs.shape, inputs.dtype)
+
 
 @scenario(quick=ONE_BACKEND, backends=("jax", "torch"), error=_refused("'large') computes something of all samples"))
 def layer_that_uses_the_mean_of_a_large_batch(setting: Setting) -> dict[str, Any]:
