@@ -40,6 +40,7 @@ from keras import losses as keras_losses
 from keras import ops, tree
 from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.losses import loss as keras_loss
+from keras.src.trainers.compile_utils import CompileLoss
 from keras.src.trainers.trainer import Trainer
 
 from phalanx.keras_compat.global_batch import step_collectives
@@ -149,8 +150,9 @@ class GloballyScaledLosses:
         self._computes = PatchedFunction(Trainer, "_compute_loss", self._make_compute())
         self._adds = PatchedFunction(keras.layers.Layer, "add_loss", self._make_add())
         self._calls = PatchedFunction(keras_loss.Loss, "__call__", self._make_call())
+        self._compiled = PatchedFunction(CompileLoss, "call", self._make_compiled())
         added = PatchedFunction(Trainer, "_aggregate_additional_loss", self._sum)
-        self._patches = (self._losses, self._computes, self._calls, self._adds, added)
+        self._patches = (self._losses, self._computes, self._calls, self._compiled, self._adds, added)
 
     def __enter__(self) -> None:
         self._added_so_far.clear()
@@ -169,6 +171,12 @@ class GloballyScaledLosses:
                 return over_global_batch(partial(own, loss), y_true, y_pred, sample_weight)
             result = own(loss, y_true, y_pred, sample_weight)
             return _summed(result) if is_noted_sum(loss) and is_in_step() else result
+
+        return call
+
+    def _make_compiled(self) -> Callable[..., Any]:
+        def call(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            return self._compiled.original(loss, _targets_by_output(loss, y_true, y_pred), y_pred, sample_weight)
 
         return call
 
@@ -233,6 +241,20 @@ class GloballyScaledLosses:
     def _sum(self, added: Any) -> Any:
         total: Any = ops.sum(ops.cast(added, "float32") if "float" not in str(added.dtype) else added)
         return _summed(total) if is_in_step() and has_samples(added, self.batch_size) else total
+
+
+def _targets_by_output(loss: Any, y_true: Any, y_pred: Any) -> Any:
+    """The targets of a model with several outputs and one loss, as Keras takes them from a whole batch.
+
+    Keras first tries to take one tensor apart, a sample for each output. Where a part of a batch has as many samples as
+    there are outputs, that succeeds, without an error.
+    """
+    if tree.is_nested(y_true) or not tree.is_nested(y_pred) or len(tree.flatten(y_pred)) < 2:
+        return y_true
+    losses = tree.flatten(loss._user_loss)
+    if sum(each is not None for each in losses) != 1:
+        return y_true
+    return tree.pack_sequence_as(loss._user_loss, [None if each is None else y_true for each in losses])
 
 
 def has_samples(values: Any, batch_size: int) -> bool:

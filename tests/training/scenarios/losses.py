@@ -305,6 +305,21 @@ def a_loss_that_is_a_ratio_of_two_sums(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, regressor, loss=masked), y=numbers())
 
 
+@scenario(quick=("jax", "torch"))
+def one_array_of_targets_for_two_outputs(setting: Setting) -> dict[str, Any]:
+    """Some parts of a batch have as many samples as the model has outputs."""
+
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        hidden = keras.layers.Dense(5)(inputs)
+        return keras.Model(inputs, [keras.layers.Dense(7)(hidden), hidden])
+
+    model = compiled(setting, build, loss=["mse", None])
+    y = numbers(16, 7)
+    found = fitted(model, features(16), y, batch_size=4)
+    return {**found, "evaluate": model.evaluate(features(16), y, batch_size=4, verbose=0)}
+
+
 def _hardest(y: Any, y_pred: Any) -> Any:
     """Of the seven samples of a batch with the largest losses: the first parts that are tried have fewer."""
     return ops.mean(ops.top_k(ops.mean(ops.square(y - y_pred), axis=-1), 7)[0])
