@@ -133,7 +133,7 @@ def _gradient(slot: BucketSlot) -> torch.Tensor:
         if slot.is_sparse:
             values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
             indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-            parameter.grad = torch.sparse_coo_tensor(indices, values, parameter.shape)
+            parameter.grad = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
         else:
             parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
