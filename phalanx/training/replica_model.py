@@ -36,6 +36,7 @@ from phalanx.training.layer_building_step import build_parts
 from phalanx.training.program_effects.per_rank_random_numbers import drawing_in_steps, draws_apart
 from phalanx.training.replica import Replica, divides_batches, seed_from_program
 from phalanx.training.steps.deterministic import DeterministicStepper, check_deterministic
+from phalanx.training.steps.float16_overflow import Float16Overflow
 from phalanx.training.steps.gradient_merge import StepMerge
 from phalanx.training.steps.local_sgd import LocalSGDStepper
 from phalanx.training.steps.one_program import OneProgramStepper
@@ -73,7 +74,8 @@ class ReplicaModel:
         self.merge = StepMerge(replica, policy.compression if policy.period is None else None)
         # The same for all steps, because functions are traced for it. Local SGD holds no gradients.
         self.merge.accumulates = policy.period is None and accumulation_steps(model) > 1
-        self.merge.scales_loss = scales_dynamically(getattr(model, "optimizer", None))
+        if scales_dynamically(getattr(model, "optimizer", None)):
+            self.merge.overflow = Float16Overflow()
         self.merge.unit = constant_loss_scale(model)
         self.merge.synchronizes_batch_norm = policy.synchronized_batch_norm or replica.micro_batches is not None
         self._engine: Engine | None = None

@@ -24,13 +24,12 @@ from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training.replica import Replica
 from phalanx.training.steps.accumulation import GradientAccumulator
+from phalanx.training.steps.float16_overflow import Float16Overflow
 from phalanx.training.steps.gradient_rows import join_rows
 from phalanx.training.steps.micro_batch_merge import MicroBatchMerge
 
 Array = np.ndarray[Any, Any]
 
-FLOAT16_OVERFLOW = 65520.0
-"""From here on, numbers are rounded to infinity in float16."""
 BUFFERS = 2
 """While the backend's asynchronous update still reads one buffer, the next step writes to the other."""
 MOST_LAYOUTS = 8
@@ -101,8 +100,8 @@ class StepMerge(Merge):
     Attributes:
         unit: the present scale of the loss, by which gradients are multiplied.
         accumulates: whether some steps accumulate gradients; the same for all steps of a model.
-        scales_loss: whether the loss has a dynamic scale, of which an overflow is no step; the same for all steps.
-        half_weights: the weights, by id, whose gradients one process has in float16; see `half_precision_weights`.
+        compresses: whether gradients are compressed.
+        overflow: where the loss has a dynamic scale, finds gradients that overflow; the same for all steps.
         micro_batches: sums what the micro-batches of a step contribute, where steps are taken that way.
     """
 
@@ -120,18 +119,14 @@ class StepMerge(Merge):
         self._scales: dict[tuple[StepLayout, float, bool], tuple[float, ...]] = {}
         self._groups: dict[StepLayout, _Groups] = {}
         self.unit = 1.0
-        self.accumulates = self.scales_loss = False
-        self.half_weights: frozenset[int] = frozenset()
+        self.accumulates = False
+        self.compresses = compression is not None
+        self.overflow: Float16Overflow | None = None
         self.micro_batches: MicroBatchMerge | None = None
 
     @property
-    def keeps_gradients(self) -> bool:
-        """Whether anything of one step's gradients is added to those of a later one."""
-        return self.accumulates or self._reducer is not None
-
-    @property
     def separate(self) -> bool:
-        return self.keeps_gradients or self.scales_loss
+        return self.accumulates or self.compresses or self.overflow is not None
 
     @property
     def gather(self) -> Gather | None:
@@ -172,8 +167,9 @@ class StepMerge(Merge):
             self._merge_partly(layout, list(arrays), list(scales), views)
         else:
             self._all_reduce(arrays, scales, views)
-        if self.half_weights:
-            self._overflow(layout, views)
+        if self.overflow is not None:
+            groups = self._groups_of(layout)
+            self.overflow.mark(zip(groups.owners, _chosen(groups.gradients, views), strict=True))
         progress.enter("update")
         timeline.current.enter("apply" if MergeWeight.GRADIENT in layout.weights else "metrics")
         return flats
@@ -195,14 +191,6 @@ class StepMerge(Merge):
             arrays, scales, views = notice.add_to_merge(arrays, scales, views)
             self._replica.all_reduce(arrays, scale=scales, out=views)
             notice.read_merge()
-
-    def _overflow(self, layout: StepLayout, views: Sequence[Array]) -> None:
-        """One process has these sums in half precision. Where it has no number for them, no replica makes the step."""
-        groups = self._groups_of(layout)
-        for owner, index in zip(groups.owners, groups.gradients, strict=True):
-            view = views[index]
-            if owner in self.half_weights and max(view.max(initial=0), -view.min(initial=0)) >= FLOAT16_OVERFLOW:
-                view.fill(np.inf)
 
     def _merge_extremes(self, layout: StepLayout, arrays: Sequence[Array], views: Sequence[Array]) -> None:
         """Maxima and minima, in every mode but LOCAL: the next step follows from them."""

@@ -75,14 +75,3 @@ def scales_dynamically(optimizer: Any) -> bool:
 def loss_scale(optimizer: Any) -> Any:
     """The variable by which the loss is multiplied; None if it is not scaled, or by a constant."""
     return optimizer.dynamic_scale if scales_dynamically(optimizer) else None
-
-
-def half_precision_weights(model: Any) -> frozenset[int]:
-    """The weights, by id, that layers read in float16, as Keras casts them. Their gradients are cast back from it."""
-    return frozenset(
-        id(weight)
-        for layer in model._flatten_layers()
-        if layer.compute_dtype == "float16" and layer.autocast
-        for weight in layer._trainable_variables
-        if weight._autocast
-    )

@@ -12,7 +12,6 @@ from phalanx.training.steps.gradient_merge import MergeMode, StepMerge
 from phalanx.training.steps.optimizer_properties import (
     accumulation_steps,
     accumulators,
-    half_precision_weights,
     inner_optimizer,
     loss_scale,
 )
@@ -32,7 +31,8 @@ class SynchronousStepper(ReplicaStepper):
         super().__init__(model, engine, merge, replica)
         optimizer = model.optimizer
         self._scale = loss_scale(optimizer)
-        merge.half_weights = frozenset() if self._scale is None else half_precision_weights(model)
+        if merge.overflow is not None:
+            merge.overflow.use_weights_of(model)
         inner = inner_optimizer(optimizer)
         self._steps = accumulation_steps(model) if accumulates else 1
         self._iterations = getattr(inner, "_iterations", None)
@@ -46,9 +46,8 @@ class SynchronousStepper(ReplicaStepper):
 
     def train(self, batch: JointBatch, *, last: bool | None = None) -> None:
         """See `Stepper.train`."""
-        if self._scale is not None and self._merge.keeps_gradients:
-            # The scale of this step: gradients of several steps can only be added, or compressed with what is left of
-            # earlier ones, in one unit.
+        if self._scale is not None and self._merge.compresses:
+            # The scale of this step: what is left of earlier gradients can only be added to these in one unit.
             self._merge.unit = float(self._engine.read([self._scale])[0])
         self._merge.expect(batch.global_size, batch.fixed_size)
         with self._merge.in_mode(self._mode(last)):
