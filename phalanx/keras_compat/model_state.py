@@ -70,13 +70,16 @@ def check_layers(model: Any) -> None:
 
 
 def check_losses(model: Any) -> None:
-    """Raise UnsupportedError for a compiled loss that is not a single number."""
+    """Raise UnsupportedError for a compiled loss that is not a single number, unless all steps are custom ones."""
+    if overrides(model, "train_step") and overrides(model, "test_step"):
+        return  # which reduce it; whether replicas may, `step_probe` finds out
     for loss in compiled_losses(model):
         if getattr(loss, "reduction", "mean") in (None, "none"):
             raise UnsupportedError(
                 f"The loss {loss.name!r} has reduction={loss.reduction!r}: it is one number for each "
                 f"sample, which cannot be merged over the replicas. Compile with reduction='sum_over_batch_size', "
-                f"'sum' or 'mean_with_sample_weight', or reduce it in `compute_loss`."
+                f"'sum' or 'mean_with_sample_weight', or reduce it in a `train_step` and a "
+                f"`test_step` of the program's own."
             )
 
 

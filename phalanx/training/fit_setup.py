@@ -71,7 +71,7 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
         state.validation = validation = _shard_validation_data(replica_model, arguments)
         retry(lambda: compare_inputs(validation, replica, "fit"))
         retry(lambda: compare_samples(validation, replica))
-    replica_model.prepare(state.source, "fit", validates=state.validation is not None)
+    replica_model.prepare(state.source, "fit", validation=state.validation)
     state.source.read_first()
 
     def any_rank(flag: bool) -> bool:

@@ -182,17 +182,17 @@ class ReplicaModel:
 
     # Model and engine.
 
-    def prepare(self, source: ShardedInput, method: str, *, validates: bool = False) -> Engine:
+    def prepare(self, source: ShardedInput, method: str, *, validation: ShardedInput | None = None) -> Engine:
         """The engine, with all variables created for the batches of the source that this method was passed.
 
         Args:
-            validates: whether a `fit` evaluates data like these as well.
+            validation: what a `fit` evaluates.
         """
         self._make_engine(source, method)
         # As in Keras no batch is read that is not needed: a dataset may draw random numbers for each.
         data: Batch = (None, None, None)
         trains = method in ("fit", "train_on_batch")
-        steps = ["test_step"] if validates or not trains else []
+        steps = [] if trains else ["test_step"]
         if trains and self.policy.period is None:  # of local SGD no one expects the numbers of one process
             steps.append("train_step")
         if _needs_a_batch(self.model) or self.probes.need_a_batch(self.engine, steps):
@@ -203,7 +203,13 @@ class ReplicaModel:
         with explaining_parts(data, self.replica.world_size):
             self.engine.build(data)
             self._build_parts(data, source.structure, "train_step" if trains else "test_step")
-        self.probes.run(self.engine, data, source.structure, steps)
+        fits = method == "fit"
+        if fits:
+            self.probes.begin_fit()
+        self.probes.run(self.engine, data, source.structure, steps, again=fits)
+        if validation is not None and self.probes.need_a_batch(self.engine, ["test_step"]):
+            # They may have another structure than the training data, or sample weights.
+            self.probes.run(self.engine, validation.peek().data, validation.structure, ["test_step"], again=True)
         if trains and self.policy.period is not None:
             check_normalization(self.model)
             refuse_overwritten(self.model.trainable_variables, "a replica that trains alone between two merges")

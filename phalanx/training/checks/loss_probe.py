@@ -77,6 +77,16 @@ class Findings(NamedTuple):
         """What of it steps are compiled with."""
         return self.sums, {layer: [bool(kind) for kind in kinds] for layer, kinds in self.added.items()}, self.is_sum
 
+    def conflicts_with(self, other: Findings) -> bool:
+        """Whether a loss combines in one way here, and in another there."""
+        added = [
+            pair
+            for layer in self.added.keys() & other.added
+            for pair in zip(self.added[layer], other.added[layer], strict=False)
+        ]
+        is_unlike = any(None not in pair and pair[0] is not pair[1] for pair in added)
+        return is_unlike or (self.sums, self.is_sum) != (other.sums, other.is_sum)
+
     def updated(self, later: Findings) -> Findings:
         """With what other findings know of losses of which nothing could be said, as they were zero."""
         added = {

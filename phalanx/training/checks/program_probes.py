@@ -11,6 +11,7 @@ Losses and steps are tested again at the beginning of an epoch if something is o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,13 +76,16 @@ class EachFinds(NamedTuple):
         return found
 
 
-class _Tests(NamedTuple):
+class _Sample(NamedTuple):
     """What losses and steps were tested with."""
 
     data: Any
     form: ElementStructure
-    steps: Sequence[str]
-    switches: Switches
+
+    @property
+    def kind(self) -> str:
+        """The same for batches that a step takes alike: whether there are sample weights, what is a dictionary."""
+        return f"{self.form} {map_leaves(np.ndim, self.data)}"
 
 
 class ProgramProbes:
@@ -90,10 +94,14 @@ class ProgramProbes:
     def __init__(self, model: Any, agreement: ChiefFinds | EachFinds) -> None:
         self._model = model
         self._agreement = agreement
-        # The compiled loss that was examined, by identity: `compile` makes another one, whose findings are not known.
-        self._losses: tuple[Any, loss_probe.Findings] | None = None
-        self._tried: dict[str, tuple[Any, ...]] = {}  # what the model was compiled with when this step was tried
-        self._tests: _Tests | None = None  # the last ones of losses and steps
+        # Of the compiled loss, by kind of batch. `compile` makes another loss, of which nothing is known.
+        self._compiled_loss: Any = None
+        self._losses: dict[str, loss_probe.Findings] = {}
+        # What the model was compiled with when this step was tried with such batches.
+        self._tried: dict[tuple[str, str], tuple[Any, ...]] = {}
+        # What the steps were tested with that may be tested again, and what was switched on then.
+        self._tests: dict[str, _Sample] = {}
+        self._switches: Switches = {}
         # What the chief has found out about outputs: where an evaluation needs it, it is the same for predictions.
         self._outputs: Outputs | None = None
 
@@ -103,13 +111,17 @@ class ProgramProbes:
         Args:
             steps: "train_step" and "test_step", as far as replicas are to take such steps together.
         """
-        if not engine.metric_rules.is_decided or any(self._tries(step) for step in steps):
+        if not engine.metric_rules.is_decided or any(map(self._judges, steps)) or self._judges_losses:
             return True
-        if "test_step" in steps and self.need_outputs("evaluate"):
-            return True
-        return loss_probe.has_open_questions(self._model) and not self._knows_losses()
+        return "test_step" in steps and self.need_outputs("evaluate")
 
-    def run(self, engine: Engine, data: Any, form: ElementStructure, steps: Sequence[str]) -> None:
+    def begin_fit(self) -> None:
+        """Forget what an earlier `fit` would test again: members that have joined since do not know it."""
+        self._tests.clear()
+
+    def run(
+        self, engine: Engine, data: Any, form: ElementStructure, steps: Sequence[str], *, again: bool = False
+    ) -> None:
         """Find out what there is to find out.
 
         Args:
@@ -117,17 +129,19 @@ class ProgramProbes:
             data: a local batch; nothing where none is needed.
             form: its structure.
             steps: see `need_a_batch`.
+            again: whether these steps are tested again in later epochs; see `begin_epoch`.
 
         Raises: UnsupportedError on every rank, if replicas cannot compute what one process does.
         """
-        is_known = not self.need_a_batch(engine, steps)
+        sample = _Sample(data, form)
         self._decide_metric_rules(engine, data)
-        self._test(engine, data, form, steps)
+        self._test(engine, sample, steps)
+        if again:
+            few = map_leaves(lambda array: np.array(array[:_SAMPLES]), data)
+            self._tests |= dict.fromkeys(steps, _Sample(few, form))
+            self._switches = find_switches(self._model)
         if "test_step" in steps and self.relates_samples("evaluate", data, form):
             raise UnsupportedError(prediction_probe.refusal(self._model))
-        if not is_known and self._may_test_again(steps):
-            few = map_leaves(lambda array: np.array(array[:_SAMPLES]), data)
-            self._tests = _Tests(few, form, steps, find_switches(self._model))
 
     def need_outputs(self, method: str) -> bool:
         """Whether `relates_samples` needs data."""
@@ -160,40 +174,31 @@ class ProgramProbes:
         Raises: UnsupportedError on every rank, as `run`; or if a loss that has begun is merged in another way, since
             compiled steps merge it as before.
         """
-        tests = self._tests
-        if tests is None or not self._may_test_again(tests.steps):
+        if not self._judges_losses and not any(map(self._judges, self._tests)):
             return
         now = find_switches(self._model)
-        has_to = self._agreement.from_chief(has_begun(tests.switches, now))
+        has_to = self._agreement.from_chief(has_begun(self._switches, now))
         # Once is enough: programs switch to and fro.
-        was_on = {place: is_on or tests.switches.get(place, False) for place, is_on in now.items()}
-        self._tests = tests._replace(switches=was_on)
+        self._switches = {place: is_on or self._switches.get(place, False) for place, is_on in now.items()}
         if not has_to:
             return
-        former, self._losses = self._losses, None
+        former, self._losses = self._losses, {}
         self._tried.clear()
-        self._test(engine, tests.data, tests.form, tests.steps)
-        if former and self._losses and former[1].merges != self._losses[1].merges:
+        for step, sample in self._tests.items():
+            self._test(engine, sample, [step])
+        if any(known.merges != former.get(kind, known).merges for kind, known in self._losses.items()):
             raise UnsupportedError(
                 f"A loss of {self._model.name!r} that is a sum over the batch was zero when training began, and is not "
                 f"now. End fit() before the epoch in which it begins, call compile() again, and continue with "
                 f"fit(initial_epoch=...); or return a mean over the samples."
             )
 
-    def _test(self, engine: Engine, data: Any, form: ElementStructure, steps: Sequence[str]) -> None:
+    def _test(self, engine: Engine, sample: _Sample, steps: Sequence[str]) -> None:
         """Find out about losses, and then about the steps that compute them."""
-        self._find_out_losses(data, form)
+        self._find_out_losses(sample)
         for step in steps:
-            if self._tries(step):
-                self._try(step, engine, data, form)
-
-    def _may_test_again(self, steps: Sequence[str]) -> bool:
-        """The same on all ranks."""
-        if not self._agreement.divides_batches:
-            return False
-        return loss_probe.has_open_questions(self._model) or any(
-            step_probe.is_needed(self._model, step) for step in steps
-        )
+            if self._judges(step):
+                self._try(step, engine, sample)
 
     def _decide_metric_rules(self, engine: Engine, data: Any) -> None:
         rules = engine.metric_rules
@@ -206,24 +211,27 @@ class ProgramProbes:
             found = chiefs if isinstance(chiefs, str) else rules_of(chiefs)
         rules.decide(checked(found))
 
-    def _find_out_losses(self, data: Any, form: ElementStructure) -> None:
-        """The ranks meet whether or not the chief knows already: one of them may have joined since."""
+    def _find_out_losses(self, sample: _Sample) -> None:
+        """The ranks meet whether or not the chief knows: one of them may have joined since."""
         model, agreement = self._model, self._agreement
-        is_open = agreement.divides_batches and loss_probe.has_open_questions(model)
         # WHOLE elements are no (x, y): only a `train_step` of the program's own can take them apart.
-        if form is ElementStructure.WHOLE or not is_open:
+        if sample.form is ElementStructure.WHOLE or not self._judges_losses:
             return
-        findings: Any = None
+        if self._compiled_loss is not model._compile_loss:
+            self._compiled_loss, self._losses = model._compile_loss, {}
+        found: Any = None
         if agreement.is_chief:
-            if not self._knows_losses():
-                self._losses = model._compile_loss, self._probe_losses(data)
-            assert self._losses is not None
-            findings = list(self._losses[1])
-        findings = loss_probe.Findings(*agreement.from_chief(findings))
-        self._losses = model._compile_loss, findings
+            found = list(self._losses.get(sample.kind) or self._probe_losses(sample.data))
+        findings = loss_probe.Findings(*agreement.from_chief(found))
         if findings.error:
             raise UnsupportedError(findings.error)
-        loss_probe.note(model, findings)
+        if any(findings.conflicts_with(other) for other in self._losses.values()):
+            raise UnsupportedError(
+                f"A loss of {model.name!r} is a sum over the batch for some data, and a mean for others (with sample "
+                f"weights, for example), and replicas merge it in one way. Return a mean over the samples for all."
+            )
+        self._losses[sample.kind] = findings
+        loss_probe.note(model, reduce(loss_probe.Findings.updated, self._losses.values()))
 
     def _probe_losses(self, data: Any) -> loss_probe.Findings:
         model = self._model
@@ -242,28 +250,32 @@ class ProgramProbes:
             later = loss_probe.probe(model, *data, replicas=self._agreement.replicas)
         return found if later.error else found.updated(later)
 
-    def _knows_losses(self) -> bool:
-        return self._losses is not None and self._losses[0] is self._model._compile_loss
+    @property
+    def _judges_losses(self) -> bool:
+        """Whether there are losses to find out about; the same on all ranks."""
+        return self._agreement.divides_batches and loss_probe.has_open_questions(self._model)
 
-    def _tries(self, step: str) -> bool:
-        """Whether the next step of this kind is to be tried; the same on all ranks."""
-        if not self._agreement.divides_batches or not step_probe.is_needed(self._model, step):
-            return False
-        return self._agreement.admits_ranks or self._tried.get(step) != self._compiled_with()
+    def _judges(self, step: str) -> bool:
+        """Whether steps of this kind are to be tried; the same on all ranks."""
+        return self._agreement.divides_batches and step_probe.is_needed(self._model, step)
 
     def _compiled_with(self) -> tuple[Any, ...]:
         model = self._model
         return model._compile_loss, model._compile_metrics, model.optimizer
 
-    def _try(self, step: str, engine: Engine, data: Any, form: ElementStructure) -> None:
+    def _try(self, step: str, engine: Engine, sample: _Sample) -> None:
         """All ranks try it, because it creates variables."""
+        place, compiled = (step, sample.kind), self._compiled_with()
+        is_new = self._tried.get(place) != compiled
+        if not is_new and not self._agreement.admits_ranks:
+            return
+        # In elastic jobs, only ranks that have joined since take the step. A chief that has tried it answers with "",
+        # since it would have raised otherwise.
         problem = ""
-        # Only ranks that have not tried it take the step: in elastic jobs one that has joined since. A chief that has
-        # tried it answers with "", since it would have raised otherwise.
-        if self._tried.get(step) != self._compiled_with():
+        if is_new:
             problem = step_probe.find_difference(
-                self._model, engine, data, form, step, replicas=self._agreement.replicas
+                self._model, engine, sample.data, sample.form, step, replicas=self._agreement.replicas
             )
         if problem := str(self._agreement.from_chief(problem)):
             raise UnsupportedError(problem)
-        self._tried[step] = self._compiled_with()
+        self._tried[place] = compiled

@@ -87,8 +87,9 @@ class StepComparison:
             return (
                 f"{start}the metric's variable {variable!r} differs after a step. What a {self.step} updates metrics "
                 f"with must be one value for each sample, or a mean over samples (a loss that is a sum over the batch "
-                f"is neither); and what a metric keeps must be a sum. Compute everything else in its result(), or in a "
-                f"callback with model.predict()."
+                f"is neither); and what a metric keeps must be a sum. Compute a loss that relates samples, or is a "
+                f"ratio of two sums, with phalanx.losses.OverGlobalBatch(loss), and everything else in the metric's "
+                f"result(), or in a callback with model.predict()."
             )
         if variable := self._different("others", self._allowed_change):
             return f"{start}{self._of_another(variable)}"
@@ -105,6 +106,14 @@ class StepComparison:
         limits = {"gradients": self._allowed_gradient, "weights": self._allowed_change, "others": self._allowed_change}
         for kind in StepResults._fields:
             if name := self._different(kind, limits.get(kind, self._allowed)):
+                if kind == "logs":  # all else is the same
+                    return (
+                        f"Replicas that each see a part of a batch would not compute what one process does with "
+                        f"{type(self.model).__name__}: in the second {self.step}, it logs another {name!r}. So it "
+                        f"computes that from what earlier steps have left, such as the results of two metrics, of "
+                        f"which a replica has its own part until a step is merged. Log results themselves, and compute "
+                        f"everything else from them in compute_metrics(), or in the result() of a metric."
+                    )
                 what = "the gradients are others" if kind == "gradients" else f"{name!r} differs"
                 return (
                     f"Replicas that each see a part of a batch would not compute what one process does with "

@@ -28,6 +28,7 @@ from phalanx.devices.tpu_count import count_tpus
 from phalanx.engines import make_engine
 from phalanx.engines.engine import Engine
 from phalanx.engines.local_ranks import LocalRanks, StepsDifferError
+from phalanx.engines.metric_rules import MetricRule
 from phalanx.engines.step_layout import MergeWeight
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
@@ -116,15 +117,20 @@ class _Trial:
         self._conditions = conditions
         self._ranks = LocalRanks()
         self._uses = MetricUses()
-        # An engine of its own, whose merge is local: the model's engine would wait for the other ranks.
-        self._engine = make_engine(model, self._ranks)
-        self._engine.expect(form)
+        # Engines of its own, whose merge is local: the model's engine would wait for the other ranks.
+        self._ranks_engine, self._whole_engine = (make_engine(model, self._ranks) for _ in range(2))
+        self._engine = self._whole_engine
+        for each in (self._ranks_engine, self._whole_engine):
+            each.expect(form)
         self._rules = engine.metric_rules.rules
 
     def difference(self, data: Any) -> str | None:
         """See `find_difference`; None if the samples give no numbers to compare."""
-        self._engine.build(few_samples(data, 0, self._part))
-        self._engine.metric_rules.decide(self._rules)
+        # In one process a step finds in the metrics what earlier ones have added; on a rank, only what it adds itself.
+        whole_rules = [MetricRule(MergeWeight.FIRST, False)] * len(self._rules)
+        for engine, rules in ((self._ranks_engine, self._rules), (self._whole_engine, whole_rules)):
+            engine.build(few_samples(data, 0, self._part))
+            engine.metric_rules.decide(rules)
         for attempt in range(ATTEMPTS):
             samples, others = (few_samples(data, number, self._part) for number in (attempt, attempt + ATTEMPTS))
             second = with_unlike_parts(others, self._part)
@@ -190,6 +196,7 @@ class _Trial:
         self._state.restore()
         change()
         self._ranks.be_whole()
+        self._engine = self._whole_engine
         with simulated_ranks(1):
             return self._steps(batches, 1.0)
 
@@ -205,6 +212,7 @@ class _Trial:
             with simulated_ranks(len(parts)):
                 return self._steps(parts[rank], 1.0 / len(parts))
 
+        self._engine = self._ranks_engine
         return self._ranks.compute(len(parts), steps, self._state.restore)
 
     def _steps(self, batches: Sequence[Any], share: float) -> list[StepResults]:

@@ -292,6 +292,47 @@ def own_train_step_that_logs_a_norm(setting: Setting) -> dict[str, Any]:
     return _trained(setting, _dense(_stepping(log=lambda gradients: {"norm": _norm(gradients)})))
 
 
+class Adding(keras.Model):
+    """Logs the sum of two results of metrics."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.squares, self.sizes = keras.metrics.Mean("squares"), keras.metrics.Mean("sizes")
+
+    def train_step(self, data: Any) -> Any:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        loss, gradients = _gradients(lambda: _mean_square(self(x, training=True), y), self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.squares.update_state(loss)
+        self.sizes.update_state(ops.mean(ops.abs(self(x) - y)))
+        return {"squares": self.squares.result(), "total": self.squares.result() + self.sizes.result()}
+
+
+@scenario(backends=("tensorflow", "torch"), quick=("torch",), error=_refused("it logs another 'total'"))
+def own_train_step_that_adds_results_of_metrics(setting: Setting) -> dict[str, Any]:
+    return _trained(setting, _dense(Adding))
+
+
+class Reducing(keras.Model):
+    """Reduces in its steps what the compiled loss leaves."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        loss, gradients = _gradients(lambda: ops.mean(self.loss(y, self(x, training=True))), self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"error": loss}
+
+    def test_step(self, data: Any) -> Any:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return {"error": ops.mean(self.loss(y, self(x)))}
+
+
+@scenario(backends=("tensorflow", "torch"), quick=("torch",))
+def own_steps_that_reduce_a_loss(setting: Setting) -> dict[str, Any]:
+    loss = keras.losses.MeanSquaredError(reduction="none")
+    return _validated(compiled(setting, _dense(Reducing), loss=loss))
+
+
 @scenario(plain=False, quick=("torch",))
 def own_train_step_that_draws_numbers(setting: Setting) -> dict[str, Any]:
     """Replicas draw others, which is no difference of the program."""
@@ -413,8 +454,37 @@ def _evaluated(setting: Setting, log: Callable[[Any], dict[str, Any]]) -> dict[s
     return {"evaluated": evaluated, **_validated(model)}
 
 
-def _validated(model: Any) -> dict[str, Any]:
-    return fitted(model, features(), numbers(), validation_data=(features(BATCH, seed=1), numbers(BATCH, seed=1)))
+def _validated(model: Any, *weights: Any) -> dict[str, Any]:
+    data = (features(BATCH, seed=1), numbers(BATCH, seed=1), *weights)
+    return fitted(model, features(), numbers(), validation_data=data)
+
+
+class WeighedByHand(keras.losses.Loss):
+    """Without weights it is a mean, and with them a ratio of two sums."""
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        errors = ops.mean(ops.square(y_pred - y_true), axis=-1)
+        if sample_weight is None:
+            return ops.mean(errors)
+        return ops.sum(errors * ops.reshape(sample_weight, (-1,))) / ops.sum(sample_weight)
+
+
+@scenario(quick=ONE_BACKEND, error=_refused("The loss 'weighed' of"))
+def own_loss_that_only_validation_data_weigh(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, _dense(keras.Model), loss=WeighedByHand(name="weighed"))
+    return _validated(model, np.linspace(0.1, 3.0, BATCH).astype("float32"))
+
+
+class Weighing(keras.Model):
+    def test_step(self, data: Any) -> Any:
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        return {"error": WeighedByHand()(y, self(x), weight)}
+
+
+@scenario(backends=("tensorflow", "torch"), quick=("torch",), error=_refused("its test_step logs 'error'"))
+def own_test_step_that_only_validation_data_weigh(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, _dense(Weighing), loss="mse")
+    return _validated(model, np.linspace(0.1, 3.0, BATCH).astype("float32"))
 
 
 @scenario(quick=ONE_BACKEND)
