@@ -76,7 +76,7 @@ class Actions:
 
     def _add_validation(self, keywords: dict[str, str]) -> None:
         w = self.w
-        data = draw_data(w, self.architecture, "_val", weighted=self.data.weighted and w.chance())
+        data = draw_data(w, self.architecture, "_val", weighted=w.chance(2 if self.data.weighted else 6))
         source = draw_source(w, self.architecture, data)
         if source.is_dataset and not source.is_endless and not source.is_once:
             keywords["validation_data"] = source.arguments[0]

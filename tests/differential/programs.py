@@ -86,7 +86,7 @@ def programs(draw: st.DrawFn, backend: str) -> Program:
     """Programs that plain Keras runs, nearly all of them."""
     w = Writer(draw, backend)
     world_size = w.one_of([2, 2, 2, 2, 3, 3, 3, 1])
-    others = ["mixed_bfloat16", *(["float64"] if backend != "jax" else [])]
+    others = ["mixed_bfloat16", "mixed_float16", *(["float64"] if backend != "jax" else [])]
     precision = w.one_of(["float32"] * 8 + others)
     w.write("keras.backend.clear_session()")
     w.write(f"keras.utils.set_random_seed({w.number(0, 3)})")
