@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.data.array_source import ArraySource
 from phalanx.data.batch_split import LocalShare, stand_in
 from phalanx.data.dataset_elements import Array, ElementStructure, unpack
 from phalanx.data.input_description import InputDescription
@@ -53,6 +54,8 @@ class ShardedInput:
         structure: what the dataset's elements are, as far as they have been read.
         form: what they are for Keras, if it is not what they are.
         may_be_empty: whether data without a single batch is no error, as Keras's `fit` has it for validation data.
+        is_in_memory: whether it can be looked at without a trace: other data may draw random numbers when they are
+            read.
 
     Args:
         source: see above.
@@ -71,6 +74,7 @@ class ShardedInput:
         self.structure = ElementStructure.PARTS
         self.form: ElementStructure | None = None
         self.may_be_empty = False
+        self.is_in_memory = isinstance(source, ArraySource)
         self._rank, self._world_size = request.rank, request.world_size
         self._last: LocalShare | None = None  # read last; None before the first, which tells data without any batch
 

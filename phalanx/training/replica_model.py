@@ -189,27 +189,30 @@ class ReplicaModel:
             validation: what a `fit` evaluates.
         """
         self._make_engine(source, method)
-        # As in Keras no batch is read that is not needed: a dataset may draw random numbers for each.
+        # As in Keras no batch is read that is not needed: a dataset may draw random numbers for each. Of other kinds of
+        # batches than the first, `evaluate_on_replicas` finds out.
         data: Batch = (None, None, None)
-        trains = method in ("fit", "train_on_batch")
+        trains, is_read = method in ("fit", "train_on_batch"), False
         steps = [] if trains else ["test_step"]
         if trains and self.policy.period is None:  # of local SGD no one expects the numbers of one process
             steps.append("train_step")
-        if _needs_a_batch(self.model) or self.probes.need_a_batch(self.engine, steps):
+        tested = [*steps, *(["test_step"] if validation is not None and not validation.is_in_memory else [])]
+        if _needs_a_batch(self.model) or self.probes.need_a_batch(self.engine, tested):
             first = source.peek(restart=self.engine.builds_from_a_batch)
             self.engine.expect(source.structure)
             check_batch_size(self.model, first, self.replica.world_size)
-            data = first.data
+            data, is_read = first.data, True
+        elif source.is_in_memory and self.probes.judge(steps):
+            data, is_read = source.peek().data, True
         with explaining_parts(data, self.replica.world_size):
             self.engine.build(data)
             self._build_parts(data, source.structure, "train_step" if trains else "test_step")
-        fits = method == "fit"
-        if fits:
-            self.probes.begin_fit()
-        self.probes.run(self.engine, data, source.structure, steps, again=fits)
-        if validation is not None and self.probes.need_a_batch(self.engine, ["test_step"]):
-            # They may have another structure than the training data, or sample weights.
+        known = data if is_read else None
+        self.probes.run(self.engine, known, source.structure, steps, again=method == "fit")
+        if validation is not None and validation.is_in_memory and self.probes.judge(["test_step"]):
             self.probes.run(self.engine, validation.peek().data, validation.structure, ["test_step"], again=True)
+        elif validation is not None:
+            self.probes.run(self.engine, known, source.structure, ["test_step"], again=True)
         if trains and self.policy.period is not None:
             check_normalization(self.model)
             refuse_overwritten(self.model.trainable_variables, "a replica that trains alone between two merges")

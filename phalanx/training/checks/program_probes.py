@@ -106,37 +106,50 @@ class ProgramProbes:
         self._outputs: Outputs | None = None
 
     def need_a_batch(self, engine: Engine, steps: Sequence[str]) -> bool:
-        """Whether there is something to find out from a batch.
+        """Whether nothing is known yet of what a batch would show.
 
         Args:
             steps: "train_step" and "test_step", as far as replicas are to take such steps together.
         """
-        if not engine.metric_rules.is_decided or any(map(self._judges, steps)) or self._judges_losses:
+        compiled = self._compiled_with()
+        tried = {step for (step, _), with_ in self._tried.items() if with_ == compiled}
+        if not engine.metric_rules.is_decided or any(self._judges(step) and step not in tried for step in steps):
             return True
-        return "test_step" in steps and self.need_outputs("evaluate")
+        if "test_step" in steps and self.need_outputs("evaluate"):
+            return True
+        return self._judges_losses and not self._losses_of_compiled
 
-    def begin_fit(self) -> None:
-        """Forget what an earlier `fit` would test again: members that have joined since do not know it."""
-        self._tests.clear()
+    def judge(self, steps: Sequence[str]) -> bool:
+        """Whether anything depends on what batches are like; the same on all ranks."""
+        return self._judges_losses or any(map(self._judges, steps))
+
+    def know(self, step: str, data: Any, form: ElementStructure) -> bool:
+        """Whether there is nothing to find out of such batches, on any rank."""
+        if not self.judge([step]):
+            return True
+        kind = _Sample(data, form).kind
+        knows_losses = not self._judges_losses or kind in self._losses_of_compiled
+        knows_step = not self._judges(step) or self._tried.get((step, kind)) == self._compiled_with()
+        return knows_losses and knows_step and not self._agreement.admits_ranks
 
     def run(
         self, engine: Engine, data: Any, form: ElementStructure, steps: Sequence[str], *, again: bool = False
     ) -> None:
-        """Find out what there is to find out.
+        """Find out what there is to find out; all ranks must call.
 
         Args:
             engine: of the model, built.
-            data: a local batch; nothing where none is needed.
+            data: a local batch; None where none was read, as something is known of each step already.
             form: its structure.
             steps: see `need_a_batch`.
             again: whether these steps are tested again in later epochs; see `begin_epoch`.
 
         Raises: UnsupportedError on every rank, if replicas cannot compute what one process does.
         """
-        sample = _Sample(data, form)
+        sample = None if data is None else _Sample(data, form)
         self._decide_metric_rules(engine, data)
         self._test(engine, sample, steps)
-        if again:
+        if again and sample is not None:
             few = map_leaves(lambda array: np.array(array[:_SAMPLES]), data)
             self._tests |= dict.fromkeys(steps, _Sample(few, form))
             self._switches = find_switches(self._model)
@@ -177,15 +190,16 @@ class ProgramProbes:
         if not self._judges_losses and not any(map(self._judges, self._tests)):
             return
         now = find_switches(self._model)
-        has_to = self._agreement.from_chief(has_begun(self._switches, now))
+        # The chief's list: a member that has joined since may not know of all of them.
+        wanted = self._agreement.from_chief(list(self._tests) if has_begun(self._switches, now) else [])
         # Once is enough: programs switch to and fro.
         self._switches = {place: is_on or self._switches.get(place, False) for place, is_on in now.items()}
-        if not has_to:
+        if not wanted:
             return
         former, self._losses = self._losses, {}
         self._tried.clear()
-        for step, sample in self._tests.items():
-            self._test(engine, sample, [step])
+        for step in wanted:
+            self._test(engine, self._tests.get(step), [step])
         if any(known.merges != former.get(kind, known).merges for kind, known in self._losses.items()):
             raise UnsupportedError(
                 f"A loss of {self._model.name!r} that is a sum over the batch was zero when training began, and is not "
@@ -193,7 +207,7 @@ class ProgramProbes:
                 f"fit(initial_epoch=...); or return a mean over the samples."
             )
 
-    def _test(self, engine: Engine, sample: _Sample, steps: Sequence[str]) -> None:
+    def _test(self, engine: Engine, sample: _Sample | None, steps: Sequence[str]) -> None:
         """Find out about losses, and then about the steps that compute them."""
         self._find_out_losses(sample)
         for step in steps:
@@ -211,27 +225,29 @@ class ProgramProbes:
             found = chiefs if isinstance(chiefs, str) else rules_of(chiefs)
         rules.decide(checked(found))
 
-    def _find_out_losses(self, sample: _Sample) -> None:
+    def _find_out_losses(self, sample: _Sample | None) -> None:
         """The ranks meet whether or not the chief knows: one of them may have joined since."""
         model, agreement = self._model, self._agreement
         # WHOLE elements are no (x, y): only a `train_step` of the program's own can take them apart.
-        if sample.form is ElementStructure.WHOLE or not self._judges_losses:
+        is_whole = sample is not None and sample.form is ElementStructure.WHOLE
+        if is_whole or not self._judges_losses:
             return
-        if self._compiled_loss is not model._compile_loss:
-            self._compiled_loss, self._losses = model._compile_loss, {}
+        known = self._losses_of_compiled
         found: Any = None
         if agreement.is_chief:
-            found = list(self._losses.get(sample.kind) or self._probe_losses(sample.data))
+            own = known.get(sample.kind) if sample is not None else reduce(loss_probe.Findings.updated, known.values())
+            found = list(own or self._probe_losses(sample and sample.data))
         findings = loss_probe.Findings(*agreement.from_chief(found))
         if findings.error:
             raise UnsupportedError(findings.error)
-        if any(findings.conflicts_with(other) for other in self._losses.values()):
+        if any(findings.conflicts_with(other) for other in known.values()):
             raise UnsupportedError(
                 f"A loss of {model.name!r} is a sum over the batch for some data, and a mean for others (with sample "
                 f"weights, for example), and replicas merge it in one way. Return a mean over the samples for all."
             )
-        self._losses[sample.kind] = findings
-        loss_probe.note(model, reduce(loss_probe.Findings.updated, self._losses.values()))
+        if sample is not None:
+            known[sample.kind] = findings
+        loss_probe.note(model, reduce(loss_probe.Findings.updated, known.values(), findings))
 
     def _probe_losses(self, data: Any) -> loss_probe.Findings:
         model = self._model
@@ -251,6 +267,13 @@ class ProgramProbes:
         return found if later.error else found.updated(later)
 
     @property
+    def _losses_of_compiled(self) -> dict[str, loss_probe.Findings]:
+        """What is known of the compiled loss, by kind of batch."""
+        if self._compiled_loss is not self._model._compile_loss:
+            self._compiled_loss, self._losses = self._model._compile_loss, {}
+        return self._losses
+
+    @property
     def _judges_losses(self) -> bool:
         """Whether there are losses to find out about; the same on all ranks."""
         return self._agreement.divides_batches and loss_probe.has_open_questions(self._model)
@@ -263,19 +286,20 @@ class ProgramProbes:
         model = self._model
         return model._compile_loss, model._compile_metrics, model.optimizer
 
-    def _try(self, step: str, engine: Engine, sample: _Sample) -> None:
+    def _try(self, step: str, engine: Engine, sample: _Sample | None) -> None:
         """All ranks try it, because it creates variables."""
-        place, compiled = (step, sample.kind), self._compiled_with()
-        is_new = self._tried.get(place) != compiled
+        place, compiled = (step, sample.kind if sample is not None else ""), self._compiled_with()
+        is_new = sample is not None and self._tried.get(place) != compiled
         if not is_new and not self._agreement.admits_ranks:
             return
         # In elastic jobs, only ranks that have joined since take the step. A chief that has tried it answers with "",
         # since it would have raised otherwise.
         problem = ""
-        if is_new:
+        if sample is not None and is_new:
             problem = step_probe.find_difference(
                 self._model, engine, sample.data, sample.form, step, replicas=self._agreement.replicas
             )
         if problem := str(self._agreement.from_chief(problem)):
             raise UnsupportedError(problem)
-        self._tried[place] = compiled
+        if sample is not None:
+            self._tried[place] = compiled

@@ -4,14 +4,14 @@ step, and what only looks like it is not."""
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 from keras import layers, ops
 
-from tests.training.scenarios.common import BATCH, FEATURES, compiled, features, fitted, numbers
+from tests.training.scenarios.common import BATCH, FEATURES, compiled, features, fitted, fitted_on, numbers
 from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, scenario
 
 
@@ -473,6 +473,31 @@ class WeighedByHand(keras.losses.Loss):
 def own_loss_that_only_validation_data_weigh(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, _dense(keras.Model), loss=WeighedByHand(name="weighed"))
     return _validated(model, np.linspace(0.1, 3.0, BATCH).astype("float32"))
+
+
+@scenario(quick=ONE_BACKEND, error=_refused("The loss 'weighed' of"))
+def own_loss_that_only_a_validation_generator_weighs(setting: Setting) -> dict[str, Any]:
+    """It is found out when the first validation begins, as a generator is not read before."""
+
+    def batches() -> Iterator[Any]:
+        yield features(BATCH, seed=1), numbers(BATCH, seed=1), np.linspace(0.1, 3.0, BATCH).astype("float32")
+
+    model = compiled(setting, _dense(keras.Model), loss=WeighedByHand(name="weighed"))
+    return fitted(model, features(), numbers(), validation_data=batches())
+
+
+@scenario(quick=ONE_BACKEND, backends=("jax", "torch"))
+def own_loss_of_generators_that_draw_numbers(setting: Setting) -> dict[str, Any]:
+    """Tests before the first step read no batch before its time. (On TensorFlow, Keras itself reads ahead.)"""
+    np.random.seed(3)
+
+    def batches() -> Iterator[Any]:
+        while True:
+            x = np.random.normal(size=(8, FEATURES)).astype("float32")
+            yield x, x.sum(axis=1, keepdims=True)
+
+    model = compiled(setting, _dense(keras.Model), loss=WeighedByHand(name="weighed"))
+    return fitted_on(model, batches(), steps_per_epoch=3, validation_data=batches(), validation_steps=2)
 
 
 class Weighing(keras.Model):
