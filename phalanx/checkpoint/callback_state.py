@@ -8,7 +8,6 @@ from typing import Any
 
 import keras
 import msgspec
-import numpy as np
 
 from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.transport.decoding import decode_message
@@ -47,9 +46,14 @@ def restore_states(callbacks: Any, states: Sequence[tuple[str, bytes]]) -> None:
         # The program was edited between two starts, or ranks pass others: the place and the class must be the same.
         if type(callback).__name__ != name:
             continue
+        written: set[int] = set()
         for attribute, value in decode(content).items():
-            if not _write_into(vars(callback).get(attribute), value):
+            current = vars(callback).get(attribute)
+            # Two attributes may have begun as one object.
+            if id(current) in written or not _write_into(current, value):
                 vars(callback)[attribute] = value
+            else:
+                written.add(id(current))
         if hasattr(callback, "min_delta") and getattr(callback, "monitor_op", True) is None:
             # At the end of its first epoch Keras learns which direction is better, and then turns this sign.
             callback.min_delta = abs(callback.min_delta)
@@ -58,11 +62,6 @@ def restore_states(callbacks: Any, states: Sequence[tuple[str, bytes]]) -> None:
 def _write_into(current: Any, value: Any) -> bool:
     """Whether `current` could be given the contents of `value`. The program may hold it as well, as it may have passed
     its own list to a callback; and a `Counter` or a `defaultdict` would come back as a dictionary."""
-    if isinstance(current, np.ndarray) and isinstance(value, np.ndarray):
-        if not current.flags.writeable or (current.shape, current.dtype) != (value.shape, value.dtype):
-            return False
-        current[...] = value
-        return True
     kind = next((each for each in (list, deque, dict, set) if isinstance(current, each)), None)
     if kind is None or not isinstance(value, kind):
         return False

@@ -1,12 +1,13 @@
 """What a compiled Keras model is made of: its optimizers, layer state, metrics, and which methods it overrides.
 
 Uses `_flatten_layers`, `_compile_loss`, `_flat_losses`, `_compile_metrics`, `_non_trainable_variables` and
-`jax_state_sync`. Tested with Keras 3.12 and 3.15.
+`jax_state_sync`, `Sequential._functional` and `_nodes_by_depth`. Tested with Keras 3.12 and 3.15.
 """
 
 from __future__ import annotations
 
 import dis
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
@@ -15,7 +16,7 @@ import keras
 
 from phalanx.arrays.tree import leaves
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat.keras_internals import keras_trainer, pythonify_logs
+from phalanx.keras_compat.keras_internals import Functional, keras_trainer, pythonify_logs
 
 
 def optimizers(model: Any) -> list[Any]:
@@ -205,6 +206,21 @@ def has_own_forward(model: Any) -> bool:
     # In a Functional model, `keras.ops` between layers are operations of the graph: the program's own, too.
     graphs = [layer for layer in model._flatten_layers() if hasattr(layer, "operations")]
     return any(not isinstance(each, keras.layers.Layer) for graph in graphs for each in graph.operations)
+
+
+def layers_used_once(model: Any) -> Iterator[Any]:
+    """The layers of Keras's own, without others inside, that a functional model calls once, also in models inside."""
+    graph = model._functional if isinstance(model, keras.Sequential) else model
+    if not isinstance(graph, Functional):
+        return
+    calls = Counter(id(node.operation) for nodes in graph._nodes_by_depth.values() for node in nodes)
+    for layer in graph.layers:
+        if calls[id(layer)] > 1:
+            continue
+        if isinstance(layer, keras.Model):
+            yield from layers_used_once(layer)
+        elif type(layer).__module__.startswith("keras.") and len(list(layer._flatten_layers())) == 1:
+            yield layer
 
 
 def names_in(function: Any) -> set[str]:

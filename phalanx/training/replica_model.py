@@ -74,7 +74,7 @@ class ReplicaModel:
         self.merge = StepMerge(replica, policy.compression if policy.period is None else None)
         # The same for all steps, because functions are traced for it. Local SGD holds no gradients.
         self.merge.accumulates = policy.period is None and accumulation_steps(model) > 1
-        if scales_dynamically(getattr(model, "optimizer", None)):
+        if policy.period is None and scales_dynamically(getattr(model, "optimizer", None)):
             self.merge.overflow = Float16Overflow()
         self.merge.unit = constant_loss_scale(model)
         self.merge.synchronizes_batch_norm = policy.synchronized_batch_norm or replica.micro_batches is not None
@@ -209,10 +209,11 @@ class ReplicaModel:
             self._build_parts(data, source.structure, "train_step" if trains else "test_step")
         known = data if is_read else None
         self.probes.run(self.engine, known, source.structure, steps, again=method == "fit")
-        if validation is not None and validation.is_in_memory and self.probes.judge(["test_step"]):
-            self.probes.run(self.engine, validation.peek().data, validation.structure, ["test_step"], again=True)
-        elif validation is not None:
-            self.probes.run(self.engine, known, source.structure, ["test_step"], again=True)
+        if validation is not None:
+            seen, evaluated = source, known
+            if validation.is_in_memory:
+                seen, evaluated = validation, validation.peek().data
+            self.probes.run(self.engine, evaluated, seen.structure, ["test_step"], again=True)
         if trains and self.policy.period is not None:
             check_normalization(self.model)
             refuse_overwritten(self.model.trainable_variables, "a replica that trains alone between two merges")

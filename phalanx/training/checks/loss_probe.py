@@ -65,12 +65,14 @@ class Findings(NamedTuple):
             False for a mean and for what is the same for every batch, None where nothing can be said.
         is_sum: whether that is what `compute_loss` returns.
         error: what no number of replicas can compute as one process does; empty if there is none.
+        means: indices of the compiled losses that are known to be means over the samples.
     """
 
     sums: list[int]
     added: dict[str, list[bool | None]]
     is_sum: bool = False
     error: str = ""
+    means: tuple[int, ...] = ()
 
     @property
     def merges(self) -> tuple[Any, ...]:
@@ -84,8 +86,9 @@ class Findings(NamedTuple):
             for layer in self.added.keys() & other.added
             for pair in zip(self.added[layer], other.added[layer], strict=False)
         ]
-        is_unlike = any(None not in pair and pair[0] is not pair[1] for pair in added)
-        return is_unlike or (self.sums, self.is_sum) != (other.sums, other.is_sum)
+        if any(None not in pair and pair[0] is not pair[1] for pair in added):
+            return True
+        return not {*self.sums}.isdisjoint(other.means) or not {*other.sums}.isdisjoint(self.means)
 
     def updated(self, later: Findings) -> Findings:
         """With what other findings know of losses of which nothing could be said, as they were zero."""
@@ -95,7 +98,9 @@ class Findings(NamedTuple):
             else kinds
             for layer, kinds in self.added.items()
         }
-        return Findings(sorted({*self.sums, *later.sums}), added, self.is_sum or later.is_sum)
+        sums = sorted({*self.sums, *later.sums})
+        means = tuple(sorted({*self.means, *later.means}.difference(sums)))
+        return Findings(sums, added, self.is_sum or later.is_sum, means=means)
 
 
 def has_open_questions(model: Any) -> bool:
@@ -211,15 +216,12 @@ class _Probe:
             found = self._added()
             if found.error or not (unknown_losses(self._model) or computes_own_loss(self._model)):
                 return found
-            sums: set[int] = set()
-            is_sum = False
             for whole in self._batches():
                 of_batch = self._of_losses(whole)
                 if of_batch.error:
                     return of_batch
-                sums.update(of_batch.sums)
-                is_sum |= of_batch.is_sum
-            return found._replace(sums=sorted(sums), is_sum=is_sum)
+                found = found.updated(of_batch)
+            return found
 
     def _batches(self) -> Iterator[_Part]:
         """The batch, and it with some targets zero, as padding is: a ratio of sums shows where the parts' differ. Then
@@ -252,7 +254,7 @@ class _Probe:
         calls = [
             recorded_calls(model, unknown_losses(model), partial(compute, model, part)) for part in (whole, *parts)
         ]
-        sums: set[int] = set()
+        sums, means = set[int](), set[int]()
         # Calls are matched by their order. Where a part calls other losses than the batch, nothing can be said.
         if len({len(each) for each in calls}) == 1:
             for of_whole, *of_parts in zip(*calls, strict=True):
@@ -263,6 +265,8 @@ class _Probe:
                 index = next((i for i, each in enumerate(compiled) if each is loss), None)
                 if verdict is Combination.SUM and index is not None:
                     sums.add(index)
+                elif verdict is Combination.MEAN and index is not None:
+                    means.add(index)
                 elif verdict in (*SUMS, Combination.OTHER):
                     return Findings([], {}, error=_error(f"The loss {loss.name!r} of {model.name!r}", verdict))
         is_sum = False
@@ -272,7 +276,7 @@ class _Probe:
             is_sum = verdict is Combination.SUM
             if verdict in (Combination.UNSCALED_SUM, Combination.OTHER) or (is_sum and overrides(model, "train_step")):
                 return Findings([], {}, error=_error(f"What compute_loss of {type(model).__name__} returns", verdict))
-        return Findings(sorted(sums), {}, is_sum)
+        return Findings(sorted(sums), {}, is_sum, means=tuple(means - sums))
 
     def _part_of(self, whole: _Part, start: int, stop: int) -> _Part:
         if self._by_rows:

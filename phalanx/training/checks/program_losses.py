@@ -11,6 +11,7 @@ from phalanx.keras_compat.patching import defining_class
 
 
 def unknown_losses(model: Any) -> list[Any]:
+    """The compiled losses of which nothing is known."""
     if not _calls_model(model):
         return []
     return [loss for loss in compiled_losses(model) if not is_known(loss)]
@@ -30,6 +31,7 @@ def _calls_model(model: Any) -> bool:
 
 
 def computes_own_loss(model: Any) -> bool:
+    """Whether a step calls a `compute_loss` of the program's own."""
     if not overrides(model, "compute_loss") or not _calls_model(model):
         return False
     is_used = not {"compute_loss", "_compute_loss"}.isdisjoint(names_in(model.train_step))

@@ -11,7 +11,6 @@ Losses and steps are tested again at the beginning of an epoch if something is o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +30,8 @@ from phalanx.training.replica import Replica, divides_batches
 
 _SAMPLES = max(loss_probe.ROWS, RANKS * PART)
 """Of the first batch, which are kept for tests in later epochs."""
+_LOSSES_ALONE = ""
+"""Instead of a step, where replicas do not take the same steps (local SGD)."""
 
 
 class ChiefFinds:
@@ -124,13 +125,16 @@ class ProgramProbes:
         return self._judges_losses or any(map(self._judges, steps))
 
     def know(self, step: str, data: Any, form: ElementStructure) -> bool:
-        """Whether there is nothing to find out of such batches, on any rank."""
-        if not self.judge([step]):
+        """Whether there is nothing to find out of such batches; the same on all ranks.
+
+        In elastic jobs nothing is found out in the middle of a pass, which a change of the members would interrupt.
+        """
+        if not self.judge([step]) or self._agreement.admits_ranks:
             return True
         kind = _Sample(data, form).kind
         knows_losses = not self._judges_losses or kind in self._losses_of_compiled
         knows_step = not self._judges(step) or self._tried.get((step, kind)) == self._compiled_with()
-        return knows_losses and knows_step and not self._agreement.admits_ranks
+        return knows_losses and knows_step
 
     def run(
         self, engine: Engine, data: Any, form: ElementStructure, steps: Sequence[str], *, again: bool = False
@@ -149,9 +153,9 @@ class ProgramProbes:
         sample = None if data is None else _Sample(data, form)
         self._decide_metric_rules(engine, data)
         self._test(engine, sample, steps)
-        if again and sample is not None:
+        if again and sample is not None and self.judge(steps):
             few = map_leaves(lambda array: np.array(array[:_SAMPLES]), data)
-            self._tests |= dict.fromkeys(steps, _Sample(few, form))
+            self._tests |= dict.fromkeys(steps or [_LOSSES_ALONE], _Sample(few, form))
             self._switches = find_switches(self._model)
         if "test_step" in steps and self.relates_samples("evaluate", data, form):
             raise UnsupportedError(prediction_probe.refusal(self._model))
@@ -199,7 +203,7 @@ class ProgramProbes:
         former, self._losses = self._losses, {}
         self._tried.clear()
         for step in wanted:
-            self._test(engine, self._tests.get(step), [step])
+            self._test(engine, self._tests.get(step), [] if step == _LOSSES_ALONE else [step])
         if any(known.merges != former.get(kind, known).merges for kind, known in self._losses.items()):
             raise UnsupportedError(
                 f"A loss of {self._model.name!r} that is a sum over the batch was zero when training began, and is not "
@@ -232,12 +236,18 @@ class ProgramProbes:
         is_whole = sample is not None and sample.form is ElementStructure.WHOLE
         if is_whole or not self._judges_losses:
             return
-        known = self._losses_of_compiled
+        known, nothing = self._losses_of_compiled, loss_probe.Findings([], {})
         found: Any = None
         if agreement.is_chief:
-            own = known.get(sample.kind) if sample is not None else reduce(loss_probe.Findings.updated, known.values())
-            found = list(own or self._probe_losses(sample and sample.data))
-        findings = loss_probe.Findings(*agreement.from_chief(found))
+            own = nothing
+            if sample is not None:
+                own = known.get(sample.kind) or self._probe_losses(sample.data)
+            merged = own
+            for other in known.values():
+                merged = other.updated(merged)
+            found = [list(own), list(merged)]
+        of_sample, of_all = agreement.from_chief(found)
+        findings = loss_probe.Findings(*of_sample)
         if findings.error:
             raise UnsupportedError(findings.error)
         if any(findings.conflicts_with(other) for other in known.values()):
@@ -247,7 +257,7 @@ class ProgramProbes:
             )
         if sample is not None:
             known[sample.kind] = findings
-        loss_probe.note(model, reduce(loss_probe.Findings.updated, known.values(), findings))
+        loss_probe.note(model, loss_probe.Findings(*of_all))
 
     def _probe_losses(self, data: Any) -> loss_probe.Findings:
         model = self._model

@@ -7,8 +7,7 @@ metrics and logs must come out alike. What does not is an error that names it, b
 metrics and logs are compared.
 
 A step that cannot be taken of so few samples is tried with as many as a replica has; and one that may take another way
-with more samples, again. What other random numbers of other
-libraries change is not compared.
+with more samples, again. Changes caused by random numbers of other libraries are not compared.
 """
 
 from __future__ import annotations

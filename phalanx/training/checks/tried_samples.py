@@ -20,12 +20,15 @@ PART = 8
 eight, as some layers make where they can."""
 MOST = 256
 """Samples of a part. A loss or a metric may take the sixteen largest, or be no number where no sample is positive."""
+MOST_TIMES = 2
+"""So many times what a replica has: a step of all of a large global batch takes long, and memory."""
 MOST_VALUES = 2**24
 """Of an array of all parts: so many of a language model's outputs would not fit into memory."""
 
 
 def part_size(samples: int, parts: int, replicas: int, values_per_sample: int) -> int:
-    """How many samples each part has, where it should be as large as a replica's, and all parts as the global batch.
+    """How many samples each part has, where it should be as large as a replica's, and all parts as the global batch, if
+    that has few times as many.
 
     Args:
         samples: of a replica.
@@ -33,7 +36,7 @@ def part_size(samples: int, parts: int, replicas: int, values_per_sample: int) -
         replicas: that share the global batch.
         values_per_sample: of the largest array.
     """
-    wanted = max(samples, math.ceil(samples * replicas / parts))
+    wanted = max(samples, min(MOST_TIMES * samples, math.ceil(samples * replicas / parts)))
     return max(1, min(wanted, MOST, MOST_VALUES // (parts * values_per_sample)))
 
 

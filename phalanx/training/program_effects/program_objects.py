@@ -127,9 +127,12 @@ def may_depend_on_size(model: Any) -> bool:
         model: compiled.
     """
     found = ProgramObjects([model, *own_layers(model), *compiled_losses(model)]).functions
-    functions = [function for function in found if function.__name__ not in _BEFORE_STEPS]
-    names = set[str]().union(*map(names_in, functions))
-    return bool(names & _SIZES) and (bool(names & _LIMITS) or any(map(has_comparisons, functions)))
+    return any(_limits_a_size(function) for function in found if function.__name__ not in _BEFORE_STEPS)
+
+
+def _limits_a_size(function: FunctionType) -> bool:
+    names = names_in(function)
+    return bool(names & _SIZES) and (bool(names & _LIMITS) or has_comparisons(function))
 
 
 def _own(owner: Any) -> list[Any]:

@@ -1,8 +1,11 @@
 """Which merged gradients one process would not have, because float16 has no such numbers.
 
-Keras casts the weights of a layer that computes in float16, so one process has their gradients in it. Where the loss
-has a dynamic scale, a step whose gradients overflow is skipped, and the scale is halved. Replicas add their parts of a
-gradient in float32, which has the sum.
+Where a layer computes in float16, Keras casts each weight when the layer uses it, so one process has the gradient of
+that use in float16. Where the loss has a dynamic scale, a step whose gradients overflow is skipped, and the scale is
+halved. Replicas add their parts of a gradient in float32, which has the sum.
+
+Keras adds the gradients of several uses of a weight in float32 as well. So this looks only at weights that a step is
+known to use once: those of Keras's own layers that a functional model calls once.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+
+from phalanx.keras_compat.model_state import layers_used_once, overrides
 
 Array = np.ndarray[Any, Any]
 
@@ -26,12 +31,13 @@ class Float16Overflow:
 
     def use_weights_of(self, model: Any) -> None:
         """From now on, gradients are those of this model, which is built."""
+        is_plain = not any(overrides(model, name) for name in ("train_step", "compute_loss"))
         self._weights = frozenset(
             id(weight)
-            for layer in model._flatten_layers()
+            for layer in (layers_used_once(model) if is_plain else ())
             if layer.compute_dtype == "float16" and layer.autocast
             for weight in layer._trainable_variables
-            if weight._autocast
+            if weight._autocast and getattr(weight, "regularizer", None) is None
         )
 
     def mark(self, gradients: Iterable[tuple[int, Array]]) -> None:

@@ -320,6 +320,26 @@ def one_array_of_targets_for_two_outputs(setting: Setting) -> dict[str, Any]:
     return {**found, "evaluate": model.evaluate(features(16), y, batch_size=4, verbose=0)}
 
 
+class IgnoringTargets(keras.Model):
+    def test_step(self, data: Any) -> Any:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return {"size": ops.mean(ops.abs(self(x)))}
+
+
+@scenario(backends=("tensorflow", "torch"), quick=("torch",))
+def a_sum_of_which_an_evaluation_without_targets_says_nothing(setting: Setting) -> dict[str, Any]:
+    def build() -> Any:
+        inputs = keras.Input((FEATURES,))
+        return IgnoringTargets(inputs, keras.layers.Dense(1)(inputs))
+
+    def total(y: Any, y_pred: Any) -> Any:
+        return ops.sum(ops.square(y - y_pred))
+
+    model = compiled(setting, build, loss=total, optimizer=keras.optimizers.SGD(0.01))
+    found = fitted(model, y=numbers())
+    return {**found, "evaluate": model.evaluate(features(), batch_size=8, verbose=0)}
+
+
 def _hardest(y: Any, y_pred: Any) -> Any:
     """Of the seven samples of a batch with the largest losses: the first parts that are tried have fewer."""
     return ops.mean(ops.top_k(ops.mean(ops.square(y - y_pred), axis=-1), 7)[0])

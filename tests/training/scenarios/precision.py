@@ -65,6 +65,26 @@ def mixed_float16_where_only_the_sum_over_all_samples_overflows(setting: Setting
     return {**found, "scales": noting.scales}
 
 
+@scenario(tolerance=2e-2, quick=ONE_BACKEND)
+def mixed_float16_of_a_layer_that_is_called_twice(setting: Setting) -> dict[str, Any]:
+    """Float16 has the gradient of each call, and the sum of both is one of float32, in one process as well."""
+
+    def build() -> Any:
+        hidden = layers.Dense(4, kernel_initializer=keras.initializers.Constant(0.1))
+        out = layers.Dense(1, kernel_initializer=keras.initializers.Constant(0.5), dtype="float32")
+        inputs = keras.Input((FEATURES,))
+        return keras.Model(inputs, out(layers.Add()([hidden(inputs), hidden(inputs)])))
+
+    noting = NotedScales()
+    x = 1 + 0.1 * features()
+    y = 0.4 * x.sum(axis=1, keepdims=True) + 1.4
+    with _policy("mixed_float16"):
+        model = compiled(setting, build, optimizer=keras.optimizers.SGD(0.002, momentum=0.9), loss="mse")
+        found = fitted(model, x, y, callbacks=[noting])
+    assert noting.scales[0] == (2.0**15, 1), "nothing overflows"
+    return {**found, "scales": noting.scales}
+
+
 @scenario(tolerance=5e-2)
 def mixed_bfloat16(setting: Setting) -> dict[str, Any]:
     with _policy("mixed_bfloat16"):
