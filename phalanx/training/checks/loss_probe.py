@@ -13,7 +13,7 @@ computed of fixed predictions, so that dropout has no say. What draws random num
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from phalanx.training.checks.loss_combination import (
     tolerance_of,
 )
 from phalanx.training.checks.program_losses import adding_layers, computes_own_loss, is_known, unknown_losses
-from phalanx.training.checks.tried_samples import MOST, part_size
+from phalanx.training.checks.tried_samples import MOST, part_size, values_per_sample
 from phalanx.training.checks.tried_targets import (
     smaller_copies,
     spread_outputs,
@@ -48,11 +48,9 @@ from phalanx.training.checks.tried_targets import (
     with_zeros,
 )
 
-Array = np.ndarray[Any, Any]
-Loss = Callable[..., Any]
-
 ROWS = 12
 """Samples of the batch that losses are computed of; a third of them is the first part."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -198,7 +196,7 @@ class _Probe:
         )
         if self._repeats:
             x = map_leaves(partial(smaller_copies, size=own), x)
-        self.values_per_row = max(1, *(array.size // rows for array in leaves((x, y, sample_weight))))
+        self.values_per_row = values_per_sample((x, y, sample_weight))
         self._data = map_leaves(ops.convert_to_tensor, (x, y, sample_weight))
 
     def find(self) -> Findings | None:

@@ -132,7 +132,8 @@ class ProgramProbes:
         if not self.judge([step]) or self._agreement.admits_ranks:
             return True
         kind = _Sample(data, form).kind
-        knows_losses = not self._judges_losses or kind in self._losses_of_compiled
+        has_losses = self._judges_losses and form is not ElementStructure.WHOLE  # see `_find_out_losses`
+        knows_losses = not has_losses or kind in self._losses_of_compiled
         knows_step = not self._judges(step) or self._tried.get((step, kind)) == self._compiled_with()
         return knows_losses and knows_step
 

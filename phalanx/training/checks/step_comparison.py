@@ -60,6 +60,11 @@ class StepComparison:
     rounded: StepResults | None
     ranks: list[StepResults]
 
+    @property
+    def _start(self) -> str:
+        name = type(self.model).__name__
+        return f"Replicas that each see a part of a batch would not compute what one process does with {name}: "
+
     def verdict(self) -> str:
         """The first difference, in the order in which one causes another; "" if there is none."""
         name = type(self.model).__name__
@@ -70,7 +75,7 @@ class StepComparison:
                 f"`apply_gradients`), whose gradients are merged; or train in a custom loop with "
                 f"strategy.reduce('MEAN', gradients)."
             )
-        start = f"Replicas that each see a part of a batch would not compute what one process does with {name}: "
+        start = self._start
         if self._different("gradients", self._allowed_gradient):
             return f"{start}the gradients of a few samples are others. {self._advice()}"
         if weight := self._different("weights", self._allowed_change):
@@ -108,16 +113,14 @@ class StepComparison:
             if name := self._different(kind, limits.get(kind, self._allowed)):
                 if kind == "logs":  # all else is the same
                     return (
-                        f"Replicas that each see a part of a batch would not compute what one process does with "
-                        f"{type(self.model).__name__}: in the second {self.step}, it logs another {name!r}. So it "
-                        f"computes that from what earlier steps have left, such as the results of two metrics, of "
-                        f"which a replica has its own part until a step is merged. Log results themselves, and compute "
-                        f"everything else from them in compute_metrics(), or in the result() of a metric."
+                        f"{self._start}in the second {self.step}, it logs another {name!r}. So it computes that from "
+                        f"what earlier steps have left, such as the results of two metrics, of which a replica has its "
+                        f"own part until a step is merged. Log results themselves, and compute everything else from "
+                        f"them in compute_metrics(), or in the result() of a metric."
                     )
                 what = "the gradients are others" if kind == "gradients" else f"{name!r} differs"
                 return (
-                    f"Replicas that each see a part of a batch would not compute what one process does with "
-                    f"{type(self.model).__name__}: in the second {self.step}, {what}. So it uses what an earlier one "
+                    f"{self._start}in the second {self.step}, {what}. So it uses what an earlier one "
                     f"has kept of its samples, of which each replica has seen its own part: a mean or a queue in an "
                     f"attribute or a list, a variable that is clipped. Keep a mean over the samples in a variable "
                     f"(self.add_weight), and clip it where it is used."
