@@ -26,6 +26,9 @@ Loss = Callable[..., Any]
 TOLERANCE, TOLERANCE_OF_HALF = 2e-5, 2e-2
 """Relative to the largest of the compared numbers; the second where losses are computed in half precision."""
 
+ZERO = 1e-12
+"""Losses up to this are zero, of which nothing shows."""
+
 
 class Combination(Enum):
     """How the losses of two parts of a batch combine to the loss of the batch."""
@@ -50,7 +53,7 @@ def combination_of(function: Loss, whole: Any, parts: Sequence[Any], rows: Seque
         return Combination.UNKNOWN
     tolerance = tolerance_of(getattr(loss, "dtype", None))
     merged, sizes = _merged(function, parts, rows)
-    if not np.isfinite([merged, *sizes]).all():
+    if not np.isfinite([merged, *sizes]).all() or max(map(abs, (expected, *sizes))) <= ZERO:
         return Combination.UNKNOWN
     if is_close(expected, merged, *sizes, tolerance=tolerance):
         return Combination.MEAN
@@ -119,7 +122,7 @@ class _Rank:
 def combination_of_values(whole: float, parts: Sequence[float], rows: Sequence[int], tolerance: float) -> Combination:
     """As `combination_of`, of what a loss came to: for the batch, and for its parts of so many rows."""
     numbers = [whole, *parts]
-    if not np.isfinite(numbers).all() or not any(numbers):
+    if not np.isfinite(numbers).all() or max(map(abs, numbers)) <= ZERO:
         return Combination.UNKNOWN
     if is_close(whole, float(np.average(parts, weights=rows)), *numbers, tolerance=tolerance):
         return Combination.MEAN
@@ -133,8 +136,7 @@ def tolerance_of(dtype: Any) -> float:
 
 def is_close(left: float, right: float, *sizes: float, tolerance: float = 1e-6) -> bool:
     """Whether two losses are the same, relative to the largest of them and of other numbers."""
-    # 1e-12: losses of zero are equal.
-    return abs(left - right) <= tolerance * max(map(abs, (left, right, *sizes))) + 1e-12
+    return abs(left - right) <= tolerance * max(map(abs, (left, right, *sizes))) + ZERO
 
 
 def _number(value: Any) -> float:

@@ -13,6 +13,7 @@ computed of fixed predictions, so that dropout has no say. What draws random num
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -51,6 +52,8 @@ from phalanx.training.checks.tried_targets import (
 ROWS = 12
 """Samples of the batch that losses are computed of; a third of them is the first part."""
 
+_REFUSED = (Combination.OTHER, Combination.UNSCALED_SUM)
+
 logger = logging.getLogger(__name__)
 
 
@@ -58,47 +61,51 @@ class Findings(NamedTuple):
     """The findings of the probe.
 
     Attributes:
-        sums: indices of the compiled losses that are one sum over the batch.
-        added: of each loss that a layer adds, in their order, by the layer's index: whether it is a sum over the batch;
-            False for a mean and for what is the same for every batch, None where nothing can be said.
-        is_sum: whether that is what `compute_loss` returns.
+        is_sum: of each loss whether it is a sum over the batch; False for a mean and for what is the same for every
+            batch, None where nothing can be said. `describe` tells what the keys stand for.
         error: what no number of replicas can compute as one process does; empty if there is none.
-        means: indices of the compiled losses that are known to be means over the samples.
     """
 
-    sums: list[int]
-    added: dict[str, list[bool | None]]
-    is_sum: bool = False
+    is_sum: dict[str, bool | None]
     error: str = ""
-    means: tuple[int, ...] = ()
 
     @property
-    def merges(self) -> tuple[Any, ...]:
-        """What of it steps are compiled with."""
-        return self.sums, {layer: [bool(kind) for kind in kinds] for layer, kinds in self.added.items()}, self.is_sum
+    def sums(self) -> set[str]:
+        """The losses that steps merge as sums."""
+        return {loss for loss, is_sum in self.is_sum.items() if is_sum}
 
-    def conflicts_with(self, other: Findings) -> bool:
-        """Whether a loss combines in one way here, and in another there."""
-        added = [
-            pair
-            for layer in self.added.keys() & other.added
-            for pair in zip(self.added[layer], other.added[layer], strict=False)
-        ]
-        if any(None not in pair and pair[0] is not pair[1] for pair in added):
-            return True
-        return not {*self.sums}.isdisjoint(other.means) or not {*other.sums}.isdisjoint(self.means)
+    def conflicts_with(self, other: Findings) -> list[str]:
+        """The losses that combine in one way here, and in another there."""
+        common = self.is_sum.keys() & other.is_sum
+        return sorted(loss for loss in common if {self.is_sum[loss], other.is_sum[loss]} == {True, False})
 
     def updated(self, later: Findings) -> Findings:
-        """With what other findings know of losses of which nothing could be said, as they were zero."""
-        added = {
-            layer: [old if new is None else new for old, new in zip(kinds, later.added[layer], strict=True)]
-            if len(kinds) == len(later.added.get(layer, ()))
-            else kinds
-            for layer, kinds in self.added.items()
-        }
-        sums = sorted({*self.sums, *later.sums})
-        means = tuple(sorted({*self.means, *later.means}.difference(sums)))
-        return Findings(sums, added, self.is_sum or later.is_sum, means=means)
+        """With what other findings, which do not conflict, know of losses of which nothing could be said."""
+        known = {loss: is_sum for loss, is_sum in later.is_sum.items() if is_sum is not None}
+        return Findings({**later.is_sum, **self.is_sum, **known})
+
+
+_COMPUTE_LOSS = "compute_loss"
+
+
+def _compiled(index: int) -> str:
+    return f"compiled {index}"
+
+
+def _added_by(layer: int) -> str:
+    """What the keys of a layer's losses begin with; the number of the loss follows."""
+    return f"added by {layer}: "
+
+
+def describe(model: Any, loss: str) -> str:
+    """What a key of `Findings.is_sum` stands for."""
+    if loss == _COMPUTE_LOSS:
+        return f"What compute_loss of {type(model).__name__} returns"
+    for index, compiled in enumerate(compiled_losses(model)):
+        if loss == _compiled(index):
+            return f"The loss {compiled.name!r} of {model.name!r}"
+    layer = next(each for index, each in enumerate(model._flatten_layers()) if loss.startswith(_added_by(index)))
+    return f"What the layer {layer.name!r} of {model.name!r} passes to add_loss"
 
 
 def has_open_questions(model: Any) -> bool:
@@ -108,12 +115,12 @@ def has_open_questions(model: Any) -> bool:
 
 def note(model: Any, findings: Findings) -> None:
     """Let steps use what was found out."""
-    losses, layers = compiled_losses(model), model._flatten_layers()
-    for index, loss in enumerate(losses):
-        note_sum(loss, is_sum=index in findings.sums)
-    for number, kinds in findings.added.items():
-        note_added(layers[int(number)], kinds)
-    note_sum(model, is_sum=findings.is_sum)
+    for index, loss in enumerate(compiled_losses(model)):
+        note_sum(loss, is_sum=_compiled(index) in findings.sums)
+    for index, layer in enumerate(model._flatten_layers()):
+        if kinds := [kind for loss, kind in findings.is_sum.items() if loss.startswith(_added_by(index))]:
+            note_added(layer, kinds)
+    note_sum(model, is_sum=_COMPUTE_LOSS in findings.sums)
 
 
 def probe(model: Any, x: Any, y: Any, sample_weight: Any, *, replicas: int) -> Findings:
@@ -130,14 +137,22 @@ def probe(model: Any, x: Any, y: Any, sample_weight: Any, *, replicas: int) -> F
     # At least three samples, one in the first part and two in the other, so that these differ in size.
     few = _Probe(model, x, y, sample_weight, min(own, ROWS) if own > 2 else 3)
     found = few.find()
-    if found is not None and found.error:
+    if found.error:
         return found
     # Then again with as many samples in the first part as a replica has.
     rows = 3 * part_size(own, 3, replicas, few.values_per_row)
-    later = _Probe(model, x, y, sample_weight, rows).find() if rows > few.rows else None
-    if found is None or (later is not None and later.error):
-        return later or Findings([], {})
-    return found if later is None else found.updated(later)
+    return _agreed(model, found, _Probe(model, x, y, sample_weight, rows).find()) if rows > few.rows else found
+
+
+def _agreed(model: Any, found: Findings, later: Findings) -> Findings:
+    """What was found out of some samples of a kind, and later of others."""
+    for error in (found.error, later.error):
+        if error:
+            return Findings({}, error)
+    if conflicts := found.conflicts_with(later):
+        # A sum that is clipped, for example: it is neither.
+        return Findings({}, _error(describe(model, conflicts[0]), Combination.OTHER))
+    return found.updated(later)
 
 
 class _ProgramError(Exception):
@@ -199,15 +214,15 @@ class _Probe:
         self.values_per_row = values_per_sample((x, y, sample_weight))
         self._data = map_leaves(ops.convert_to_tensor, (x, y, sample_weight))
 
-    def find(self) -> Findings | None:
-        """The findings; None if the program cannot compute losses of these samples."""
+    def find(self) -> Findings:
+        """The findings; nothing if the program cannot compute losses of these samples."""
         try:
             return self._find()
         except _ProgramError as error:
             # A loss or layer may need what only a step has. Whatever is wrong with the program shows there.
             text = "The losses of %r cannot be computed of parts of %d samples: %r"
             logger.info(text, self._model.name, self.rows, error.__cause__)
-            return None
+            return Findings({})
 
     def _find(self) -> Findings:
         with _without_gradients():
@@ -215,10 +230,9 @@ class _Probe:
             if found.error or not (unknown_losses(self._model) or computes_own_loss(self._model)):
                 return found
             for whole in self._batches():
-                of_batch = self._of_losses(whole)
-                if of_batch.error:
-                    return of_batch
-                found = found.updated(of_batch)
+                found = _agreed(self._model, found, self._of_losses(whole))
+                if found.error:
+                    break
             return found
 
     def _batches(self) -> Iterator[_Part]:
@@ -252,7 +266,7 @@ class _Probe:
         calls = [
             recorded_calls(model, unknown_losses(model), partial(compute, model, part)) for part in (whole, *parts)
         ]
-        sums, means = set[int](), set[int]()
+        found = Findings({})
         # Calls are matched by their order. Where a part calls other losses than the batch, nothing can be said.
         if len({len(each) for each in calls}) == 1:
             for of_whole, *of_parts in zip(*calls, strict=True):
@@ -261,20 +275,17 @@ class _Probe:
                     continue
                 verdict = combination_of(_call, of_whole, of_parts, rows, loss)
                 index = next((i for i, each in enumerate(compiled) if each is loss), None)
-                if verdict is Combination.SUM and index is not None:
-                    sums.add(index)
-                elif verdict is Combination.MEAN and index is not None:
-                    means.add(index)
-                elif verdict in (*SUMS, Combination.OTHER):
-                    return Findings([], {}, error=_error(f"The loss {loss.name!r} of {model.name!r}", verdict))
-        is_sum = False
-        if computes_own_loss(model):
-            with noted_as_sums([compiled[index] for index in sums]):
+                if verdict in _REFUSED or (index is None and verdict is Combination.SUM):
+                    return Findings({}, _error(f"The loss {loss.name!r} of {model.name!r}", verdict))
+                if index is not None:  # the same loss may be that of several outputs
+                    found = _agreed(model, found, Findings({_compiled(index): _is_sum(verdict)}))
+        if computes_own_loss(model) and not found.error:
+            with noted_as_sums([loss for index, loss in enumerate(compiled) if _compiled(index) in found.sums]):
                 verdict = combination_of(partial(self._compute_loss, model), whole, parts, rows, model)
-            is_sum = verdict is Combination.SUM
-            if verdict in (Combination.UNSCALED_SUM, Combination.OTHER) or (is_sum and overrides(model, "train_step")):
-                return Findings([], {}, error=_error(f"What compute_loss of {type(model).__name__} returns", verdict))
-        return Findings(sorted(sums), {}, is_sum, means=tuple(means - sums))
+            if verdict in _REFUSED or (verdict is Combination.SUM and overrides(model, "train_step")):
+                return Findings({}, _error(describe(model, _COMPUTE_LOSS), verdict))
+            found = found.updated(Findings({_COMPUTE_LOSS: _is_sum(verdict)}))
+        return found
 
     def _part_of(self, whole: _Part, start: int, stop: int) -> _Part:
         if self._by_rows:
@@ -305,7 +316,7 @@ class _Probe:
     def _added(self) -> Findings:
         """What layers add: of the samples, and with some of them changed, as all may take one way through the model."""
         if not adding_layers(self._model):
-            return Findings([], {})
+            return Findings({})
         x = self._data[0]
         found = self._added_for(x)
         if found.error:
@@ -315,7 +326,7 @@ class _Probe:
         except _ProgramError as error:
             logger.info("Layers of %r do not know changed samples: %r", self._model.name, error.__cause__)
             return found
-        return changed if changed.error else found.updated(changed)
+        return _agreed(self._model, found, changed)
 
     def _added_for(self, x: Any) -> Findings:
         """Of what depends on random numbers nothing can be said."""
@@ -331,12 +342,15 @@ class _Probe:
         )
         of_parts = compute_as_ranks(added, parts, rows)
         layers = self._model._flatten_layers()
-        found: dict[str, list[bool | None]] = {}
+        found: dict[str, bool | None] = {}
         if len({len(each) for each in (whole, again, *of_parts)}) > 1:
-            return Findings([], {})
+            return Findings(found)
+        so_far = Counter[str]()
         for (layer, value), (_, other), *of in zip(whole, again, *of_parts, strict=True):
             own, numbers = float(value), [float(each[1]) for each in of]
-            index = str(next(i for i, each in enumerate(layers) if each is layer))
+            name = _added_by(next(i for i, each in enumerate(layers) if each is layer))
+            loss = f"{name}{so_far[name]}"
+            so_far[name] += 1
             is_random = not is_close(own, float(other), own)
             # Of other seeds another value: it follows from random numbers, which the parts draw differently as well.
             tolerance = tolerance_of(layer.compute_dtype)
@@ -346,10 +360,13 @@ class _Probe:
                 # replicas. Those without samples, in the last batch, do not count, and its rest would be missing.
                 verdict = Combination.OTHER
             if verdict is Combination.OTHER:
-                what = f"What the layer {layer.name!r} of {self._model.name!r} passes to add_loss"
-                return Findings([], {}, error=_error(what, verdict))
-            found.setdefault(index, []).append(None if verdict is Combination.UNKNOWN else verdict is Combination.SUM)
-        return Findings([], found)
+                return Findings({}, _error(describe(self._model, loss), verdict))
+            found[loss] = _is_sum(verdict)
+        return Findings(found)
+
+
+def _is_sum(verdict: Combination) -> bool | None:
+    return None if verdict is Combination.UNKNOWN else verdict is Combination.SUM
 
 
 def _call(recorded: tuple[Any, ...]) -> Any:

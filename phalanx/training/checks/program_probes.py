@@ -11,6 +11,7 @@ Losses and steps are tested again at the beginning of an epoch if something is o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -205,7 +206,7 @@ class ProgramProbes:
         self._tried.clear()
         for step in wanted:
             self._test(engine, self._tests.get(step), [] if step == _LOSSES_ALONE else [step])
-        if any(known.merges != former.get(kind, known).merges for kind, known in self._losses.items()):
+        if any(_merge_differently(former[kind], now) for kind, now in self._losses.items() if kind in former):
             raise UnsupportedError(
                 f"A loss of {self._model.name!r} that is a sum over the batch was zero when training began, and is not "
                 f"now. End fit() before the epoch in which it begins, call compile() again, and continue with "
@@ -237,7 +238,7 @@ class ProgramProbes:
         is_whole = sample is not None and sample.form is ElementStructure.WHOLE
         if is_whole or not self._judges_losses:
             return
-        known, nothing = self._losses_of_compiled, loss_probe.Findings([], {})
+        known, nothing = self._losses_of_compiled, loss_probe.Findings({})
         found: Any = None
         if agreement.is_chief:
             own = nothing
@@ -251,10 +252,11 @@ class ProgramProbes:
         findings = loss_probe.Findings(*of_sample)
         if findings.error:
             raise UnsupportedError(findings.error)
-        if any(findings.conflicts_with(other) for other in known.values()):
+        for loss in chain.from_iterable(findings.conflicts_with(other) for other in known.values()):
             raise UnsupportedError(
-                f"A loss of {model.name!r} is a sum over the batch for some data, and a mean for others (with sample "
-                f"weights, for example), and replicas merge it in one way. Return a mean over the samples for all."
+                f"{loss_probe.describe(model, loss)} is a sum over the batch for some data, and a mean for others "
+                f"(with sample weights, for example), and replicas merge it in one way. Return a mean over the samples "
+                f"for all."
             )
         if sample is not None:
             known[sample.kind] = findings
@@ -263,7 +265,7 @@ class ProgramProbes:
     def _probe_losses(self, data: Any) -> loss_probe.Findings:
         model = self._model
         if reads_iterators(model):
-            return loss_probe.Findings([], {})
+            return loss_probe.Findings({})
         state = ProgramState(model, trains=False)
         with state.kept():  # a loss may count its calls
             found = loss_probe.probe(model, *data, replicas=self._agreement.replicas)
@@ -275,7 +277,7 @@ class ProgramProbes:
             for variable in off:
                 variable.assign(0.5)
             later = loss_probe.probe(model, *data, replicas=self._agreement.replicas)
-        return found if later.error else found.updated(later)
+        return found if later.error or found.conflicts_with(later) else found.updated(later)
 
     @property
     def _losses_of_compiled(self) -> dict[str, loss_probe.Findings]:
@@ -314,3 +316,8 @@ class ProgramProbes:
             raise UnsupportedError(problem)
         if sample is not None:
             self._tried[place] = compiled
+
+
+def _merge_differently(before: loss_probe.Findings, now: loss_probe.Findings) -> bool:
+    """Whether steps that were compiled with what was found out before merge a loss in a wrong way."""
+    return bool(before.conflicts_with(now) or now.sums - before.sums)

@@ -500,6 +500,20 @@ def own_loss_of_generators_that_draw_numbers(setting: Setting) -> dict[str, Any]
     return fitted_on(model, batches(), steps_per_epoch=3, validation_data=batches(), validation_steps=2)
 
 
+class SummedIfWeighed(keras.Model):
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        errors = ops.mean(ops.square(y_pred - y), axis=-1)
+        return ops.mean(errors) if sample_weight is None else ops.sum(errors * ops.reshape(sample_weight, (-1,)))
+
+
+@scenario(quick=ONE_BACKEND, error=_refused("What compute_loss of SummedIfWeighed returns is a sum over the batch for"))
+def own_compute_loss_that_sums_weighed_data(setting: Setting) -> dict[str, Any]:
+    model = compiled(setting, _dense(SummedIfWeighed), optimizer=keras.optimizers.SGD(0.005))
+    return _validated(model, np.linspace(0.1, 3.0, BATCH).astype("float32"))
+
+
 class Weighing(keras.Model):
     def test_step(self, data: Any) -> Any:
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
