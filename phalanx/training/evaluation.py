@@ -13,7 +13,6 @@ import keras
 
 from phalanx.collectives.communicator import Array
 from phalanx.data import ShardedInput
-from phalanx.data.dataset_elements import ElementStructure
 from phalanx.errors import MembershipChangedError
 from phalanx.keras_compat.keras_internals import pythonify_logs
 from phalanx.monitoring import timeline
@@ -66,8 +65,8 @@ def _pass(
         for first, last, batches in batch_groups(JointBatches(source, 0, replica), model.steps_per_execution):
             callbacks.on_test_batch_begin(first)
             for batch in batches:
-                if not all_samples:
-                    _examine(replica_model, batch.data, source.structure)
+                if not all_samples and replica_model.deterministic is None:
+                    replica_model.probes.examine(engine, "test_step", batch.data, source.structure)
                 timeline.current.enter("forward")
                 engine.expect(source.structure)
                 logs = evaluate_batch(replica_model, batch, start, merges=every_batch)
@@ -94,18 +93,6 @@ def _pass(
     finally:
         engine.end()
         timeline.current.leave()
-
-
-def _examine(replica_model: ReplicaModel, data: Any, form: ElementStructure) -> None:
-    """Find out what the first batch shows, if it is of another kind than those before: validation data may have sample
-    weights that the training data lack. The engine has begun; all ranks must call."""
-    if replica_model.deterministic is not None or replica_model.probes.know("test_step", data, form):
-        return
-    replica_model.engine.end()
-    try:
-        replica_model.probes.run(replica_model.engine, data, form, ["test_step"])
-    finally:
-        replica_model.engine.begin()
 
 
 def evaluate_on_worker(evaluate: Callable[..., Any], arguments: FitArguments, callbacks: Any) -> dict[str, Any]:

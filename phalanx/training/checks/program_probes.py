@@ -138,6 +138,23 @@ class ProgramProbes:
         knows_step = not self._judges(step) or self._tried.get((step, kind)) == self._compiled_with()
         return knows_losses and knows_step
 
+    def examine(self, engine: Engine, step: str, data: Any, form: ElementStructure) -> None:
+        """Find out what the first batch of a pass shows, if it is of another kind than those before: validation data,
+        or those of a later `fit`, may have sample weights that the others lack. All ranks must call.
+
+        Args:
+            engine: of the model; it has begun.
+
+        Raises: see `run`.
+        """
+        if self.know(step, data, form):
+            return
+        engine.end()
+        try:
+            self.run(engine, data, form, [step], again=step == "train_step")
+        finally:
+            engine.begin()
+
     def run(
         self, engine: Engine, data: Any, form: ElementStructure, steps: Sequence[str], *, again: bool = False
     ) -> None:

@@ -514,6 +514,16 @@ def own_compute_loss_that_sums_weighed_data(setting: Setting) -> dict[str, Any]:
     return _validated(model, np.linspace(0.1, 3.0, BATCH).astype("float32"))
 
 
+@scenario(quick=("jax", "torch"), error=_refused("The loss 'weighed' of"))
+def own_loss_that_only_a_later_fit_weighs(setting: Setting) -> dict[str, Any]:
+    """Fits from generators, of which nothing is read ahead."""
+    model = compiled(setting, _dense(keras.Model), loss=WeighedByHand(name="weighed"))
+    batches = [(features(BATCH, seed=1), numbers(BATCH, seed=1)) for _ in range(2)]
+    weight = np.linspace(0.1, 3.0, BATCH).astype("float32")
+    first = fitted_on(model, (each for each in batches), epochs=1)
+    return first | fitted_on(model, ((*each, weight) for each in batches), epochs=1)
+
+
 class Weighing(keras.Model):
     def test_step(self, data: Any) -> Any:
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
