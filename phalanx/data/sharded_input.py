@@ -282,9 +282,9 @@ class ShardedInput:
         return 0 if self.source.cursor is None else self.source.cursor.taken
 
     def skip_taken(self, count: int) -> None:
-        """Pass over `count` batches that other ranks, or an earlier process, have taken."""
-        if count and self.source.cursor is not None:
-            self.source.cursor.skip(0, count)
+        """Pass over what others have taken: other ranks, or an earlier process, with this number of `batches_taken`."""
+        if self.source.cursor is not None:
+            self.source.cursor.skip_taken(count)
 
 
 def _reading(source: Source) -> AbstractContextManager[None]:

@@ -264,6 +264,14 @@ class StreamCursor:
         self._is_unread = True
         collections.deque(itertools.islice(self._running, count), maxlen=0)
 
+    def skip_taken(self, count: int) -> None:
+        """Pass over what others have taken of data that cannot be read twice, whose `taken` was `count`. The next pass
+        begins as theirs will, with what begins each pass."""
+        self.read_first()
+        if self._is_once and count > self.taken:
+            self._running, self._is_unread = None, False  # what was looked at they have taken, too
+            collections.deque(itertools.islice(self._counted(self._open_pass(0)), count - self.taken), maxlen=0)
+
     def record(self, *, on: bool) -> None:
         """Start or stop keeping the elements of data that cannot be read twice, for `rewind`."""
         self._recorded = [] if on and self._is_once else None

@@ -184,12 +184,24 @@ def test_what_was_read_in_an_evaluation_can_be_read_again():
     assert [batch.data[0][0, 0] for batch in sharded.epoch(1)] == [3, 4, 5], "and the next one goes on after it"
 
 
-def test_one_that_comes_later_catches_up_with_former_evaluations():
-    sharded = shard_input(endless(), steps_per_epoch=2, rank=1, world_size=2, seed=0)
-    sharded.peek()
-    sharded.skip_taken(4)
-    assert sharded.batches_taken == 4
-    assert [batch.data[0][0, 0] for batch in sharded.epoch(2)] == [4, 5]
+@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("evaluations", range(4))
+def test_one_that_comes_later_catches_up_with_former_evaluations(evaluations, looks):
+    """The next evaluation begins with the two batches that Keras reads first, and continues after what was taken."""
+    first, later = (shard_input(endless(), steps_per_epoch=3, rank=rank, world_size=2, seed=0) for rank in range(2))
+
+    def evaluate(sharded, index):
+        sharded.position.reset()
+        return [batch.data[0][0, 0] for batch in sharded.epoch(index)]
+
+    for index in range(evaluations):
+        evaluate(first, index)
+    if looks:
+        later.peek()
+    later.skip_taken(first.batches_taken)
+    expected = [[0, 1, 2], [0, 1, 3], [0, 1, 4], [0, 1, 5]][evaluations]
+    assert evaluate(first, evaluations) == evaluate(later, evaluations) == expected
+    assert later.batches_taken == first.batches_taken
 
 
 def test_whether_batches_are_compared_follows_the_number_of_ranks():

@@ -64,6 +64,8 @@ def main() -> None:
         # The replicas of DiLoCo have moments of their own, of which a checkpoint keeps the chief's.
         optimizer = keras.optimizers.SGD(0.1) if "diloco" in sys.argv else keras.optimizers.Adam(1e-2)
         model.compile(optimizer, loss, metrics=["accuracy"])
+    # Keras begins each validation with the first two batches of a generator, and continues after those it has read.
+    validation = ((x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, len(x), BATCH))
     folder.mkdir(exist_ok=True)
     (folder / f"process.{strategy.rank}").write_text(str(os.getpid()))
     history = model.fit(
@@ -72,6 +74,8 @@ def main() -> None:
         batch_size=BATCH,
         epochs=EPOCHS,
         verbose=0,
+        validation_data=validation,
+        validation_steps=3,
         callbacks=[
             phalanx.callbacks.Checkpoint(folder, every_steps=int(os.environ.get("EVERY", "4"))),
             AtStep(folder, strategy.rank),
@@ -80,7 +84,8 @@ def main() -> None:
     if strategy.is_chief:
         ledger = phalanx.data.ledger()
         once = sorted(ledger) == list(range(EPOCHS)) and all((counts == 1).all() for counts in ledger.values())
-        np.savez(result, *model.get_weights(), losses=history.history["loss"], epochs=history.epoch, once=once)
+        losses = history.history["loss"] + history.history["val_loss"]
+        np.savez(result, *model.get_weights(), losses=losses, epochs=history.epoch, once=once)
 
 
 if __name__ == "__main__":
