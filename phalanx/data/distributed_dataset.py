@@ -269,10 +269,14 @@ def distribute_dataset(
     kind: type[DistributedDataset] = DistributedDataset,
 ) -> DistributedDataset:
     """`strategy.experimental_distribute_dataset`: the dataset's batch is the global batch, each rank gets
-    its part. Takes any dataset that `fit` takes."""
+    its part. Takes any dataset that `fit` takes.
+
+    Raises: ConfigurationError for a list or a tuple.
+    """
     if isinstance(dataset, DistributedDataset):
         return dataset
     check_outside()
+    _check_dataset(dataset)
     return kind(
         source_registry.make_source(
             InputRequest(dataset, rank=rank, world_size=world_size, seed=seed, repeated=0, opens_as_keras=False)
@@ -302,6 +306,7 @@ def distribute_from_function(
     batched with the local batch size. It is neither cut nor compared with those of other ranks."""
     check_outside()
     dataset = function(InputContext(world_size, rank, world_size))
+    _check_dataset(dataset)
     own = source_registry.make_source(InputRequest(dataset, seed=seed + rank, repeated=0, opens_as_keras=False))
     return kind(
         PerRankSource(own),
@@ -313,6 +318,15 @@ def distribute_from_function(
         members=members,
         element_spec=_element_spec(dataset),
     )
+
+
+def _check_dataset(dataset: Any) -> None:
+    # To `fit`, a list is the arrays of several inputs, and would be stacked to one.
+    if isinstance(dataset, list | tuple):
+        raise ConfigurationError(
+            f"A {type(dataset).__name__} of batches cannot be distributed. Pass a tf.data.Dataset, a PyDataset, a "
+            f"DataLoader, or, for one pass, a generator: (batch for batch in batches)."
+        )
 
 
 def _element_spec(dataset: Any) -> Any:

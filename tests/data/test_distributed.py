@@ -37,6 +37,14 @@ def test_a_custom_loop_gets_its_part_of_each_element_whatever_its_structure():
         assert together.tolist() == Y[4 * number : 4 * number + 4].tolist()
 
 
+@pytest.mark.parametrize("given", [[(X[:4], Y[:4]), (X[4:8], Y[4:8])], (X, Y)])
+def test_a_list_of_batches_is_refused(given):
+    with pytest.raises(ConfigurationError, match="of batches cannot be distributed"):
+        distribute_dataset(given, rank=0, world_size=2, seed=0)
+    with pytest.raises(ConfigurationError, match="of batches cannot be distributed"):
+        distribute_from_function(lambda context: given, rank=0, world_size=2, seed=0)
+
+
 def test_a_dataset_follows_the_members_of_an_elastic_job():
     part = [2, 3]
     members = Members(lambda: tuple(part), lambda epoch: epoch)
