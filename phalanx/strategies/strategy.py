@@ -38,6 +38,7 @@ from phalanx.strategies.reduce_ops import as_float, on_present_leaves, reduce_op
 from phalanx.strategies.replica_variables import StrategyParts
 from phalanx.strategies.strategy_extended import StrategyExtended
 from phalanx.training import model_dispatch
+from phalanx.training.joint_batches import all_gather_rows
 from phalanx.training.replica import Replica, divides_batches
 from phalanx.training.steps.gradient_merge import GradientMerge
 from phalanx.training.steps.optimizer_properties import loss_scale
@@ -461,7 +462,7 @@ def _spread_along(
 def _gather_along(replica: Replica, array: Array, axis: int) -> Array:
     if array.ndim == 0:
         raise ConfigurationError("gather() got a scalar, which has no axis to concatenate along. Give it shape (1,).")
-    parts = replica.communicator.all_gather(np.moveaxis(array, axis, 0))
+    parts = all_gather_rows(np.moveaxis(array, axis, 0), replica.communicator)
     return np.ascontiguousarray(np.moveaxis(np.concatenate(parts), 0, axis))
 
 

@@ -179,6 +179,15 @@ def gather_uneven_parts(setting: Setting) -> dict[str, Any]:
     return {}
 
 
+@scenario(plain=False, backends=("tensorflow",), quick=("tensorflow",))
+def gather_strings(setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    gathered = setting.strategy.gather(tf.constant([["name", "ü" * (setting.rank + 1)]]), axis=0)
+    assert gathered.numpy().tolist() == [[b"name", ("ü" * (rank + 1)).encode()] for rank in range(setting.world_size)]
+    return {}
+
+
 @scenario(plain=False, quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("ConfigurationError", "no axis")))
 def gather_of_a_scalar(setting: Setting) -> dict[str, Any]:
     setting.strategy.gather(tensor(1.0), axis=0)
