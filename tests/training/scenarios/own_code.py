@@ -313,6 +313,29 @@ def own_train_step_that_adds_results_of_metrics(setting: Setting) -> dict[str, A
     return _trained(setting, _dense(Adding))
 
 
+class NamingTwice(keras.Model):
+    """Its `metrics` name one that Keras names, too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sizes = keras.metrics.Mean("sizes")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.sizes, *super().metrics]
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        self.sizes.update_state(ops.mean(ops.abs(y_pred)))
+        return _mean_square(y_pred, y)
+
+
+@scenario(quick=("jax", "torch"))
+def metrics_that_name_one_twice(setting: Setting) -> dict[str, Any]:
+    return _validated(compiled(setting, _dense(NamingTwice)))
+
+
 class Reducing(keras.Model):
     """Reduces in its steps what the compiled loss leaves."""
 

@@ -74,8 +74,9 @@ class ModelArguments:
                 purge_model_variables=True,
             )
             optimizer = values[2] if with_optimizer else None
-            self.keep(values[0], values[1], optimizer, values[-1])
-            return values[0], list(values[1]), optimizer, values[-1]
+            metrics = _without_aliases(values[-1])
+            self.keep(values[0], values[1], optimizer, metrics)
+            return values[0], list(values[1]), optimizer, metrics
         return (
             kept["trainable_variables"],
             list(kept["non_trainable_variables"]),
@@ -140,3 +141,14 @@ class ModelArguments:
             )
             self._places = {id(v): (kind, n) for kind, variables in enumerate(kinds) for n, v in enumerate(variables)}
         return self._places[id(variable)]
+
+
+def _without_aliases(values: Values) -> Values:
+    """With a copy of what is there twice, since a step may not donate an array twice. A model's `metrics` may name a
+    metric that Keras names as well."""
+    seen: set[int] = set()
+    found = []
+    for value in values:
+        found.append(jnp.copy(value) if id(value) in seen else value)
+        seen.add(id(value))
+    return found
