@@ -12,6 +12,7 @@ import pytest
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.patching import set_untracked
 from phalanx.training import model_dispatch
+from phalanx.training.checks.model_checks import check_stateless
 from phalanx.training.model_dispatch import ModelDispatcher
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
@@ -60,6 +61,13 @@ def test_what_servers_cannot_train_is_refused_at_compile(make: Callable[[], kera
     set_untracked(served, **{model_dispatch._OWNER: model_dispatch.ModelOwner(worker)})
     with pytest.raises(UnsupportedError, match=message):
         dispatcher.register_model(served)
+
+
+def test_a_stateful_layer_is_refused_for_several_workers() -> None:
+    model = keras.Sequential([keras.Input(batch_shape=(4, 5, 3)), keras.layers.LSTM(2, stateful=True, name="memory")])
+    with pytest.raises(UnsupportedError, match="'memory' of .* is stateful"):
+        check_stateless(model)
+    check_stateless(compiled("sgd"))
 
 
 def test_a_fit_inside_of_another_one_is_refused() -> None:

@@ -64,6 +64,15 @@ def check_served(model: Any) -> None:
         )
 
 
+def check_stateless(model: Any) -> None:
+    """Raise UnsupportedError for a model that keeps a state for each sample, where any worker may get the next batch."""
+    if (stateful := stateful_layer(model)) is not None:
+        raise UnsupportedError(
+            f"{stateful.name!r} of {model.name!r} is stateful: it continues with the samples of the batch before, which "
+            f"another worker may have got from the parameter servers. Use MultiWorkerMirroredStrategy, or one worker."
+        )
+
+
 def stateful_layer(model: Any) -> Any:
     """The first layer that keeps a state for each sample of a batch; None if there is none."""
     return next((layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)), None)

@@ -17,7 +17,7 @@ from phalanx.errors import DisagreementError
 from phalanx.parameter_server.client.parameter_client import HEAD
 from phalanx.parameter_server.server_messages import HoldSteps, Values
 from phalanx.training import callback_hooks
-from phalanx.training.checks.model_checks import check_normalization, check_served
+from phalanx.training.checks.model_checks import check_normalization, check_served, check_stateless
 from phalanx.training.checks.program_probes import EachFinds, ProgramProbes
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 from phalanx.training.servers.remote_variables import RemoteVariables
@@ -81,6 +81,8 @@ class RemoteModel:
         """
         model, worker = self.model, self._worker
         check_served(model)
+        if worker.workers > 1:
+            check_stateless(model)
         if self._engine is None:
             self._engine = make_engine(model, self.merge)
         engine = self._engine
