@@ -68,7 +68,7 @@ class JobReporter(JobObserver):
     def reported(self, task: str, rank: int, report: TaskReport) -> None:
         if self._is_ending:
             return
-        if (text := self._phases.add(report.phase)) is not None:
+        if (text := self._phases.add(report.phase, report.epoch, report.step)) is not None:
             self.report(text)
         if self._on_stragglers is None or not task.startswith(TRAINING):
             return

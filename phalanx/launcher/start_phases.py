@@ -12,8 +12,10 @@ class StartPhases:
         self._shown: set[str] = set()
         self._has_trained = False
 
-    def add(self, phase: str) -> str | None:
+    def add(self, phase: str, epoch: int | None, step: int | None) -> str | None:
         """A task reports what it does (`runtime.progress`); returns a line to show, if it is news."""
+        # Reports are read at intervals: the first step may be over before one is seen.
+        self._has_trained |= bool(epoch or step)
         if self._has_trained or phase in self._shown:
             return None
         self._shown.add(phase)

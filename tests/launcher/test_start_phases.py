@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import signal
 
+import pytest
+
 from phalanx.launcher.job_reporter import JobReporter
 from phalanx.launcher.start_phases import StartPhases
 from phalanx.monitoring.console import Console
@@ -16,10 +18,16 @@ from tests.launcher.conftest import Launcher
 def test_each_phase_is_shown_once_and_none_after_the_first_step() -> None:
     phases = StartPhases()
     reports = ["start of the program", "import of keras", "import of keras", "import of torch", "initial values"]
-    assert [line for phase in reports if (line := phases.add(phase))] == ["importing keras", "importing torch"]
-    assert phases.add("gradients") == "first step (JAX and TensorFlow compile the model)"
-    assert phases.add("gradients") is None
-    assert phases.add("import of jax") is None
+    lines = [phases.add(phase, None, None) for phase in reports]
+    assert [line for line in lines if line] == ["importing keras", "importing torch"]
+    assert phases.add("gradients", 0, 0) == "first step (JAX and TensorFlow compile the model)"
+    assert phases.add("gradients", 0, 0) is None
+    assert phases.add("import of jax", None, None) is None
+
+
+@pytest.mark.parametrize("place", [(0, 3), (2, 0)])
+def test_a_later_step_is_not_shown_as_the_first(place: tuple[int, int]) -> None:
+    assert StartPhases().add("gradients", *place) is None
 
 
 def test_no_phase_is_shown_once_the_job_is_being_ended() -> None:
