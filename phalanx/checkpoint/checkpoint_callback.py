@@ -188,7 +188,7 @@ class CheckpointWriter:
         except OSError as error:
             # Time may mend a full disk. Everything else ends the `fit`: SupersededError must, because the directory
             # belongs to another process.
-            logger.warning(NOT_WRITTEN, error)
+            logger.warning(NOT_WRITTEN, error.strerror or error)
             return None
 
 

@@ -308,7 +308,7 @@ class ShardedWriter:
         try:
             action()
         except OSError as error:
-            logger.warning(NOT_WRITTEN, error)
+            logger.warning(NOT_WRITTEN, error.strerror or error)
             return False
         return True
 

@@ -92,7 +92,7 @@ MEANINGS: dict[int, Meaning] = {
     errors.PreemptedError.exit_code: Meaning(
         "PreemptedError",
         "the job was asked to stop, and saved a checkpoint first",
-        "nothing: started again, it continues there",
+        "nothing: started again, it continues from the checkpoint that the last line names",
     ),
     SIGNAL_BASE + signal.SIGINT: Meaning("interrupted", "Ctrl-C was pressed", "nothing"),
     SIGNAL_BASE + signal.SIGTERM: Meaning(

@@ -130,10 +130,18 @@ class FitCheckpointing:
             if writer.needs_all or self._replica.is_chief:
                 # Before the broadcast: a rank that has received the path may exit, and so end the job.
                 path = writer.write(*self._prepared(snapshot))
-            return self._replica.broadcast_from_chief(None if path is None else sendable(str(path)))
+            former = None
+            if path is None and self._replica.is_chief:
+                former = self._resumption.newest()
+            found = [path, None if former is None else former.path]
+            return self._replica.broadcast_from_chief([each and sendable(str(each)) for each in found])
 
-        path: Any = self._retry(save)
-        saved = f"It resumes from {path} when it is started again." if path else "Its last state could NOT be saved."
+        path, former = self._retry(save)
+        saved = (
+            f"It resumes from {path} when it is started again."
+            if path
+            else f"Its last state could NOT be saved: started again, it resumes from {former or 'the beginning'}."
+        )
         raise PreemptedError(f"The job was preempted after {self._recorder.applied} steps. {saved}")
 
     def _note_saved(self) -> None:

@@ -175,7 +175,7 @@ class FitResumption:
         self._is_searched = True
         try:
             self.directory.sweep()
-            found = self._newest()
+            found = self.newest()
             if found is not None:
                 self._found = found, FitSnapshot(**decode(base64.b64decode(found.state[STATE])))
         # Not raised: the other ranks are in the broadcast of the seed, and would not learn of it.
@@ -187,7 +187,7 @@ class FitResumption:
                 f"phalanx.callbacks.Checkpoint ({error}). Give another directory."
             )
 
-    def _newest(self) -> StoredCheckpoint | None:
+    def newest(self) -> StoredCheckpoint | None:
         """The newest checkpoint of either format."""
         found = [self.directory.newest(), newest_sharded(self.directory.directory, self._basename)]
         return max((each for each in found if each is not None), key=lambda each: each.step, default=None)

@@ -3,6 +3,7 @@ called again. Jobs of several processes: `test_resuming.py`."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -258,6 +259,25 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(
     assert min(steps) < STEPS
     assert max(steps) > 2 * STEPS
     same(fit(tmp_path / "a"), fit(tmp_path / "c"))
+
+
+@pytest.mark.parametrize(("full_from", "place"), [(6, r".*fit0-000000005\.weights\.h5\."), (0, r"the beginning\.")])
+def test_a_job_that_ends_while_the_disk_is_full_says_where_it_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: None, full_from: int, place: str
+) -> None:
+    original = CheckpointDirectory.write
+
+    def write(self: CheckpointDirectory, content: Any, step: int, state: Any) -> Any:
+        if step >= full_from:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(self, content, step, state)
+
+    monkeypatch.setattr(CheckpointDirectory, "write", write)
+    told = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: os.kill(os.getpid(), signal.SIGTERM) if batch == 6 else None
+    )
+    with pytest.raises(PreemptedError, match=f"could NOT be saved: started again, it resumes from {place}"):
+        fit(tmp_path, told)
 
 
 def test_what_ends_the_thread_that_writes_is_raised_in_the_one_that_trains(tmp_path: Path) -> None:
