@@ -267,6 +267,8 @@ class StreamCursor:
     def skip_taken(self, count: int) -> None:
         """Pass over what others have taken of data that cannot be read twice, whose `taken` was `count`. The next pass
         begins as theirs will, with what begins each pass."""
+        if count == 0:  # they have not begun, and what a generator draws follows from when it is read
+            return
         self.read_first()
         if self._is_once and count > self.taken:
             self._running, self._is_unread = None, False  # what was looked at they have taken, too

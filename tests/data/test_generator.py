@@ -184,6 +184,14 @@ def test_what_was_read_in_an_evaluation_can_be_read_again():
     assert [batch.data[0][0, 0] for batch in sharded.epoch(1)] == [3, 4, 5], "and the next one goes on after it"
 
 
+def test_of_data_that_others_have_not_begun_nothing_is_read():
+    """Another generator may draw from the same random numbers."""
+    read = []
+    sharded = shard_input((read.append(batch) or batch for batch in endless()), steps_per_epoch=2, rank=0, world_size=2)
+    sharded.skip_taken(0)
+    assert not read
+
+
 @pytest.mark.parametrize("looks", [True, False])
 @pytest.mark.parametrize("evaluations", range(4))
 def test_one_that_comes_later_catches_up_with_former_evaluations(evaluations, looks):
