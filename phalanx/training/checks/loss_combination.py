@@ -136,7 +136,7 @@ def tolerance_of(dtype: Any) -> float:
 
 def is_close(left: float, right: float, *sizes: float, tolerance: float = 1e-6) -> bool:
     """Whether two losses are the same, relative to the largest of them and of other numbers."""
-    return abs(left - right) <= tolerance * max(map(abs, (left, right, *sizes))) + ZERO
+    return abs(left - right) <= tolerance * max(map(abs, (left, right, *sizes)))
 
 
 def _number(value: Any) -> float:

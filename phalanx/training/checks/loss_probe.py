@@ -108,6 +108,14 @@ def describe(model: Any, loss: str) -> str:
     return f"What the layer {layer.name!r} of {model.name!r} passes to add_loss"
 
 
+def conflict_error(model: Any, loss: str) -> str:
+    """Of a loss that `conflicts_with` names."""
+    return (
+        f"{describe(model, loss)} is a sum over the batch for some data, and a mean for others (with sample weights, or "
+        f"where it is clipped), and replicas merge it in one way. Return a mean over the samples for all."
+    )
+
+
 def has_open_questions(model: Any) -> bool:
     """Whether `probe` would find out anything; the same on all ranks."""
     return bool(unknown_losses(model) or adding_layers(model) or computes_own_loss(model))
@@ -150,8 +158,7 @@ def _agreed(model: Any, found: Findings, later: Findings) -> Findings:
         if error:
             return Findings({}, error)
     if conflicts := found.conflicts_with(later):
-        # A sum that is clipped, for example: it is neither.
-        return Findings({}, _error(describe(model, conflicts[0]), Combination.OTHER))
+        return Findings({}, conflict_error(model, conflicts[0]))
     return found.updated(later)
 
 

@@ -225,8 +225,8 @@ class ProgramProbes:
             self._test(engine, self._tests.get(step), [] if step == _LOSSES_ALONE else [step])
         if any(_merge_differently(former[kind], now) for kind, now in self._losses.items() if kind in former):
             raise UnsupportedError(
-                f"A loss of {self._model.name!r} that is a sum over the batch was zero when training began, and is not "
-                f"now. End fit() before the epoch in which it begins, call compile() again, and continue with "
+                f"A loss of {self._model.name!r} is a sum over the batch now, and was zero or a mean when training "
+                f"began. End fit() before the epoch in which it begins, call compile() again, and continue with "
                 f"fit(initial_epoch=...); or return a mean over the samples."
             )
 
@@ -270,11 +270,7 @@ class ProgramProbes:
         if findings.error:
             raise UnsupportedError(findings.error)
         for loss in chain.from_iterable(findings.conflicts_with(other) for other in known.values()):
-            raise UnsupportedError(
-                f"{loss_probe.describe(model, loss)} is a sum over the batch for some data, and a mean for others "
-                f"(with sample weights, for example), and replicas merge it in one way. Return a mean over the samples "
-                f"for all."
-            )
+            raise UnsupportedError(loss_probe.conflict_error(model, loss))
         if sample is not None:
             known[sample.kind] = findings
         loss_probe.note(model, loss_probe.Findings(*of_all))

@@ -589,7 +589,7 @@ def ratio_in_a_loss_that_begins_later(setting: Setting) -> dict[str, Any]:
 
 
 # Elsewhere, compiled steps do not see what is in Python.
-@scenario(backends=("torch",), error={"torch": ("UnsupportedError", "that is a sum over the batch was zero")})
+@scenario(backends=("torch",), error={"torch": ("UnsupportedError", "is a sum over the batch now, and was zero")})
 def added_sum_whose_weight_in_python_begins_later(setting: Setting) -> dict[str, Any]:
     class Term(layers.Layer):
         weight = 0.0
