@@ -324,8 +324,8 @@ def _check_dataset(dataset: Any) -> None:
     # To `fit`, a list is the arrays of several inputs, and would be stacked to one.
     if isinstance(dataset, list | tuple):
         raise ConfigurationError(
-            f"A {type(dataset).__name__} of batches cannot be distributed. Pass a tf.data.Dataset, a PyDataset, a "
-            f"DataLoader, or, for one pass, a generator: (batch for batch in batches)."
+            f"A {type(dataset).__name__} of arrays or batches cannot be distributed. Pass a tf.data.Dataset, a "
+            f"PyDataset, a DataLoader, or, for one pass, a generator that yields batches."
         )
 
 

@@ -39,9 +39,9 @@ def test_a_custom_loop_gets_its_part_of_each_element_whatever_its_structure():
 
 @pytest.mark.parametrize("given", [[(X[:4], Y[:4]), (X[4:8], Y[4:8])], (X, Y)])
 def test_a_list_of_batches_is_refused(given):
-    with pytest.raises(ConfigurationError, match="of batches cannot be distributed"):
+    with pytest.raises(ConfigurationError, match="of arrays or batches cannot be"):
         distribute_dataset(given, rank=0, world_size=2, seed=0)
-    with pytest.raises(ConfigurationError, match="of batches cannot be distributed"):
+    with pytest.raises(ConfigurationError, match="of arrays or batches cannot be"):
         distribute_from_function(lambda context: given, rank=0, world_size=2, seed=0)
 
 

@@ -65,11 +65,12 @@ def check_served(model: Any) -> None:
 
 
 def check_stateless(model: Any) -> None:
-    """Raise UnsupportedError for a model that keeps a state for each sample, where any worker may get the next batch."""
+    """Raise UnsupportedError for a model that keeps a state for each sample, if any worker may get the next batch."""
     if (stateful := stateful_layer(model)) is not None:
         raise UnsupportedError(
-            f"{stateful.name!r} of {model.name!r} is stateful: it continues with the samples of the batch before, which "
-            f"another worker may have got from the parameter servers. Use MultiWorkerMirroredStrategy, or one worker."
+            f"{stateful.name!r} of {model.name!r} is stateful: it continues with the samples of the batch before, "
+            f"which another worker may have got from the parameter servers. Use MultiWorkerMirroredStrategy, or one "
+            f"worker."
         )
 
 
