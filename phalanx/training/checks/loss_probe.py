@@ -111,8 +111,8 @@ def describe(model: Any, loss: str) -> str:
 def conflict_error(model: Any, loss: str) -> str:
     """Of a loss that `conflicts_with` names."""
     return (
-        f"{describe(model, loss)} is a sum over the batch for some data, and a mean for others (with sample weights, or "
-        f"where it is clipped), and replicas merge it in one way. Return a mean over the samples for all."
+        f"{describe(model, loss)} is a sum over the batch for some data, and a mean for others (with sample weights, "
+        f"or where it is clipped), and replicas merge it in one way. Return a mean over the samples for all."
     )
 
 
