@@ -14,7 +14,7 @@ import numpy as np
 from phalanx.checkpoint.checkpoint_callback import State, write_ledger
 from phalanx.data.sample_ledger import SampleLedger
 from phalanx.engines.random_state import random_state
-from phalanx.errors import PreemptedError
+from phalanx.errors import ConfigurationError, PreemptedError
 from phalanx.monitoring import timeline
 from phalanx.runtime import telemetry
 from phalanx.runtime.exit_codes import sendable
@@ -130,19 +130,23 @@ class FitCheckpointing:
             if writer.needs_all or self._replica.is_chief:
                 # Before the broadcast: a rank that has received the path may exit, and so end the job.
                 path = writer.write(*self._prepared(snapshot))
-            former = None
-            if path is None and self._replica.is_chief:
-                former = self._resumption.newest()
-            found = [path, None if former is None else former.path]
-            return self._replica.broadcast_from_chief([each and sendable(str(each)) for each in found])
+            resumes = self._where_it_resumes(path) if self._replica.is_chief else ""
+            return self._replica.broadcast_from_chief(sendable(resumes))
 
-        path, former = self._retry(save)
-        saved = (
-            f"It resumes from {path} when it is started again."
-            if path
-            else f"Its last state could NOT be saved: started again, it resumes from {former or 'the beginning'}."
-        )
-        raise PreemptedError(f"The job was preempted after {self._recorder.applied} steps. {saved}")
+        resumes = self._retry(save)
+        raise PreemptedError(f"The job was preempted after {self._recorder.applied} steps. {resumes}")
+
+    def _where_it_resumes(self, path: Any) -> str:
+        """As the chief: what a job that is started again does; `path` is None if its state could not be saved."""
+        if path is not None:
+            return f"It resumes from {path} when it is started again."
+        # Not raised: the other ranks wait for this answer.
+        try:
+            former = self._resumption.newest()
+        except (ConfigurationError, OSError) as error:
+            return f"Its last state could NOT be saved, nor can those before be read: {error}"
+        place = "the beginning" if former is None else former.path
+        return f"Its last state could NOT be saved: started again, it resumes from {place}."
 
     def _note_saved(self) -> None:
         self._saved_at, self._saved_time = self._recorder.applied, time.monotonic()
