@@ -267,12 +267,12 @@ class StreamCursor:
     def skip_taken(self, count: int) -> None:
         """Pass over what others have taken of data that cannot be read twice, whose `taken` was `count`. The next pass
         begins as theirs will, with what begins each pass."""
-        if count == 0:  # they have not begun, and what a generator draws follows from when it is read
+        # If they have not begun, not even the first elements: what a generator draws follows from when it is read.
+        if not self._is_once or count <= self.taken:
             return
         self.read_first()
-        if self._is_once and count > self.taken:
-            self._running, self._is_unread = None, False  # what was looked at they have taken, too
-            collections.deque(itertools.islice(self._counted(self._open_pass(0)), count - self.taken), maxlen=0)
+        self._running, self._is_unread = None, False  # what was looked at they have taken, too
+        collections.deque(itertools.islice(self._counted(self._open_pass(0)), count - self.taken), maxlen=0)
 
     def record(self, *, on: bool) -> None:
         """Start or stop keeping the elements of data that cannot be read twice, for `rewind`."""

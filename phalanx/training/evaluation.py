@@ -65,7 +65,7 @@ def _pass(
         for first, last, batches in batch_groups(JointBatches(source, 0, replica), model.steps_per_execution):
             callbacks.on_test_batch_begin(first)
             for batch in batches:
-                if not all_samples and replica_model.deterministic is None:
+                if not all_samples:
                     replica_model.probes.examine(engine, "test_step", batch.data, source.structure)
                 timeline.current.enter("forward")
                 engine.expect(source.structure)

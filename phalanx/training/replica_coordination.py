@@ -162,7 +162,7 @@ class ReplicaCoordination:
         # Of an epoch that callbacks have ended before its first step any step may be the last one.
         last = state.stop_requested or state.is_last(step)
         engine, form = self._replica_model.engine, state.source.structure
-        if not self._has_trained and stepper.merges_every_step and self._replica_model.deterministic is None:
+        if not self._has_trained and stepper.merges_every_step:
             self._replica_model.probes.examine(engine, "train_step", batch.data, form)
         engine.expect(form)  # what was evaluated meanwhile may have another one
         progress.report("gradients", epoch=state.epoch, step=step)

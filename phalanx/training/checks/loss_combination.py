@@ -53,7 +53,7 @@ def combination_of(function: Loss, whole: Any, parts: Sequence[Any], rows: Seque
         return Combination.UNKNOWN
     tolerance = tolerance_of(getattr(loss, "dtype", None))
     merged, sizes = _merged(function, parts, rows)
-    if not np.isfinite([merged, *sizes]).all() or max(map(abs, (expected, *sizes))) <= ZERO:
+    if _says_nothing(expected, merged, *sizes):
         return Combination.UNKNOWN
     if is_close(expected, merged, *sizes, tolerance=tolerance):
         return Combination.MEAN
@@ -122,11 +122,16 @@ class _Rank:
 def combination_of_values(whole: float, parts: Sequence[float], rows: Sequence[int], tolerance: float) -> Combination:
     """As `combination_of`, of what a loss came to: for the batch, and for its parts of so many rows."""
     numbers = [whole, *parts]
-    if not np.isfinite(numbers).all() or max(map(abs, numbers)) <= ZERO:
+    if _says_nothing(*numbers):
         return Combination.UNKNOWN
     if is_close(whole, float(np.average(parts, weights=rows)), *numbers, tolerance=tolerance):
         return Combination.MEAN
     return Combination.SUM if is_close(whole, sum(parts), *numbers, tolerance=tolerance) else Combination.OTHER
+
+
+def _says_nothing(*losses: float) -> bool:
+    """Whether one of the losses is no number, or all are zero."""
+    return not np.isfinite(losses).all() or max(map(abs, losses)) <= ZERO
 
 
 def tolerance_of(dtype: Any) -> float:

@@ -62,7 +62,7 @@ class Findings(NamedTuple):
 
     Attributes:
         is_sum: of each loss whether it is a sum over the batch; False for a mean and for what is the same for every
-            batch, None where nothing can be said. `describe` tells what the keys stand for.
+            batch, None where nothing can be said. `_describe` tells what the keys stand for.
         error: what no number of replicas can compute as one process does; empty if there is none.
     """
 
@@ -97,7 +97,7 @@ def _added_by(layer: int) -> str:
     return f"added by {layer}: "
 
 
-def describe(model: Any, loss: str) -> str:
+def _describe(model: Any, loss: str) -> str:
     """What a key of `Findings.is_sum` stands for."""
     if loss == _COMPUTE_LOSS:
         return f"What compute_loss of {type(model).__name__} returns"
@@ -111,7 +111,7 @@ def describe(model: Any, loss: str) -> str:
 def conflict_error(model: Any, loss: str) -> str:
     """Of a loss that `conflicts_with` names."""
     return (
-        f"{describe(model, loss)} is a sum over the batch for some data, and a mean for others (with sample weights, "
+        f"{_describe(model, loss)} is a sum over the batch for some data, and a mean for others (with sample weights, "
         f"or where it is clipped), and replicas merge it in one way. Return a mean over the samples for all."
     )
 
@@ -154,9 +154,8 @@ def probe(model: Any, x: Any, y: Any, sample_weight: Any, *, replicas: int) -> F
 
 def _agreed(model: Any, found: Findings, later: Findings) -> Findings:
     """What was found out of some samples of a kind, and later of others."""
-    for error in (found.error, later.error):
-        if error:
-            return Findings({}, error)
+    if error := found.error or later.error:
+        return Findings({}, error)
     if conflicts := found.conflicts_with(later):
         return Findings({}, conflict_error(model, conflicts[0]))
     return found.updated(later)
@@ -290,7 +289,7 @@ class _Probe:
             with noted_as_sums([loss for index, loss in enumerate(compiled) if _compiled(index) in found.sums]):
                 verdict = combination_of(partial(self._compute_loss, model), whole, parts, rows, model)
             if verdict in _REFUSED or (verdict is Combination.SUM and overrides(model, "train_step")):
-                return Findings({}, _error(describe(model, _COMPUTE_LOSS), verdict))
+                return Findings({}, _error(_describe(model, _COMPUTE_LOSS), verdict))
             found = found.updated(Findings({_COMPUTE_LOSS: _is_sum(verdict)}))
         return found
 
@@ -367,7 +366,7 @@ class _Probe:
                 # replicas. Those without samples, in the last batch, do not count, and its rest would be missing.
                 verdict = Combination.OTHER
             if verdict is Combination.OTHER:
-                return Findings({}, _error(describe(self._model, loss), verdict))
+                return Findings({}, _error(_describe(self._model, loss), verdict))
             found[loss] = _is_sum(verdict)
         return Findings(found)
 

@@ -61,6 +61,12 @@ class ChiefFinds:
         """Whether a rank may have joined that must be told again what the others know."""
         return self._replica.elastic is not None
 
+    @property
+    def meets_in_passes(self) -> bool:
+        """Whether something may be found out in the middle of a pass. A change of the members would interrupt it, and
+        deterministic steps, which compute micro-batches, are not tested there."""
+        return not self.admits_ranks and not self._replica.micro_batches
+
     def from_chief(self, found: Any) -> Any:
         """The chief's findings; all ranks must call."""
         return self._replica.retry(lambda: self._replica.broadcast_from_chief(found))
@@ -73,6 +79,7 @@ class EachFinds(NamedTuple):
     replicas: int = 1
     is_chief: bool = True
     admits_ranks: bool = False
+    meets_in_passes: bool = False
 
     def from_chief(self, found: Any) -> Any:
         return found
@@ -125,12 +132,9 @@ class ProgramProbes:
         """Whether anything depends on what batches are like; the same on all ranks."""
         return self._judges_losses or any(map(self._judges, steps))
 
-    def know(self, step: str, data: Any, form: ElementStructure) -> bool:
-        """Whether there is nothing to find out of such batches; the same on all ranks.
-
-        In elastic jobs nothing is found out in the middle of a pass, which a change of the members would interrupt.
-        """
-        if not self.judge([step]) or self._agreement.admits_ranks:
+    def _knows(self, step: str, data: Any, form: ElementStructure) -> bool:
+        """Whether there is nothing to find out of such batches; the same on all ranks."""
+        if not self.judge([step]):
             return True
         kind = _Sample(data, form).kind
         has_losses = self._judges_losses and form is not ElementStructure.WHOLE  # see `_find_out_losses`
@@ -147,7 +151,7 @@ class ProgramProbes:
 
         Raises: see `run`.
         """
-        if self.know(step, data, form):
+        if not self._agreement.meets_in_passes or self._knows(step, data, form):
             return
         engine.end()
         try:
