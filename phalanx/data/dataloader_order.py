@@ -83,11 +83,15 @@ class DataLoaderOrder:
             states = [generator.get_state() for generator in self._program_generators()]
         return encode([state.numpy() for state in states]) if states else b""
 
-    def continue_with(self, randomness: bytes) -> None:
-        states: Any = decode(randomness)
-        for generator, state in zip(self._program_generators(), states, strict=True):
+    def continue_with(self, randomness: bytes) -> bool:
+        states: Any = decode(randomness) if randomness else []
+        generators = self._program_generators()
+        if len(states) != len(generators):
+            return False
+        for generator, state in zip(generators, states, strict=True):
             generator.set_state(torch.from_numpy(state.copy()))
         self.forget()
+        return True
 
     def worker_generator(self, rank: int) -> Any:
         """A generator that seeds this rank's workers, unlike those of other ranks; None for torch's own. Nothing more

@@ -7,13 +7,28 @@ than `steps_per_epoch` is left, it ends early, and the next epoch starts a new p
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.data.source import Source
+from phalanx.errors import ConfigurationError
 from phalanx.keras_compat import data_adapters
 
-Place = tuple[int, int]
-"""A pass, named by the epoch in which it began, and the number of a batch in it."""
+
+class InputPlace(NamedTuple):
+    """Where an epoch begins: what another process needs to begin it there.
+
+    Attributes:
+        pass_key: the epoch in which its pass began.
+        batch: the number of its first batch in that pass; of an epoch that has not begun, 0 stands for a new pass.
+        taken: of data that cannot be read twice, the elements that were taken before that pass; see `StreamCursor`.
+        randomness: the state of the program's random generators from which the order of that pass follows; empty if
+            there are none, None if it is not known.
+    """
+
+    pass_key: int
+    batch: int
+    taken: int = 0
+    randomness: bytes | None = None
 
 
 def epoch_end(start: int, num_batches: int | None, steps_per_epoch: int | None) -> int | None:
@@ -68,6 +83,8 @@ class InputPosition:
             else:
                 self.open_pass(index)
             self._is_open = False
+            if self._source.cursor is not None:
+                self._source.cursor.begin_pass(self.pass_key)
         self._source.on_epoch_begin()
         self.start = self.next_start
 
@@ -120,25 +137,37 @@ class InputPosition:
     # Resuming.
 
     @property
-    def running(self) -> Place:
+    def running(self) -> InputPlace:
         """Where the running epoch began."""
-        return self.pass_key, self.start
+        return self._in_pass(self.start)
 
     @property
-    def next(self) -> Place:
-        """Between two epochs: where the next one begins; batch 0 means in a new pass."""
-        return self.pass_key, self.next_start
+    def next(self) -> InputPlace:
+        """Between two epochs: where the next one begins."""
+        return self._in_pass(self.next_start) if self.next_start else self.next_pass
+
+    @property
+    def next_pass(self) -> InputPlace:
+        """Between two epochs: where the next one begins after a `reset`, as evaluations do."""
+        cursor = self._source.cursor
+        return InputPlace(self.pass_key, 0, 0 if cursor is None else cursor.taken, self._randomness(None))
+
+    def _in_pass(self, batch: int) -> InputPlace:
+        """A place in the running pass."""
+        cursor = self._source.cursor
+        taken = 0 if cursor is None else cursor.taken_before
+        return InputPlace(self.pass_key, batch, taken, self._randomness(self.pass_key))
 
     def end_of(self, start: int) -> int | None:
         """The batch before which an epoch that starts at `start` ends; None if unknown."""
         return epoch_end(start, self._source.num_batches, self.steps_per_epoch)
 
-    def batches_from(self, place: Place) -> int | None:
+    def batches_from(self, place: InputPlace) -> int | None:
         """Batches of an epoch that starts at `place`; None if unknown."""
         stop = self.end_of(place[1])
         return None if stop is None else stop - place[1]
 
-    def place_of(self, index: int, first: int) -> Place | None:
+    def place_of(self, index: int, first: int) -> InputPlace | None:
         """Where epoch `index` begins in a training that began with epoch `first`; None if the length of the data is
         unknown."""
         if self._source.num_batches is None:
@@ -149,40 +178,39 @@ class InputPosition:
             stop = self.end_of(start)
             assert stop is not None
             start = self._start_after(stop, is_short=stop - start != self.steps_per_epoch)
-        return (began if start else index), start
+        return InputPlace(began if start else index, start)
 
-    def resume_epoch(self, place: Place, done: int, randomness: bytes = b"") -> None:
-        """Stand in an epoch that another process began at `place`, of which `done` batches are done."""
-        self.pass_key, self.start = place
-        self._resume(self.start + done, randomness)
+    def resume_epoch(self, place: InputPlace, done: int) -> None:
+        """Stand in an epoch that another process began at `place`, of which `done` batches are done.
 
-    def resume_between_epochs(self, place: Place, randomness: bytes = b"") -> None:
-        """Stand between two epochs, where another process stood (`next`, `next_randomness`)."""
-        self.pass_key, self.next_start = place
-        self._resume(self.next_start, randomness)
+        Raises: ConfigurationError if the data draw their order in another way than the other process's.
+        """
+        self.pass_key, self.start = place.pass_key, place.batch
+        self._resume(place, done)
 
-    def _resume(self, batches: int, randomness: bytes) -> None:
+    def resume_between_epochs(self, place: InputPlace) -> None:
+        """Stand between two epochs, where another process stood."""
+        self.pass_key, self.next_start = place.pass_key, place.batch
+        self._resume(place, 0)
+
+    def _resume(self, place: InputPlace, done: int) -> None:
         self.is_reset = True  # a reset would begin a new pass
-        self.continue_with(randomness)
-        if self._source.cursor is not None and batches:
-            self._source.cursor.skip(self.pass_key, batches)
+        batches = place.batch + done
+        # At the start of a pass, other data may begin an order of their own.
+        if place.randomness is not None and not self._continue_order(place.randomness) and batches:
+            raise ConfigurationError(
+                "The data draw the order of a pass from other random generators than those with which this pass began, "
+                "so training cannot continue in the middle of it. Pass the same data."
+            )
+        if self._source.cursor is not None:
+            self._source.cursor.resume(place.pass_key, batches, place.taken)
 
-    @property
-    def randomness(self) -> bytes:
-        """The state of the program's random generators from which the order of the running pass follows; empty if there
-        are none."""
-        return self._randomness(self.pass_key)
-
-    @property
-    def next_randomness(self) -> bytes:
-        """Between two epochs: the same for the pass in which the next one begins."""
-        return self._randomness(self.pass_key if self.next_start else None)
-
-    def continue_with(self, randomness: bytes) -> None:
-        """Give the next pass the order of one whose `randomness` this was, in another process."""
+    def _continue_order(self, randomness: bytes) -> bool:
         source: Any = self._source
-        if randomness and hasattr(source, "order"):
-            source.order.continue_with(randomness)
+        if not hasattr(source, "order"):
+            return not randomness
+        continues: bool = source.order.continue_with(randomness)
+        return continues
 
     def _randomness(self, key: int | None) -> bytes:
         source: Any = self._source

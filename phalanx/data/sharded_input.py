@@ -172,6 +172,11 @@ class ShardedInput:
             self.structure = self.form
         return LocalBatch(data, share.size, share.global_size)
 
+    def enter(self, index: int) -> None:
+        """Start epoch `index`, whose batches `epoch` then gives after 0 of them."""
+        self.read_first()
+        self.position.enter(index)
+
     def epoch(self, index: int, done: int | None = None) -> Generator[LocalBatch, None, None]:
         """The local batches of epoch `index`.
 
@@ -180,7 +185,7 @@ class ShardedInput:
 
         Args:
             index: the epoch's number.
-            done: continue the running epoch after so many batches; None to start it.
+            done: continue the running epoch after so many batches; None to start it when the first one is asked for.
 
         Raises: ConfigurationError if there is no data at all; whatever the source raises.
         """
@@ -191,8 +196,7 @@ class ShardedInput:
         """As `epoch`, with the elements in the dataset's own structure."""
         position = self.position
         if done is None:
-            self.read_first()
-            position.enter(index)
+            self.enter(index)
         seen, is_complete = done or 0, False
         try:
             for share in self._read(done or 0):
@@ -275,16 +279,6 @@ class ShardedInput:
         finally:
             if cursor is not None:
                 cursor.record(on=False)
-
-    @property
-    def batches_taken(self) -> int:
-        """Batches read of data that continue from one evaluation to the next; 0 for all other data."""
-        return 0 if self.source.cursor is None else self.source.cursor.taken
-
-    def skip_taken(self, count: int) -> None:
-        """Pass over what others have taken: other ranks, or an earlier process, with this number of `batches_taken`."""
-        if self.source.cursor is not None:
-            self.source.cursor.skip_taken(count)
 
 
 def _reading(source: Source) -> AbstractContextManager[None]:

@@ -146,8 +146,9 @@ class SampleOrders(Protocol):
         """
         ...
 
-    def continue_with(self, randomness: bytes) -> None:
-        """Give the next pass the order of one that another process read, whose `randomness` this was."""
+    def continue_with(self, randomness: bytes) -> bool:
+        """Give the next pass the order of one that another process read, whose `randomness` this was; returns False,
+        and does nothing, if that one's order followed from other generators."""
         ...
 
 
@@ -173,8 +174,8 @@ class PassOrder:
         del key  # the order follows from the seed, or from the chief's
         return b""
 
-    def continue_with(self, randomness: bytes) -> None:
-        raise AssertionError("orders without generators of the program have no randomness")
+    def continue_with(self, randomness: bytes) -> bool:
+        return not randomness
 
 
 def same_stream(kind: str, world_size: int) -> list[str]:
@@ -191,6 +192,7 @@ class StreamCursor:
 
     Attributes:
         taken: elements taken of data that cannot be read twice; 0 for all other data.
+        taken_before: those of them that were taken before the running pass.
 
     Args:
         open_pass: takes a pass's key and returns an iterator over its elements. For data that cannot be read twice it
@@ -208,7 +210,7 @@ class StreamCursor:
         repeated: int = 0,
         open_first: Callable[[], Iterator[Any]] | None = None,
     ):
-        self.taken = 0
+        self.taken = self.taken_before = 0
         self._open_pass = open_pass
         self._open_first = open_first
         self._is_once = is_once
@@ -225,12 +227,17 @@ class StreamCursor:
         if self._is_once and self._first is None:
             self._first = list(itertools.islice(self._counted(self._open_pass(0)), self._repeated))
 
+    def begin_pass(self, key: int) -> Iterator[Any]:
+        """Open pass `key`, unless the next `read` is to continue with what was looked at, put back or skipped to;
+        returns the elements that it is to yield."""
+        if self._running is None or not self._is_unread:
+            self._running = self._open(key)
+            self._is_unread = True
+        return self._running
+
     def read(self, key: int, start: int, stop: int | None) -> Iterator[Any]:
         """Elements `start` to `stop` of pass `key`, see `Source.read`."""
-        running = self._running
-        # What was put back or skipped to belongs to the pass that begins: opening another one would lose it.
-        if running is None or (start == 0 and not self._is_unread):
-            running = self._running = self._open(key)
+        running = self.begin_pass(key) if self._running is None or start == 0 else self._running
         self._is_unread = False
         for element in running if stop is None else itertools.islice(running, stop - start):
             self._last = [element]
@@ -257,22 +264,30 @@ class StreamCursor:
         if self._last:
             self._put_back(self._last)
 
-    def skip(self, key: int, count: int) -> None:
-        """Pass over `count` elements of pass `key`, which others have read."""
-        if self._running is None or not self._is_unread:
-            self._running = self._open(key)
-        self._is_unread = True
-        collections.deque(itertools.islice(self._running, count), maxlen=0)
+    def resume(self, key: int, count: int, taken_before: int) -> None:
+        """Pass over `count` elements of pass `key`, which others have read.
 
-    def skip_taken(self, count: int) -> None:
-        """Pass over what others have taken of data that cannot be read twice, whose `taken` was `count`. The next pass
-        begins as theirs will, with what begins each pass."""
+        Args:
+            taken_before: what they had taken before that pass, of data that cannot be read twice.
+        """
         # If they have not begun, not even the first elements: what a generator draws follows from when it is read.
-        if not self._is_once or count <= self.taken:
+        if not count and not taken_before:
             return
+        if self._is_once:
+            self._running = self._resumed(count, taken_before)
+            self._is_unread = True
+        else:
+            _pass_over(self.begin_pass(key), count)
+
+    def _resumed(self, count: int, taken_before: int) -> Iterator[Any]:
+        """The rest of a pass over data that cannot be read twice."""
         self.read_first()
-        self._running, self._is_unread = None, False  # what was looked at they have taken, too
-        collections.deque(itertools.islice(self._counted(self._open_pass(0)), count - self.taken), maxlen=0)
+        first = self._first or []
+        elements = self._counted(self._open_pass(0))
+        # What was looked at here they have taken, too.
+        _pass_over(elements, taken_before + max(0, count - len(first)) - self.taken)
+        self.taken_before = taken_before
+        return itertools.chain(first[count:], elements)
 
     def record(self, *, on: bool) -> None:
         """Start or stop keeping the elements of data that cannot be read twice, for `rewind`."""
@@ -289,6 +304,7 @@ class StreamCursor:
         if not self._is_once:
             return elements
         self.read_first()
+        self.taken_before = self.taken
         return itertools.chain(self._first or [], self._counted(elements))
 
     def _counted(self, elements: Iterator[Any]) -> Iterator[Any]:
@@ -300,6 +316,10 @@ class StreamCursor:
         if self._running is not None:
             self._running = itertools.chain(elements, self._running)
             self._is_unread = True
+
+
+def _pass_over(elements: Iterator[Any], count: int) -> None:
+    collections.deque(itertools.islice(elements, count), maxlen=0)
 
 
 class StreamSource:

@@ -179,9 +179,8 @@ class ElasticRecovery:
         if self._replica.is_chief:
             position = self._recorder.position()
             position.ledger = b"" if self._recorder.ledger is None else self._recorder.ledger.encoded()
-            validation_randomness = b"" if state.validation is None else state.validation.position.randomness
             flags = [state.watched, state.watched_validation, state.stop_requested, state.chief_adds_logs]
-            payload = encode([vars(position), validation_randomness, flags, self._program()])
+            payload = encode([vars(position), flags, self._program()])
         self._replica.communicator.broadcast_bytes(payload)
         state.stepper.admit()
 
@@ -194,15 +193,13 @@ class ElasticRecovery:
         self._warm_up()
         # From the admission on, the members wait for this process; hence the compilation before.
         replica.join_entry()
-        content, validation_randomness, flags = self._receive_state()
+        content, flags = self._receive_state()
         self._elastic.needs_state = False
         self._generation = replica.generation
         self._model.set_synchronised(True)
         position = FitPosition(**content)
         self._regroup_inputs()
         state.watched, state.watched_validation, state.stop_requested, state.chief_adds_logs = flags
-        if state.validation is not None:
-            state.validation.position.continue_with(validation_randomness)
 
         # What callbacks do to the model when training or epoch begins is in the state that was received. They must
         # still see these hooks: most set up their own attributes there.
@@ -211,7 +208,7 @@ class ElasticRecovery:
             state.callbacks.on_epoch_begin(position.epoch)
         self._recorder.restore(position, restart_epoch=lambda: None)
 
-    def _receive_state(self) -> tuple[Any, Any, Any]:
+    def _receive_state(self) -> tuple[Any, Any]:
         replica = self._replica
         while True:
             try:
@@ -220,10 +217,10 @@ class ElasticRecovery:
                     raise PeerLostError(
                         "All members that had the job's state were lost.", rank=0, task="chief", host=""
                     )
-                content, validation_randomness, flags, program = decode(replica.communicator.broadcast_bytes(b""))
+                content, flags, program = decode(replica.communicator.broadcast_bytes(b""))
                 self._check_program(program)
                 self._state.stepper.admit()
-                return content, validation_randomness, flags
+                return content, flags
             except MembershipChangedError:
                 continue
 

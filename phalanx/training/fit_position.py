@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx.checkpoint.callback_state import CallbackStateTracker, restore_states
 from phalanx.checkpoint.result_encoding import as_plain_value, plain_history
+from phalanx.data.input_position import InputPlace
 from phalanx.data.sample_ledger import SampleLedger
 from phalanx.training import state_sync
 from phalanx.training.fit_state import ReplicaFitState
@@ -26,10 +27,8 @@ class FitPosition:
     Attributes:
         epoch: index of the epoch of the next step.
         step: index of the next step; 0 also between two epochs.
-        place: in the data: of the running epoch (`InputPosition.running`), or, between two epochs, of the next one
-            (`InputPosition.next`).
-        randomness: what the order of the data follows from; see `InputPosition.randomness`.
-        validated: batches taken of the validation data; see `ShardedInput.batches_taken`.
+        place: where in the data the running epoch began, or, between two epochs, where the next one begins.
+        validation_place: where in the validation data the next evaluation begins; None without any.
         epochs: indices of the epochs that `History` has recorded.
         history: what `History` has recorded, by the name of the log.
         logs: the logs of the last finished epoch.
@@ -40,15 +39,19 @@ class FitPosition:
 
     epoch: int
     step: int
-    place: tuple[int, int]
-    randomness: bytes = b""
-    validated: int = 0
+    place: InputPlace
+    validation_place: InputPlace | None = None
     epochs: list[int]
     history: dict[str, list[Any]]
     logs: dict[str, Any]
     callbacks: list[tuple[str, bytes]]
     ledger: bytes = b""
     applied: int = 0
+
+    def __post_init__(self) -> None:
+        self.place = InputPlace(*self.place)  # decoded ones are plain tuples
+        if self.validation_place is not None:
+            self.validation_place = InputPlace(*self.validation_place)
 
 
 class FitRecorder:
@@ -110,8 +113,7 @@ class FitRecorder:
             # that ended is over for the source, too.
             step=0 if batches is None else batches.done,
             place=data.next if batches is None else data.running,
-            randomness=data.next_randomness if batches is None else data.randomness,
-            validated=0 if state.validation is None else state.validation.batches_taken,
+            validation_place=None if state.validation is None else state.validation.position.next_pass,
             epochs=list(history.epoch),
             history=plain_history(history),
             logs={name: as_plain_value(value) for name, value in state.logs.items()},
@@ -129,25 +131,23 @@ class FitRecorder:
         state.epoch, state.logs, self.applied = position.epoch, dict(position.logs), position.applied
         if self.ledger is not None and position.ledger:
             self.ledger.load(position.ledger)
-        if state.validation is not None:
-            state.validation.skip_taken(position.validated)
+        if state.validation is not None and position.validation_place is not None:
+            state.validation.position.resume_between_epochs(position.validation_place)
         # `on_train_begin` has emptied it.
         history = self._model.model.history
         history.epoch, history.history = list(position.epochs), dict(position.history)
         if restart_epoch is None:
-            state.source.position.resume_between_epochs(position.place, position.randomness)
+            state.source.position.resume_between_epochs(position.place)
         else:
             restart_epoch()
-            enter_epoch(self._model, state, position.place, position.step, position.randomness)
+            enter_epoch(self._model, state, position.place, position.step)
         # Last, because `on_train_begin` and `on_epoch_begin` reset counters of callbacks.
         restore_states(state.arguments.callbacks, position.callbacks)
 
 
-def enter_epoch(
-    replica_model: ReplicaModel, state: ReplicaFitState, place: tuple[int, int], step: int, randomness: bytes = b""
-) -> None:
+def enter_epoch(replica_model: ReplicaModel, state: ReplicaFitState, place: InputPlace, step: int) -> None:
     """Begin in the middle of an epoch. What callbacks changed when it began is contained in the model's state."""
-    state.source.position.resume_epoch(place, step, randomness)
+    state.source.position.resume_epoch(place, step)
     replica_model.engine.begin()
     state.batches = JointBatches(state.source, state.epoch, replica_model.replica, done=step)
 

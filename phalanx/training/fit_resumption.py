@@ -157,7 +157,7 @@ class FitResumption:
     def check(self, snapshot: FitSnapshot, samples: int | None, batches: int | None) -> None:
         """Raise ConfigurationError if the data have another size than when the checkpoint was written."""
         # Between two passes nothing depends on how a pass is cut: the batch size may be another one from here on.
-        is_mid_pass = snapshot.step > 0 or snapshot.place[1] > 0
+        is_mid_pass = snapshot.step > 0 or snapshot.place.batch > 0
         pairs = [("samples", snapshot.samples, samples)]
         pairs += [("batches in an epoch", snapshot.batches, batches)] if is_mid_pass else []
         for what, then, now in pairs:

@@ -72,13 +72,15 @@ class JointBatches:
     """
 
     def __init__(self, source: ShardedInput, epoch: int, replica: Replica, done: int | None = None):
+        if done is None:
+            source.enter(epoch)  # not later: a checkpoint may ask for its place before the first batch is read
         self._source = source
         self._epoch = epoch
         self._replica = replica
         # `_read` counts batches that were taken from the source, `done` those that were trained on; `_read` is at most
         # one ahead. That one comes again when the membership changes.
         self.done = self._read = done or 0
-        self._batches = source.epoch(epoch, done)
+        self._batches = source.epoch(epoch, self.done)
         # By global size, the sizes of all ranks' parts in the present membership. There are two as a rule: that of most
         # batches, and the last one's.
         self._cuts: dict[int, tuple[int, ...]] = {}

@@ -11,6 +11,7 @@ import keras
 from phalanx.checkpoint.backup_and_restore import step_of_backup
 from phalanx.checkpoint.callback_state import append_to_log_files
 from phalanx.checkpoint.result_encoding import as_plain_value
+from phalanx.data.input_position import InputPlace
 from phalanx.keras_compat.model_state import logs_differ_from_metrics, logs_of_empty_epoch, plain_logs
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
@@ -86,7 +87,7 @@ class ReplicaCoordination:
         # The backup is of the epoch's last step: the epoch is over, but Keras has not counted it.
         if step == source.position.batches_from(place):
             state.epoch += 1
-            source.position.resume_between_epochs(source.position.place_of(state.epoch, first) or (0, 0))
+            source.position.resume_between_epochs(source.position.place_of(state.epoch, first) or InputPlace(0, 0))
         else:
             self._model.reset_metrics()
             restart_epoch(self._replica_model, state)

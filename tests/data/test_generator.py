@@ -1,12 +1,14 @@
 import itertools
 import threading
 import traceback
+import warnings
 
 import numpy as np
 import pytest
 
 from phalanx.data import ShardedInput
 from phalanx.data.distributed_dataset import PerRankSource
+from phalanx.data.input_position import InputPlace
 from phalanx.data.input_request import InputRequest
 from phalanx.data.source import SourceTraits, StreamSource
 from phalanx.errors import ConfigurationError
@@ -180,7 +182,7 @@ def test_what_was_read_in_an_evaluation_can_be_read_again():
         rewind()
         sharded.regroup(0, 1)
         assert [(len(batch.data[0]), batch.data[0][0, 0]) for batch in sharded.epoch(0)] == [(4, 0), (4, 1), (4, 2)]
-    assert sharded.batches_taken == 3
+    assert sharded.position.next_pass.taken == 3
     assert [batch.data[0][0, 0] for batch in sharded.epoch(1)] == [3, 4, 5], "and the next one goes on after it"
 
 
@@ -188,7 +190,7 @@ def test_of_data_that_others_have_not_begun_nothing_is_read():
     """Another generator may draw from the same random numbers."""
     read = []
     sharded = shard_input((read.append(batch) or batch for batch in endless()), steps_per_epoch=2, rank=0, world_size=2)
-    sharded.skip_taken(0)
+    sharded.position.resume_between_epochs(InputPlace(0, 0))
     assert not read
 
 
@@ -206,10 +208,40 @@ def test_one_that_comes_later_catches_up_with_former_evaluations(evaluations, lo
         evaluate(first, index)
     if looks:
         later.peek()
-    later.skip_taken(first.batches_taken)
+    later.position.resume_between_epochs(first.position.next_pass)
     expected = [[0, 1, 2], [0, 1, 3], [0, 1, 4], [0, 1, 5]][evaluations]
     assert evaluate(first, evaluations) == evaluate(later, evaluations) == expected
-    assert later.batches_taken == first.batches_taken
+    assert later.position.next_pass == first.position.next_pass
+
+
+@pytest.mark.parametrize("steps", [None, 3], ids=["whole passes", "three steps"])
+@pytest.mark.parametrize("done", range(3))
+@pytest.mark.parametrize("epochs", range(4))
+def test_one_that_comes_later_reads_the_rest_of_the_same_epoch(epochs, done, steps):
+    """Epochs after the end of the generator have the two batches that Keras reads first, and no others."""
+
+    def five():
+        five_batches = (batch for batch in itertools.islice(endless(), 5))
+        return shard_input(five_batches, steps_per_epoch=steps, rank=0, world_size=1, seed=0)
+
+    def values(batches):
+        return [batch.data[0][0, 0] for batch in batches]
+
+    first, later, later_still = five(), five(), five()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the data end
+        for index in range(epochs):
+            list(first.epoch(index))
+        first.enter(epochs)
+        walk = first.epoch(epochs, 0)
+        begun = values(itertools.islice(walk, done))
+        later.position.resume_epoch(first.position.running, len(begun))
+        assert later.position.running == first.position.running
+        later_still.position.resume_epoch(later.position.running, len(begun))
+        assert values(later.epoch(epochs, len(begun))) == values(later_still.epoch(epochs, len(begun))) == values(walk)
+        assert later.position.next == later_still.position.next == first.position.next
+        later_still.position.resume_between_epochs(first.position.next)
+        assert values(later_still.epoch(epochs + 1)) == values(first.epoch(epochs + 1))
 
 
 def test_whether_batches_are_compared_follows_the_number_of_ranks():
@@ -233,4 +265,4 @@ def test_so_can_what_an_input_function_of_this_rank_made():
         walk.close()
         rewind()
         assert [batch.data[0][0, 0] for batch in sharded.epoch(0)] == [0, 1, 2]
-    assert sharded.batches_taken == 3
+    assert sharded.position.next_pass.taken == 3
