@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis
+import numpy as np
 from hypothesis import HealthCheck, Phase
 
 from tests.differential.comparison import differences
@@ -28,6 +29,11 @@ RELATING = (
     "is neither a mean nor a sum",
 )
 """Parts of errors about samples that are related to each other, which the programs of the search never do."""
+OVERFLOWING_APART = re.compile(
+    r"Wrapped\(|Network\(|Stepping\(|Attention\(|LSTM\(|GRU\(|RNN\(|Bidirectional\(|TimeDistributed\(|\(layers\.Layer\)"
+)
+"""Parts of programs whose gradients may overflow for all samples together and for no replica's: see "at the edge of
+overflow" in docs/concepts/numbers.md."""
 Progress = Callable[[Program, str, float], None]
 
 
@@ -159,6 +165,8 @@ class Judge:
                 if len(noise) == 1 and differences(noise[0], expected, program.tolerance):
                     return "not repeatable in plain Keras"
                 found = differences(values, expected, program.tolerance, noise)
+            if found and _skips_other_steps(program, plain, ranks[0]):
+                return "at the edge of overflow"
             if found:
                 listed = "\n".join(f"  {label}{each}" for each in found[:12])
                 raise Different(f"numbers: {_kind(label, found)}", listed)
@@ -172,6 +180,15 @@ class Judge:
                 runs.append(self._pool.plain_again(program.source, seed))
             if (run := runs[number]) is not None and run.error is None:
                 yield run
+
+
+def _skips_other_steps(program: Program, plain: Outcome, rank: Outcome) -> bool:
+    """Whether gradients in float16 have overflowed in plain Keras and not on the replicas, where that is documented."""
+    if "'mixed_float16'" not in program.source or not OVERFLOWING_APART.search(program.source):
+        return False
+    place = " iterations"
+    common = [(values, plain.values[label]) for label, values in rank.values.items() if label in plain.values]
+    return any(place in ours and ours[place] > theirs.get(place, np.inf) for ours, theirs in common)
 
 
 def _reason(outcome: Outcome) -> str:

@@ -74,6 +74,23 @@ def test_a_program_that_differs_only_after_others_is_found_with_these():
     assert found.value.before == ("an earlier program",)
 
 
+class _SkippingPool(_Pool):
+    """Plain Keras has skipped a step."""
+
+    def run(self, source, world_size):
+        outcomes = [Outcome({"0. state": {" iterations": np.array(steps)}}) for steps in (7.0, 8.0)]
+        return Result(outcomes[0], [outcomes[1]] * world_size)
+
+
+def test_a_skipped_step_is_no_difference_where_the_documents_say_so():
+    policy, tally = "keras.config.set_dtype_policy('mixed_float16')", Tally()
+    Judge(_SkippingPool(), tally, None).check(Program(f"{policy}; Wrapped()", 2, 1e-5))
+    assert tally.outcomes == {"at the edge of overflow": 1}
+    for source in (policy, "Wrapped()"):
+        with pytest.raises(Different, match="8 instead of 7"):
+            Judge(_SkippingPool(), tally, None).check(Program(source, 2, 1e-5))
+
+
 class _RefusingPool(_Pool):
     def run(self, source, world_size):
         error = (
