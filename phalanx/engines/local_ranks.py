@@ -30,6 +30,10 @@ class StepsDifferError(Exception):
     """The ranks do not call the same collectives."""
 
 
+class TooManyCollectivesError(Exception):
+    """The ranks call more collectives than can be tried."""
+
+
 class _Part(NamedTuple):
     """What one rank contributes to a collective, which is the same on all ranks in kind."""
 
@@ -66,7 +70,7 @@ class LocalRanks(Merge):
             step: computes what the rank of this number does; called several times.
             restore: gives all state the values from before.
 
-        Raises: StepsDifferError if the ranks do not call the same collectives; what `step` raises.
+        Raises: StepsDifferError; TooManyCollectivesError; what `step` raises.
         """
         self._answered, self._open = [], {}
         # Each round begins again, and comes to the first collective that was not answered before.
@@ -82,7 +86,7 @@ class LocalRanks(Merge):
             if len(finished) == ranks:
                 return finished
             self._answer(ranks)
-        raise RuntimeError(f"more than {MOST_COLLECTIVES} collectives")
+        raise TooManyCollectivesError(f"more than {MOST_COLLECTIVES} collectives")
 
     def _answer(self, ranks: int) -> None:
         """Merge what all of so many ranks were interrupted at.

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from keras import ops
 
+from phalanx.engines.local_ranks import LocalRanks
 from phalanx.keras_compat.global_batch.global_losses import GloballyScaledLosses, is_noted_sum, note_sum
 from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
 from phalanx.keras_compat.global_batch.step_collectives import InStep
@@ -22,6 +23,7 @@ from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 
 Array = np.ndarray[Any, Any]
 Loss = Callable[..., Any]
+T = TypeVar("T")
 
 TOLERANCE, TOLERANCE_OF_HALF = 2e-5, 2e-2
 """Relative to the largest of the compared numbers; the second where losses are computed in half precision."""
@@ -73,50 +75,42 @@ def _merged(function: Loss, parts: Sequence[Any], rows: Sequence[int]) -> tuple[
     return sum(v * count for v, count in zip(values, rows, strict=True)) / sum(rows), values
 
 
-def compute_as_ranks(function: Callable[[Any], Any], parts: Sequence[Any], rows: Sequence[int]) -> list[Any]:
-    """What ranks with these parts, of so many rows, compute in a step, in which they reach each other."""
-    known: list[list[Array]] = []
-    while True:
-        ranks = [_Rank(number, known) for number in range(len(parts))]
-        values = []
-        for rank, part, count in zip(ranks, parts, rows, strict=True):
-            means = WeightedStepMeans(partial(float, count / sum(rows)))
-            with GloballyScaledLosses(count), means, InStep(rank), simulated_ranks(len(parts)):
-                values.append(function(part))
-        # Each round, all ranks compute from the beginning, and one collective more has its answer. Until then, what a
-        # rank got from it was its own tensors.
-        if len(ranks[0].asked) == len(known):
-            return values
-        # Of the first collective without an answer all ranks have given their part.
-        kind = ranks[0].asked[len(known)][0]
-        own = [rank.asked[len(known)][1] for rank in ranks]
-        merge = sum if kind == "sum" else np.concatenate
-        known.append([merge(each) for each in zip(*own, strict=True)])
+def compute_as_ranks(function: Callable[[Any], T], parts: Sequence[Any], rows: Sequence[int]) -> list[T]:
+    """What ranks with these parts, of so many rows, compute in a step, in which they reach each other.
+
+    Args:
+        function: computes what a rank does with its part; called several times.
+
+    Raises: as `LocalRanks.compute`.
+    """
+    ranks = LocalRanks()
+    collectives = _LocalCollectives(ranks)
+
+    def compute(rank: int) -> T:
+        means = WeightedStepMeans(partial(float, rows[rank] / sum(rows)))
+        with GloballyScaledLosses(rows[rank]), means, InStep(collectives), simulated_ranks(len(parts)):
+            return function(parts[rank])
+
+    return ranks.compute(len(parts), compute, restore=lambda: None)
 
 
-class _Rank:
-    """The collectives of one of several ranks that one process computes in turn, again until all are answered."""
+class _LocalCollectives:
+    """The collectives of a step (`step_collectives`) of `LocalRanks`."""
 
     weights_gradients = synchronizes_batch_norm = may_lack_samples = False
 
-    def __init__(self, number: int, known: list[list[Array]]) -> None:
-        self.number = number
-        self.asked: list[tuple[str, list[Array]]] = []
-        self._known = known
+    def __init__(self, ranks: LocalRanks) -> None:
+        self._ranks = ranks
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
-        return self._answer("sum", tensors)
+        return [ops.convert_to_tensor(self._ranks.total(_array(each), 1.0), each.dtype) for each in tensors]
 
     def all_gather(self, tensors: list[Any]) -> list[Any]:
-        return self._answer("rows", tensors)
+        return [ops.convert_to_tensor(self._ranks.all_gather(_array(each), 1.0)[0], each.dtype) for each in tensors]
 
-    def _answer(self, kind: str, tensors: list[Any]) -> list[Any]:
-        number = len(self.asked)
-        self.asked.append((kind, [np.asarray(ops.convert_to_numpy(tensor)) for tensor in tensors]))
-        if number >= len(self._known):
-            return tensors
-        known = zip(self._known[number], tensors, strict=True)
-        return [ops.convert_to_tensor(array, tensor.dtype) for array, tensor in known]
+
+def _array(tensor: Any) -> Array:
+    return np.asarray(ops.convert_to_numpy(tensor))
 
 
 def combination_of_values(whole: float, parts: Sequence[float], rows: Sequence[int], tolerance: float) -> Combination:
@@ -146,7 +140,7 @@ def is_close(left: float, right: float, *sizes: float, tolerance: float = 1e-6) 
 
 def _number(value: Any) -> float:
     """The value of a loss; NaN if it is none."""
-    array = np.asarray(ops.convert_to_numpy(value), np.float64)
+    array = _array(value).astype(np.float64)
     return float(array) if array.ndim == 0 else float("nan")
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from keras import ops, tree
 
 from phalanx.arrays.tree import leaves, map_leaves
+from phalanx.engines.local_ranks import StepsDifferError, TooManyCollectivesError
 from phalanx.keras_compat.global_batch.global_losses import note_added, note_sum
 from phalanx.keras_compat.keras_internals import get_keras_mask, set_keras_mask
 from phalanx.keras_compat.model_state import compiled_losses, overrides
@@ -224,10 +225,10 @@ class _Probe:
         """The findings; nothing if the program cannot compute losses of these samples."""
         try:
             return self._find()
-        except _ProgramError as error:
+        except (_ProgramError, StepsDifferError, TooManyCollectivesError) as error:
             # A loss or layer may need what only a step has. Whatever is wrong with the program shows there.
             text = "The losses of %r cannot be computed of parts of %d samples: %r"
-            logger.info(text, self._model.name, self.rows, error.__cause__)
+            logger.info(text, self._model.name, self.rows, error.__cause__ or error)
             return Findings({})
 
     def _find(self) -> Findings:
