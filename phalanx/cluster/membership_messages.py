@@ -136,7 +136,7 @@ class EntryLeft(msgspec.Struct, frozen=True, tag="left"):
     is_finished: bool
 
 
-class SignOfLife(msgspec.Struct, frozen=True, tag="alive"):
+class Heartbeat(msgspec.Struct, frozen=True, tag="alive"):
     """The sender lives; twice a second."""
 
 
@@ -236,7 +236,7 @@ ToCoordinator = (
     | EntryBegan
     | EntryFinished
     | EntryLeft
-    | SignOfLife
+    | Heartbeat
     | LeaveNotice
 )
 FromCoordinator = FormGeneration | StartOrder | GenerationEnded | EntryBegan | RegroupRequest | PastEntry | Dismissed

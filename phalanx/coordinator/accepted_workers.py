@@ -91,7 +91,9 @@ class AcceptedWorkers:
         self.greeting: Callable[[], Message] | None = None
         self._workers: dict[int, WorkerConnection] = {}
         self._broadcasts: list[tuple[Begin | MakeObject, Sequence[bytes]]] = []  # also sent to workers that join later
-        self._of_servers: dict[str, DeferredMessage] = {}  # what workers without a program get besides, by its role
+        self._for_programless: dict[
+            str, DeferredMessage
+        ] = {}  # what workers without a program get besides, by its role
         self._link_numbers = itertools.count()
         self._closing = False
         self._listener = me.open_listener()
@@ -109,7 +111,7 @@ class AcceptedWorkers:
         return len(self._workers)
 
     @property
-    def has_servers(self) -> bool:
+    def has_programless_workers(self) -> bool:
         """Whether a worker is there that runs no program of its own."""
         with self._changed:
             return any(not worker.has_program for worker in self._workers.values())
@@ -138,17 +140,17 @@ class AcceptedWorkers:
                 worker.outbox.append((ForgetObject(number), ()))
             self._changed.notify_all()
 
-    def tell_servers(self, role: str, pack: Callable[[], Message]) -> None:
+    def send_to_programless(self, role: str, pack: Callable[[], Message]) -> None:
         """Send a message to all workers that run no program of their own, and to those that join later, instead of the
         former one of its role. It is packed once a worker needs it.
 
         Raises: what packing it raises, if a worker is there that needs it.
         """
         message = DeferredMessage(pack)
-        if self.has_servers:
+        if self.has_programless_workers:
             message.packed()
         with self._changed:
-            self._of_servers[role] = message
+            self._for_programless[role] = message
             for worker in self._workers.values():
                 if not worker.has_program:
                     worker.outbox.append(message)
@@ -157,7 +159,7 @@ class AcceptedWorkers:
     def withdraw(self, role: str) -> None:
         """Do not send the message of this role to workers that join later."""
         with self._changed:
-            self._of_servers.pop(role, None)
+            self._for_programless.pop(role, None)
 
     def lose(self, worker: WorkerConnection, why: str, error: Exception | None = None) -> None:
         """Close the link to a worker, which does no more; `error` is what its link raised."""
@@ -226,10 +228,10 @@ class AcceptedWorkers:
         """The messages for a worker without a program: what it must have, what may refer to that, and what runs now."""
         if self.greeting is not None:
             yield DeferredMessage(self.greeting)
-        yield from (message for role, message in self._of_servers.items() if role != METHOD)
+        yield from (message for role, message in self._for_programless.items() if role != METHOD)
         yield from self._broadcasts
-        if METHOD in self._of_servers:
-            yield self._of_servers[METHOD]
+        if METHOD in self._for_programless:
+            yield self._for_programless[METHOD]
 
     # The threads of one worker.
 

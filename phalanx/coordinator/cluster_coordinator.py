@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class ServedStrategy(Protocol):
     """A `ParameterServerStrategy`: it knows this process among the workers; None in an evaluator."""
 
-    _served_by: ParameterServerWorker | None
+    _worker: ParameterServerWorker | None
 
 
 class ClusterCoordinator:
@@ -87,14 +87,16 @@ class ClusterCoordinator:
             FunctionServer(strategy, worker, self).run()
             sys.exit(0)
         self._worker = worker
-        worker.made.settle()
+        worker.scope_registry.settle()
         me = worker.client.identity
         # One thread at a time packs, and speaks to the servers. Acquired before the dispatcher's lock.
         self._lock = threading.RLock()
         tensors, fixed = make_tensors(), {"strategy": strategy, "coordinator": self}
-        self._references = OutgoingReferences(fixed, worker.made, tensors, lambda: self._dispatcher.wait_for_worker())
+        self._references = OutgoingReferences(
+            fixed, worker.scope_registry, tensors, lambda: self._dispatcher.wait_for_worker()
+        )
         self._variables = ChiefVariables(worker, self._references.owner)
-        self._account = function_effects.EffectAccumulator(worker.made)
+        self._account = function_effects.EffectAccumulator(worker.scope_registry)
         # Protects `_account`, to which threads of the dispatcher add with its lock held. Acquired last.
         self._account_lock = threading.Lock()
         calls = worker.calls if isinstance(worker.calls, MethodCalls) else None
@@ -302,7 +304,7 @@ def _check(strategy: Any) -> ParameterServerWorker:
         raise ConfigurationError(
             f"A ClusterCoordinator schedules functions for a ParameterServerStrategy; it got {strategy!r}."
         )
-    worker = strategy._served_by
+    worker = strategy._worker
     if worker is None:
         raise ConfigurationError(
             "The evaluator runs no scheduled functions. Let it do its own work before you create the "

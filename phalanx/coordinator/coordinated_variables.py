@@ -24,16 +24,16 @@ from phalanx.training.steps.parameter_server_step import ParameterServerMerge
 Array = np.ndarray[Any, Any]
 
 
-def _variables(made: ScopeRegistry, optimizer: Any) -> list[Any]:
+def _variables(scope_registry: ScopeRegistry, optimizer: Any) -> list[Any]:
     """What is trained, in an order that is the same on every task: what the optimizer was built with, or else all
     trainable variables of what was made in scopes."""
     if optimizer is not None and optimizer.built:
         return list(optimizer._trainable_variables)
-    found = {id(v): v for _, layer in made.layers() for v in layer.trainable_variables}
+    found = {id(v): v for _, layer in scope_registry.layers() for v in layer.trainable_variables}
     return list(found.values())
 
 
-def _served(
+def _remote_variables(
     worker: ParameterServerWorker, merge: ParameterServerMerge, optimizer: Any, variables: list[Any]
 ) -> RemoteVariables:
     if optimizer is None:
@@ -54,7 +54,7 @@ class ChiefVariables:
         self._worker = worker
         self._owner = owner
         self._merge = ParameterServerMerge(worker)
-        self._served: RemoteVariables | None = None
+        self._remote_variables: RemoteVariables | None = None
         self._optimizer: ScopedName | None = None
         self._fit = -1
         # Checksums of what was put into the variables, to notice what the program changes between two functions. None
@@ -70,8 +70,8 @@ class ChiefVariables:
             used: names that the next function refers to.
         """
         optimizer = self._choose(used)
-        found = None if optimizer is None else self._worker.made.find(optimizer)
-        variables = _variables(self._worker.made, found)
+        found = None if optimizer is None else self._worker.scope_registry.find(optimizer)
+        variables = _variables(self._worker.scope_registry, found)
         if not variables:
             if found is not None:
                 raise UnsupportedError(
@@ -81,23 +81,23 @@ class ChiefVariables:
             return None
         self._fit = self._worker.next_fit()
         self._optimizer = optimizer
-        self._served = _served(self._worker, self._merge, found, variables)
-        self._served.begin(self._fit)
+        self._remote_variables = _remote_variables(self._worker, self._merge, found, variables)
+        self._remote_variables.begin(self._fit)
         self._pulled = None
         return Begin(self._fit, optimizer, tuple(map(self._owner, variables)))
 
     def is_ready(self, used: Collection[ScopedName]) -> bool:
         """Whether the servers have what the next function needs; tells them the learning rate, if they do."""
         optimizer = self._choose(used)
-        if self._served is None and optimizer is None and not _variables(self._worker.made, None):
+        if self._remote_variables is None and optimizer is None and not _variables(self._worker.scope_registry, None):
             return True  # there is nothing to serve
-        if self._served is None or self._fit != self._worker.last_fit or optimizer != self._optimizer:
+        if self._remote_variables is None or self._fit != self._worker.last_fit or optimizer != self._optimizer:
             return False
         if self._pulled is not None:
             if self._pulled != self._checksums():
                 return False
             self._pulled = None
-        self._served.send_learning_rate()
+        self._remote_variables.send_learning_rate()
         return True
 
     def pull(self, *, more_to_come: bool = False) -> None:
@@ -106,35 +106,37 @@ class ChiefVariables:
         Args:
             more_to_come: functions that are scheduled already will change them.
         """
-        if self._served is None or self._pulled is not None or self._fit != self._worker.last_fit:
+        if self._remote_variables is None or self._pulled is not None or self._fit != self._worker.last_fit:
             return
         if more_to_come:
-            self._served.send_learning_rate()  # so that pulling does not overwrite one that was just set
-        self._served.assign(self._merge.pull())
+            self._remote_variables.send_learning_rate()  # so that pulling does not overwrite one that was just set
+        self._remote_variables.assign(self._merge.pull())
         if self._optimizer is not None:
-            self._served.pull_optimizer()
+            self._remote_variables.pull_optimizer()
         self._pulled = None if more_to_come else self._checksums()
 
     def untrained(self) -> dict[Place, Array]:
         """What layers have and servers do not train."""
-        return untrained(self._worker.made, () if self._served is None else self._served.variables)
+        return untrained(
+            self._worker.scope_registry, () if self._remote_variables is None else self._remote_variables.variables
+        )
 
     def _checksums(self) -> list[int]:
-        assert self._served is not None
-        values = [to_host(v) for v in (*self._served.variables, *self._served.optimizer.variables)]
+        assert self._remote_variables is not None
+        values = [to_host(v) for v in (*self._remote_variables.variables, *self._remote_variables.optimizer.variables)]
         values += self.untrained().values()
         return [checksum(value) for value in values]
 
     def _choose(self, used: Collection[ScopedName]) -> ScopedName | None:
         """The optimizer that the servers run."""
-        made = self._worker.made
-        known = [name for name, _ in made.optimizers()]
+        scope_registry = self._worker.scope_registry
+        known = [name for name, _ in scope_registry.optimizers()]
         if len(known) <= 1:
             return known[0] if known else None
         # A model that is compiled to be evaluated has one that is never used.
         named = [name for name in known if name in used]
         if not named:
-            compiled = [made.name_of(getattr(made.find(name), "optimizer", None)) for name in used]
+            compiled = [scope_registry.name_of(getattr(scope_registry.find(name), "optimizer", None)) for name in used]
             named = [name for name in known if name in compiled]
         named += [self._optimizer] if self._optimizer is not None and self._optimizer not in named else []
         if len(named) > 1:
@@ -161,10 +163,10 @@ class WorkerVariables:
         self._references = references
         self._tensors = tensors
         self._merge = ParameterServerMerge(worker)
-        self._served: RemoteVariables | None = None
+        self._remote_variables: RemoteVariables | None = None
         self._numbers: dict[int, int] = {}  # of the trained variables, by id: their places among the servers'
         self.failure: PhalanxError | None = None
-        for _, optimizer in worker.made.optimizers():
+        for _, optimizer in worker.scope_registry.optimizers():
             self.refuse(optimizer)
 
     def refuse(self, optimizer: Any) -> None:
@@ -185,23 +187,23 @@ class WorkerVariables:
         told next, and no function runs before."""
         optimizer = None
         if begin.optimizer is not None:
-            optimizer = self._worker.made.find(begin.optimizer)
+            optimizer = self._worker.scope_registry.find(begin.optimizer)
             if optimizer is None:
                 raise DisagreementError(
                     f"The coordinator trains with the optimizer {begin.optimizer}, which this task's program has not "
                     f"created. Every task must run the same program."
                 )
-        self._served = _served(self._worker, self._merge, optimizer, self._find(begin, optimizer))
-        self._numbers = {id(v): number for number, v in enumerate(self._served.variables)}
-        if self._served.begin(begin.fit) is None:
-            self._served = None
+        self._remote_variables = _remote_variables(self._worker, self._merge, optimizer, self._find(begin, optimizer))
+        self._numbers = {id(v): number for number, v in enumerate(self._remote_variables.variables)}
+        if self._remote_variables.begin(begin.fit) is None:
+            self._remote_variables = None
         elif optimizer is not None:
             self._redirect(optimizer, self._apply)
 
     def _find(self, begin: Begin, optimizer: Any) -> list[Any]:
         """This task's own of the variables that the chief has declared."""
         if self._references is None:
-            return _variables(self._worker.made, optimizer)
+            return _variables(self._worker.scope_registry, optimizer)
         if None in begin.variables:
             raise UnsupportedError(
                 "The optimizer was built with variables that belong to no layer. Workers that run no program of their "
@@ -211,21 +213,21 @@ class WorkerVariables:
 
     def pull(self) -> None:
         """Before a function: the newest values."""
-        if self._served is not None:
+        if self._remote_variables is not None:
             with self._noting_failure():
                 values = self._merge.pull()
             # Also if they have not changed since the last function, which may have assigned others.
-            self._served.assign(values)
+            self._remote_variables.assign(values)
 
     def finish(self) -> None:
         """After a function: wait until what it sent has been applied."""
-        if self._served is not None:
+        if self._remote_variables is not None:
             with self._noting_failure():
                 self._merge.flush()
 
     def _apply(self, gradients: Any, variables: Any) -> None:
         """Replaces the optimizer's `apply`: the servers update, and this task receives the new values."""
-        served = self._served
+        served = self._remote_variables
         assert served is not None
         complete = self._in_order(list(gradients), variables)
         try:
@@ -240,8 +242,8 @@ class WorkerVariables:
 
     def _in_order(self, gradients: list[Any], variables: Any) -> list[Any]:
         """A gradient for each variable that the servers have, in their order and dtypes."""
-        assert self._served is not None
-        trained = self._served.variables
+        assert self._remote_variables is not None
+        trained = self._remote_variables.variables
         numbers = range(len(trained)) if variables is None else [self._numbers.get(id(v), -1) for v in variables]
         if sorted(numbers) != list(range(len(trained))) or len(gradients) != len(trained):
             raise UnsupportedError(

@@ -123,7 +123,7 @@ class Dispatcher:
         with self._changed:
             self._wait(lambda: bool(self.workers) or self._calls.has_failed)
             self._calls.raise_failure()
-            return self.workers.has_servers
+            return self.workers.has_programless_workers
 
     def close(self) -> None:
         """Stop all workers and close the port. Safe to call twice."""

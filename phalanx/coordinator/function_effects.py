@@ -36,41 +36,41 @@ class FunctionEffects(NamedTuple):
     replaced: dict[Place, Array]
 
 
-def _metric_variables(made: ScopeRegistry) -> Iterator[tuple[Place, Any, Any]]:
+def _metric_variables(scope_registry: ScopeRegistry) -> Iterator[tuple[Place, Any, Any]]:
     """Each variable of the metrics once, though a metric may contain others: its place, itself, its metric."""
     seen: set[int] = set()
-    for name, metric in made.metrics():
+    for name, metric in scope_registry.metrics():
         for index, variable in enumerate(metric.variables):
             if id(variable) not in seen:
                 seen.add(id(variable))
                 yield (name, index), variable, metric
 
 
-def _layer_variables(made: ScopeRegistry) -> dict[Place, Any]:
+def _layer_variables(scope_registry: ScopeRegistry) -> dict[Place, Any]:
     """The state of layers that is not trained, but for that of random generators, which is each worker's own."""
     return {
         (name, index): variable
-        for name, layer in made.layers()
+        for name, layer in scope_registry.layers()
         for index, variable in enumerate(layer._non_trainable_variables)
         if all(variable is not generator.state for generator in layer._seed_generators)
     }
 
 
-def _weights(made: ScopeRegistry) -> dict[Place, Any]:
+def _weights(scope_registry: ScopeRegistry) -> dict[Place, Any]:
     """The weights of layers, frozen or not."""
     return {
         (name, -1 - index): variable
-        for name, layer in made.layers()
+        for name, layer in scope_registry.layers()
         for index, variable in enumerate(layer._trainable_variables)
     }
 
 
-def layer_state(made: ScopeRegistry) -> dict[Place, Array]:
+def layer_state(scope_registry: ScopeRegistry) -> dict[Place, Array]:
     """The present values of the layers' state."""
-    return _values(_layer_variables(made))
+    return _values(_layer_variables(scope_registry))
 
 
-def untrained(made: ScopeRegistry, trained: Iterable[Any]) -> dict[Place, Array]:
+def untrained(scope_registry: ScopeRegistry, trained: Iterable[Any]) -> dict[Place, Array]:
     """The present values of all that layers have and servers do not train: frozen weights, and those of models that
     the optimizer was not built with; only the coordinator's program changes them.
 
@@ -78,13 +78,13 @@ def untrained(made: ScopeRegistry, trained: Iterable[Any]) -> dict[Place, Array]
         trained: the variables that servers train.
     """
     on_servers = {id(variable) for variable in trained}
-    kept = {place: weight for place, weight in _weights(made).items() if id(weight) not in on_servers}
-    return _values(kept | _layer_variables(made))
+    kept = {place: weight for place, weight in _weights(scope_registry).items() if id(weight) not in on_servers}
+    return _values(kept | _layer_variables(scope_registry))
 
 
-def set_untrained(made: ScopeRegistry, values: Mapping[Place, Array]) -> None:
+def set_untrained(scope_registry: ScopeRegistry, values: Mapping[Place, Array]) -> None:
     """Give the layers what another task's have."""
-    for place, variable in (_weights(made) | _layer_variables(made)).items():
+    for place, variable in (_weights(scope_registry) | _layer_variables(scope_registry)).items():
         if place in values:
             variable.assign(values[place])
 
@@ -96,8 +96,8 @@ def _values(variables: Mapping[Place, Any]) -> dict[Place, Array]:
 class EffectRecorder:
     """On a worker: what the function that runs now changes."""
 
-    def __init__(self, made: ScopeRegistry) -> None:
-        self._made = made
+    def __init__(self, scope_registry: ScopeRegistry) -> None:
+        self._scope_registry = scope_registry
         self._initial: dict[Place, Array] = {}  # what each metric's variables are after `reset_state`
         self._touched: dict[int, Any] = {}  # metrics that the last function changed, by id: only these are reset
         self._state: dict[Place, Array] = {}  # of layers, when the function began
@@ -106,22 +106,22 @@ class EffectRecorder:
     def start(self) -> None:
         """A function begins."""
         if not self._collected:  # the last one has failed
-            self._touched = {id(metric): metric for _, metric in self._made.metrics()}
+            self._touched = {id(metric): metric for _, metric in self._scope_registry.metrics()}
         for metric in self._touched.values():
             metric.reset_state()
         self._touched.clear()
         self._collected = False
-        for place, variable, metric in _metric_variables(self._made):
+        for place, variable, metric in _metric_variables(self._scope_registry):
             if place not in self._initial:
                 metric.reset_state()
                 self._initial[place] = np.array(to_host(variable))
-        self._state = layer_state(self._made)
+        self._state = layer_state(self._scope_registry)
 
     def collect(self) -> FunctionEffects:
         """The changes that the function made."""
         self._collected = True
         changes = FunctionEffects({}, {})
-        for place, variable, metric in _metric_variables(self._made):
+        for place, variable, metric in _metric_variables(self._scope_registry):
             value, initial = to_host(variable), self._initial.get(place)
             if initial is None:  # the function has built the metric
                 initial = self._initial[place] = np.zeros_like(value)
@@ -132,7 +132,7 @@ class EffectRecorder:
                 changes.counted[place] = value - initial
             else:
                 changes.replaced[place] = np.array(value)
-        for place, value in layer_state(self._made).items():
+        for place, value in layer_state(self._scope_registry).items():
             if not np.array_equal(value, self._state.get(place, ())):
                 changes.replaced[place] = value
         return changes
@@ -141,8 +141,8 @@ class EffectRecorder:
 class EffectAccumulator:
     """At the coordinator: what all functions have changed and is not in the variables yet. One thread at a time."""
 
-    def __init__(self, made: ScopeRegistry) -> None:
-        self._made = made
+    def __init__(self, scope_registry: ScopeRegistry) -> None:
+        self._scope_registry = scope_registry
         self._sum = FunctionEffects({}, {})
         self._unknown: set[ScopedName] = set()  # metrics that a warning has named
 
@@ -155,7 +155,7 @@ class EffectAccumulator:
     def settle(self) -> None:
         """Put it into the variables of this task."""
         (counted, replaced), self._sum = self._sum, FunctionEffects({}, {})
-        variables = {place: variable for place, variable, _ in _metric_variables(self._made)}
+        variables = {place: variable for place, variable, _ in _metric_variables(self._scope_registry)}
         for place, increment in counted.items():
             if place in variables:
                 variables[place].assign(to_host(variables[place]) + increment)
@@ -166,7 +166,7 @@ class EffectAccumulator:
                     "before.",
                     place[0],
                 )
-        variables |= _layer_variables(self._made)
+        variables |= _layer_variables(self._scope_registry)
         for place, value in replaced.items():
             if place in variables:
                 variables[place].assign(value)

@@ -33,16 +33,16 @@ class References:
 
     Args:
         fixed: things that every task has, by name.
-        made: what the program made in scopes.
+        scope_registry: what the program made in scopes.
         tensors: of this task's backend.
 
     Attributes:
         reduce: how a thing that is no reference is taken apart.
     """
 
-    def __init__(self, fixed: Mapping[str, Any], made: ScopeRegistry, tensors: Tensors) -> None:
+    def __init__(self, fixed: Mapping[str, Any], scope_registry: ScopeRegistry, tensors: Tensors) -> None:
         self._fixed = dict(fixed)
-        self._made = made
+        self._scope_registry = scope_registry
         self._tensors = tensors
         self.reduce = by_value(tensors)
         self._owners: dict[int, tuple[ScopedName, int]] = {}  # by id of the variable; renewed when one is not in it
@@ -79,7 +79,7 @@ class References:
         if kind == "tensor":
             return self._tensors.from_host(rest[0])
         name = ScopedName(*rest[:2])
-        found = self._made.find(name)
+        found = self._scope_registry.find(name)
         if found is None:
             raise _not_made(f"{name}")
         if kind == "made":
@@ -97,8 +97,8 @@ class References:
         return array if array.ndim else array[()]
 
     def _name(self, thing: Any) -> ScopedName:
-        name = self._made.name_of(thing)
-        if name is None or self._made.find(name) is not thing:
+        name = self._scope_registry.name_of(thing)
+        if name is None or self._scope_registry.find(name) is not thing:
             raise _not_made(f"The {type(thing).__name__} {getattr(thing, 'name', '')!r}")
         return name
 
@@ -106,8 +106,9 @@ class References:
         """The thing made in scope whose variable it is, and which of them; None if there is none."""
         if id(variable) not in self._owners:
             self._owners = {}
-            for name, made in (*self._made.layers(), *self._made.optimizers(), *self._made.metrics()):
-                for index, own in enumerate(made.variables):
+            registry = self._scope_registry
+            for name, scoped in (*registry.layers(), *registry.optimizers(), *registry.metrics()):
+                for index, own in enumerate(scoped.variables):
                     self._owners.setdefault(id(own), (name, index))
         return self._owners.get(id(variable))
 

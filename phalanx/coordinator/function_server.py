@@ -94,17 +94,19 @@ class FunctionServer:
         set_index(worker.number - 1)
         tensors = make_tensors()
         if has_program:
-            worker.made.settle()
-        self.references = WorkerReferences({"strategy": strategy, "coordinator": coordinator}, worker.made, tensors)
+            worker.scope_registry.settle()
+        self.references = WorkerReferences(
+            {"strategy": strategy, "coordinator": coordinator}, worker.scope_registry, tensors
+        )
         self.variables = WorkerVariables(worker, tensors, None if has_program else self.references)
-        self._tally = function_effects.EffectRecorder(worker.made)
+        self._tally = function_effects.EffectRecorder(worker.scope_registry)
         self._functions: OrderedDict[bytes, Callable[..., Any]] = OrderedDict()  # by digest, last used at the end
         self.is_calling = False  # also read by the thread of `ChiefSession`
 
     def run(self) -> None:
         """Serve until the coordinator has no more to do. Raises: see `ChiefSession.run`."""
         self._worker.in_function = True
-        draw_own_seeds((layer for _, layer in self._worker.made.layers()), self._worker.number)
+        draw_own_seeds((layer for _, layer in self._worker.scope_registry.layers()), self._worker.number)
         draw_own_numbers(random_state(), self._worker.number)
         # The program's generators have the chief's state on all tasks until here.
         program_random_state.seed([hash_of(self._worker.number, each) for each in program_random_state.digests()])
@@ -124,7 +126,7 @@ class FunctionServer:
         match order:
             case Begin():
                 self.variables.begin(order)
-                function_effects.set_untrained(self._worker.made, unpack(buffers[0], references.load))
+                function_effects.set_untrained(self._worker.scope_registry, unpack(buffers[0], references.load))
             case KeepObject(number):
                 references.kept[number] = unpack(buffers[0], references.load)
             case MakeObject():

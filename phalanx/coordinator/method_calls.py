@@ -42,7 +42,7 @@ class MethodCalls:
         self._tensors = tensors
         self._is_calling = False
         client = worker.client
-        self.definitions = OutgoingDefinitions(worker.made, tensors)
+        self.definitions = OutgoingDefinitions(worker.scope_registry, tensors)
         self.dispatcher = Dispatcher(client.identity, lambda changes, step: None, client.unreachable_tasks)
 
     def start(self, greeting: Callable[[], WorkerSettings]) -> None:
@@ -66,15 +66,15 @@ class MethodCalls:
         if method != "fit" or self._is_calling:
             yield  # the chief alone evaluates and predicts; workers come to a nested call by themselves
             return
-        made = self._worker.made
-        made.note(model)  # it may have been constructed before the scope
-        name = made.name_of(model)
+        scope_registry = self._worker.scope_registry
+        scope_registry.note(model)  # it may have been constructed before the scope
+        name = scope_registry.name_of(model)
         assert name is not None, "it was noted just now"
         fit, state = self._worker.last_fit + 1, MethodState(random_state(), name_counters())
         # In this order: the call refers to the model by the name under which workers have made it.
         self.definitions.require([name])
         self.definitions.announce(self.dispatcher)
-        self.dispatcher.workers.tell_servers(METHOD, lambda: self._pack(name, method, arguments, fit, state))
+        self.dispatcher.workers.send_to_programless(METHOD, lambda: self._pack(name, method, arguments, fit, state))
         self._is_calling = True
         try:
             yield
@@ -86,12 +86,12 @@ class MethodCalls:
     def _pack(
         self, name: ScopedName, method: str, arguments: Mapping[str, Any], fit: int, state: MethodState
     ) -> Message:
-        made = self._worker.made
+        scope_registry = self._worker.scope_registry
 
         def refer(thing: Any) -> Any:
             if thing is self._strategy:
                 return "fixed", "strategy"
-            own = made.name_of(thing) if isinstance(thing, KINDS) else None
+            own = scope_registry.name_of(thing) if isinstance(thing, KINDS) else None
             return ("made", *own) if own is not None and self.definitions.knows([own]) else None
 
         reduce = of_call(self._tensors, with_weights=True)

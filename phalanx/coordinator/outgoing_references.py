@@ -27,7 +27,7 @@ PICKLES_KEPT = 16
 
 
 @dataclass
-class NotedReference:
+class PickledReferences:
     """A reference in a pickle.
 
     Attributes:
@@ -51,33 +51,37 @@ class OutgoingReferences(References):
     """
 
     def __init__(
-        self, fixed: Mapping[str, Any], made: ScopeRegistry, tensors: Tensors, takes_later_objects: Callable[[], bool]
+        self,
+        fixed: Mapping[str, Any],
+        scope_registry: ScopeRegistry,
+        tensors: Tensors,
+        takes_later_objects: Callable[[], bool],
     ) -> None:
-        super().__init__(fixed, made, tensors)
+        super().__init__(fixed, scope_registry, tensors)
         self._takes_later_objects = takes_later_objects
-        self._by_value = References(fixed, made, tensors)  # notes nothing, so any thread may pack with it
-        self._noted = NotedReference()  # of what is packed now, inside `noting`
+        self._by_value = References(fixed, scope_registry, tensors)  # notes nothing, so any thread may pack with it
+        self._noted = PickledReferences()  # of what is packed now, inside `noting`
         self._keeps = False  # whether large arrays are references now
         self._kept: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by id
-        self._functions: dict[int, tuple[Trace, bytes, NotedReference]] = {}  # by id; the traces keep the functions
+        self._functions: dict[int, tuple[Trace, bytes, PickledReferences]] = {}  # by id; the traces keep the functions
         self.numbers = itertools.count()
         # Numbers without references. The garbage collector appends to it at any time.
         self.forgotten: deque[int] = deque()
 
     @contextmanager
-    def noting(self, *, keeps: bool) -> Iterator[NotedReference]:
+    def noting(self, *, keeps: bool) -> Iterator[PickledReferences]:
         """While inside, note what is pickled.
 
         Args:
             keeps: whether large arrays are references; they are taken to be constant then.
         """
-        self._noted, self._keeps = NotedReference(), keeps
+        self._noted, self._keeps = PickledReferences(), keeps
         try:
             yield self._noted
         finally:
-            self._noted, self._keeps = NotedReference(), False
+            self._noted, self._keeps = PickledReferences(), False
 
-    def pack_function(self, function: Any, what: str) -> tuple[bytes, NotedReference]:
+    def pack_function(self, function: Any, what: str) -> tuple[bytes, PickledReferences]:
         """The pickle of a function, created again only if something has changed, and what it refers to."""
         with self.noting(keeps=True):
             now = trace(function, self._is_constant, lambda thing: pack(thing, self, what))
@@ -119,9 +123,9 @@ class OutgoingReferences(References):
         return super()._other(thing)
 
     def _name(self, thing: Any) -> ScopedName:
-        found = self._made.name_of(thing)
-        if found is not None and self._made.find(found) is None and self._takes_later_objects():
-            self._made.settle(again=True)
+        found = self._scope_registry.name_of(thing)
+        if found is not None and self._scope_registry.find(found) is None and self._takes_later_objects():
+            self._scope_registry.settle(again=True)
         name = super()._name(thing)
         self._noted.names.add(name)
         return name

@@ -75,12 +75,12 @@ class OutgoingDefinitions:
     """What workers without a program must have by now. Any thread may use it.
 
     Args:
-        made: what the program has made in the scope.
+        scope_registry: what the program has made in the scope.
         tensors: of this task's backend.
     """
 
-    def __init__(self, made: ScopeRegistry, tensors: Tensors) -> None:
-        self._made = made
+    def __init__(self, scope_registry: ScopeRegistry, tensors: Tensors) -> None:
+        self._scope_registry = scope_registry
         self._tensors = tensors
         self._lock = threading.RLock()  # protects what follows
         self._required: dict[ScopedName, None] = {}  # roots that workers must have, in the order of their first use
@@ -92,7 +92,7 @@ class OutgoingDefinitions:
         """Workers must have these. Returns: whether that is news."""
         names = list(names)
         with self._lock:
-            present = self._made.present()
+            present = self._scope_registry.present()
             # The parts of what the program has dropped may live on: they are surveyed again.
             self._roots = {name: root for name, root in self._roots.items() if root in present}
             if not self._roots.keys() >= set(names):
@@ -108,7 +108,7 @@ class OutgoingDefinitions:
     def knows(self, names: Collection[ScopedName]) -> bool:
         """Whether all of these are required already."""
         with self._lock:
-            present = self._made.present()
+            present = self._scope_registry.present()
             roots = [self._root_of(name) for name in names]
             return all(root in self._required and root in present for root in roots)
 
@@ -125,13 +125,13 @@ class OutgoingDefinitions:
         try:
             packed = self.pack()
         except PhalanxError as error:
-            dispatcher.workers.tell_servers(DEFINITIONS, partial(_fail, error))
+            dispatcher.workers.send_to_programless(DEFINITIONS, partial(_fail, error))
             return
-        present = self._made.present()
+        present = self._scope_registry.present()
         now = packed[0], [bool(getattr(present[root], "built", True)) for root in self._required if root in present]
         if now != self._announced:
             self._announced = now
-            dispatcher.workers.tell_servers(DEFINITIONS, lambda: packed)
+            dispatcher.workers.send_to_programless(DEFINITIONS, lambda: packed)
 
     def pack(self) -> tuple[Define, list[bytes]]:
         """The message that has workers make all that they must have.
@@ -140,12 +140,13 @@ class OutgoingDefinitions:
         """
         with self._lock:
             packed: dict[ScopedName, tuple[bytes, bytes]] = {}
-            present = self._made.present()
+            present = self._scope_registry.present()
             for root in self._required:
                 if root in present:
                     self._pack(root, packed, set())
             names = tuple(
-                tuple(self._made.name_of(part) or NAMELESS for part in parts_of(present[root])) for root in packed
+                tuple(self._scope_registry.name_of(part) or NAMELESS for part in parts_of(present[root]))
+                for root in packed
             )
             digests = tuple(digest for digest, _ in packed.values())
             policy = keras.config.dtype_policy().name
@@ -154,14 +155,14 @@ class OutgoingDefinitions:
     def _survey(self, present: Mapping[ScopedName, Any]) -> None:
         """Find out what is in what."""
         self._shared = {}
-        parts = {name: parts_of(made) for name, made in present.items() if isinstance(made, keras.layers.Layer)}
+        parts = {name: parts_of(scoped) for name, scoped in present.items() if isinstance(scoped, keras.layers.Layer)}
         inner = {id(part) for own in parts.values() for part in own[1:] if not _is_optimizer(part)}
-        for name, made in present.items():
-            if id(made) in inner:
+        for name, scoped in present.items():
+            if id(scoped) in inner:
                 continue
-            in_it = parts.get(name, [made])
+            in_it = parts.get(name, [scoped])
             for part in in_it:
-                own = self._made.name_of(part)
+                own = self._scope_registry.name_of(part)
                 if own is None:
                     continue
                 root = self._roots.get(own, name)
@@ -169,7 +170,7 @@ class OutgoingDefinitions:
                 if root in (name, own) or any(each is present.get(root) for each in in_it):
                     self._roots[own] = name
                 elif _has_state(part) and name not in self._shared:
-                    self._shared[name] = _sharing(made, present.get(root), part)
+                    self._shared[name] = _sharing(scoped, present.get(root), part)
         for name in present:
             self._roots.setdefault(name, name)
 
@@ -179,31 +180,31 @@ class OutgoingDefinitions:
             return
         if root in self._shared:
             raise self._shared[root]
-        made = self._made.present()[root]
+        scoped = self._scope_registry.present()[root]
         begun.add(root)
 
         def refer(thing: Any) -> Any:
             # A root that is being packed travels by value inside itself, or two that refer to each other never end.
-            name = self._made.name_of(thing) if isinstance(thing, KINDS) else None
+            name = self._scope_registry.name_of(thing) if isinstance(thing, KINDS) else None
             other = None if name is None else self._root_of(name)
             is_open = other in begun and other not in packed
-            if name is None or other is None or is_open or other not in self._made.present():
+            if name is None or other is None or is_open or other not in self._scope_registry.present():
                 return None
             self._pack(other, packed, begun)
             return "made", *name
 
-        what = f"The {type(made).__name__} {getattr(made, 'name', '')!r}"
+        what = f"The {type(scoped).__name__} {getattr(scoped, 'name', '')!r}"
         with refusing(
             f"{what} cannot travel to workers that run no program of their own",
             "Give its class a get_config() (see keras.saving), or run the same program on all tasks.",
         ):
-            made_from = copy_of(made) if isinstance(made, keras.layers.Layer) else made
+            made_from = copy_of(scoped) if isinstance(scoped, keras.layers.Layer) else scoped
             unbuilt = made_from.unbuilt() if isinstance(made_from, LayerCopy) else made_from
             # Of what makes it, without weights and building: a worker keeps its copy, and only builds it, when the
             # chief's was built or trained since.
             digest = hashlib.blake2b(self._pickled(unbuilt, refer), digest_size=16).digest()
-            state = state_of(made)
-            paths = [variable.path for variable in (*trained_by_servers(made), *state)]
+            state = state_of(scoped)
+            paths = [variable.path for variable in (*trained_by_servers(scoped), *state)]
             content = self._pickled(Definition(made_from, [to_host(v) for v in state], paths), refer)
         packed[root] = digest, content
 
@@ -224,9 +225,9 @@ def _has_state(part: Any) -> bool:
     return isinstance(part, keras.layers.Layer) and (not part.built or bool(part.variables))
 
 
-def _sharing(made: Any, other: Any, part: Any) -> UnsupportedError:
+def _sharing(scoped: Any, other: Any, part: Any) -> UnsupportedError:
     return UnsupportedError(
-        f"The layer {part.name!r} is a part of {getattr(other, 'name', '')!r} and of {made.name!r}: workers "
+        f"The layer {part.name!r} is a part of {getattr(other, 'name', '')!r} and of {scoped.name!r}: workers "
         f"without a program of their own would have it twice. Put one of the two into the other, or run the same "
         f"program on all tasks."
     )

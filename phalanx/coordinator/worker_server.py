@@ -127,7 +127,7 @@ class WorkerServer:
         """Take part, with nothing that a former process of the chief has made."""
         sys.path[:] = settings.path
         self._strategy, self._worker = self._join(settings)
-        self._worker.made = ScopeRegistry()
+        self._worker.scope_registry = ScopeRegistry()
         self._digests = {}
         coordinator = self._make_coordinator(self._strategy, self._worker)
         self._functions = FunctionServer(self._strategy, self._worker, coordinator, has_program=False)
@@ -151,17 +151,23 @@ class WorkerServer:
             copy = definition.made_from
             is_known = self._digests.get(names[0]) == digest
             # What is known is kept, with its weights and state: functions may have changed them since.
-            made = worker.made.find(names[0]) if is_known else copy.make() if isinstance(copy, LayerCopy) else copy
+            copied = (
+                worker.scope_registry.find(names[0])
+                if is_known
+                else copy.make()
+                if isinstance(copy, LayerCopy)
+                else copy
+            )
             if is_known and isinstance(copy, LayerCopy):
-                copy.build(made)
-        _name(made, definition)
+                copy.build(copied)
+        _name(copied, definition)
         if is_known:
             return
-        _set_state(made, definition)
-        parts = parts_of(made)
+        _set_state(copied, definition)
+        parts = parts_of(copied)
         for name, part in zip(names, parts, strict=True):
             if name != NAMELESS:
-                worker.made.put(name, part)
+                worker.scope_registry.put(name, part)
                 functions.references.not_made.pop(name, None)
             if isinstance(part, keras.optimizers.Optimizer):
                 functions.variables.refuse(part)
@@ -187,16 +193,16 @@ class WorkerServer:
         getattr(model, order.method)(**arguments)
 
 
-def _name(made: Any, definition: Definition) -> None:
+def _name(copied: Any, definition: Definition) -> None:
     """Give the variables of a copy the paths of the chief's."""
-    variables = [*trained_by_servers(made), *state_of(made)]
+    variables = [*trained_by_servers(copied), *state_of(copied)]
     if len(variables) == len(definition.paths):
         for variable, path in zip(variables, definition.paths, strict=True):
             set_path(variable, path)
 
 
-def _set_state(made: Any, definition: Definition) -> None:
-    variables = state_of(made)
+def _set_state(copied: Any, definition: Definition) -> None:
+    variables = state_of(copied)
     if len(variables) == len(definition.state):
         for variable, value in zip(variables, definition.state, strict=True):
             variable.assign(value)

@@ -1,4 +1,4 @@
-"""A process's link to the elastic coordinator: requests go out, orders come back, and a sign of life twice a second."""
+"""A process's link to the elastic coordinator: requests go out, orders come back, and a heartbeat twice a second."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class CoordinatorClient:
         self._closed = threading.Event()  # this process leaves: the end of the link is no loss
         self.link, self.response = self._connect()
         task = identity.description.task
-        for name, body in (("orders", self._receive), ("life", self._send_signs_of_life)):
+        for name, body in (("orders", self._receive), ("life", self._send_heartbeats)):
             threading.Thread(target=body, name=f"phalanx-elastic-{name}-{task}", daemon=True).start()
 
     def send(self, message: messages.ToCoordinator) -> None:
@@ -168,10 +168,10 @@ class CoordinatorClient:
                     self._generation = order.generation
                 self._orders.put(order)
 
-    def _send_signs_of_life(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._closed.wait(SIGN_OF_LIFE_S):
             try:
-                self.send(messages.SignOfLife())
+                self.send(messages.Heartbeat())
             except LinkTimeoutError:
                 continue  # the launcher is suspended, for hours: until then, the kernels store what it does not read
             except LinkClosedError:

@@ -1,6 +1,6 @@
 """Decides which processes are evicted because they are silent or stuck. Pure; see also `network_partitions`.
 
-Processes send a sign of life twice a second. A process that is stopped or cut off does not; if it is the last member,
+Processes send a heartbeat twice a second. A process that is stopped or cut off does not; if it is the last member,
 or a candidate, no other member would notice. A member that lives but is stuck is noticed by those that wait for it.
 One that is only slow, a straggler, is never evicted: `monitoring/stragglers` names it.
 """

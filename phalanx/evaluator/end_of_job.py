@@ -33,7 +33,7 @@ PROBE_S = 1.0
 PROBE_EVERY_S = 1.0
 
 
-class JobSign(enum.Enum):
+class JobLiveness(enum.Enum):
     """The result of probing a job."""
 
     ALIVE = "a task answers"
@@ -70,8 +70,8 @@ class JobEndDetector:
         self._patience = patience
         # All times by the clock of `now`.
         self._began = now
-        self._seen = launched  # whether the job is known to have existed
-        self._last_sign = now  # of the job's life: an answer, or a checkpoint
+        self._has_existed = launched  # whether the job is known to have existed
+        self._last_seen_at = now  # of the job's life: an answer, or a checkpoint
         self._gone_since: float | None = None  # None while anything may listen
         self._last_checkpoint: float | None = None
         self._was_unannounced = False  # so that a file which says that a job is over is of this one
@@ -79,13 +79,13 @@ class JobEndDetector:
     @property
     def saw_nothing(self) -> bool:
         """Whether there was neither a sign of the job nor a checkpoint."""
-        return not self._seen and self._last_checkpoint is None
+        return not self._has_existed and self._last_checkpoint is None
 
-    def checkpoint(self, now: float) -> None:
-        """One was found."""
-        self._last_checkpoint = self._last_sign = now
+    def record_checkpoint(self, now: float) -> None:
+        """A checkpoint was found."""
+        self._last_checkpoint = self._last_seen_at = now
 
-    def is_over(self, sign: JobSign, now: float, *, announced: bool | None) -> bool:
+    def is_over(self, found: JobLiveness, now: float, *, announced: bool | None) -> bool:
         """Whether the job is over.
 
         Args:
@@ -93,19 +93,19 @@ class JobEndDetector:
         """
         patience = self._patience
         self._was_unannounced |= announced is False
-        if sign is not JobSign.GONE:
-            self._seen, self._gone_since = True, None
-        if sign is JobSign.ALIVE:
-            self._last_sign = now
+        if found is not JobLiveness.GONE:
+            self._has_existed, self._gone_since = True, None
+        if found is JobLiveness.ALIVE:
+            self._last_seen_at = now
             return False
         if announced and self._was_unannounced:
             return True
-        if sign is JobSign.SILENT:
-            return now - self._last_sign >= patience.silent_s
+        if found is JobLiveness.SILENT:
+            return now - self._last_seen_at >= patience.silent_s
         if self._gone_since is None:
             self._gone_since = now
         # A job that was seen is over once its ports stay closed; one that was not may have none.
-        if self._seen:
+        if self._has_existed:
             return now - self._gone_since >= patience.gone_s
         if self._last_checkpoint is None:
             return now - self._began >= patience.start_s
@@ -114,7 +114,7 @@ class JobEndDetector:
         return now - self._last_checkpoint >= max(idle_s, patience.start_s)
 
 
-class JobSignPoller:
+class JobProbe:
     """Asks at the ports of a job, not more often than once in a while.
 
     Args:
@@ -128,37 +128,35 @@ class JobSignPoller:
         self._tasks = [*[known for known in spec.tasks if known.type == PS][:1], *spec.ranked_tasks[:1]]
         self._clock = clock
         self._asked_at = float("-inf")
-        self._last = JobSign.GONE
+        self._last = JobLiveness.GONE
         self.trouble = ""
 
-    def look(self) -> JobSign:
+    def probe(self) -> JobLiveness:
         """The present state of the job."""
         if self._me is not None and self._clock() - self._asked_at >= PROBE_EVERY_S:
             self._asked_at = self._clock()
-            signs = [JobSign.GONE]
+            found = [JobLiveness.GONE]
             for task in self._tasks:
-                signs.append(self._ask(self._me, task))
-                if signs[-1] is JobSign.ALIVE:
+                found.append(self._ask(self._me, task))
+                if found[-1] is JobLiveness.ALIVE:
                     break
-            self._last = (
-                JobSign.ALIVE if JobSign.ALIVE in signs else JobSign.SILENT if JobSign.SILENT in signs else JobSign.GONE
-            )
+            self._last = next(each for each in JobLiveness if each in found)  # the liveliest
         return self._last
 
-    def _ask(self, me: TaskIdentity, task: Task) -> JobSign:
+    def _ask(self, me: TaskIdentity, task: Task) -> JobLiveness:
         try:
             link, _ = me.dial(task, PROBE, deadline=time.monotonic() + PROBE_S)
             link.close()
         except RefusedError:  # by a task that has recognized this one, so it is there
-            return JobSign.ALIVE
+            return JobLiveness.ALIVE
         except (LinkTimeoutError, UnreachableError):
-            return JobSign.SILENT
+            return JobLiveness.SILENT
         except LinkClosedError:
-            return JobSign.GONE
+            return JobLiveness.GONE
         except HandshakeError as error:  # another program has the port, or the secrets differ
             self.trouble = str(error)
-            return JobSign.GONE
-        return JobSign.ALIVE
+            return JobLiveness.GONE
+        return JobLiveness.ALIVE
 
 
 def patience(config: JobConfig, idle_s: float) -> EndOfJobPatience:

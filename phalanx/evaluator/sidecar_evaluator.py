@@ -20,7 +20,7 @@ from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.evaluator import best_checkpoint, completion_marker
 from phalanx.evaluator.best_checkpoint import BestCheckpoint
 from phalanx.evaluator.checkpoint_watcher import CheckpointWatcher, FoundCheckpoint
-from phalanx.evaluator.end_of_job import JobEndDetector, JobSignPoller, patience
+from phalanx.evaluator.end_of_job import JobEndDetector, JobProbe, patience
 from phalanx.monitoring.event_writer import EventWriter
 from phalanx.runtime import progress
 from phalanx.storage.paths import is_url, storage_path
@@ -143,7 +143,7 @@ class SidecarEvaluator:
         """
         config = JobConfig.from_environment()
         end = JobEndDetector(patience(config, self._patience_s), time.monotonic(), launched=config.has_explicit_job_id)
-        signs = JobSignPoller(self._spec, self._task, config, time.monotonic)
+        probe = JobProbe(self._spec, self._task, config, time.monotonic)
         over = False
         with temporary_directory() as copies:
             watch = CheckpointWatcher(self._directory, copies, ignored=best_checkpoint.NAME)
@@ -151,7 +151,7 @@ class SidecarEvaluator:
                 while self.evaluations != self._max_evaluations:
                     found = watch.next()
                     if found is not None:
-                        end.checkpoint(time.monotonic())
+                        end.record_checkpoint(time.monotonic())
                         self._evaluate(found, watch)
                         continue
                     # The last files of a job that is over may not be whole yet, or not left alone for long enough.
@@ -159,7 +159,7 @@ class SidecarEvaluator:
                         break
                     progress.report("waits for a checkpoint")
                     over = over or end.is_over(
-                        signs.look(), time.monotonic(), announced=completion_marker.is_announced(self._directory)
+                        probe.probe(), time.monotonic(), announced=completion_marker.is_announced(self._directory)
                     )
                     time.sleep(self._poll_s)
             finally:
@@ -168,12 +168,12 @@ class SidecarEvaluator:
                 if self._writer is not None:
                     self._writer.close()
         if self.evaluations == 0:
-            self._explain(end, signs, config)
+            self._explain(end, probe, config)
         logger.info("Evaluated %d checkpoints of %s.", self.evaluations, self._directory)
 
-    def _explain(self, end: JobEndDetector, signs: JobSignPoller, config: JobConfig) -> None:
+    def _explain(self, end: JobEndDetector, probe: JobProbe, config: JobConfig) -> None:
         """There was nothing to evaluate: an error if the job never came, else a warning."""
-        hint = f" ({signs.trouble})" if signs.trouble else ""
+        hint = f" ({probe.trouble})" if probe.trouble else ""
         if end.saw_nothing and not completion_marker.is_announced(self._directory):
             raise RendezvousError(
                 f"Neither the chief of the job nor a checkpoint in {self._directory} came within "

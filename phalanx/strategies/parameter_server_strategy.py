@@ -113,10 +113,10 @@ class ParameterServerStrategy(Strategy):
             raise ConfigurationError(f"embedding_rows is {embedding_rows!r}; write True, False or 'auto'.")
         # Workers meet at the servers alone: there is no communicator between them.
         super().__init__(alone(), resolver)
-        self._served_by: ParameterServerWorker | None = None  # None on an evaluator, which trains alone
+        self._worker: ParameterServerWorker | None = None  # None on an evaluator, which trains alone
         if me.task.type != EVALUATOR:
             return_s = RETURN_S if snapshot_dir is not None or replication > 1 else 0.0
-            self._served_by = join_as_worker(
+            self._worker = join_as_worker(
                 me,
                 rules,
                 variable_partitioner,
@@ -126,14 +126,14 @@ class ParameterServerStrategy(Strategy):
                 is_replicated=replication > 1,
             )
             if me.task.type == CHIEF and me.config.secret and len(me.tasks) > 1:
-                self._accept_workers(self._served_by)
+                self._accept_workers(self._worker)
 
     @classmethod
     def of_worker(cls, worker: ParameterServerWorker, resolver: ClusterResolver) -> ParameterServerStrategy:
         """The strategy of a worker that runs no program of its own."""
         strategy = cls.__new__(cls)
         Strategy.__init__(strategy, alone(), resolver)
-        strategy._served_by = worker
+        strategy._worker = worker
         return strategy
 
     def _accept_workers(self, worker: ParameterServerWorker) -> None:
@@ -144,21 +144,21 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def _member(self) -> model_dispatch.Member:
-        return self._replica if self._served_by is None else self._served_by
+        return self._replica if self._worker is None else self._worker
 
     @property
     def rank(self) -> int:
         """This worker's number; 0 is the chief."""
-        return 0 if self._served_by is None else self._served_by.number
+        return 0 if self._worker is None else self._worker.number
 
     @property
     def is_chief(self) -> bool:
-        return self._served_by is not None and self._served_by.is_chief
+        return self._worker is not None and self._worker.is_chief
 
     @property
     def num_replicas_in_sync(self) -> int:
         """How many workers make one update together: 1 in asynchronous training."""
-        return self._served_by.workers if self._served_by is not None and self._served_by.rules.synchronous else 1
+        return self._worker.workers if self._worker is not None and self._worker.rules.synchronous else 1
 
     @property
     def global_step(self) -> int:
@@ -166,22 +166,22 @@ class ParameterServerStrategy(Strategy):
 
         It is not contiguous: other workers make updates in between.
         """
-        return 0 if self._served_by is None else self._served_by.global_step
+        return 0 if self._worker is None else self._worker.global_step
 
     @property
     def _in_function(self) -> bool:
         """Whether this is a worker of a `ClusterCoordinator`, which runs each function by itself."""
-        return self._served_by is not None and self._served_by.in_function
+        return self._worker is not None and self._worker.in_function
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this worker has sent to the servers."""
-        return 0 if self._served_by is None else self._served_by.client.bytes_sent
+        return 0 if self._worker is None else self._worker.client.bytes_sent
 
     @property
     def bytes_received(self) -> int:
         """Bytes that the servers have sent to this worker."""
-        return 0 if self._served_by is None else self._served_by.client.bytes_received
+        return 0 if self._worker is None else self._worker.client.bytes_received
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         if self._in_function:
@@ -204,7 +204,7 @@ class ParameterServerStrategy(Strategy):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: Any = None
     ) -> DistributedDataset:
-        worker = self._served_by
+        worker = self._worker
         if worker is None:
             return super().distribute_datasets_from_function(dataset_fn, options)
         if self._in_function:  # the chief, which is number 0, runs no functions
@@ -215,7 +215,7 @@ class ParameterServerStrategy(Strategy):
 
     def explain_sharding(self, dataset: Any, *, batch_size: int | None = None) -> str:
         """Which part of an input of `fit` the workers read: batches are assigned while they train."""
-        workers = 1 if self._served_by is None else self._served_by.workers
+        workers = 1 if self._worker is None else self._worker.workers
         return f"Each of the {workers} workers takes whole batches of the input, as the first server hands them out."
 
     def _input_arguments(self) -> dict[str, Any]:

@@ -35,5 +35,5 @@ def on_present_leaves(function: Callable[[list[Any]], Iterable[Any]], value: Any
     """A structure with what `function` makes of all its leaves; None, as the gradient of what is not used, stays."""
     leaves = keras.tree.flatten(value)
     present = [leaf for leaf in leaves if leaf is not None]
-    made = iter(function(present) if present else ())
-    return keras.tree.pack_sequence_as(value, [None if leaf is None else next(made) for leaf in leaves])
+    results = iter(function(present) if present else ())
+    return keras.tree.pack_sequence_as(value, [None if leaf is None else next(results) for leaf in leaves])

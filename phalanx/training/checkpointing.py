@@ -176,7 +176,7 @@ class FitCheckpointing:
             seed=self._resumption.seed(),
             pooled=pooled,
             random_states=[random_state()],
-            streams=self._replica.own_numbers.position,
+            streams=self._replica.random_streams.position,
         )
 
     def _prepared(self, snapshot: FitSnapshot) -> tuple[Any, int, State]:

@@ -51,7 +51,7 @@ class FitSnapshot(FitPosition):
         seed: determines the orders of the data.
         variables: those that a file of weights does not have: random state of layers, metrics.
         random_states: that of the program, see `engines.random_state`; of former versions, those of all ranks.
-        streams: the position of `OwnRandomNumbers`.
+        streams: the position of `PerRankRandomStreams`.
         pooled: see `Stepper.pooled`.
     """
 
@@ -151,7 +151,7 @@ class FitResumption:
         if snapshot.random_states:
             set_random_state(snapshot.random_states[0])
         if snapshot.streams:
-            self._replica.own_numbers.position = [int(number) for number in snapshot.streams]
+            self._replica.random_streams.position = [int(number) for number in snapshot.streams]
         return snapshot
 
     def check(self, snapshot: FitSnapshot, samples: int | None, batches: int | None) -> None:

@@ -98,7 +98,7 @@ class ModelDispatcher:
         """Name what is created, so that tasks can refer to it."""
         owner = self._current_owner()
         if owner is not None and isinstance(owner.member, ParameterServerWorker):
-            owner.member.made.note(thing)
+            owner.member.scope_registry.note(thing)
 
     def run(self, model: Any, method: KerasMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `fit` and the like by the model's trainer, or by Keras if the model trains in this process alone."""

@@ -24,7 +24,7 @@ from phalanx.elastic.entry_results import KEPT_BYTES
 from phalanx.errors import MembershipChangedError, UnsupportedError
 from phalanx.runtime.host_identity import host_identity
 from phalanx.training.preemption import PreemptionNotice
-from phalanx.training.program_effects.per_rank_random_numbers import OwnRandomNumbers
+from phalanx.training.program_effects.per_rank_random_numbers import PerRankRandomStreams
 from phalanx.transport.decoding import decode_message
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class Replica:
         mesh_parts: into how many equal parts the mesh divides each global batch, where one compiled program spans the
             devices of all ranks; None: each rank has a program of its own.
         recording: what is merged, where `phalanx plan` examines the program and no other rank exists; else None.
-        own_numbers: the random numbers that it draws apart from the others.
+        random_streams: the random numbers that it draws apart from the others.
     """
 
     communicator: Communicator
@@ -105,7 +105,7 @@ class Replica:
     micro_batches: int | None = None
     mesh_parts: int | None = None
     recording: RecordingAlgorithm | None = field(default=None, repr=False)
-    own_numbers: OwnRandomNumbers = field(default_factory=OwnRandomNumbers, repr=False)
+    random_streams: PerRankRandomStreams = field(default_factory=PerRankRandomStreams, repr=False)
     _entries: int = 0  # number of entries so far: the same script gives the same numbers on every process
     _entry: Entry | None = field(default=None, repr=False)
     # How many seeds the present entry has given out; all ranks ask in the same order.

@@ -28,7 +28,7 @@ from phalanx.training.checks.model_checks import (
     explaining_parts,
     stateful_layer,
 )
-from phalanx.training.checks.program_probes import ChiefFinds, ProgramProbes
+from phalanx.training.checks.program_probes import ChiefProbing, ProgramProbes
 from phalanx.training.checks.same_program import compare_inputs, compare_samples
 from phalanx.training.fit_arguments import capped
 from phalanx.training.joint_batches import JointBatches, read_part
@@ -84,7 +84,7 @@ class ReplicaModel:
         self._is_synchronised = False
         self._announced: set[Any] = set()
         self._seeds_given = 0
-        self.probes = ProgramProbes(model, ChiefFinds(replica))
+        self.probes = ProgramProbes(model, ChiefProbing(replica))
         self._steps_that_built: set[str] = set()
         self._predicts_rows: dict[str, bool] = {}
         self._predicts_parts = True

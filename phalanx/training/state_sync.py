@@ -25,7 +25,7 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
     """Give every rank the chief's weights, optimizer state and layer state; call on all ranks.
 
     Random seeds of layers (dropout) come from the chief too, shifted by the rank, so that the replicas draw different
-    masks, and so does the position of the streams in `OwnRandomNumbers`.
+    masks, and so does the position of the streams in `PerRankRandomStreams`.
 
     Args:
         metrics: whether to send what the metrics have counted, for ranks that join in the middle of an epoch.
@@ -56,7 +56,7 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
         # Most are equal at the start of a `fit`. An assignment replaces the array on the device, and costs a transfer.
         if not np.array_equal(old, new):
             variable.assign(new)
-    replica.own_numbers.position = chiefs_random[0].tolist()
+    replica.random_streams.position = chiefs_random[0].tolist()
     set_random_state(chiefs_random[1:])
 
 
@@ -64,7 +64,7 @@ def _random_state_to_share(replica: Replica) -> list[np.ndarray[Any, Any]]:
     """The position of the streams, and the backend's random state for processes that may have joined since the program
     began, and for micro-batches, whose numbers follow from it. In other jobs a program may give its ranks different
     states."""
-    position = np.array(replica.own_numbers.position, np.uint64)
+    position = np.array(replica.random_streams.position, np.uint64)
     return [position, *(random_state()[:1] if replica.elastic is not None or replica.micro_batches else [])]
 
 

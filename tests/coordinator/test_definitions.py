@@ -21,14 +21,14 @@ class Scope:
     """The objects of a program, and what arrives of them."""
 
     def __init__(self, *made: Any) -> None:
-        self.made = ScopeRegistry()
+        self.scope_registry = ScopeRegistry()
         for thing in made:
             for part in parts_of(thing):
-                self.made.note(part)
-        self.outgoing = OutgoingDefinitions(self.made, make_tensors())
+                self.scope_registry.note(part)
+        self.outgoing = OutgoingDefinitions(self.scope_registry, make_tensors())
 
     def arrived(self, *required: Any) -> dict[ScopedName, Any]:
-        self.outgoing.require([name for thing in required if (name := self.made.name_of(thing)) is not None])
+        self.outgoing.require([name for thing in required if (name := self.scope_registry.name_of(thing)) is not None])
         order, contents = self.outgoing.pack()
         found: dict[ScopedName, Any] = {}
 
@@ -43,7 +43,7 @@ class Scope:
         return found
 
     def of(self, thing: Any, found: dict[ScopedName, Any]) -> Any:
-        name = self.made.name_of(thing)
+        name = self.scope_registry.name_of(thing)
         assert name is not None
         return found[name]
 
@@ -97,22 +97,22 @@ def test_what_layers_have_learned_by_adapt_travels_with_them() -> None:
     after, _ = scope.outgoing.pack()
     roots = zip(after.names, before.digests, after.digests, strict=True)
     changed = {names[0] for names, one, other in roots if one != other}
-    assert changed == {scope.made.name_of(lookup)}, "workers make it again"
+    assert changed == {scope.scope_registry.name_of(lookup)}, "workers make it again"
 
 
 def test_what_is_required_is_sent_and_nothing_else() -> None:
     one, other = keras.layers.Dense(1), keras.layers.Dense(2)
     scope = Scope(one, other)
-    assert set(scope.arrived(one)) == {scope.made.name_of(one)}
-    assert scope.outgoing.knows([scope.made.name_of(one)])
-    assert not scope.outgoing.knows([scope.made.name_of(other)])
-    assert set(scope.arrived(other)) == {scope.made.name_of(one), scope.made.name_of(other)}
+    assert set(scope.arrived(one)) == {scope.scope_registry.name_of(one)}
+    assert scope.outgoing.knows([scope.scope_registry.name_of(one)])
+    assert not scope.outgoing.knows([scope.scope_registry.name_of(other)])
+    assert set(scope.arrived(other)) == {scope.scope_registry.name_of(one), scope.scope_registry.name_of(other)}
 
 
 def noted(scope: Scope, thing: Any) -> Any:
     """The program makes it later."""
     for part in parts_of(thing):
-        scope.made.note(part)
+        scope.scope_registry.note(part)
     return thing
 
 
@@ -136,8 +136,8 @@ def test_what_is_required_stays_so_when_it_becomes_a_part_of_something_else(kind
     model.compile(part if kind == "optimizer" else "sgd", "mse")
     noted(scope, model)
     noted(scope, other)
-    assert set(scope.arrived(other)) == {scope.made.name_of(part), scope.made.name_of(other)}
-    assert scope.outgoing.knows([scope.made.name_of(part)])
+    assert set(scope.arrived(other)) == {scope.scope_registry.name_of(part), scope.scope_registry.name_of(other)}
+    assert scope.outgoing.knows([scope.scope_registry.name_of(part)])
     found = scope.arrived(model)
     copy = scope.of(model, found)
     assert scope.of(part, found) is (copy.layers[0] if kind == "layer" else copy.optimizer)
@@ -147,8 +147,8 @@ def test_a_part_of_a_model_that_the_program_has_dropped_is_sent() -> None:
     part = keras.layers.Dense(3)
     model = keras.Sequential([keras.Input((2,)), part])
     scope = Scope(model)
-    assert set(scope.arrived(model)) >= {scope.made.name_of(part)}
-    name = scope.made.name_of(part)
+    assert set(scope.arrived(model)) >= {scope.scope_registry.name_of(part)}
+    name = scope.scope_registry.name_of(part)
     assert name is not None
     del model
     gc.collect()

@@ -282,7 +282,7 @@ def strategy_of(
         | rules
     )
     strategy = object.__new__(phalanx.ParameterServerStrategy)
-    strategy._served_by = ParameterServerWorker(client, 0, len(me.tasks), all_rules, None, None, "")
+    strategy._worker = ParameterServerWorker(client, 0, len(me.tasks), all_rules, None, None, "")
     return strategy
 
 

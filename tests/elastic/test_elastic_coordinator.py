@@ -15,12 +15,12 @@ from phalanx.cluster.membership_messages import (
     EntryQuery,
     FormGeneration,
     GenerationEnded,
+    Heartbeat,
     LeaveNotice,
     LossReport,
     PastEntry,
     ReadyToJoin,
     RegroupRequest,
-    SignOfLife,
     pack,
     unpack,
 )
@@ -635,12 +635,12 @@ def test_one_that_is_silent_is_evicted_though_nobody_waits_for_it(candidate, eve
         job.report("a1", "c1")
     silent = "b2" if candidate else "b1"
     if ever_heard:
-        job.send(silent, SignOfLife())
+        job.send(silent, Heartbeat())
     for now in range(1, 40):
         job.now = float(now)
         for name in list(job.coordinator.table.processes):
             if name != silent:
-                job.send(name, SignOfLife())
+                job.send(name, Heartbeat())
         job.coordinator.tick(job.now)
         assert bool(job.evicted) == (now > 30.0 + STUCK_GRACE_S)
 
@@ -651,7 +651,7 @@ def test_the_last_one_that_is_silent_ends_the_job():
     job.lose("c1")
     job.report("a1")
     job.now = 1.0
-    job.send("a1", SignOfLife())
+    job.send("a1", Heartbeat())
     for now in range(1, 34):
         job.coordinator.tick(float(now))
     assert "all members of the job were lost" in job.coordinator.failure
@@ -661,7 +661,7 @@ def test_while_the_launcher_was_stopped_nobody_was_silent():
     job = Job().running()
     job.now = 1.0
     for name in ("a1", "b1", "c1"):
-        job.send(name, SignOfLife())
+        job.send(name, Heartbeat())
     job.coordinator.tick(1.0)
     job.coordinator.tick(100.0)
     assert job.evicted == []
@@ -718,11 +718,11 @@ def test_one_that_was_taken_for_lost_and_lives_is_told_to_end():
     job = Job().running()
     job.exit("b1")
     assert job.coordinator.state is CoordinatorState.REGROUPING
-    job.send("b1", SignOfLife())
+    job.send("b1", Heartbeat())
     (dismissed,) = job.sent_to("b1", Dismissed)
     assert dismissed.cause == "evicted"
     job.lose("b1")  # its connection ends
-    job.send("b1", SignOfLife())
+    job.send("b1", Heartbeat())
     assert len(job.sent_to("b1", Dismissed)) == 1
 
 

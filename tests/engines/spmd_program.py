@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.engines.spmd.step_programs import ahead_of_time
+from phalanx.engines.spmd.step_programs import uncompiled_step
 from phalanx.errors import ConfigurationError
 from tests.support.seeds import set_random_seed
 
@@ -34,7 +34,7 @@ def check_argument_bytes() -> None:
         with strategy.scope():
             model = perceptron()
         batch = jax.ShapeDtypeStruct((DEVICES, WIDTH), "float32")
-        step = ahead_of_time(model, strategy.placement, (batch, batch, None))
+        step = uncompiled_step(model, strategy.placement, (batch, batch, None))
         held = step.function.lower(*step.arguments).compile().memory_analysis().argument_size_in_bytes
         np.testing.assert_allclose(held, expected(model.count_params()), rtol=0.05, err_msg=f"level {level}")
 

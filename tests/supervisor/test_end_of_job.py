@@ -16,7 +16,7 @@ from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
-from phalanx.evaluator.end_of_job import EndOfJobPatience, JobEndDetector, JobSign, JobSignPoller, patience
+from phalanx.evaluator.end_of_job import EndOfJobPatience, JobEndDetector, JobLiveness, JobProbe, patience
 from phalanx.transport.credentials import Credentials
 from phalanx.transport.listener import Listener
 
@@ -25,87 +25,87 @@ EVALUATOR = Task("evaluator", 0)
 SECRET = b"0123456789abcdef"
 
 
-def over(end: JobEndDetector, *signs: tuple[JobSign, float], announced: bool | None = False) -> list[bool]:
+def over(end: JobEndDetector, *signs: tuple[JobLiveness, float], announced: bool | None = False) -> list[bool]:
     return [end.is_over(sign, now, announced=announced) for sign, now in signs]
 
 
 def test_a_job_that_lives_is_not_over_however_long_it_takes() -> None:
-    assert over(JobEndDetector(PATIENCE, 0), (JobSign.ALIVE, 1), (JobSign.ALIVE, 99_999)) == [False, False]
+    assert over(JobEndDetector(PATIENCE, 0), (JobLiveness.ALIVE, 1), (JobLiveness.ALIVE, 99_999)) == [False, False]
 
 
 def test_a_job_that_was_seen_is_over_when_nobody_listens_for_a_while() -> None:
-    signs = [(JobSign.ALIVE, 5), (JobSign.GONE, 6), (JobSign.GONE, 15.9), (JobSign.GONE, 16)]
+    signs = [(JobLiveness.ALIVE, 5), (JobLiveness.GONE, 6), (JobLiveness.GONE, 15.9), (JobLiveness.GONE, 16)]
     assert over(JobEndDetector(PATIENCE, 0), *signs) == [False, False, False, True]
 
 
 def test_somebody_who_comes_back_in_time_goes_on() -> None:
-    signs = [(JobSign.ALIVE, 5), (JobSign.GONE, 14), (JobSign.ALIVE, 15), (JobSign.GONE, 24)]
+    signs = [(JobLiveness.ALIVE, 5), (JobLiveness.GONE, 14), (JobLiveness.ALIVE, 15), (JobLiveness.GONE, 24)]
     assert over(JobEndDetector(PATIENCE, 0), *signs) == [False] * 4
 
 
 def test_somebody_who_does_not_answer_is_waited_for_longer() -> None:
-    signs = [(JobSign.ALIVE, 5), (JobSign.SILENT, 54), (JobSign.SILENT, 55)]
+    signs = [(JobLiveness.ALIVE, 5), (JobLiveness.SILENT, 54), (JobLiveness.SILENT, 55)]
     assert over(JobEndDetector(PATIENCE, 0), *signs) == [False, False, True]
 
 
 def test_who_does_not_answer_but_saves_is_there() -> None:
     end = JobEndDetector(PATIENCE, 0)
-    assert over(end, (JobSign.SILENT, 49)) == [False]
-    end.checkpoint(49)
-    assert over(end, (JobSign.SILENT, 98), (JobSign.GONE, 99), (JobSign.GONE, 109)) == [False, False, True]
+    assert over(end, (JobLiveness.SILENT, 49)) == [False]
+    end.record_checkpoint(49)
+    assert over(end, (JobLiveness.SILENT, 98), (JobLiveness.GONE, 99), (JobLiveness.GONE, 109)) == [False, False, True]
 
 
 def test_a_job_that_never_came_is_over_after_the_time_to_start() -> None:
     end = JobEndDetector(PATIENCE, 0)
-    assert over(end, (JobSign.GONE, 99), (JobSign.GONE, 100)) == [False, True]
+    assert over(end, (JobLiveness.GONE, 99), (JobLiveness.GONE, 100)) == [False, True]
     assert end.saw_nothing
 
 
 def test_a_job_of_the_launcher_that_ended_before_the_first_look_is_over() -> None:
     end = JobEndDetector(PATIENCE, 0, launched=True)
-    end.checkpoint(20)
-    assert over(end, (JobSign.GONE, 21), (JobSign.GONE, 30), (JobSign.GONE, 31)) == [False, False, True]
+    end.record_checkpoint(20)
+    assert over(end, (JobLiveness.GONE, 21), (JobLiveness.GONE, 30), (JobLiveness.GONE, 31)) == [False, False, True]
     assert not end.saw_nothing
 
 
 def test_a_job_without_ports_is_over_when_it_saves_no_more() -> None:
     end = JobEndDetector(PATIENCE, 0)
-    end.checkpoint(90)
-    assert over(end, (JobSign.GONE, 1089), (JobSign.GONE, 1090)) == [False, True]
+    end.record_checkpoint(90)
+    assert over(end, (JobLiveness.GONE, 1089), (JobLiveness.GONE, 1090)) == [False, True]
     assert not end.saw_nothing
 
 
 def test_what_a_file_says_counts_only_where_nobody_answers() -> None:
-    for sign, ends in ((JobSign.ALIVE, False), (JobSign.SILENT, True), (JobSign.GONE, True)):
+    for sign, ends in ((JobLiveness.ALIVE, False), (JobLiveness.SILENT, True), (JobLiveness.GONE, True)):
         end = JobEndDetector(PATIENCE, 0)
-        assert over(end, (JobSign.ALIVE, 1)) == [False]
+        assert over(end, (JobLiveness.ALIVE, 1)) == [False]
         assert over(end, (sign, 2), announced=True) == [ends]
 
 
 def test_a_file_of_a_former_job_does_not_end_one_that_is_starting() -> None:
     """The launcher has opened its ports, and its chief does not answer before it has joined the job."""
     end = JobEndDetector(PATIENCE, 0, launched=True)
-    assert over(end, (JobSign.SILENT, 1), (JobSign.SILENT, 2), announced=True) == [False, False]
-    assert over(end, (JobSign.SILENT, 3)) == [False], "the chief has withdrawn it"
-    assert over(end, (JobSign.SILENT, 4), announced=True) == [True]
+    assert over(end, (JobLiveness.SILENT, 1), (JobLiveness.SILENT, 2), announced=True) == [False, False]
+    assert over(end, (JobLiveness.SILENT, 3)) == [False], "the chief has withdrawn it"
+    assert over(end, (JobLiveness.SILENT, 4), announced=True) == [True]
 
 
 def test_a_file_of_a_former_job_without_ports_does_not_end_one_that_is_starting() -> None:
     """No port says that its chief is about to begin, to withdraw the file and to save."""
     end = JobEndDetector(PATIENCE, 0)
-    end.checkpoint(1)  # the newest of the former job
-    assert over(end, (JobSign.GONE, 2), (JobSign.GONE, 100.9), announced=True) == [False, False]
-    assert over(end, (JobSign.GONE, 101), announced=True) == [True], "no other job has begun"
+    end.record_checkpoint(1)  # the newest of the former job
+    assert over(end, (JobLiveness.GONE, 2), (JobLiveness.GONE, 100.9), announced=True) == [False, False]
+    assert over(end, (JobLiveness.GONE, 101), announced=True) == [True], "no other job has begun"
     end = JobEndDetector(PATIENCE, 0)
-    assert over(end, (JobSign.GONE, 2), announced=True) == [False]
-    assert over(end, (JobSign.GONE, 3)) == [False], "the chief has withdrawn it"
-    assert over(end, (JobSign.GONE, 4), announced=True) == [True]
+    assert over(end, (JobLiveness.GONE, 2), announced=True) == [False]
+    assert over(end, (JobLiveness.GONE, 3)) == [False], "the chief has withdrawn it"
+    assert over(end, (JobLiveness.GONE, 4), announced=True) == [True]
 
 
 def test_a_store_that_does_not_answer_has_not_withdrawn_the_file() -> None:
     end = JobEndDetector(PATIENCE, 0, launched=True)
-    assert over(end, (JobSign.SILENT, 1), announced=None) == [False]
-    assert over(end, (JobSign.SILENT, 2), announced=True) == [False], "it may be of a former job"
+    assert over(end, (JobLiveness.SILENT, 1), announced=None) == [False]
+    assert over(end, (JobLiveness.SILENT, 2), announced=True) == [False], "it may be of a former job"
 
 
 def test_jobs_of_the_launcher_end_sooner() -> None:
@@ -127,37 +127,37 @@ def chief() -> Iterator[tuple[ClusterSpec, Listener]]:
         yield spec, listener
 
 
-def look(spec: ClusterSpec, secret: bytes = SECRET) -> JobSignPoller:
-    return JobSignPoller(spec, EVALUATOR, JobConfig(secret=secret), time.monotonic)
+def probe_of(spec: ClusterSpec, secret: bytes = SECRET) -> JobProbe:
+    return JobProbe(spec, EVALUATOR, JobConfig(secret=secret), time.monotonic)
 
 
 def test_a_chief_that_listens_is_alive_and_one_that_does_not_is_gone(chief: tuple[ClusterSpec, Listener]) -> None:
     spec, listener = chief
-    assert look(spec).look() is JobSign.ALIVE
+    assert probe_of(spec).probe() is JobLiveness.ALIVE
     listener.close()
-    assert look(spec).look() is JobSign.GONE
+    assert probe_of(spec).probe() is JobLiveness.GONE
 
 
 def test_another_secret_is_remembered_for_the_message(chief: tuple[ClusterSpec, Listener]) -> None:
-    signs = look(chief[0], b"another secret of 16")
-    assert signs.look() is JobSign.GONE
-    assert "secret" in signs.trouble
+    probe = probe_of(chief[0], b"another secret of 16")
+    assert probe.probe() is JobLiveness.GONE
+    assert "secret" in probe.trouble
 
 
 def test_a_port_where_nobody_answers_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         spec = ClusterSpec({"worker": [f"127.0.0.1:{sock.getsockname()[1]}"]})
-        assert look(spec).look() is JobSign.SILENT
+        assert probe_of(spec).probe() is JobLiveness.SILENT
 
 
 def test_without_a_cluster_nobody_is_asked() -> None:
-    assert look(ClusterSpec({})).look() is JobSign.GONE
+    assert probe_of(ClusterSpec({})).probe() is JobLiveness.GONE
 
 
 def test_servers_are_asked_before_the_chief() -> None:
     config = {"cluster": {"ps": ["a:1", "b:1"], "worker": ["c:1", "d:1"], "chief": ["e:1"]}}
-    signs = look(read_cluster(json.loads(json.dumps(config))))
-    assert [str(task) for task in signs._tasks] == ["ps/0", "chief/0"]
+    probe = probe_of(read_cluster(json.loads(json.dumps(config))))
+    assert [str(task) for task in probe._tasks] == ["ps/0", "chief/0"]
 
 
 def test_no_thread_is_left() -> None:
@@ -165,4 +165,4 @@ def test_no_thread_is_left() -> None:
 
 
 def test_a_network_that_is_down_says_nothing_of_the_job() -> None:
-    assert look(ClusterSpec({"worker": ["no-such-host.invalid:1"]})).look() is JobSign.SILENT
+    assert probe_of(ClusterSpec({"worker": ["no-such-host.invalid:1"]})).probe() is JobLiveness.SILENT

@@ -2,7 +2,7 @@
 
 To look at a step without running it, on the mesh's devices or on others that are not there:
 
-    step = ahead_of_time(model, placement, (x, y, None), devices=topology.devices)
+    step = uncompiled_step(model, placement, (x, y, None), devices=topology.devices)
     compiled = step.function.lower(*step.arguments).compile()
     compiled.memory_analysis(), compiled.as_text()
 
@@ -30,7 +30,7 @@ from phalanx.keras_compat.variables.variable_layouts import laying_out_gradients
 Values = list[Any]
 
 
-class AheadOfTime(NamedTuple):
+class UncompiledStep(NamedTuple):
     """A step that has not been compiled.
 
     Attributes:
@@ -141,7 +141,9 @@ class StepPrograms:
         return jax.lax.with_sharding_constraint(value, NamedSharding(self._mesh, PartitionSpec(*axes)))
 
 
-def ahead_of_time(model: Any, placement: Placement, data: Batch, devices: Sequence[Any] | None = None) -> AheadOfTime:
+def uncompiled_step(
+    model: Any, placement: Placement, data: Batch, devices: Sequence[Any] | None = None
+) -> UncompiledStep:
     """The training step of a model for a global batch like `data`; see the top of this file.
 
     Args:
@@ -168,7 +170,7 @@ def ahead_of_time(model: Any, placement: Placement, data: Batch, devices: Sequen
         for variables, shardings in zip(lists, placed.shardings(mesh), strict=True)
     )
     batch = map_leaves(lambda array: _abstract(array, placed.batch_sharding(tuple(array.shape), mesh)), data)
-    return AheadOfTime(programs.compile_train(), (state, batch))
+    return UncompiledStep(programs.compile_train(), (state, batch))
 
 
 def _abstract(array: Any, sharding: Any) -> Any:

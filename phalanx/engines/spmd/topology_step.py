@@ -12,7 +12,7 @@ from jax.experimental import topologies
 
 from phalanx.engines.engine import Batch
 from phalanx.engines.spmd.placement import DATA, Placement, make_mesh
-from phalanx.engines.spmd.step_programs import AheadOfTime, ahead_of_time
+from phalanx.engines.spmd.step_programs import UncompiledStep, uncompiled_step
 from phalanx.errors import ConfigurationError
 from phalanx.planning.accelerators import DeviceTopology
 from phalanx.planning.hlo_collectives import find_collectives, find_host_calls
@@ -35,18 +35,18 @@ def measure_step(model: Any, placement: Placement | None, data: Batch, topology:
     """
     placement = placement or _mirrored()
     devices = None if topology.accelerator is None else _devices(topology)
-    step = ahead_of_time(model, placement, data, devices)
+    step = uncompiled_step(model, placement, data, devices)
     weights = sum(math.prod(variable.shape) for variable in model.trainable_variables)
     samples = next(int(leaf.shape[0]) for leaf in keras.tree.flatten(data) if leaf is not None)
     measured = _measure(step, topology.devices)
     if not measured.get("flops") and "refusal" not in measured:  # the compiler for GPUs counts none
-        measured["flops"] = _flops(ahead_of_time(model, placement, data, None)) / topology.devices
+        measured["flops"] = _flops(uncompiled_step(model, placement, data, None)) / topology.devices
     return ProgramMeasurement(
         devices=topology.devices, mesh=str(placement), weights=weights, global_batch=samples, **measured
     )
 
 
-def _measure(step: AheadOfTime, devices: int) -> dict[str, Any]:
+def _measure(step: UncompiledStep, devices: int) -> dict[str, Any]:
     try:
         compiled = step.function.lower(*step.arguments).compile()
     except jax.errors.JaxRuntimeError as error:
@@ -68,7 +68,7 @@ def _measure(step: AheadOfTime, devices: int) -> dict[str, Any]:
     }
 
 
-def _flops(step: AheadOfTime) -> float:
+def _flops(step: UncompiledStep) -> float:
     """Of all devices together, before the compiler divides the step."""
     return float(step.function.lower(*step.arguments).cost_analysis().get("flops", 0.0))
 

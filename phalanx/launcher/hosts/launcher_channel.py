@@ -79,7 +79,7 @@ class LauncherChannel:
                 self.begin_lease()
 
     def _check(self) -> None:
-        """To be called after `_receive`: signs of life may have come while this process was stopped."""
+        """To be called after `_receive`: heartbeats may have come while this process was stopped."""
         if not self._is_lost and time.monotonic() > self._lease_ends_at:
             print(f"phalanx: no sign of the launcher for {SILENCE_S:g} s: ending its workers", file=sys.stderr)
             self._is_lost = True

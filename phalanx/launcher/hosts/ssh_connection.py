@@ -136,12 +136,12 @@ class SSHConnection:
 
     def keep_alive(self) -> None:
         """Show the agent from now on, until `close`, that the launcher is there."""
-        threading.Thread(target=self._send_signs_of_life, name=f"phalanx-alive-{self.name}", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name=f"phalanx-alive-{self.name}", daemon=True).start()
 
-    def _send_signs_of_life(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._closed.wait(KEEP_ALIVE_S):
             with self._sending:
-                if not self._closed.is_set() and self._can_write(0.0):  # what fills the pipe is a sign of life too
+                if not self._closed.is_set() and self._can_write(0.0):  # what fills the pipe is a heartbeat too
                     self._write(msgspec.json.encode(KeepAlive()) + b"\n")
 
     def answers(self) -> list[Answer] | None:
@@ -200,7 +200,7 @@ class SSHConnection:
         if self._selector is None:
             self.kill()  # nothing runs there yet, and ssh may be stuck on the way
         self.unregister()
-        # `_send_signs_of_life` looks at it with the lock held: it never writes to a descriptor that is closed below,
+        # `_send_heartbeats` looks at it with the lock held: it never writes to a descriptor that is closed below,
         # whose number may be another file's by then.
         self._closed.set()
         with self._sending:

@@ -35,7 +35,7 @@ _LOSSES_ALONE = ""
 """Instead of a step, where replicas do not take the same steps (local SGD)."""
 
 
-class ChiefFinds:
+class ChiefProbing:
     """The chief's findings hold on all replicas."""
 
     def __init__(self, replica: Replica) -> None:
@@ -72,8 +72,8 @@ class ChiefFinds:
         return self._replica.retry(lambda: self._replica.broadcast_from_chief(found))
 
 
-class EachFinds(NamedTuple):
-    """Every process finds out the same by itself, as all of them see the whole batch; see `ChiefFinds`."""
+class IndependentProbing(NamedTuple):
+    """Every process finds out the same by itself, as all of them see the whole batch; see `ChiefProbing`."""
 
     divides_batches: bool
     replicas: int = 1
@@ -100,7 +100,7 @@ class _Sample(NamedTuple):
 class ProgramProbes:
     """The probes of one model on one rank."""
 
-    def __init__(self, model: Any, agreement: ChiefFinds | EachFinds) -> None:
+    def __init__(self, model: Any, agreement: ChiefProbing | IndependentProbing) -> None:
         self._model = model
         self._agreement = agreement
         # Of the compiled loss, by kind of batch. `compile` makes another loss, of which nothing is known.

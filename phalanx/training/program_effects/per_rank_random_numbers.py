@@ -2,9 +2,9 @@
 
 Python's `random`, `np.random` and PyTorch's generator are the program's, and in the same state on all ranks: what a
 program draws from them in its data, in callbacks and between two methods is the same everywhere. What one replica does
-apart (`Apart`) draws from streams instead, or all replicas would drop the same units, and is not seen in the program's
-generators. A stream follows from their states when the method began, its number, and the rank. So streams need not be
-saved: a process that joins or resumes continues to count.
+apart (`RandomStream`) draws from streams instead, or all replicas would drop the same units, and is not seen in the
+program's generators. A stream follows from their states when the method began, its number, and the rank. So streams
+need not be saved: a process that joins or resumes continues to count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from phalanx.training.replica import Replica
 
 
-class Apart(IntEnum):
+class RandomStream(IntEnum):
     """What one replica does apart from the others."""
 
     STEP = 0
@@ -37,19 +37,19 @@ class Apart(IntEnum):
     """Running a callback of the chief alone."""
 
 
-class OwnRandomNumbers:
+class PerRankRandomStreams:
     """The streams of one replica."""
 
     def __init__(self) -> None:
         self._origins: list[int] | None = None  # digests of the program's generators; None before the first stream
         self._methods = 0  # in a row with these origins
-        self._counts = [0] * len(Apart)  # of streams
+        self._counts = [0] * len(RandomStream)  # of streams
         self._final: list[int] | None = None  # digests when the last method with streams had ended
 
     def begin(self) -> None:
         """A method begins."""
         self._origins = None
-        self._counts = [0] * len(Apart)
+        self._counts = [0] * len(RandomStream)
 
     def end(self) -> None:
         """A method has ended."""
@@ -70,7 +70,7 @@ class OwnRandomNumbers:
         self._origins, self._methods, self._counts = position[:3], position[3], position[4:]
 
     @contextmanager
-    def stream(self, what: Apart, replica: Replica, *, in_program: bool = True) -> Iterator[None]:
+    def stream(self, what: RandomStream, replica: Replica, *, in_program: bool = True) -> Iterator[None]:
         """While inside, draw from the next stream of a kind.
 
         Args:
@@ -100,16 +100,16 @@ def running_method(replica: Replica) -> Iterator[None]:
     if replica.is_alone and not replica.micro_batches:
         yield
         return
-    own = replica.own_numbers
-    own.begin()
+    streams = replica.random_streams
+    streams.begin()
     _running.append(replica)
-    samples = partial(own.stream, Apart.SAMPLES, replica)
+    samples = partial(streams.stream, RandomStream.SAMPLES, replica)
     try:
         with drawing_samples_from(samples) if draws_apart(replica) else nullcontext():
             yield
     finally:
         _running.pop()
-        own.end()
+        streams.end()
 
 
 def drawing_in_steps(model: Any, replica: Replica) -> Callable[[], AbstractContextManager[None]]:
@@ -121,14 +121,14 @@ def drawing_in_steps(model: Any, replica: Replica) -> Callable[[], AbstractConte
 
     def drawing() -> AbstractContextManager[None]:
         knows_losses = bool(getattr(getattr(model, "_compile_loss", None), "built", False))
-        return replica.own_numbers.stream(Apart.STEP, replica, in_program=runs_program(knows_losses))
+        return replica.random_streams.stream(RandomStream.STEP, replica, in_program=runs_program(knows_losses))
 
     return drawing
 
 
 def drawing_in_callback() -> AbstractContextManager[None]:
     """Around what the chief alone does for a callback while a method runs."""
-    return _running[-1].own_numbers.stream(Apart.CALLBACK, _running[-1]) if _running else nullcontext()
+    return _running[-1].random_streams.stream(RandomStream.CALLBACK, _running[-1]) if _running else nullcontext()
 
 
 def draws_apart(replica: Replica) -> bool:

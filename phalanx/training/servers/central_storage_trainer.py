@@ -17,7 +17,7 @@ from phalanx.training.replica import Replica
 from phalanx.training.replica_trainer import ReplicaTrainer
 from phalanx.training.servers.parameter_server_trainer import ParameterServerTrainer
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
-from phalanx.training.servers.worker_agreement import ReplicasDecide
+from phalanx.training.servers.worker_agreement import ReplicaAgreement
 
 
 @dataclass(kw_only=True)
@@ -45,8 +45,8 @@ class CentralStorageTrainer:
         self._workers = ParameterServerTrainer(model, worker, original, self._make_agreement)
         self._replicas = ReplicaTrainer(model, worker.replica)
 
-    def _make_agreement(self, fit: int) -> ReplicasDecide:
-        return ReplicasDecide(self._model, self._replica, watched=self._watched)
+    def _make_agreement(self, fit: int) -> ReplicaAgreement:
+        return ReplicaAgreement(self._model, self._replica, watched=self._watched)
 
     def fit(self, **arguments: Any) -> Any:
         """Takes `FitArguments`."""

@@ -34,7 +34,7 @@ from phalanx.training.servers.parameter_server_coordination import (
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 from phalanx.training.servers.remote_model import RemoteModel
 from phalanx.training.servers.ticket_batches import TicketBatches
-from phalanx.training.servers.worker_agreement import ChiefDecides, WorkerAgreement
+from phalanx.training.servers.worker_agreement import ChiefAgreement, WorkerAgreement
 
 OriginalMethod = Callable[[str], Callable[..., Any]]
 """Keras's own method of a name, bound to the model."""
@@ -93,7 +93,7 @@ class ParameterServerTrainer:
         if worker.is_chief and not self._is_announced and state.arguments.verbose != 0:
             self._is_announced = True
             print_msg(worker.describe())
-        make_agreement = self._make_agreement or (lambda fit: ChiefDecides(fit, worker, remote_model))
+        make_agreement = self._make_agreement or (lambda fit: ChiefAgreement(fit, worker, remote_model))
         evaluate = self._original("evaluate")
         coordination = ParameterServerCoordination(
             fit, remote_model, worker, state, batches, make_agreement(fit), evaluate

@@ -35,7 +35,7 @@ class ParameterServerWorker:
         seed: equal on all tasks; determines the sample orders that are drawn here.
         embedding_rows: whether embeddings are trained by rows: True, False or "auto"; the chief's is used.
         global_step: number of updates of the job when this worker's last one was applied.
-        made: the objects that the program has created in the strategy's scope.
+        scope_registry: the objects that the program has created in the strategy's scope.
         coordinator: the `ClusterCoordinator` of this process, if there is one.
         in_function: whether this process runs functions that a coordinator has scheduled.
         calls: on the chief: takes calls of a model's methods to workers that run no program of their own; None: there
@@ -51,7 +51,7 @@ class ParameterServerWorker:
     seed: str
     embedding_rows: bool | str = "auto"
     global_step: int = 0
-    made: ScopeRegistry = field(default_factory=ScopeRegistry)
+    scope_registry: ScopeRegistry = field(default_factory=ScopeRegistry)
     coordinator: Any = None
     in_function: bool = False
     calls: ReplicaCalls | None = None

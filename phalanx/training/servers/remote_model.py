@@ -18,7 +18,7 @@ from phalanx.parameter_server.client.parameter_client import HEAD
 from phalanx.parameter_server.server_messages import HoldSteps, Values
 from phalanx.training import callback_hooks
 from phalanx.training.checks.model_checks import check_normalization, check_served, check_stateless
-from phalanx.training.checks.program_probes import EachFinds, ProgramProbes
+from phalanx.training.checks.program_probes import IndependentProbing, ProgramProbes
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 from phalanx.training.servers.remote_variables import RemoteVariables
 from phalanx.training.sparse_embeddings import EmbeddingTable, SparseEmbeddings, find_tables, select_tables
@@ -54,7 +54,7 @@ class RemoteModel:
         self._engine: Engine | None = None
         self._variables: RemoteVariables | None = None
         # In asynchronous training, each worker's batch is a step.
-        self._probes = ProgramProbes(model, EachFinds(worker.workers > 1 and worker.rules.synchronous))
+        self._probes = ProgramProbes(model, IndependentProbing(worker.workers > 1 and worker.rules.synchronous))
         self._sample: Batch | None = None  # the first batch
         # Whether the servers have newer embedding tables than the model, and newer optimizer state of these.
         self._tables_stale = self._slots_stale = False

@@ -40,7 +40,7 @@ class WorkerAgreement(Protocol):
         """Around `on_train_end`, where callbacks may set weights."""
 
 
-class ChiefDecides:
+class ChiefAgreement:
     """The agreement of workers that take steps of their own: the chief decides, and each has logs of its own."""
 
     def __init__(self, fit: int, worker: ParameterServerWorker, remote_model: RemoteModel) -> None:
@@ -92,7 +92,7 @@ class ChiefDecides:
             variables[number].assign(chiefs.get(number, before[number]))
 
 
-class ReplicasDecide:
+class ReplicaAgreement:
     """The agreement of workers that are replicas: all decide together, and have the same logs and weights.
 
     Args:
