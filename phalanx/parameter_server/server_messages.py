@@ -383,7 +383,7 @@ class EndFit(_Message, frozen=True):
 
 class RequestStop(_Message, frozen=True):
     """Stop this `fit` with its epoch. With `stop`, a worker requests it; otherwise the chief queries whether any worker
-    has. The response is `FitOver` (yes) or `Acknowledged` (no)."""
+    has. The response is a `Decision`."""
 
     fit: int
     stop: bool
@@ -424,7 +424,7 @@ class ChiefAlive(_Message, frozen=True):
 
 
 class QueryJobOver(_Message, frozen=True):
-    """Whether the chief has left the job. The response is `FitOver` (yes) or `Acknowledged` (no)."""
+    """Whether the chief has left the job. The response is a `Decision`."""
 
 
 # Requests: the connection.
@@ -532,6 +532,12 @@ class Acknowledged(_Message, frozen=True):
     """The request is done."""
 
 
+class Decision(_Message, frozen=True):
+    """The answer to a question of yes or no."""
+
+    yes: bool
+
+
 class Refusal(_Message, frozen=True):
     """The request failed for good: the worker raises an error.
 
@@ -579,7 +585,7 @@ Request = (
     | OfferSharedMemory
     | LeaveJob
 )
-Response = Ticket | EpochOver | FitOver | Values | FitJoined | SharedMemoryMapped | Acknowledged | Refusal
+Response = Ticket | EpochOver | FitOver | Values | FitJoined | SharedMemoryMapped | Acknowledged | Decision | Refusal
 
 
 # Between the leader of a shard group and its replica.

@@ -23,8 +23,8 @@ from phalanx.parameter_server.server.group_leadership import LeaderOffer
 from phalanx.parameter_server.server.parameter_server import ParameterServer
 from phalanx.parameter_server.server.shard_group import ShardGroup
 from phalanx.parameter_server.server_messages import (
-    Acknowledged,
     BeginSession,
+    Decision,
     OpenEpoch,
     PullValues,
     PushGradients,
@@ -101,7 +101,7 @@ def test_a_link_that_breaks_is_mended_while_another_servers_answer_is_waited_for
 def test_no_answer_is_left_unread_when_a_server_refuses(client: ParameterServerClient) -> None:
     with pytest.raises(PhalanxError, match="ps/0 failed"):  # nothing has been declared
         client.request_all([(OpenEpoch(0, 0, -1), ()), (PullValues(0, -1), ())])
-    assert client.request(1, QueryJobOver())[0] == Acknowledged(), "and not the answer to the question before"
+    assert client.request(1, QueryJobOver())[0] == Decision(yes=False), "and not the answer to the question before"
 
 
 @pytest.mark.parametrize("through_memory", [True, False])
@@ -231,7 +231,7 @@ def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one() -> None:
         with pytest.raises(LinkTimeoutError):
             other.request(0, PullValues(0, -1))
         goes_on.set()
-        assert isinstance(other.request(0, QueryJobOver())[0], Acknowledged)
+        assert not other.ask_head(QueryJobOver())
 
 
 def test_a_link_whose_end_only_the_worker_has_noticed_is_replaced(cluster: Cluster) -> None:
@@ -241,6 +241,6 @@ def test_a_link_whose_end_only_the_worker_has_noticed_is_replaced(cluster: Clust
     _, former = group._members.table.links[1]
     abandoned = other._connections[0].link
     other._connections[0].link, _, _ = other.reconnection._connect(0, time.monotonic() + BOUND_S)
-    assert isinstance(other.request(0, QueryJobOver())[0], Acknowledged)
+    assert not other.ask_head(QueryJobOver())
     assert group._members.table.links[1][1] is not former
     abandoned.close()

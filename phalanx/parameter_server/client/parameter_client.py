@@ -16,7 +16,7 @@ from phalanx.errors import EvictedError, LinkClosedError, LinkTimeoutError
 from phalanx.parameter_server import server_messages as messages
 from phalanx.parameter_server.client.server_connection import RequestArrays, ServerConnection
 from phalanx.parameter_server.client.server_reconnection import ServerReconnection, refusal_error
-from phalanx.parameter_server.server_messages import FitOver, Request, Response
+from phalanx.parameter_server.server_messages import Request, Response
 from phalanx.parameter_server.shard_packing import Kind
 from phalanx.transport.decoding import Decoder
 
@@ -108,6 +108,12 @@ class ParameterServerClient:
         """
         self.send(server, request, buffers)
         return self.receive(server)
+
+    def ask_head(self, question: messages.QueryJobOver | messages.RequestStop) -> bool:
+        """Send a question to the head and return its answer. Raises: as `request`."""
+        answer, _ = self.request(HEAD, question)
+        assert isinstance(answer, messages.Decision)
+        return answer.yes
 
     def request_all(self, requests: Sequence[RequestArrays]) -> list[ResponseArrays]:
         """Send a request to each server, all at once, and return the responses. Raises: as `request`."""
@@ -211,7 +217,7 @@ class ParameterServerClient:
 
     def is_job_over(self) -> bool:
         """Whether the chief has left the job."""
-        return isinstance(self.request(HEAD, messages.QueryJobOver())[0], FitOver)
+        return self.ask_head(messages.QueryJobOver())
 
     def close(self, failure: str = "") -> None:
         """Leave all servers; an evicted worker only disconnects, since another process may have replaced it.

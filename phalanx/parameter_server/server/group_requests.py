@@ -16,7 +16,15 @@ from phalanx.parameter_server.server.epoch_validation import EpochValidation
 from phalanx.parameter_server.server.group_recovery import GroupRecovery
 from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.variable_store import VariableStore
-from phalanx.parameter_server.server_messages import Acknowledged, EpochOver, FitOver, Values, arrays_of, dtypes_of
+from phalanx.parameter_server.server_messages import (
+    Acknowledged,
+    Decision,
+    EpochOver,
+    FitOver,
+    Values,
+    arrays_of,
+    dtypes_of,
+)
 from phalanx.parameter_server.server_protocol import Worker
 from phalanx.parameter_server.table_rows import NUMBER
 
@@ -105,7 +113,7 @@ class GroupRequests:
             messages.RequestStop: self._request_stop,
             messages.EndFit: self._end_fit,
             messages.ChiefAlive: lambda sender, request: members.chief_is_alive(),
-            messages.QueryJobOver: lambda sender, request: _yes_or_no(members.has_chief_left),
+            messages.QueryJobOver: lambda sender, request: (Decision(members.has_chief_left), ()),
             messages.BeginSession: lambda sender, request: announcements.begin_session(sender.worker, request.session),
             messages.Broadcast: self._broadcast,
             messages.RequestBroadcast: self._wait_for_broadcast,
@@ -121,7 +129,7 @@ class GroupRequests:
         self._recovery.worker_joined_fit(sender.worker)
         if joined is None:
             return FitOver(), ()
-        answer = messages.FitJoined(self._schedule.fit.era, **_step_count(self._schedule), **joined._asdict())
+        answer = messages.FitJoined(self._schedule.fit.era, **self._step_count(), **joined._asdict())
         return answer, ()
 
     def _push(self, sender: Sender, request: messages.PushGradients) -> Reply:
@@ -143,13 +151,13 @@ class GroupRequests:
             ticket=ticket,
             is_unreplicated=is_unreplicated,
             rows=len(rows),
-            **_step_count(self._schedule),
+            **self._step_count(),
         )
         return answer, arrays
 
     def _pull(self, sender: Sender, request: messages.PullValues) -> Reply:
         version, values = self._store.pull(request.fit, request.version, request.after, sender.copy)
-        return Values(version, dtypes=dtypes_of(values), shards=len(values), **_step_count(self._schedule)), values
+        return Values(version, dtypes=dtypes_of(values), shards=len(values), **self._step_count()), values
 
     def _pull_rows(self, sender: Sender, request: messages.PullRows) -> Reply:
         numbers = arrays_of(sender.buffers, [NUMBER.name] * len(sender.buffers))
@@ -188,21 +196,21 @@ class GroupRequests:
     def _collect_reports(self, sender: Sender, request: messages.CollectReports) -> Reply:
         merged = self._schedule.collect_reports(self._config.timeout_s)
         note = self._schedule.fit.lost.describe()
-        return Values(0, dtypes=dtypes_of(merged), note=note, **_step_count(self._schedule)), merged
+        return Values(0, dtypes=dtypes_of(merged), note=note, **self._step_count()), merged
 
     def _hold_steps(self, sender: Sender, request: messages.HoldSteps) -> Reply:
         if request.on:
             self._schedule.hold_steps(self._config.timeout_s)
         else:
             self._schedule.resume_steps()
-        return Values(0, **_step_count(self._schedule)), ()
+        return Values(0, **self._step_count()), ()
 
     def _request_stop(self, sender: Sender, request: messages.RequestStop) -> Reply:
         fit = self._schedule.fit
         if request.fit != fit.number:
-            return _yes_or_no(False)
+            return Decision(yes=False), ()
         fit.stop_requested |= request.stop
-        return _yes_or_no(fit.stop_requested)
+        return Decision(fit.stop_requested), ()
 
     def _end_fit(self, sender: Sender, request: messages.EndFit) -> None:
         # Before the answer: a successor that does not know of the end would wait for positions that no worker sends.
@@ -221,12 +229,7 @@ class GroupRequests:
         arrays = self._announcements.wait_for_broadcast(request.subject, request.fit)
         return (FitOver(), ()) if arrays is None else (Values(0), arrays)
 
-
-def _yes_or_no(answer: bool) -> Reply:
-    return FitOver() if answer else Acknowledged(), ()
-
-
-def _step_count(schedule: StepSchedule) -> dict[str, Any]:
-    """The global step, and which steps are in it, for `Values` and `FitJoined`."""
-    with schedule.changed:  # both of the same moment
-        return {"step": schedule.global_step, "counted": schedule.counted.serials()}
+    def _step_count(self) -> dict[str, Any]:
+        """The global step, and which steps are in it, for `Values` and `FitJoined`."""
+        with self._schedule.changed:  # both of the same moment
+            return {"step": self._schedule.global_step, "counted": self._schedule.counted.serials()}

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from phalanx.parameter_server.client.parameter_client import HEAD
-from phalanx.parameter_server.server_messages import FitOver, RequestStop
+from phalanx.parameter_server.server_messages import RequestStop
 from phalanx.training import callback_hooks, chief_state_sync, state_sync
 from phalanx.training.replica import Replica
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
@@ -63,8 +62,8 @@ class ChiefAgreement:
         """See `WorkerAgreement.stops_after_epoch`. What other workers than the chief see is only a part."""
         if not self._worker.is_chief:
             return is_fit_over
-        asked, _ = self._worker.client.request(HEAD, RequestStop(self._fit, stop=False))
-        return is_fit_over or isinstance(asked, FitOver) or bool(self._remote_model.model.stop_training)
+        others_stop = self._worker.client.ask_head(RequestStop(self._fit, stop=False))
+        return is_fit_over or others_stop or bool(self._remote_model.model.stop_training)
 
     @contextmanager
     def final_callbacks(self, callbacks: Any) -> Iterator[None]:
