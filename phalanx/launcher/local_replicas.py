@@ -94,28 +94,24 @@ class LocalReplicas:
 _current: LocalReplicas | None = None
 
 
-def start_local_replicas(count: int, devices: Sequence[str] | None = None) -> LocalReplicas:
-    """Make this program run as `count` replicas on this host; afterwards TF_CONFIG describes them.
+def start_local_replicas(devices: Sequence[str]) -> LocalReplicas:
+    """Make this program run as one replica for each device on this host; afterwards TF_CONFIG describes them.
 
     Must be called on every replica, before anything is computed, by the same line of the program. Calling it again with
-    the same `count` returns the same replicas.
+    equally many devices returns the same replicas.
 
     Args:
-        devices: one for each replica, such as `cpu:0` or `/gpu:1`; a replica sees no other GPU than its own.
+        devices: such as `cpu:0` or `/gpu:1`; a replica sees no other GPU than its own.
 
     Raises: ConfigurationError if there is no program to run again (a notebook, an interactive session), or if
         this process is already part of another job.
     """
     global _current
-    if count < 1:
-        raise ConfigurationError(f"A strategy needs at least one replica; it was given {count}.")
-    if devices is not None and len(devices) != count:
-        raise ConfigurationError(f"{count} replicas need {count} devices; got {list(devices)}.")
     if _current is None:
-        _current = _join() or _start(count, devices)
-    if _current.count != count:
+        _current = _join() or _start(devices)
+    if _current.count != len(devices):
         raise ConfigurationError(
-            f"This program runs as {_current.count} local replicas and now asks for {count}. A program has "
+            f"This program runs as {_current.count} local replicas and now asks for {len(devices)}. A program has "
             "one set of local replicas: use the same number everywhere, or one program for each number."
         )
     return _current
@@ -136,7 +132,7 @@ def start_serving_replicas(devices: Sequence[str], module: str, variables: Mappi
     Args:
         variables: their environment, beside that of this process.
     """
-    return _start_others(devices, len(devices), Program(("-m", module)), None, variables)
+    return _start_others(devices, Program(("-m", module)), None, variables)
 
 
 def is_program() -> bool:
@@ -147,34 +143,30 @@ def is_program() -> bool:
     return program is not None and not runs_tests(program)
 
 
-def _start(count: int, devices: Sequence[str] | None) -> LocalReplicas:
-    if count == 1:
+def _start(devices: Sequence[str]) -> LocalReplicas:
+    if len(devices) == 1:
         return LocalReplicas(1, 0)
     program = _own_program()
-    folder = starting_folder(program, getattr(sys.modules["__main__"], "__file__", None))
-    return _start_others(devices, count, program, folder)
+    return _start_others(devices, program, starting_folder(program))
 
 
 def _start_others(
-    devices: Sequence[str] | None,
-    count: int,
-    program: Program,
-    folder: str | None,
-    variables: Mapping[str, str] | None = None,
+    devices: Sequence[str], program: Program, folder: str | None, variables: Mapping[str, str] | None = None
 ) -> LocalReplicas:
-    """Start ranks 1 to `count` - 1, and make this process rank 0.
+    """Start a rank for each device but the first, which is rank 0's, that of this process.
 
     Args:
         folder: where the program runs; None: here.
         variables: of processes that serve rank 0, whose loss does not end it; None: they run the program again.
     """
+    count = len(devices)
     reserved = ReservedReplicas(count, LOOPBACK, program, folder)
     addresses = [f"{LOOPBACK}:{port}" for port in reserved.ports]
     tasks, identity = task_names(count), new_identity()
     settings = [
         {
             **job_settings(tasks, addresses, rank, identity, LaunchConfig()),
-            **(device_variables(devices[rank], process_environment()) if devices else {}),
+            **device_variables(devices[rank], process_environment()),
             REPLICAS: str(count),
             **(variables or {}),
         }
@@ -191,8 +183,7 @@ def reserve_task_replicas(count: int, address: str) -> ReservedReplicas:
     """
     program = parse_command(sys.orig_argv)
     assert program is not None, "asked only where `is_program`"
-    folder = starting_folder(program, getattr(sys.modules["__main__"], "__file__", None))
-    return ReservedReplicas(count, address, program, folder)
+    return ReservedReplicas(count, address, program, starting_folder(program))
 
 
 class ReservedReplicas:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,13 +75,10 @@ def runs_tests(program: Program) -> bool:
     return Path(kind).name in ("pytest", "py.test")
 
 
-def starting_folder(program: Program, file: str | None) -> str | None:
-    """The directory where the present program was started, which it may have left since; None if that is unknown.
-
-    Args:
-        file: `__file__` of its main module. Python prepends the directory to a relative path.
-    """
+def starting_folder(program: Program) -> str | None:
+    """The directory where this process's program was started, which it may have left since; None if that is unknown."""
     script = program.arguments[0]
+    file: str | None = getattr(sys.modules["__main__"], "__file__", None)  # to a relative path, Python prepends it
     if file is None or script.startswith("-") or Path(script).is_absolute():
         return None
     for ending in (f"/{script}", f"/{script}/__main__.py"):

@@ -65,7 +65,7 @@ class CentralStorageStrategy(Strategy):
                 f"{self._devices[0]}. Leave it out, or name that device first in compute_devices."
             )
         if JOB_ID not in process_environment() or LOCAL_REPLICAS in process_environment():
-            start_local_replicas(len(self._devices), self._devices)
+            start_local_replicas(self._devices)
         resolver = TFConfigClusterResolver()  # as MirroredStrategy
         spec = resolver.cluster_spec()
         if any(task.type == PS for task in spec.tasks):

@@ -86,7 +86,7 @@ class MirroredStrategy(Strategy):
             super().__init__(self.job.replica, self.job.resolver, policy)
             return
         if not is_started or LOCAL_REPLICAS in process_environment():
-            start_local_replicas(len(self._devices), self._devices)
+            start_local_replicas(self._devices)
         resolver = TFConfigClusterResolver()  # what a scheduler started beside it is no part of it
         workers = len(resolver.cluster_spec().ranked_tasks)
         if devices is not None and workers > 1 and len(self._devices) != workers:
