@@ -16,9 +16,10 @@ from phalanx.coordinator.function_pickling import References
 from phalanx.engines.tensors import Tensors
 from phalanx.errors import DisagreementError, PhalanxError, UnsupportedError
 from phalanx.keras_compat.global_batch.optimizer_applies import redirect_apply
+from phalanx.keras_compat.variables.host_values import to_host
 from phalanx.training.scope_registry import ScopedName, ScopeRegistry
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
-from phalanx.training.servers.remote_variables import RemoteVariables, checksum, to_host
+from phalanx.training.servers.remote_variables import RemoteVariables, checksum
 from phalanx.training.steps.parameter_server_step import ParameterServerMerge
 
 Array = np.ndarray[Any, Any]

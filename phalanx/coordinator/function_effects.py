@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx.engines.metric_rules import declared_rule
+from phalanx.keras_compat.variables.host_values import host_copy, to_host
 from phalanx.training.scope_registry import ScopedName, ScopeRegistry
-from phalanx.training.servers.remote_variables import to_host
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def set_untrained(scope_registry: ScopeRegistry, values: Mapping[Place, Array]) 
 
 
 def _values(variables: Mapping[Place, Any]) -> dict[Place, Array]:
-    return {place: np.array(to_host(variable)) for place, variable in variables.items()}
+    return {place: host_copy(variable) for place, variable in variables.items()}
 
 
 class EffectRecorder:
@@ -114,7 +114,7 @@ class EffectRecorder:
         for place, variable, metric in _metric_variables(self._scope_registry):
             if place not in self._initial:
                 metric.reset_state()
-                self._initial[place] = np.array(to_host(variable))
+                self._initial[place] = host_copy(variable)
         self._state = layer_state(self._scope_registry)
 
     def collect(self) -> FunctionEffects:

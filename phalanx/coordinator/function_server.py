@@ -29,11 +29,11 @@ from phalanx.data import DistributedIterator, InputContext
 from phalanx.engines import make_tensors
 from phalanx.engines.random_state import draw_own_numbers, hash_of, random_state
 from phalanx.errors import LinkTimeoutError, PeerLostError, PhalanxError
+from phalanx.keras_compat.variables.host_values import to_host
 from phalanx.runtime import function_call as calls
 from phalanx.training.program_effects import program_random_state
 from phalanx.training.scope_registry import ScopedName
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
-from phalanx.training.servers.remote_variables import to_host
 from phalanx.training.state_sync import shifted_seed
 
 

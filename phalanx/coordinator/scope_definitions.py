@@ -22,10 +22,10 @@ from phalanx.engines.tensors import Tensors
 from phalanx.errors import PhalanxError, UnsupportedError
 from phalanx.keras_compat.copies.model_copies import LayerCopy, copy_of
 from phalanx.keras_compat.model_state import optimizers
+from phalanx.keras_compat.variables.host_values import to_host
 from phalanx.runtime.pickling import dumps_referring, refusing
 from phalanx.training.call_pickling import of_call
 from phalanx.training.scope_registry import KINDS, ScopedName, ScopeRegistry
-from phalanx.training.servers.remote_variables import to_host
 
 Array = np.ndarray[Any, Any]
 

@@ -138,11 +138,11 @@ def fingerprint_of(element: Any) -> int:
     for part in (y, x):
         arrays = leaves(part)
         if arrays and (part is x or _varies(arrays[0])):
-            return checksum(arrays[0])
+            return sample_checksum(arrays[0])
     return 0
 
 
-def checksum(array: Array) -> int:
+def sample_checksum(array: Array) -> int:
     """CRC-32 over an array's length and its first FINGERPRINT_BYTES bytes."""
     length = len(array).to_bytes(8, "little")
     if array.dtype.hasobject:

@@ -22,12 +22,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import keras
-import numpy as np
-
 from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.elastic.generation_loop import is_caused_by, run_until_complete
 from phalanx.errors import ConfigurationError, MembershipChangedError
+from phalanx.keras_compat.variables.host_values import host_copy, to_host
 from phalanx.strategies import current_job
 from phalanx.training import state_sync
 from phalanx.training.checks.same_model import check_chiefs_model, structure_of
@@ -93,7 +91,7 @@ class State:
         self._check_plain()
         self._committed = (
             encode(self._values()),
-            [(variable, np.array(keras.ops.convert_to_numpy(variable.value))) for variable in self._variables()],
+            [(variable, host_copy(variable)) for variable in self._variables()],
         )
 
     def restore(self) -> None:
@@ -127,7 +125,7 @@ class State:
         values, chiefs = decode(replica.communicator.broadcast_bytes(own))
         check_chiefs_model(chiefs, structure)
         vars(self).update(values)
-        arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+        arrays = [to_host(variable) for variable in variables]
         for variable, array in zip(variables, replica.communicator.broadcast(arrays), strict=True):
             variable.assign(array)
         self._keep()

@@ -8,13 +8,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import keras
-import numpy as np
-
 from phalanx.checkpoint.checkpoint_callback import State, write_ledger
 from phalanx.data.sample_ledger import SampleLedger
 from phalanx.engines.random_state import random_state
 from phalanx.errors import ConfigurationError, PreemptedError
+from phalanx.keras_compat.variables.host_values import host_copy
 from phalanx.monitoring import timeline
 from phalanx.runtime import telemetry
 from phalanx.runtime.exit_codes import sendable
@@ -187,7 +185,7 @@ class FitCheckpointing:
             model.jax_state_sync()
         variables = variables_beyond_weights(model)
         # Copies, here and now: on JAX the next step donates the arrays, on PyTorch it writes into them.
-        snapshot.variables = [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+        snapshot.variables = [host_copy(variable) for variable in variables]
         frozen = None if ledger is None else ledger.frozen()
 
         def finish() -> Mapping[str, Any]:

@@ -19,8 +19,8 @@ from phalanx.cluster.task_comparison import describe_difference
 from phalanx.engines import buffers
 from phalanx.engines.random_state import draw_own_numbers, random_state
 from phalanx.errors import CollectiveTimeoutError, DisagreementError
+from phalanx.keras_compat.variables.host_values import to_host
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
-from phalanx.training.servers.remote_variables import to_host
 from phalanx.training.state_sync import seed_generators, shifted_seed
 from phalanx.transport.decoding import decode_message
 

@@ -11,7 +11,7 @@ import numpy as np
 from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.collectives.communicator import Array, Communicator
 from phalanx.data import AutoShardPolicy, ShardedInput, local_range
-from phalanx.data.batch_split import checksum
+from phalanx.data.batch_split import sample_checksum
 from phalanx.data.micro_batches import MicroBatch, cut_micro_batches, sizes_of_ranks
 from phalanx.errors import DisagreementError, UnsupportedError
 from phalanx.monitoring import timeline
@@ -172,7 +172,7 @@ class JointBatches:
         # Uniform sources have the same length on all ranks, so that without a comparison no collective is needed to
         # find the end.
         if not source.is_uniform or step < COMPARED_BATCHES:
-            checksums = map(checksum, leaves(batch.data)) if batch and step < COMPARED_BATCHES else ()
+            checksums = map(sample_checksum, leaves(batch.data)) if batch and step < COMPARED_BATCHES else ()
             note = repr([batch.size if batch else 0, *checksums]).encode()
             if len(set(replica.communicator.all_gather_bytes(note))) > 1:
                 raise DisagreementError(f"Batch {step} of epoch {self._epoch}: {source.description.disagreement}")

@@ -13,6 +13,7 @@ from phalanx.collectives.communicator import ReduceOp
 from phalanx.engines import buffers
 from phalanx.engines.random_state import draw_own_numbers, keeps_random_state, random_state, set_random_state
 from phalanx.keras_compat.model_state import optimizers, sync_jax_state
+from phalanx.keras_compat.variables.host_values import host_copy, to_host
 from phalanx.training.checks.same_model import check_same_model
 from phalanx.training.replica import Replica
 
@@ -41,7 +42,7 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
         return
     variables = variables_of(model) + (list(model.metrics_variables) if metrics else [])
     check_same_model(variables, replica, with_paths=not replica.has_copies)
-    arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+    arrays = [to_host(variable) for variable in variables]
     random = _random_state_to_share(replica)
     received = replica.communicator.broadcast([*arrays, *random], root=0)
     values, chiefs_random = received[: len(arrays)], received[len(arrays) :]
@@ -80,7 +81,7 @@ def _synchronise_copies(model: Any, replica: Replica) -> None:
     variables = [*variables_of(model), *model.metrics_variables]
     check_same_model(variables, replica)
     copied = [variable for variable in variables if getattr(variable.value, "is_fully_replicated", True)]
-    arrays = [value_of(variable) for variable in copied]
+    arrays = [host_copy(variable) for variable in copied]
     chiefs = replica.communicator.broadcast(arrays, root=0)
     # An assignment to a variable that spans processes may be a collective of JAX, so all ranks must make the same ones.
     differs = np.array([not np.array_equal(old, new) for old, new in zip(arrays, chiefs, strict=True)], np.uint8)
@@ -98,12 +99,12 @@ def unchanged(model: Any) -> Iterator[None]:
     # Arrays of JAX never change, and of one that lies in several processes too this one cannot read all.
     divided = {id(v): v.value for v in variables if not getattr(v.value, "is_fully_addressable", True)}
     copied = [variable for variable in variables if id(variable) not in divided]
-    before = [value_of(variable) for variable in copied]
+    before = [host_copy(variable) for variable in copied]
     random = random_state()
     yield
     set_random_state(random)
     for variable, value in zip(copied, before, strict=True):
-        if not np.array_equal(keras.ops.convert_to_numpy(variable.value), value):
+        if not np.array_equal(to_host(variable), value):
             variable.assign(value)
     for variable in variables:
         if id(variable) in divided and variable.value is not divided[id(variable)]:
@@ -115,7 +116,7 @@ def metrics_kept(model: Any) -> Iterator[None]:
     """Restore on exit what the metrics have counted, whatever is evaluated inside."""
     sync_jax_state(model)
     variables = list(model.metrics_variables)
-    before = [value_of(variable) for variable in variables]
+    before = [host_copy(variable) for variable in variables]
     try:
         yield
     finally:
@@ -133,7 +134,7 @@ def average_optimizers(model: Any, replica: Replica, share: float) -> None:
         share: the weight of this rank's variables in the mean; the sum over all ranks is 1.
     """
     variables = [variable for optimizer in optimizers(model) for variable in optimizer.variables]
-    arrays = [np.asarray(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+    arrays = [to_host(variable) for variable in variables]
     averaged = [v for v in variables if len(v.shape) and keras.backend.is_float_dtype(v.dtype)]
     chosen = {id(variable) for variable in averaged}
     communicator = replica.communicator
@@ -150,11 +151,6 @@ def variables_of(model: Any) -> list[Any]:
     for optimizer in optimizers(model):
         found |= {id(v): v for v in optimizer.variables}
     return list(found.values())
-
-
-def value_of(variable: Any) -> np.ndarray[Any, Any]:
-    """A copy of its value, which stays as it is whatever is assigned."""
-    return np.array(keras.ops.convert_to_numpy(variable.value))
 
 
 def seed_generators(model: Any) -> list[Any]:

@@ -82,7 +82,7 @@ def test_a_module_runs_again_as_a_module(launcher: Launcher) -> None:
 def test_code_on_the_command_line_runs_again(launcher: Launcher) -> None:
     code = (
         "from phalanx.launcher.local_replicas import start_local_replicas as s; from pathlib import Path; "
-        "import sys; Path(f'part-{s(['cpu:0'] * 2).rank}').write_text(repr(sys.argv))"
+        "import sys; rank = s(['cpu:0'] * 2).rank; Path(f'part-{rank}').write_text(repr(sys.argv))"
     )
     assert launcher.python("-c", code, "a").code == 0
     assert (launcher.folder / "part-1").read_text() == (launcher.folder / "part-0").read_text() == "['-c', 'a']"

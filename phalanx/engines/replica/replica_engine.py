@@ -18,6 +18,7 @@ from phalanx.engines.engine import Engine, Merge, ModelValues
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.observation.log_origins import LogOrigins
+from phalanx.keras_compat.variables.host_values import host_copy, to_host
 
 Array = np.ndarray[Any, Any]
 
@@ -56,7 +57,7 @@ class ReplicaEngine(Engine):
         rules, origins = self.metric_rules, self.origins if training else self._test_origins
         logs, last = (self._own_logs(), share) if training else (self._test_logs, self._share)
         own = rules.values()
-        weighed = step_logs.weigh_last(list(map(_to_host, logs.values())), last, share)
+        weighed = step_logs.weigh_last(list(map(to_host, logs.values())), last, share)
         merged, means = self._merge_added(share, rules.added(own, start), weighed)
         averages = dict(zip(logs, means, strict=True))
         silent = step_logs.silent_metrics(self._model, merged)
@@ -83,11 +84,7 @@ class ReplicaEngine(Engine):
         return values[: len(added)], values[len(added) :]
 
 
-def _to_host(value: Any) -> Array:
-    return np.asarray(keras.ops.convert_to_numpy(value))
-
-
 def _number(result: Any) -> Any:
     """A metric's result, which does not change when the metric counts on; some results are arrays."""
-    value = np.array(_to_host(result))
+    value = host_copy(result)
     return value if value.ndim else float(value)

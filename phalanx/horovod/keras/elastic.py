@@ -18,13 +18,13 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import numpy as np
 
 from phalanx.errors import ConfigurationError
 from phalanx.horovod.elastic import ObjectState, State, run
 from phalanx.horovod.keras.keras_functions import broadcast_variables
 from phalanx.horovod.operation_request import Array
 from phalanx.keras_compat.model_state import sync_jax_state
+from phalanx.keras_compat.variables.host_values import host_copy
 from phalanx.training.state_sync import variables_of
 
 
@@ -83,7 +83,7 @@ class KerasState(ObjectState):
 
     def _keep(self) -> None:
         sync_jax_state(self.model)
-        self._saved: list[Array] = [np.array(keras.ops.convert_to_numpy(v.value)) for v in self._variables()]
+        self._saved: list[Array] = [host_copy(v) for v in self._variables()]
 
     def _variables(self) -> list[Any]:
         found = {id(variable): variable for variable in variables_of(self.model)}

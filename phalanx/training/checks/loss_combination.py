@@ -20,6 +20,7 @@ from phalanx.keras_compat.global_batch.global_losses import GloballyScaledLosses
 from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
 from phalanx.keras_compat.global_batch.step_collectives import InStep
 from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
+from phalanx.keras_compat.variables.host_values import to_host
 
 Array = np.ndarray[Any, Any]
 Loss = Callable[..., Any]
@@ -103,14 +104,10 @@ class _LocalCollectives:
         self._ranks = ranks
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
-        return [ops.convert_to_tensor(self._ranks.total(_array(each), 1.0), each.dtype) for each in tensors]
+        return [ops.convert_to_tensor(self._ranks.total(to_host(each), 1.0), each.dtype) for each in tensors]
 
     def all_gather(self, tensors: list[Any]) -> list[Any]:
-        return [ops.convert_to_tensor(self._ranks.all_gather(_array(each), 1.0)[0], each.dtype) for each in tensors]
-
-
-def _array(tensor: Any) -> Array:
-    return np.asarray(ops.convert_to_numpy(tensor))
+        return [ops.convert_to_tensor(self._ranks.all_gather(to_host(each), 1.0)[0], each.dtype) for each in tensors]
 
 
 def combination_of_values(whole: float, parts: Sequence[float], rows: Sequence[int], tolerance: float) -> Combination:
@@ -140,7 +137,7 @@ def is_close(left: float, right: float, *sizes: float, tolerance: float = 1e-6) 
 
 def _number(value: Any) -> float:
     """The value of a loss; NaN if it is none."""
-    array = _array(value).astype(np.float64)
+    array = to_host(value).astype(np.float64)
     return float(array) if array.ndim == 0 else float("nan")
 
 

@@ -34,6 +34,7 @@ from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
 from phalanx.keras_compat.observation.metric_uses import MetricUses
 from phalanx.keras_compat.observation.trial_conditions import TrialConditions
+from phalanx.keras_compat.variables.host_values import host_copy
 from phalanx.training.checks.model_checks import kept_state
 from phalanx.training.checks.step_comparison import ROUNDING, StepComparison, StepResults, rounds_coarsely
 from phalanx.training.checks.tried_samples import (
@@ -45,7 +46,7 @@ from phalanx.training.checks.tried_samples import (
 )
 from phalanx.training.program_effects.program_objects import may_depend_on_size, reads_iterators
 from phalanx.training.program_effects.program_state import ProgramState
-from phalanx.training.state_sync import seed_generators, value_of, variables_of
+from phalanx.training.state_sync import seed_generators, variables_of
 
 Array = np.ndarray[Any, Any]
 
@@ -203,7 +204,7 @@ class _Trial:
         """Change all weights by what rounding may change in them."""
         signs = np.random.default_rng(0)
         for variable in self._model.trainable_variables:
-            value = value_of(variable)
+            value = host_copy(variable)
             variable.assign(value * (1 + ROUNDING * signs.choice((-1.0, 1.0), value.shape)).astype(value.dtype))
 
     def _of_ranks(self, parts: Sequence[Sequence[Any]]) -> list[list[StepResults]]:

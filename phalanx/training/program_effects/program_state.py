@@ -22,9 +22,10 @@ from phalanx.keras_compat.observation.variable_assignments import (
     raw_of,
     watched_assignments,
 )
+from phalanx.keras_compat.variables.host_values import host_copy
 from phalanx.training.program_effects import program_random_state
 from phalanx.training.program_effects.program_objects import KERAS_PARTS, Place, ProgramObjects, is_large
-from phalanx.training.state_sync import seed_generators, value_of, variables_of
+from phalanx.training.state_sync import seed_generators, variables_of
 
 Array = np.ndarray[Any, Any]
 
@@ -68,7 +69,7 @@ class ProgramState:
         """Note the values of variables that are not known yet."""
         for variable in variables:
             if id(variable) not in self._variables:
-                self._variables[id(variable)] = variable, value_of(variable)
+                self._variables[id(variable)] = variable, host_copy(variable)
                 if (raw := raw_of(variable)) is not None:
                     self._raws[id(raw)] = raw
 
@@ -103,7 +104,7 @@ class ProgramState:
         """Undo what has happened since."""
         self.restore_python()
         for variable, value in self.variables():
-            if not np.array_equal(value_of(variable), value):
+            if not np.array_equal(host_copy(variable), value):
                 variable.assign(value)
         self._restore_gradients()
         self._model._clear_losses()
@@ -124,7 +125,7 @@ class ProgramState:
     def change_seeds(self) -> None:
         """Let all that draws random numbers draw others, until `restore`."""
         for generator in self._seed_generators():
-            generator.state.assign(value_of(generator.state) + 1)
+            generator.state.assign(host_copy(generator.state) + 1)
         random.seed(OTHER_SEED)
         np.random.seed(OTHER_SEED)
         if (generator := _tensorflow_random()) is not None:

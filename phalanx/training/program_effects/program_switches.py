@@ -13,8 +13,9 @@ import keras
 import numpy as np
 
 from phalanx.keras_compat import model_state
+from phalanx.keras_compat.variables.host_values import host_copy
 from phalanx.training.program_effects.program_objects import ProgramObjects, is_large
-from phalanx.training.state_sync import seed_generators, value_of
+from phalanx.training.state_sync import seed_generators
 
 Switches = dict[tuple[int, str], bool]
 """By the place that holds a number or flag, and its name there: whether it is on."""
@@ -78,7 +79,7 @@ def _is_on(value: Any) -> bool | None:
     if isinstance(value, bool | float | np.bool_ | np.floating):
         return bool(value)
     if isinstance(value, keras.Variable):
-        return bool(value_of(value)) if value.shape == () and keras.backend.is_float_dtype(value.dtype) else None
+        return bool(host_copy(value)) if value.shape == () and keras.backend.is_float_dtype(value.dtype) else None
     # Tensors of JAX and TensorFlow are constants of compiled steps, or only symbols; a `tf.Variable` is neither.
     home = type(value).__module__
     if not (home.startswith(("numpy", "torch")) or (home.startswith("tensorflow") and hasattr(value, "assign"))):

@@ -15,6 +15,7 @@ from phalanx.engines.updater import check_optimizer, clipped, clips_by_norm
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.copies.object_config import config_json_of
 from phalanx.keras_compat.global_batch.global_gradients import refuse_overwritten
+from phalanx.keras_compat.variables.host_values import host_copy, to_host
 from phalanx.keras_compat.variables.optimizer_slots import OptimizerSlot, check_methods, plain_settings, slots_of_model
 from phalanx.parameter_server.client.parameter_client import HEAD
 from phalanx.parameter_server.client.placed_variables import PlacedVariables
@@ -154,7 +155,7 @@ class RemoteVariables:
             for slot, variable in zip(self.slots, self.optimizer.variables, strict=True)
             if tables or slot.variable not in self.tables
         }
-        state = {slot: np.array(to_host(variable)) for slot, variable in concerned.items()}
+        state = {slot: host_copy(variable) for slot, variable in concerned.items()}
         answers = self._client.request_all([(PullOptimizer(tables), ())] * self._client.num_servers)
         for server, (answer, buffers) in enumerate(answers):
             assert isinstance(answer, Values)
@@ -284,7 +285,7 @@ class RemoteVariables:
         self._rate = self._learning_rate()
 
     def _optimizer_state(self) -> dict[OptimizerSlot, Array]:
-        return {slot: np.array(to_host(v)) for slot, v in zip(self.slots, self.optimizer.variables, strict=True)}
+        return {slot: host_copy(v) for slot, v in zip(self.slots, self.optimizer.variables, strict=True)}
 
     def _learning_rate(self) -> float | None:
         rate = getattr(self.optimizer, "_learning_rate", None)
@@ -346,8 +347,3 @@ class _Average:
 def checksum(value: Array) -> int:
     """Detects that a program has changed a variable."""
     return zlib.crc32(byte_view(np.ascontiguousarray(value)))
-
-
-def to_host(variable: Any) -> Array:
-    """The value of a variable or tensor, as a NumPy array."""
-    return np.asarray(keras.ops.convert_to_numpy(getattr(variable, "value", variable)))

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from phalanx.keras_compat.variables.host_values import to_host
 from phalanx.parameter_server.server_messages import EpochOver, FitOver, RequestValidationLogs, ValidationLogs
-from phalanx.training.servers.remote_variables import to_host
 from phalanx.training.steps.parameter_server_step import ParameterServerMerge
 from phalanx.transport import serialization
 

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from phalanx.keras_compat.variables.host_values import host_copy, to_host
 from phalanx.parameter_server.server_messages import RequestStop
 from phalanx.training import callback_hooks, chief_state_sync, state_sync
 from phalanx.training.replica import Replica
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 from phalanx.training.servers.remote_model import RemoteModel
-from phalanx.training.servers.remote_variables import to_host
 
 
 class WorkerAgreement(Protocol):
@@ -74,7 +74,7 @@ class ChiefAgreement:
             return
         variables = self._remote_model.variables.variables
         # Copies: a callback may write into the same memory (PyTorch).
-        before = [np.array(to_host(variable)) for variable in variables]
+        before = [host_copy(variable) for variable in variables]
         yield
         changed = {
             number: variable
