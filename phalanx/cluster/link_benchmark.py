@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
+from phalanx.cluster.clock_offset import answer_ping, exchange_ping, fastest_ping
 from phalanx.cluster.software_versions import SoftwareVersions
 from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
-from phalanx.transport.decoding import decode_message
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 
@@ -22,8 +21,6 @@ logger = logging.getLogger(__name__)
 EXAMINE = "doctor"
 """Purpose of a connection that queries a task's versions and measures the link."""
 
-PINGS, PINGS_S = 32, 2.0
-"""The number of pings, or fewer if the time is up first."""
 TRANSFERS = ((1 << 16, 1.5), (1 << 20, 0.5), (32 << 20, 0.0))
 """Bytes of each transfer, and the longest duration after which the next, larger one follows."""
 STEP_TIMEOUT_S = 30.0
@@ -37,16 +34,6 @@ class LinkBenchmarkAnswer(msgspec.Struct, frozen=True):
 
     description: TaskDescription
     software: SoftwareVersions
-
-
-class _Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """A request for a `_Pong`, which is sent after the whole payload has arrived."""
-
-
-class _Pong(msgspec.Struct, frozen=True):
-    """The other end's clock when it answered, in seconds since 1970."""
-
-    clock_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +88,7 @@ class LinkBenchmarkService:
         try:
             while True:
                 link.receive(deadline=time.monotonic() + self._idle_timeout_s)
-                pong = msgspec.msgpack.encode(_Pong(time.time()))
-                link.send(pong, deadline=time.monotonic() + STEP_TIMEOUT_S)
+                answer_ping(link, time.time_ns, timeout_s=STEP_TIMEOUT_S)
         except (LinkClosedError, LinkTimeoutError, FrameError) as error:
             logger.debug("measurement by %s is over: %s", hello.task, error)  # the other end closes the link
         finally:
@@ -113,40 +99,16 @@ class LinkBenchmarkService:
                 self._changed.notify_all()
 
 
-def fastest(ping: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-    """The ping with the shortest round trip of several, which is the least disturbed by schedulers.
-
-    Args:
-        ping: returns the round trip and the clock offset of one message.
-    """
-    until = time.monotonic() + PINGS_S
-    found = [ping()]
-    while len(found) < PINGS and time.monotonic() < until:
-        found.append(ping())
-    return min(found)
-
-
 def measure(link: Link) -> LinkMeasurement:
     """Measure the link to the other end, which runs a `LinkBenchmarkService`.
 
     Raises: LinkClosedError or LinkTimeoutError if the other end is lost meanwhile.
     """
-    round_trip_s, clock_offset_s = fastest(lambda: _exchange(link, b""))
+    round_trip_s, clock_offset_s = (ns / 1e9 for ns in fastest_ping(link, time.time_ns, timeout_s=STEP_TIMEOUT_S))
     seconds = 0.0
     for size, slow_s in TRANSFERS:
-        taken_s, _ = _exchange(link, bytes(size))
-        seconds = max(taken_s - round_trip_s, 1e-9)
+        taken_ns, _ = exchange_ping(link, time.time_ns, timeout_s=STEP_TIMEOUT_S, payload=bytes(size))
+        seconds = max(taken_ns / 1e9 - round_trip_s, 1e-9)
         if seconds > slow_s:
             break
     return LinkMeasurement(round_trip_s, clock_offset_s, size / seconds)
-
-
-def _exchange(link: Link, payload: bytes) -> tuple[float, float]:
-    """Seconds until the answer arrived, and how far the other clock is ahead (Cristian 1989)."""
-    deadline = time.monotonic() + STEP_TIMEOUT_S
-    clock_before, before = time.time(), time.monotonic()
-    link.send(msgspec.msgpack.encode(_Ping()), [payload] if payload else [], deadline=deadline)
-    header, _ = link.receive(deadline=deadline)
-    taken_s = time.monotonic() - before
-    pong = decode_message(header, _Pong)
-    return taken_s, pong.clock_s - (clock_before + taken_s / 2)

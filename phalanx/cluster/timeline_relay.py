@@ -14,14 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from phalanx.cluster.link_benchmark import fastest
+from phalanx.cluster.clock_offset import Ping, answer_ping, fastest_ping
 from phalanx.cluster.membership import Member
 from phalanx.cluster.node import Node
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import FrameError, HandshakeError, LinkClosedError, LinkTimeoutError
 from phalanx.monitoring import timeline
 from phalanx.transport.address import Address
-from phalanx.transport.decoding import Decoder, decode_message
+from phalanx.transport.decoding import Decoder
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 from phalanx.transport.listener import Listener
@@ -40,19 +40,11 @@ SEPARATOR = b"\n"
 """Between events; JSON escapes it inside an event."""
 
 
-class _Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """A request for the other end's clock."""
-
-
-class _Pong(msgspec.Struct, frozen=True):
-    clock_ns: int
-
-
 class _Events(msgspec.Struct, frozen=True, tag="events"):
     """Events follow as buffers."""
 
 
-_Message = _Ping | _Events
+_Message = Ping | _Events
 _LOST = (LinkClosedError, LinkTimeoutError, FrameError, HandshakeError)
 
 
@@ -90,9 +82,8 @@ class TimelineRelay:
                 if not link.wait_readable(deadline=time.monotonic() + MESSAGE_TIMEOUT_S):
                     continue
                 header, buffers = link.receive(deadline=time.monotonic() + MESSAGE_TIMEOUT_S)
-                if isinstance(_decoder.decode(header), _Ping):
-                    pong = msgspec.msgpack.encode(_Pong(timeline.now()))
-                    link.send(pong, deadline=time.monotonic() + MESSAGE_TIMEOUT_S)
+                if isinstance(_decoder.decode(header), Ping):
+                    answer_ping(link, timeline.now, timeout_s=MESSAGE_TIMEOUT_S)
                 else:
                     pending += [event for buffer in buffers for event in bytes(buffer).split(SEPARATOR)]
                     if self._sink.write(pending):
@@ -123,8 +114,8 @@ class RemoteTimelineSink:
         self._link = link
 
     def clock_offset(self) -> tuple[float, float]:
-        """How far the other clock is ahead of this one, and the uncertainty, in ns (Cristian 1989)."""
-        round_trip, offset = fastest(self._ping)
+        """How far the other clock is ahead of this one, and the uncertainty, in ns."""
+        round_trip, offset = fastest_ping(self._link, timeline.now, timeout_s=MESSAGE_TIMEOUT_S)
         return offset, round_trip / 2
 
     def write(self, events: Sequence[bytes]) -> bool:
@@ -142,18 +133,8 @@ class RemoteTimelineSink:
         self._link.finish()
         self._link.close()
 
-    def _ping(self) -> tuple[int, float]:
-        deadline = time.monotonic() + MESSAGE_TIMEOUT_S
-        before = timeline.now()
-        self._link.send(_PING, deadline=deadline)
-        header, _ = self._link.receive(deadline=deadline)
-        taken = timeline.now() - before
-        pong = decode_message(header, _Pong)
-        return taken, pong.clock_ns - (before + taken / 2)
-
 
 _decoder: Decoder[_Message] = Decoder(_Message)
-_PING = msgspec.msgpack.encode(_Ping())
 _EVENTS = msgspec.msgpack.encode(_Events())
 _relay: tuple[Listener, TimelineRelay] | None = None  # while this process writes for others
 
