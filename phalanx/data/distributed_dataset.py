@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,34 +89,21 @@ class DistributedDataset:
     Args:
         source: the dataset seen from this rank.
         original: the program's own dataset of which this is the source, for Keras's own methods.
-        rank: this rank.
-        world_size: the number of ranks.
-        convert: converts each NumPy array to a tensor of the backend; None to keep the arrays.
+        distribution: how the ranks share it.
         element_spec: that of a tf.data.Dataset, with the batch dimension open; None for other datasets.
-        any_rank: whether something is true on at least one rank; every rank calls it.
-        members: of an elastic job; None where they do not change.
     """
 
     def __init__(
-        self,
-        source: Source,
-        *,
-        original: Any,
-        rank: int,
-        world_size: int,
-        convert: Callable[[Any], Any] | None = None,
-        element_spec: Any = None,
-        any_rank: Callable[[bool], bool] | None = None,
-        members: Members | None = None,
-    ):
+        self, source: Source, original: Any, distribution: DatasetDistribution, element_spec: Any = None
+    ) -> None:
         self.source = source
         self.original = original
-        self._part = rank, world_size
-        self._members = members
+        rank, world_size = self._part = distribution.rank, distribution.world_size
+        self._members = distribution.members
         # Ranks that read the same batches end together, and need not ask each other.
-        self._any_rank = None if source.traits.policy is AutoShardPolicy.DATA else any_rank
+        self._any_rank = None if source.traits.policy is AutoShardPolicy.DATA else distribution.any_rank
         self.element_spec = element_spec
-        self._convert = convert
+        self._convert = distribution.convert
         self._sharded = ShardedInput(source, InputRequest(None, rank=rank, world_size=world_size))
         self._epochs = 0
 
@@ -257,17 +244,30 @@ def check_outside() -> None:
         )
 
 
-def distribute_dataset(
-    dataset: Any,
-    *,
-    rank: int,
-    world_size: int,
-    seed: int,
-    convert: Callable[[Any], Any] | None = None,
-    any_rank: Callable[[bool], bool] | None = None,
-    members: Members | None = None,
-    kind: type[DistributedDataset] = DistributedDataset,
-) -> DistributedDataset:
+@dataclass(frozen=True, kw_only=True)
+class DatasetDistribution:
+    """How the ranks of a strategy share datasets, seen from one of them.
+
+    Attributes:
+        rank: this rank.
+        world_size: the number of ranks.
+        seed: equal on all ranks.
+        convert: converts each NumPy array to a tensor of the backend; None to keep the arrays.
+        any_rank: whether something is true on at least one rank; every rank calls it.
+        members: of an elastic job; None where they do not change.
+        kind: the class of the datasets that the program gets.
+    """
+
+    rank: int
+    world_size: int
+    seed: int
+    convert: Callable[[Any], Any] | None = None
+    any_rank: Callable[[bool], bool] | None = None
+    members: Members | None = None
+    kind: type[DistributedDataset] = DistributedDataset
+
+
+def distribute_dataset(dataset: Any, distribution: DatasetDistribution) -> DistributedDataset:
     """`strategy.experimental_distribute_dataset`: the dataset's batch is the global batch, each rank gets
     its part. Takes any dataset that `fit` takes.
 
@@ -277,47 +277,30 @@ def distribute_dataset(
         return dataset
     check_outside()
     _check_dataset(dataset)
-    return kind(
-        source_registry.make_source(
-            InputRequest(dataset, rank=rank, world_size=world_size, seed=seed, repeated=0, opens_as_keras=False)
-        ),
-        original=dataset,
-        rank=rank,
-        world_size=world_size,
-        convert=convert,
-        any_rank=any_rank,
-        members=members,
-        element_spec=_element_spec(dataset),
+    request = InputRequest(
+        dataset,
+        rank=distribution.rank,
+        world_size=distribution.world_size,
+        seed=distribution.seed,
+        repeated=0,
+        opens_as_keras=False,
     )
+    source = source_registry.make_source(request)
+    return distribution.kind(source, dataset, distribution, _element_spec(dataset))
 
 
 def distribute_from_function(
-    function: Callable[[InputContext], Any],
-    *,
-    rank: int,
-    world_size: int,
-    seed: int,
-    convert: Callable[[Any], Any] | None = None,
-    any_rank: Callable[[bool], bool] | None = None,
-    members: Members | None = None,
-    kind: type[DistributedDataset] = DistributedDataset,
+    function: Callable[[InputContext], Any], distribution: DatasetDistribution
 ) -> DistributedDataset:
     """`strategy.distribute_datasets_from_function`: `function(InputContext)` returns this rank's own dataset,
     batched with the local batch size. It is neither cut nor compared with those of other ranks."""
     check_outside()
+    rank, world_size = distribution.rank, distribution.world_size
     dataset = function(InputContext(world_size, rank, world_size))
     _check_dataset(dataset)
-    own = source_registry.make_source(InputRequest(dataset, seed=seed + rank, repeated=0, opens_as_keras=False))
-    return kind(
-        PerRankSource(own),
-        original=dataset,
-        rank=rank,
-        world_size=world_size,
-        convert=convert,
-        any_rank=any_rank,
-        members=members,
-        element_spec=_element_spec(dataset),
-    )
+    request = InputRequest(dataset, seed=distribution.seed + rank, repeated=0, opens_as_keras=False)
+    source = PerRankSource(source_registry.make_source(request))
+    return distribution.kind(source, dataset, distribution, _element_spec(dataset))
 
 
 def _check_dataset(dataset: Any) -> None:

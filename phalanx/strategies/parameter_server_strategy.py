@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from phalanx.config.job_config import JobConfig
 from phalanx.coordinator.method_calls import MethodCalls
 from phalanx.coordinator.worker_server import WorkerSettings
 from phalanx.data import DistributedDataset, InputContext
+from phalanx.data.distributed_dataset import DatasetDistribution
 from phalanx.devices import gpu_figures
 from phalanx.devices.gpu_count import HIDE_GPUS
 from phalanx.engines import prepare
@@ -218,9 +220,9 @@ class ParameterServerStrategy(Strategy):
         workers = 1 if self._worker is None else self._worker.workers
         return f"Each of the {workers} workers takes whole batches of the input, as the first server hands them out."
 
-    def _input_arguments(self) -> dict[str, Any]:
+    def _distribution(self) -> DatasetDistribution:
         # Every worker has the whole dataset; the head decides which of its batches it trains on.
-        return {**super()._input_arguments(), "rank": 0, "world_size": 1}
+        return replace(super()._distribution(), rank=0, world_size=1)
 
 
 def serve(me: TaskIdentity, snapshot_dir: str | os.PathLike[str] | None, snapshot_s: float, replication: int) -> None:

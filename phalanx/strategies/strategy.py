@@ -7,7 +7,6 @@ Methods that merge values (`reduce`, `gather`) must be called by every replica, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -20,10 +19,9 @@ from rich.filesize import decimal
 from phalanx import data
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.collectives.communicator import Array, ReduceOp
-from phalanx.collectives.reduction import wire_dtype
 from phalanx.compat.unsupported_names import missing_member
 from phalanx.compression.compression_registry import describe
-from phalanx.data.distributed_dataset import Members
+from phalanx.data.distributed_dataset import DatasetDistribution, Members
 from phalanx.data.input_request import InputRequest
 from phalanx.engines import make_tensors, making_placed, put_on_mesh, running_placed
 from phalanx.engines.spmd.placement import Placement
@@ -34,11 +32,19 @@ from phalanx.keras_compat.global_batch.global_gradients import refuse_overwritte
 from phalanx.keras_compat.global_batch.simulated_ranks import number_of_simulated_ranks
 from phalanx.runtime import process_exit, progress
 from phalanx.strategies import replica_context
+from phalanx.strategies.axis_merges import (
+    gather_along,
+    own_parts,
+    reduce_along,
+    reduced,
+    spread_along,
+    with_open_axis,
+    without_axes,
+)
 from phalanx.strategies.reduce_ops import as_float, on_present_leaves, reduce_op_of
 from phalanx.strategies.replica_variables import StrategyParts
 from phalanx.strategies.strategy_extended import StrategyExtended
 from phalanx.training import model_dispatch
-from phalanx.training.joint_batches import all_gather_rows
 from phalanx.training.replica import Replica, divides_batches
 from phalanx.training.steps.gradient_merge import GradientMerge
 from phalanx.training.steps.optimizer_properties import loss_scale
@@ -250,7 +256,7 @@ class Strategy:
         op = reduce_op_of(reduce_op)
         axes = None if axis is None else tuple(axis) if isinstance(axis, list | tuple) else (axis,)
         if self.placement is not None:
-            return value if axes is None else keras.tree.map_structure(lambda leaf: _reduced(leaf, op, axes), value)
+            return value if axes is None else keras.tree.map_structure(lambda leaf: reduced(leaf, op, axes), value)
         if op is ReduceOp.MEAN:
             # A variable that is merged on read would be merged before it is merged here.
             with replica_context.reading_own():
@@ -271,13 +277,13 @@ class Strategy:
 
             def merge(arrays: list[Array]) -> list[Array]:
                 progress.enter("all_reduce")
-                return _reduce_along(self._replica, op, arrays, axes)
+                return reduce_along(self._replica, op, arrays, axes)
 
             def gradient(flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
-                return _spread_along(self._replica, op, flowing, shapes, axes)
+                return spread_along(self._replica, op, flowing, shapes, axes)
 
             def shape_of(shape: Shape) -> Shape:
-                return _without_axes(shape, axes)
+                return without_axes(shape, axes)
 
         linear = op in (ReduceOp.SUM, ReduceOp.MEAN)
         return self._merged(value, merge, shape_of, gradient if linear else None)
@@ -306,13 +312,13 @@ class Strategy:
 
         def merge(arrays: list[Array]) -> list[Array]:
             progress.enter("all_gather")
-            return [_gather_along(self._replica, array, axis) for array in arrays]
+            return [gather_along(self._replica, array, axis) for array in arrays]
 
         def gradient(flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
-            return _own_parts(self._replica, flowing, shapes, axis)
+            return own_parts(self._replica, flowing, shapes, axis)
 
         def shape_of(shape: Shape) -> Shape:
-            return _with_open_axis(shape, axis)
+            return with_open_axis(shape, axis)
 
         return self._merged(value, merge, shape_of, gradient)
 
@@ -335,13 +341,13 @@ class Strategy:
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> data.DistributedDataset:
         """This replica's part of a dataset whose batches are global batches. Takes all datasets that `fit` takes."""
-        return data.distribute_dataset(dataset, **self._input_arguments())
+        return data.distribute_dataset(dataset, self._distribution())
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[data.InputContext], Any], options: Any = None
     ) -> data.DistributedDataset:
         """This replica's own dataset, of local batches, created by `dataset_fn(InputContext)`."""
-        return data.distribute_from_function(dataset_fn, **self._input_arguments())
+        return data.distribute_from_function(dataset_fn, self._distribution())
 
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[data.InputContext], Any], options: Any = None
@@ -371,122 +377,26 @@ class Strategy:
         # A process that waits to join has no part yet; what it makes meanwhile gets one when it is iterated.
         return self.rank, max(self._replica.world_size, self.rank + 1)
 
-    def _input_arguments(self) -> dict[str, Any]:
+    def _distribution(self) -> DatasetDistribution:
         # Drawn on all replicas, so that the program's random numbers stay the same, and the chief's is used.
         own = int(np.random.randint(2**31 - 1))
         seed = self._replica.run_recorded(lambda: self._replica.communicator.broadcast_bytes(own.to_bytes(8)))
         rank, world_size = self._part()
-        return {
-            "rank": rank,
-            "world_size": world_size,
-            "seed": int.from_bytes(seed),
-            "kind": self._tensors.distributed_dataset,
-            "convert": self._tensors.from_host if self.placement is None else partial(put_on_mesh, self.placement),
-            "any_rank": self._replica.any,
-            "members": None
-            if self._replica.elastic is None
-            else Members(self._part, self._replica.broadcast_from_chief),
-        }
+        elastic = self._replica.elastic
+        return DatasetDistribution(
+            rank=rank,
+            world_size=world_size,
+            seed=int.from_bytes(seed),
+            kind=self._tensors.distributed_dataset,
+            convert=self._tensors.from_host if self.placement is None else partial(put_on_mesh, self.placement),
+            any_rank=self._replica.any,
+            members=None if elastic is None else Members(self._part, self._replica.broadcast_from_chief),
+        )
 
 
 def install_hook() -> None:
     """Have Keras ask for the current strategy; safe to call again."""
     trainer_hook.install(model_dispatch.ModelDispatcher(_current_owner, _merge_gradients, _note_variable))
-
-
-def _reduced(value: Any, op: ReduceOp, axes: tuple[int, ...]) -> Any:
-    """A global array reduced along some of its axes."""
-    names = {ReduceOp.MAX: "max", ReduceOp.MIN: "min", ReduceOp.PRODUCT: "prod", ReduceOp.MEAN: "mean"}
-    return getattr(keras.ops, names.get(op, "sum"))(value, axis=axes)
-
-
-def _reduce_along(replica: Replica, op: ReduceOp, arrays: list[Array], axes: tuple[int, ...]) -> list[Array]:
-    for array in arrays:
-        if not all(-array.ndim <= axis < array.ndim for axis in axes):
-            raise ConfigurationError(
-                f"reduce() got axis={axes[0] if len(axes) == 1 else axes} for a value of shape {array.shape}, which "
-                f"has no such axis. Pass axis=None to reduce over the replicas alone."
-            )
-    communicator = replica.communicator
-    # Merged here in the dtype in which the ranks' are: NumPy adds halves one after the other, which stops at 256.
-    wide = [array.astype(wire_dtype(array.dtype), copy=False) for array in arrays]
-    if op is ReduceOp.MEAN:
-        # Sums and counts, not means: replicas may have different numbers of elements. Counts are exact in int64.
-        sums = [array.sum(axis=axes, dtype=array.dtype) for array in wide]
-        counts = [_elements(array.shape, axes) for array in wide]
-        merged = communicator.all_reduce([*sums, *counts])
-        pairs = zip(merged[: len(sums)], merged[len(sums) :], arrays, strict=True)
-        return [np.asarray(total / count[0]).astype(array.dtype) for total, count, array in pairs]
-    along: Callable[..., Any] = getattr(np, {ReduceOp.PRODUCT: "prod"}.get(op, op.value))
-    # NumPy has no maximum of nothing, and a replica with an empty part must still take part. Sums and products have.
-    empty = {ReduceOp.MAX: -np.inf, ReduceOp.MIN: np.inf}.get(op)
-    local = [
-        _full(array, axes, empty) if empty and not _elements(array.shape, axes) else np.asarray(along(array, axis=axes))
-        for array in wide
-    ]
-    # NumPy sums small integers in int64, and booleans as numbers: the ranks' merge has the dtype of the values.
-    local = [value.astype(array.dtype, copy=False) for value, array in zip(local, wide, strict=True)]
-    merged = communicator.all_reduce(local, op)
-    return [total.astype(array.dtype, copy=False) for total, array in zip(merged, arrays, strict=True)]
-
-
-def _elements(shape: Sequence[int], axes: tuple[int, ...]) -> Array:
-    """How many elements are merged into one, of shape (1,)."""
-    return np.array([math.prod(shape[axis] for axis in axes)], np.int64)
-
-
-def _full(array: Array, axes: tuple[int, ...], value: float) -> Array:
-    """The neutral value of an empty part for a maximum or minimum: the least (greatest) value of its dtype."""
-    if array.dtype.kind in "iu":
-        limits = np.iinfo(array.dtype)
-        value = limits.min if value < 0 else limits.max
-    if array.dtype.kind == "b":
-        value = value > 0
-    return np.full(np.delete(array.shape, axes), value, array.dtype)
-
-
-def _spread_along(
-    replica: Replica, op: ReduceOp, flowing: list[Array], shapes: list[tuple[int, ...]], axes: tuple[int, ...]
-) -> list[Array]:
-    """The gradient of `_reduce_along`: what flows back into a sum flows back into each of its elements."""
-    totals = replica.communicator.all_reduce(flowing)
-    if op is ReduceOp.MEAN:
-        counts = replica.communicator.all_reduce([_elements(shape, axes) for shape in shapes])
-        totals = [(total / count[0]).astype(total.dtype) for total, count in zip(totals, counts, strict=True)]
-    return [
-        np.ascontiguousarray(np.broadcast_to(np.expand_dims(total, axes), shape))
-        for total, shape in zip(totals, shapes, strict=True)
-    ]
-
-
-def _gather_along(replica: Replica, array: Array, axis: int) -> Array:
-    if array.ndim == 0:
-        raise ConfigurationError("gather() got a scalar, which has no axis to concatenate along. Give it shape (1,).")
-    parts = all_gather_rows(np.moveaxis(array, axis, 0), replica.communicator)
-    return np.ascontiguousarray(np.moveaxis(np.concatenate(parts), 0, axis))
-
-
-def _own_parts(replica: Replica, flowing: list[Array], shapes: list[tuple[int, ...]], axis: int) -> list[Array]:
-    """The gradient of `_gather_along`: of what flows back on all replicas, the part of this one's values."""
-    totals = replica.communicator.all_reduce(flowing)
-    lengths = replica.communicator.all_gather(np.array([shape[axis] for shape in shapes], np.int64))
-    # One start for each array; the sum of no ranks, on rank 0, is a single 0, which `broadcast_to` repeats.
-    starts = np.sum(lengths[: replica.rank], axis=0, dtype=np.int64)
-    parts = []
-    for total, shape, start in zip(totals, shapes, np.broadcast_to(starts, len(shapes)), strict=True):
-        own = np.moveaxis(total, axis, 0)[start : start + shape[axis]]
-        parts.append(np.ascontiguousarray(np.moveaxis(own, 0, axis)))
-    return parts
-
-
-def _without_axes(shape: Shape, axes: tuple[int, ...]) -> Shape:
-    gone = {axis % len(shape) for axis in axes if -len(shape) <= axis < len(shape)}  # the merge refuses others
-    return [length for place, length in enumerate(shape) if place not in gone]
-
-
-def _with_open_axis(shape: Shape, axis: int) -> Shape:
-    """The shape with the length of one axis unknown."""
-    return [None if place in (axis, axis + len(shape)) else length for place, length in enumerate(shape)]
 
 
 def _current_owner() -> model_dispatch.ModelOwner | None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from phalanx.data import DatasetCreator, InputContext, distribute_dataset, distribute_from_function
-from phalanx.data.distributed_dataset import Members
+from phalanx.data.distributed_dataset import DatasetDistribution, Members
 from phalanx.errors import ConfigurationError, UnsupportedError
 from tests.data.merging import shard_input
 
@@ -30,7 +30,9 @@ def dataset():
 
 
 def test_a_custom_loop_gets_its_part_of_each_element_whatever_its_structure():
-    parts = [list(distribute_dataset(batches(), rank=rank, world_size=3, seed=0)) for rank in range(3)]
+    parts = [
+        list(distribute_dataset(batches(), DatasetDistribution(rank=rank, world_size=3, seed=0))) for rank in range(3)
+    ]
     for number, elements in enumerate(zip(*parts, strict=True)):
         assert all(isinstance(element, tuple) and len(element) == 4 for element in elements)
         together = np.concatenate([element[1] for element in elements])
@@ -40,15 +42,15 @@ def test_a_custom_loop_gets_its_part_of_each_element_whatever_its_structure():
 @pytest.mark.parametrize("given", [[(X[:4], Y[:4]), (X[4:8], Y[4:8])], (X, Y)])
 def test_a_list_of_batches_is_refused(given):
     with pytest.raises(ConfigurationError, match="of arrays or batches cannot be"):
-        distribute_dataset(given, rank=0, world_size=2, seed=0)
+        distribute_dataset(given, DatasetDistribution(rank=0, world_size=2, seed=0))
     with pytest.raises(ConfigurationError, match="of arrays or batches cannot be"):
-        distribute_from_function(lambda context: given, rank=0, world_size=2, seed=0)
+        distribute_from_function(lambda context: given, DatasetDistribution(rank=0, world_size=2, seed=0))
 
 
 def test_a_dataset_follows_the_members_of_an_elastic_job():
     part = [2, 3]
     members = Members(lambda: tuple(part), lambda epoch: epoch)
-    data = distribute_dataset(dataset(), rank=2, world_size=3, seed=0, members=members)
+    data = distribute_dataset(dataset(), DatasetDistribution(rank=2, world_size=3, seed=0, members=members))
     open_one = iter(data)
     assert next(open_one)[1].tolist() == [3]
     part[:] = 1, 2
@@ -62,7 +64,9 @@ def test_a_member_that_joins_shuffles_as_the_others():
 
     def shuffled(chiefs):
         loader = torch.utils.data.DataLoader(torch.arange(40), batch_size=8, shuffle=True)
-        return distribute_dataset(loader, rank=0, world_size=1, seed=3, members=Members(lambda: (0, 1), chiefs))
+        return distribute_dataset(
+            loader, DatasetDistribution(rank=0, world_size=1, seed=3, members=Members(lambda: (0, 1), chiefs))
+        )
 
     old, new = shuffled(lambda epoch: epoch), shuffled(lambda epoch: 1)
     first = [batch.tolist() for batch in old]
@@ -71,18 +75,20 @@ def test_a_member_that_joins_shuffles_as_the_others():
 
 
 def test_a_rank_without_a_sample_gets_empty_arrays():
-    parts = [list(distribute_dataset(batches(), rank=rank, world_size=5, seed=0)) for rank in range(5)]
+    parts = [
+        list(distribute_dataset(batches(), DatasetDistribution(rank=rank, world_size=5, seed=0))) for rank in range(5)
+    ]
     assert [len(part[0][0]) for part in parts] == [1, 1, 1, 1, 0]
     assert parts[4][0][0].shape == (0, 2)
 
 
 def test_a_tf_dataset_keeps_its_length_and_spec_and_can_be_read_again():
-    distributed = distribute_dataset(dataset(), rank=1, world_size=2, seed=0)
+    distributed = distribute_dataset(dataset(), DatasetDistribution(rank=1, world_size=2, seed=0))
     assert len(distributed) == distributed.cardinality == 3
     assert [spec.shape.as_list() for spec in distributed.element_spec] == [[None, 2], [None]]
     for _ in range(2):
         assert [part[1].tolist() for part in distributed] == [[2, 3], [6, 7], [10]]
-    assert distribute_dataset(distributed, rank=1, world_size=2, seed=0) is distributed
+    assert distribute_dataset(distributed, DatasetDistribution(rank=1, world_size=2, seed=0)) is distributed
     assert "DATA" in distributed.explain()
 
 
@@ -107,18 +113,20 @@ def test_a_creator_makes_each_ranks_own_dataset():
 
 
 def test_unknown_and_endless_lengths():
-    unknown = distribute_dataset(batches(), rank=0, world_size=2, seed=0)
+    unknown = distribute_dataset(batches(), DatasetDistribution(rank=0, world_size=2, seed=0))
     assert unknown.cardinality == -2
     with pytest.raises(TypeError, match="length of this Python generator is unknown"):
         len(unknown)
-    endless = distribute_dataset(dataset().repeat(), rank=0, world_size=2, seed=0)
+    endless = distribute_dataset(dataset().repeat(), DatasetDistribution(rank=0, world_size=2, seed=0))
     assert endless.cardinality == -1
     iterator = iter(endless)
     assert len([next(iterator) for _ in range(7)]) == 7
 
 
 def test_leaves_are_converted_to_the_backend():
-    distributed = distribute_dataset(dataset(), rank=0, world_size=2, seed=0, convert=lambda a: ("tensor", a))
+    distributed = distribute_dataset(
+        dataset(), DatasetDistribution(rank=0, world_size=2, seed=0, convert=lambda a: ("tensor", a))
+    )
     x, _ = next(iter(distributed))
     assert x[0] == "tensor"
 
@@ -132,7 +140,9 @@ def test_a_function_makes_each_rank_s_own_dataset():
         data = dataset().unbatch().shard(context.num_input_pipelines, context.input_pipeline_id)
         return data.batch(size)
 
-    parts = [distribute_from_function(function, rank=rank, world_size=2, seed=0) for rank in range(2)]
+    parts = [
+        distribute_from_function(function, DatasetDistribution(rank=rank, world_size=2, seed=0)) for rank in range(2)
+    ]
     assert contexts == [InputContext(2, 0, 2), InputContext(2, 1, 2)]
     assert [[element[1].tolist() for element in part] for part in parts] == [
         [[0, 2], [4, 6], [8, 10]],
@@ -143,9 +153,9 @@ def test_a_function_makes_each_rank_s_own_dataset():
 @pytest.mark.parametrize("own", [True, False])
 def test_fit_takes_a_distributed_dataset(own):
     if own:
-        data = distribute_from_function(lambda context: dataset(), rank=1, world_size=2, seed=0)
+        data = distribute_from_function(lambda context: dataset(), DatasetDistribution(rank=1, world_size=2, seed=0))
     else:
-        data = distribute_dataset(dataset(), rank=1, world_size=2, seed=0)
+        data = distribute_dataset(dataset(), DatasetDistribution(rank=1, world_size=2, seed=0))
     sharded = shard_input(data, rank=1, world_size=2, seed=0)
     for epoch in range(2):
         read = list(sharded.epoch(epoch))
@@ -182,7 +192,9 @@ def test_ranks_whose_data_end_early_get_batches_without_samples():
             def __getitem__(self, index: int):
                 return X[4 * index : 4 * index + 4], Y[4 * index : 4 * index + 4]
 
-        data = distribute_from_function(lambda _: Own(), rank=rank, world_size=2, seed=0, any_rank=any_rank)
+        data = distribute_from_function(
+            lambda _: Own(), DatasetDistribution(rank=rank, world_size=2, seed=0, any_rank=any_rank)
+        )
         return [x.shape for _ in range(2) for x, _ in data]
 
     with ThreadPoolExecutor() as pool:
@@ -199,20 +211,26 @@ def test_a_rank_without_any_data_gets_batches_without_samples():
         data = {"x": np.zeros((2, 3), "float32"), "name": np.array(["a", "b"])}
         return tf.data.Dataset.from_tensor_slices(data).batch(2).take(0)
 
-    data = distribute_from_function(own, rank=1, world_size=2, seed=0, any_rank=lambda _: left.pop() if left else False)
+    data = distribute_from_function(
+        own, DatasetDistribution(rank=1, world_size=2, seed=0, any_rank=lambda _: left.pop() if left else False)
+    )
     (batch,) = list(data)
     assert (batch["x"].shape, batch["x"].dtype) == ((0, 3), np.float32)
     assert batch["name"].shape == (0,)
 
 
 def test_a_rank_without_any_data_that_cannot_be_imitated_is_told_so():
-    data = distribute_from_function(lambda _: (_ for _ in ()), rank=1, world_size=2, seed=0, any_rank=lambda own: True)
+    data = distribute_from_function(
+        lambda _: (_ for _ in ()), DatasetDistribution(rank=1, world_size=2, seed=0, any_rank=lambda own: True)
+    )
     with pytest.raises(ConfigurationError, match="of rank 1 has no batch at all"):
         list(data)
 
 
 def test_a_rank_without_any_data_says_so_when_the_others_have_some():
-    own = distribute_from_function(lambda context: (part for part in ()), rank=1, world_size=2, seed=0)
+    own = distribute_from_function(
+        lambda context: (part for part in ()), DatasetDistribution(rank=1, world_size=2, seed=0)
+    )
     source = shard_input(own, rank=1, world_size=2, seed=0)
     assert list(source.epoch(0)) == []
     with pytest.raises(ConfigurationError, match="gave no batch on rank 1 of 2"):

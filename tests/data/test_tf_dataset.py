@@ -7,6 +7,7 @@ import pytest
 
 from phalanx.arrays.tree import leaves
 from phalanx.data import AutoShardPolicy, distribute_dataset
+from phalanx.data.distributed_dataset import DatasetDistribution
 from phalanx.errors import ConfigurationError, UnsupportedError
 from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of, shard_input
 from tests.launcher.conftest import wait_until
@@ -396,7 +397,7 @@ def test_a_custom_loop_reads_shuffled_passes_in_the_order_of_the_dataset():
 
     plain = shuffled()
     expected = [[element.numpy().tolist() for element in plain] for _ in range(3)]
-    ranks = [distribute_dataset(shuffled(), rank=rank, world_size=2, seed=0) for rank in range(2)]
+    ranks = [distribute_dataset(shuffled(), DatasetDistribution(rank=rank, world_size=2, seed=0)) for rank in range(2)]
     for epoch in expected:
         parts = zip(*ranks, strict=True)
         assert [[*first.tolist(), *second.tolist()] for first, second in parts] == epoch

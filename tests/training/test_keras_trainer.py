@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from phalanx.data import DatasetCreator, distribute_dataset, distribute_from_function
+from phalanx.data.distributed_dataset import DatasetDistribution
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import trainer_hook
 from phalanx.keras_compat.trainer_hook import KerasMethod
@@ -144,11 +145,11 @@ def batches(context: Any = None) -> Iterator[Any]:
     return ((x[start : start + BATCH], y[start : start + BATCH]) for start in range(0, SAMPLES, BATCH))
 
 
-ALONE: dict[str, Any] = {"rank": 0, "world_size": 1, "seed": 0}
+ALONE = DatasetDistribution(rank=0, world_size=1, seed=0)
 DATASETS = {
     "creator": lambda: DatasetCreator(batches),
-    "distributed": lambda: distribute_dataset(batches(), **ALONE),
-    "from a function": lambda: distribute_from_function(batches, **ALONE),
+    "distributed": lambda: distribute_dataset(batches(), ALONE),
+    "from a function": lambda: distribute_from_function(batches, ALONE),
 }
 
 
