@@ -141,7 +141,7 @@ class ClusterCoordinator:
         """
         if not callable(fn):
             raise ConfigurationError(f"schedule() got {fn!r} to call; pass a function, not its result.")
-        with _settling_after_failure(self._settle):
+        with self._settling_after_failure():
             self._dispatcher.raise_failure()
         with self._lock:
             references = self._references
@@ -165,7 +165,7 @@ class ClusterCoordinator:
                 holds=[*of_function.own, *of_arguments.own],
                 result=result,
             )
-            with _settling_after_failure(self._settle):
+            with self._settling_after_failure():
                 self._dispatcher.add(call)
             return result
 
@@ -176,13 +176,13 @@ class ClusterCoordinator:
         Raises: as `schedule`; PeerLostError or RendezvousError if there is no worker for longer than PHALANX_TIMEOUT;
             it names them.
         """
-        with _settling_after_failure(self._settle):
+        with self._settling_after_failure():
             self._dispatcher.join()
         self._settle()
 
     def done(self) -> bool:
         """Whether all scheduled functions are finished; raises as `join`."""
-        with _settling_after_failure(self._settle):
+        with self._settling_after_failure():
             done = self._dispatcher.is_done()
         if done:
             self._settle()
@@ -243,6 +243,18 @@ class ClusterCoordinator:
         if self._definitions is not None and names:
             self._definitions.require(names)
             self._definitions.announce(self._dispatcher)
+
+    @contextlib.contextmanager
+    def _settling_after_failure(self) -> Iterator[None]:
+        """When the error of a function is raised, none runs any more, so what the program changes from now on counts.
+        Without servers or workers there is nothing to settle."""
+        try:
+            yield
+        except (PeerLostError, RendezvousError):
+            raise
+        except Exception:
+            self._settle()
+            raise
 
     def _settle(self) -> None:
         with self._lock:
@@ -334,16 +346,3 @@ def _check(strategy: Any) -> ParameterServerWorker:
             "ParameterServerStrategy without replication=2."
         )
     return worker
-
-
-@contextlib.contextmanager
-def _settling_after_failure(settle: Callable[[], None]) -> Iterator[None]:
-    """When the error of a function is raised, none runs any more, so what the program changes from now on counts.
-    Without servers or workers there is nothing to settle."""
-    try:
-        yield
-    except (PeerLostError, RendezvousError):
-        raise
-    except Exception:
-        settle()
-        raise

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import ConfigurationError
-from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.compressors import Compression
+from phalanx.horovod.common.process_sets import ProcessSet
 from phalanx.horovod.operation_request import HorovodOp
 from phalanx.horovod.operations import Arguments, Average, check_op
 
@@ -28,11 +27,11 @@ class GradientReduction:
     Raises: ConfigurationError if the options contradict each other.
     """
 
-    compression: Any = Compression.none
-    op: HorovodOp = Average
-    gradient_predivide_factor: float = 1.0
-    sparse_as_dense: bool = False
-    process_set: ProcessSet = global_process_set
+    compression: Any
+    op: HorovodOp
+    gradient_predivide_factor: float
+    sparse_as_dense: bool
+    process_set: ProcessSet
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "op", check_op(self.op))

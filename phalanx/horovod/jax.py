@@ -122,7 +122,7 @@ def DistributedOptimizer(
 
     Raises: ConfigurationError if options contradict each other; from `update`, UnsupportedError inside `jax.jit`.
     """
-    reduction = GradientReduction(compression, op, gradient_predivide_factor, process_set=process_set)
+    reduction = GradientReduction(compression, op, gradient_predivide_factor, False, process_set)
     apply = jax.jit(optimizer.update)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:

@@ -36,8 +36,8 @@ class JobObserver:
     def failed(self, end: WorkerExit) -> None:
         """The first failure, because of which the job is being ended."""
 
-    def stopping(self, number: int) -> None:
-        """The launcher has received this signal, because of which the job is being ended."""
+    def stopping(self) -> None:
+        """The launcher has received a signal, because of which the job is being ended."""
 
     def survived(self, end: WorkerExit, how: str) -> None:
         """The job continues after the exit of a task, which no failure report will explain; `how` says in what way."""

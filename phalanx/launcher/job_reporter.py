@@ -94,7 +94,7 @@ class JobReporter(JobObserver):
         if self._verbose and not end.was_preempted:  # then all exit, and each says so itself
             self.report(f"{end.failure}; ending the job")
 
-    def stopping(self, number: int) -> None:
+    def stopping(self) -> None:
         self._is_ending = True
 
     def survived(self, end: WorkerExit, how: str) -> None:

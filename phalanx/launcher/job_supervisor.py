@@ -210,7 +210,7 @@ class JobSupervisor:
         """Do everything whose time has come."""
         now = self._clock()
         if (number := self._plan.handle_signals(now)) is not None:
-            self._observer.stopping(number)
+            self._observer.stopping()
             if number == signal.SIGINT:
                 self._observer.noticed("interrupted; ending the job (Ctrl-C again kills it at once)")
         if self._plan.check_overdue(now):

@@ -118,7 +118,7 @@ class Strategy:
         what runs inside this program, losses for example, there is one replica (`get_replica_context`)."""
         if (simulated := number_of_simulated_ranks()) is not None:
             return simulated
-        return self._replica.replicas if self.placement is None else self.placement.data_shards
+        return self._replica.initial_world_size if self.placement is None else self.placement.data_shards
 
     @property
     def placement(self) -> Placement | None:
@@ -146,7 +146,7 @@ class Strategy:
         """This replica's number, 0 to `num_replicas_in_sync` - 1; 0 is the chief. A process that waits to join is
         never 0."""
         replica = self._replica
-        return max(1, replica.replicas - 1) if replica.is_candidate else replica.rank
+        return max(1, replica.initial_world_size - 1) if replica.is_candidate else replica.rank
 
     @property
     def is_chief(self) -> bool:

@@ -148,7 +148,7 @@ class Replica:
         return 0 if elastic is None else elastic.generation
 
     @property
-    def replicas(self) -> int:
+    def initial_world_size(self) -> int:
         """The number of replicas that programs see: in an elastic job the one at its start, which all members agree on
         at all times."""
         elastic = self.elastic

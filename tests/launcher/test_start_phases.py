@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import signal
 
 import pytest
 
@@ -34,7 +33,7 @@ def test_no_phase_is_shown_once_the_job_is_being_ended() -> None:
     err = io.StringIO()
     reporter = JobReporter(Console(["worker/0"], io.StringIO(), err), verbose=False)
     reporter.reported("worker/0", 0, TaskReport("import of keras", None, None, 0.0))
-    reporter.stopping(signal.SIGINT)
+    reporter.stopping()
     reporter.reported("worker/0", 0, TaskReport(FIRST_STEP, 0, 0, 0.0))
     assert err.getvalue() == "phalanx: importing keras\n"
 

@@ -12,10 +12,10 @@ from phalanx.collectives.host.channel import Channel
 _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)  # Linux only
 
 
-def let_threads_run(timeout_ms: int) -> None:
-    """Called with 0, release the interpreter's lock and take it again without giving up the core, as `time.sleep(0)`
-    and `sched_yield` do: on a shared core those return only milliseconds later."""
-    select.poll().poll(timeout_ms)  # A new object: threads must not poll with the same one at once.
+def let_threads_run() -> None:
+    """Release the interpreter's lock and take it again, without giving up the core as `time.sleep(0)` and
+    `sched_yield` do: on a shared core those return only milliseconds later."""
+    select.poll().poll(0)  # A new object: threads must not poll with the same one at once.
 
 
 class LinkEvent(NamedTuple):

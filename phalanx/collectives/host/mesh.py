@@ -201,7 +201,7 @@ class Mesh:
         while time.perf_counter() < until:
             if self._advance():
                 return
-            let_threads_run(0)
+            let_threads_run()
         if self._expected or self._sending:
             self.pause(lambda: set(self._expected) | self._sending)
 

@@ -133,7 +133,7 @@ class SharedCounters:
         while time.perf_counter() < until:
             if words[word] >= count:
                 return
-            let_threads_run(0)
+            let_threads_run()
             if not self._spin_s:  # the peer may need this very core
                 os.sched_yield()
         waits_for = self._page + _WAITS_FOR

@@ -192,9 +192,9 @@ class Aggregation(NamedTuple):
         scales_local: whether gradients that are not reduced are divided by the number of ranks.
     """
 
-    passes: int = 1
-    averages: bool = False
-    scales_local: bool = True
+    passes: int
+    averages: bool
+    scales_local: bool
 
 
 def distribute_optimizer(optimizer: Any, reduction: GradientReduction, aggregation: Aggregation) -> Any:

@@ -72,14 +72,15 @@ class ChiefProbing:
         return self._replica.retry(lambda: self._replica.broadcast_from_chief(found))
 
 
-class IndependentProbing(NamedTuple):
+class IndependentProbing:
     """Every process finds out the same by itself, as all of them see the whole batch; see `ChiefProbing`."""
 
-    divides_batches: bool
-    replicas: int = 1
-    is_chief: bool = True
-    admits_ranks: bool = False
-    meets_in_passes: bool = False
+    replicas = 1
+    is_chief = True
+    admits_ranks = meets_in_passes = False
+
+    def __init__(self, *, divides_batches: bool) -> None:
+        self.divides_batches = divides_batches
 
     def from_chief(self, found: Any) -> Any:
         return found

@@ -54,7 +54,8 @@ class RemoteModel:
         self._engine: Engine | None = None
         self._variables: RemoteVariables | None = None
         # In asynchronous training, each worker's batch is a step.
-        self._probes = ProgramProbes(model, IndependentProbing(worker.workers > 1 and worker.rules.synchronous))
+        divides_batches = worker.workers > 1 and worker.rules.synchronous
+        self._probes = ProgramProbes(model, IndependentProbing(divides_batches=divides_batches))
         self._sample: Batch | None = None  # the first batch
         # Whether the servers have newer embedding tables than the model, and newer optimizer state of these.
         self._tables_stale = self._slots_stale = False
