@@ -20,8 +20,9 @@ class OverGlobalBatch(keras.losses.Loss):  # type: ignore[misc]
 
         model.compile("adam", loss=phalanx.losses.OverGlobalBatch(contrastive_loss))
 
-    Losses that are a sum or a mean over samples need no gathering, which costs time and memory. Keras's own that relate
-    samples (`Dice` and `Tversky` with their default `axis=None`, `Circle`) are computed so without it.
+    Losses that are a sum or a mean over samples need no gathering, which costs time and memory. Keras's own losses that
+    relate samples (`Dice` and `Tversky` with their default `axis=None`, `Circle`) need no wrapper: they are always
+    computed over the batches of all replicas.
 
     Args:
         loss: a `keras.losses.Loss`, a function `(y_true, y_pred)`, or a name. It gets the global batch, with a number

@@ -90,9 +90,9 @@ class Checkpoint(ChiefCallback):
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         if not self.driven:
             raise UnsupportedError(
-                "Keras's `fit` runs, which cannot save for phalanx.callbacks.Checkpoint. In a program without a "
-                "strategy import it at the top (`from phalanx.callbacks import Checkpoint`), before `model.fit` is "
-                "named. With parameter servers use `phalanx.Supervisor` or snapshots (snapshot_dir=...)."
+                "phalanx.callbacks.Checkpoint does not work with Keras's own `fit`. In a program without a strategy, "
+                "import it at the top (`from phalanx.callbacks import Checkpoint`), before any line that refers to "
+                "`model.fit`. With parameter servers use `phalanx.Supervisor` or snapshots (snapshot_dir=...)."
             )
 
 

@@ -17,22 +17,22 @@ Clock = Callable[[], int]
 """Returns the time in ns since 1970."""
 
 
-class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """A request for a `_Pong`, which is sent after the whole payload has arrived."""
+class ClockRequest(msgspec.Struct, frozen=True, tag="ping"):
+    """A request for a `_ClockReading`, which is sent after the whole payload has arrived."""
 
 
-class _Pong(msgspec.Struct, frozen=True):
+class _ClockReading(msgspec.Struct, frozen=True):
     """The other end's clock when it answered, in ns since 1970."""
 
     clock_ns: int
 
 
-_PING = msgspec.msgpack.encode(Ping())
+_PING = msgspec.msgpack.encode(ClockRequest())
 
 
 def answer_ping(link: Link, clock: Clock, *, timeout_s: float) -> None:
-    """Answer a `Ping` that was received."""
-    link.send(msgspec.msgpack.encode(_Pong(clock())), deadline=time.monotonic() + timeout_s)
+    """Answer a `ClockRequest` that was received."""
+    link.send(msgspec.msgpack.encode(_ClockReading(clock())), deadline=time.monotonic() + timeout_s)
 
 
 def exchange_ping(link: Link, clock: Clock, *, timeout_s: float, payload: bytes = b"") -> tuple[float, float]:
@@ -45,7 +45,7 @@ def exchange_ping(link: Link, clock: Clock, *, timeout_s: float, payload: bytes 
     link.send(_PING, [payload] if payload else [], deadline=deadline)
     header, _ = link.receive(deadline=deadline)
     taken = time.monotonic_ns() - before
-    return taken, decode_message(header, _Pong).clock_ns - (clock_before + taken / 2)
+    return taken, decode_message(header, _ClockReading).clock_ns - (clock_before + taken / 2)
 
 
 def fastest_ping(link: Link, clock: Clock, *, timeout_s: float) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from phalanx.cluster.clock_offset import Ping, answer_ping, fastest_ping
+from phalanx.cluster.clock_offset import ClockRequest, answer_ping, fastest_ping
 from phalanx.cluster.membership import Member
 from phalanx.cluster.node import Node
 from phalanx.cluster.task_identity import TaskIdentity
@@ -44,7 +44,7 @@ class _Events(msgspec.Struct, frozen=True, tag="events"):
     """Events follow as buffers."""
 
 
-_Message = Ping | _Events
+_Message = ClockRequest | _Events
 _LOST = (LinkClosedError, LinkTimeoutError, FrameError, HandshakeError)
 
 
@@ -82,7 +82,7 @@ class TimelineRelay:
                 if not link.wait_readable(deadline=time.monotonic() + MESSAGE_TIMEOUT_S):
                     continue
                 header, buffers = link.receive(deadline=time.monotonic() + MESSAGE_TIMEOUT_S)
-                if isinstance(_decoder.decode(header), Ping):
+                if isinstance(_decoder.decode(header), ClockRequest):
                     answer_ping(link, timeline.now, timeout_s=MESSAGE_TIMEOUT_S)
                 else:
                     pending += [event for buffer in buffers for event in bytes(buffer).split(SEPARATOR)]

@@ -44,9 +44,9 @@ class ServedStrategy(Protocol):
 class ClusterCoordinator:
     """Runs functions on the workers of a cluster with parameter servers.
 
-    The other workers may run `phalanx.Server(...).join()` and nothing else: then only the chief (task `chief`) has a
-    program, and what that makes in `strategy.scope()` (layers, models, optimizers and metrics) is made on the workers
-    too, before a function that refers to it runs.
+    The other workers may run `phalanx.Server(...).join()` and nothing else. Only the chief (task `chief`) then has a
+    program. Phalanx recreates the layers, models, optimizers and metrics of its `strategy.scope()` on the workers
+    before a function uses them.
 
     Or every task runs the same program. On the chief (task `chief`, else worker 0) this returns; on the other workers
     the constructor runs functions until the chief's program is over, and then exits the process with code 0. So create
@@ -141,7 +141,7 @@ class ClusterCoordinator:
         """
         if not callable(fn):
             raise ConfigurationError(f"schedule() got {fn!r} to call; pass a function, not its result.")
-        with self._settling_after_failure():
+        with _settling_after_failure(self._settle):
             self._dispatcher.raise_failure()
         with self._lock:
             references = self._references
@@ -165,7 +165,7 @@ class ClusterCoordinator:
                 holds=[*of_function.own, *of_arguments.own],
                 result=result,
             )
-            with self._settling_after_failure():
+            with _settling_after_failure(self._settle):
                 self._dispatcher.add(call)
             return result
 
@@ -176,13 +176,13 @@ class ClusterCoordinator:
         Raises: as `schedule`; PeerLostError or RendezvousError if there is no worker for longer than PHALANX_TIMEOUT;
             it names them.
         """
-        with self._settling_after_failure():
+        with _settling_after_failure(self._settle):
             self._dispatcher.join()
         self._settle()
 
     def done(self) -> bool:
         """Whether all scheduled functions are finished; raises as `join`."""
-        with self._settling_after_failure():
+        with _settling_after_failure(self._settle):
             done = self._dispatcher.is_done()
         if done:
             self._settle()
@@ -243,18 +243,6 @@ class ClusterCoordinator:
         if self._definitions is not None and names:
             self._definitions.require(names)
             self._definitions.announce(self._dispatcher)
-
-    @contextlib.contextmanager
-    def _settling_after_failure(self) -> Iterator[None]:
-        """When the error of a function is raised, none runs any more, so what the program changes from now on counts.
-        Without servers or workers there is nothing to settle."""
-        try:
-            yield
-        except (PeerLostError, RendezvousError):
-            raise
-        except Exception:
-            self._settle()
-            raise
 
     def _settle(self) -> None:
         with self._lock:
@@ -346,3 +334,16 @@ def _check(strategy: Any) -> ParameterServerWorker:
             "ParameterServerStrategy without replication=2."
         )
     return worker
+
+
+@contextlib.contextmanager
+def _settling_after_failure(settle: Callable[[], None]) -> Iterator[None]:
+    """When the error of a function is raised, none runs any more, so what the program changes from now on counts.
+    Without servers or workers there is nothing to settle."""
+    try:
+        yield
+    except (PeerLostError, RendezvousError):
+        raise
+    except Exception:
+        settle()
+        raise

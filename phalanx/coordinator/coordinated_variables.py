@@ -276,6 +276,6 @@ class WorkerVariables:
 
     def _refuse(self, gradients: Any, variables: Any) -> None:
         raise UnsupportedError(
-            "This optimizer is not the one that the servers run: on parameter servers one optimizer trains all "
-            "variables: the one that the first scheduled function used."
+            "The servers run another optimizer. On parameter servers one optimizer trains all variables: the one that "
+            "the first scheduled function used."
         )

@@ -86,7 +86,7 @@ class References:
             return found
         variables = found.variables
         if rest[2] >= len(variables):
-            raise UnsupportedError(f"Variable {rest[2]} of {name} does not exist on this task: build it before.")
+            raise UnsupportedError(f"Variable {rest[2]} of {name} does not exist on this task. Build it first.")
         return variables[rest[2]]
 
     def load_on_host(self, reference: tuple[Any, ...]) -> Any:

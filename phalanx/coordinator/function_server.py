@@ -110,7 +110,7 @@ class FunctionServer:
         draw_own_numbers(random_state(), self._worker.number)
         # The program's generators have the chief's state on all tasks until here.
         program_random_state.seed([hash_of(self._worker.number, each) for each in program_random_state.digests()])
-        ChiefSession(self._me, PURPOSE, self, self._worker.client.is_job_over).run()
+        ChiefSession(self._me, PURPOSE, self, self._worker.is_job_over).run()
 
     # An OrderHandler.
 

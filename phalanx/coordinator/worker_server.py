@@ -79,7 +79,7 @@ class WorkerServer:
         ChiefSession(self._me, SERVER_PURPOSE, self, self._is_job_over).run()
 
     def _is_job_over(self) -> bool:
-        return self._worker is not None and self._worker.client.is_job_over()
+        return self._worker is not None and self._worker.is_job_over()
 
     # An OrderHandler.
 

@@ -194,7 +194,7 @@ class CheckpointWatcher:
 def _open(name: str, copy: Path, scratch: Path) -> FoundCheckpoint:
     """The contents of a copy of a checkpoint.
 
-    Raises: DamagedError if it is not whole.
+    Raises: DamagedCheckpointError if it is not whole.
     """
     if checkpoint_directory.is_sealed(copy):
         ours = checkpoint_directory.read(copy)

@@ -78,7 +78,7 @@ def check_trust(function: str) -> None:
     if not job.has_secret:
         raise ConfigurationError(
             f"{why} This job has no secret, so any process could join it. Start it with `phalanx run`, or set {SECRET} "
-            f"alike for all tasks."
+            f"to the same value for all tasks."
         )
     if not job.is_protected:
         raise ConfigurationError(

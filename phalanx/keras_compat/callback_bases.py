@@ -49,8 +49,8 @@ class OnChief(ChiefCallback):
     worker of an elastic job becomes chief, it calls the function too; its callback starts without the state of the
     first one.
 
-    What the callback decides holds for all ranks: it may set `model.stop_training` or the learning rate. The chief
-    evaluates and predicts alone in it. It must not train or set weights.
+    What the callback decides holds for all ranks: it may set `model.stop_training` or the learning rate. Inside it,
+    `evaluate` and `predict` run on the chief only. It must not train or set weights.
 
     In a program without a strategy, the callback runs as if it had been passed directly.
 

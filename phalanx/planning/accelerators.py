@@ -123,7 +123,7 @@ def check_compiler(topology: DeviceTopology, backend: str | None) -> None:
     """
     if backend not in (None, "", "jax"):
         raise UnsupportedError(
-            f"A step is compiled for many devices on JAX alone, and Keras is to run on {backend!r}. Set "
+            f"A step is compiled for many devices only on JAX, and Keras is to run on {backend!r}. Set "
             f"KERAS_BACKEND=jax, or plan for replicas: --machines 64 --link 10Gbit."
         )
     if topology.accelerator is None:

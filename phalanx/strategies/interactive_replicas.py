@@ -354,8 +354,8 @@ class _IdleCommunicator:
 
     def __getattr__(self, name: str) -> Any:
         raise UnsupportedError(
-            f"{name} needs all replicas, and in a notebook or an interactive session the others take part in fit, "
-            f"evaluate, predict, train_on_batch, test_on_batch and predict_on_batch alone. Put a custom training loop "
+            f"{name} needs all replicas, and in a notebook or an interactive session the others take part only in "
+            f"fit, evaluate, predict, train_on_batch, test_on_batch and predict_on_batch. Put a custom training loop "
             f"into a function, make the strategy inside it (MultiWorkerMirroredStrategy), and call "
             f"phalanx.launch(function, workers={self.world_size})."
         )

@@ -15,7 +15,7 @@ from phalanx.training.training_policy import TrainingPolicy
 
 
 class ModelParallelStrategy(Strategy):
-    """One compiled program on all devices, over which layers are divided (tensor parallelism). JAX alone.
+    """One compiled program on all devices, over which layers are divided (tensor parallelism). JAX only.
 
     It trains as one device would, with any batch size.
 

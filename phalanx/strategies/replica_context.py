@@ -213,9 +213,8 @@ def running(strategy: Strategy) -> Iterator[ReplicaContext]:
     """Inside `strategy.run`."""
     context = ReplicaContext(strategy)
     _stack.replicas.append(context)
-    _stack.entered.append(
-        _Entered(strategy)
-    )  # `run` needs no scope around it, and what is made inside is the strategy's
+    # `run` needs no scope around it, and what is made inside is the strategy's.
+    _stack.entered.append(_Entered(strategy))
     try:
         with nullcontext() if strategy.computes_alone else InStep(_Collectives(context)):
             yield context

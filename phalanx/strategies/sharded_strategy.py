@@ -13,7 +13,7 @@ from phalanx.training.training_policy import TrainingPolicy
 
 
 class ShardedStrategy(Strategy):
-    """One compiled program on all devices, each of which holds a part of the model (ZeRO, FSDP). JAX alone.
+    """One compiled program on all devices, each of which holds a part of the model (ZeRO, FSDP). JAX only.
 
     It trains as one device would, with any batch size.
 

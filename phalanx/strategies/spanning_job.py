@@ -30,7 +30,7 @@ def join_spanning_job(strategy: str, cluster_resolver: Any = None) -> Replica:
     backend = keras.backend.backend()
     if backend != "jax":
         raise UnsupportedError(
-            f"{strategy} compiles one program for many devices, which Keras does on JAX alone; here it runs on "
+            f"{strategy} compiles one program for many devices, which Keras does only on JAX; here it runs on "
             f"{backend!r}. Set KERAS_BACKEND=jax before Keras is imported, or train replicas with MirroredStrategy or "
             f"MultiWorkerMirroredStrategy, which run on every backend."
         )

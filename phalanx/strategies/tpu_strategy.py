@@ -16,7 +16,7 @@ from phalanx.training.training_policy import TrainingPolicy
 
 
 class TPUStrategy(Strategy):
-    """The whole model on each TPU core, and batches divided over all cores (`tf.distribute.TPUStrategy`). JAX alone.
+    """The whole model on each TPU core, and batches divided over all cores (`tf.distribute.TPUStrategy`). JAX only.
 
     Start the program on every host of the slice. A model that no core can hold is trained by `ShardedStrategy` or
     `ModelParallelStrategy`, which find TPUs too. Matrix products are computed in bfloat16, as always on TPUs: for the

@@ -2,8 +2,8 @@
 
 A loss shows as `MembershipChangedError` on all members at the same collective. The batch at hand is cut again for those
 who are left and the step is repeated; what was agreed on is agreed on again. Processes that join get the state that all
-have at this step, and continue with the others. Ranks close up, and the process that becomes rank 0 does what a chief
-does from there on.
+have at this step, and continue with the others. Ranks are renumbered without gaps, and the process that becomes rank 0
+does what a chief does from there on.
 """
 
 from __future__ import annotations

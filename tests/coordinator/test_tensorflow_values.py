@@ -64,7 +64,7 @@ gone = Trainer(1.0).step
 try:
     travel(gone)
 except UnsupportedError as error:
-    assert "does not exist any more" in str(error), error
+    assert "no longer exists" in str(error), error
 else:
     raise AssertionError("the object of the method is gone")
 Number = tf.Tensor  # a global that only annotations name

@@ -169,7 +169,7 @@ def test_the_variables_that_stand_for_a_tpu_host() -> None:
 
 
 def test_another_backend_and_a_missing_compiler_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedError, match=r"on JAX alone.*'torch'.*KERAS_BACKEND=jax"):
+    with pytest.raises(UnsupportedError, match=r"only on JAX.*'torch'.*KERAS_BACKEND=jax"):
         check_compiler(parse_topology("cpu:4"), "torch")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     check_compiler(parse_topology("cpu:4"), "jax")

@@ -24,7 +24,7 @@ def test_other_backends_are_refused_with_the_remedy(
     backend: str, make: Callable[[], phalanx.Strategy], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keras.backend, "backend", lambda: backend)
-    with pytest.raises(UnsupportedError, match=f"{name}.*on JAX alone.*{backend!r}.*KERAS_BACKEND=jax"):
+    with pytest.raises(UnsupportedError, match=f"{name}.*only on JAX.*{backend!r}.*KERAS_BACKEND=jax"):
         make()
 
 

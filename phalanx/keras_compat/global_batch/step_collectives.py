@@ -84,8 +84,8 @@ class PredictionCollectives:
 
     def _refuse(self, name: str) -> list[Any]:
         raise UnsupportedError(
-            f"{name}() was called in predict(), where each replica computes its own rows, when it comes to them. Call "
-            f"it `if training:` only, and keep what predictions need of it in a variable (self.add_weight)."
+            f"{name}() was called in predict(), where the replicas do not compute in step. Call it only "
+            f"`if training:`, and store what predictions need of it in a variable (self.add_weight)."
         )
 
 

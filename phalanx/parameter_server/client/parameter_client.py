@@ -215,10 +215,6 @@ class ParameterServerClient:
 
     # The end.
 
-    def is_job_over(self) -> bool:
-        """Whether the chief has left the job."""
-        return self.ask_head(messages.QueryJobOver())
-
     def close(self, failure: str = "") -> None:
         """Leave all servers; an evicted worker only disconnects, since another process may have replaced it.
 

@@ -13,7 +13,14 @@ from phalanx.compression import BFloat16, Float16
 from phalanx.errors import UnsupportedError
 from phalanx.parameter_server.client.parameter_client import HEAD, ParameterServerClient
 from phalanx.parameter_server.partitioners import Partitioner
-from phalanx.parameter_server.server_messages import BeginSession, Broadcast, FitOver, RequestBroadcast, UpdateRules
+from phalanx.parameter_server.server_messages import (
+    BeginSession,
+    Broadcast,
+    FitOver,
+    QueryJobOver,
+    RequestBroadcast,
+    UpdateRules,
+)
 from phalanx.runtime.traffic_account import WorkerTraffic
 from phalanx.training.replica import ReplicaCalls
 from phalanx.training.scope_registry import ScopeRegistry
@@ -71,6 +78,10 @@ class ParameterServerWorker:
     @property
     def is_chief(self) -> bool:
         return self.number == 0
+
+    def is_job_over(self) -> bool:
+        """Whether the chief has left the job."""
+        return self.client.ask_head(QueryJobOver())
 
     @contextmanager
     def fitting(self) -> Iterator[None]:

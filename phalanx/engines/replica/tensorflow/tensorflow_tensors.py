@@ -129,7 +129,7 @@ def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
     if type(target).__name__ != "TfMethodTarget":
         return function
     if target.target is None:
-        raise UnsupportedError(f"The object whose method {function.__qualname__} is does not exist any more.")
+        raise UnsupportedError(f"The object that the method {function.__qualname__} belongs to no longer exists.")
     return MethodType(target.weakrefself_func__(), target.target)
 
 
