@@ -121,9 +121,8 @@ class SidecarEvaluator:
         self._spec, self._task = resolver.cluster_spec(), resolver.task()
         if self._spec and self._task is not None and self._task.type != EVALUATOR:
             raise ConfigurationError(
-                f"This process is {self._task}, a training task. An evaluator waits for the end of training, so this "
-                f"one would wait for itself. Start it as a task of type 'evaluator' (`phalanx run --evaluator`, or "
-                f"task.type in TF_CONFIG)."
+                f"This process is {self._task}, a training task: as an evaluator, it would wait for its own end. "
+                f"Start it as a task of type 'evaluator' (`phalanx run --evaluator`, or task.type in TF_CONFIG)."
             )
         self._writer = None if log_dir is None else EventWriter(storage_path(log_dir, "log_dir") / LOGS)
         self._best = None if monitor is None else BestCheckpoint(self._directory, model, monitor, mode)
