@@ -91,9 +91,8 @@ class AcceptedWorkers:
         self.greeting: Callable[[], Message] | None = None
         self._workers: dict[int, WorkerConnection] = {}
         self._broadcasts: list[tuple[Begin | MakeObject, Sequence[bytes]]] = []  # also sent to workers that join later
-        self._for_programless: dict[
-            str, DeferredMessage
-        ] = {}  # what workers without a program get besides, by its role
+        # What workers without a program get besides, by its role.
+        self._for_programless: dict[str, DeferredMessage] = {}
         self._link_numbers = itertools.count()
         self._closing = False
         self._listener = me.open_listener()

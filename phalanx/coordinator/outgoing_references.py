@@ -28,7 +28,7 @@ PICKLES_KEPT = 16
 
 @dataclass
 class PickledReferences:
-    """A reference in a pickle.
+    """What one pickle refers to.
 
     Attributes:
         names: of what was made in scopes.
