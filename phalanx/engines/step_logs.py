@@ -16,7 +16,9 @@ def silent_metrics(model: Any, merged: Sequence[Any]) -> frozenset[str]:
     # A metric that has counted has at least one variable that is not zero, its count if nothing else.
     # Not strict: a metric that the step itself has built was not merged.
     touched = {id(v) for v, value in zip(model.metrics_variables, merged, strict=False) if np.any(value)}
-    return frozenset(m.name for m in model.metrics if not any(id(v) in touched for v in m.variables))
+    # Of several metrics of one name, Keras logs the last one's result: a program's `Mean("loss")` comes after Keras's.
+    is_silent = {m.name: not any(id(v) in touched for v in m.variables) for m in model.metrics}
+    return frozenset(name for name, silent in is_silent.items() if silent)
 
 
 def still_silent(before: frozenset[str] | None, model: Any, merged: Sequence[Any]) -> frozenset[str]:

@@ -702,6 +702,22 @@ def own_train_step_that_sets_the_learning_rate(setting: Setting) -> dict[str, An
     return _stepped(setting, log)
 
 
+@scenario(backends=EAGER_KINDS, quick=EAGER_KINDS)
+def own_train_step_with_a_metric_named_loss(setting: Setting) -> dict[str, Any]:
+    """As on keras.io, without the property `metrics`: Keras's own `loss`, which counts nothing, comes before it."""
+
+    def log(model: Any, y: Any, y_pred: Any, loss: Any) -> dict[str, Any]:
+        model.tracker.update_state(loss)
+        return {"loss": model.tracker.result()}
+
+    class Model(_stepping_with(log)):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.tracker = keras.metrics.Mean(name="loss")
+
+    return fitted(compiled(setting, _dense(Model), loss=None), y=numbers())
+
+
 @scenario(backends=EAGER_KINDS, quick=ONE_BACKEND)
 def own_train_step_that_lowers_the_learning_rate(setting: Setting) -> dict[str, Any]:
     def log(model: Any, y: Any, y_pred: Any, loss: Any) -> dict[str, Any]:
