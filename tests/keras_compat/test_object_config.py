@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import keras
 import pytest
 
+from phalanx.keras_compat.copies.object_config import config_json_of
 from tests.support.backends import BACKENDS
 from tests.support.programs import check_python
 
@@ -62,3 +66,18 @@ def test_tensorflow_is_not_imported_to_describe_an_optimizer_on_jax() -> None:
 def test_tensorflow_is_not_imported_to_compare_what_ranks_were_told(tmp_path: Path) -> None:
     (tmp_path / "training.py").write_text(TRAINING)
     check_python("-m", "phalanx", "run", "--workers", "2", str(tmp_path / "training.py"), backend="jax")
+
+
+@keras.saving.register_keras_serializable("test_object_config")
+class Centralized(keras.optimizers.SGD):  # type: ignore[misc]
+    """An optimizer of the program."""
+
+
+@keras.saving.register_keras_serializable("test_object_config")
+class Halved(keras.constraints.Constraint):  # type: ignore[misc]
+    """A constraint of the program."""
+
+
+@pytest.mark.parametrize("thing", [Centralized(0.1), Halved()], ids=["optimizer", "constraint"])
+def test_registered_classes_of_the_program_are_found_again(thing: Any) -> None:
+    assert type(keras.saving.deserialize_keras_object(json.loads(config_json_of(thing)))) is type(thing)

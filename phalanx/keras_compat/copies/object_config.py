@@ -24,7 +24,8 @@ def config_json_of(thing: Any) -> str:
     """Keras's config of an optimizer or a constraint as JSON, from which any backend builds the same."""
     with without_tensorflow():
         described = keras.saving.serialize_keras_object(thing)
-    if described.get("module", "").startswith("keras.src.backend."):  # of this process's backend
+    module = described["module"] or ""  # None for the program's own classes
+    if module.startswith("keras.src.backend."):  # of this process's backend
         # The servers may run another backend, which has a class of the same name.
         described |= {"module": "keras.optimizers", "registered_name": None}
     return json.dumps(described)

@@ -110,8 +110,8 @@ class RemoteModel:
         )
         found = find_tables(model, variables.slots)
         chosen = tuple(table.number for table in self._choose(found, callbacks)) if self._worker.is_chief else ()
-        self.is_training = True
         epoch = variables.begin(fit, first_epoch, chosen)
+        self.is_training = True  # not before: if that fails, no server has anything to pull
         if epoch is not None:
             self._use_tables(found, variables.tables)
         return epoch
