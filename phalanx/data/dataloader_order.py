@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from phalanx.data.input_request import InputRequest
-from phalanx.data.shuffling import Shuffling
 from phalanx.data.source import PassOrder
 from phalanx.keras_compat import data_adapters
 from phalanx.transport.serialization import decode, encode
@@ -22,7 +21,7 @@ class DataLoaderOrder:
 
     Samplers draw from torch's generator as in plain Keras, on all ranks from the state that it has on the chief.
     Without a `shuffling`, torch's generator is seeded for this from `seed` and the pass. A sampler with a generator of
-    its own uses that, and gives the order that the plain DataLoader gives; ranks that join later receive that
+    its own uses that, and gives the order that it gives in plain Keras; processes that continue a pass receive that
     generator's state (`randomness`).
 
     Attributes:
@@ -38,15 +37,26 @@ class DataLoaderOrder:
         self._seed = request.seed
         self._is_pass_an_epoch = request.steps_per_epoch is None
         self._kept = PassOrder()
-        self._states_before: list[Any] = []  # of the program's generators, when the running pass began
+        self._before: tuple[bool, list[Any]] = True, []  # when the running pass began: `_is_first`, the generators
+        self._rest: Iterator[Any] | None = None  # batches of the running pass that are not drawn yet
+        self._rest_state: Any = None  # torch's, after those that are, without a `shuffling`
         self._worker_seed = request.seed  # of the running pass
         self._is_first = True  # the next pass
-        self._opened: Iterator[Any] | None = None  # the next pass, which Keras opens when one ends
+        # The next pass, which Keras opens when one ends, and the states of the program's generators before that.
+        self._opened: tuple[Iterator[Any], list[Any]] | None = None
 
-    def of_pass(self, key: int) -> list[Any]:
-        """The indices of each global batch of a pass."""
-        batches: list[Any] = self._kept.get(key, self._draw_pass)
-        return batches
+    def of_pass(self, key: int, stop: int | None = None) -> list[Any]:
+        """The indices of the global batches of a pass, at least of those before `stop`; None for all.
+
+        A generator of the program draws no more than what is read, and its workers fetch ahead: a pass may end there.
+        """
+        drawn: list[Any] = self._kept.get(key, self._begin_pass)
+        loader, count = self._loader, len(self.batches)
+        if stop is not None and self._program_generators():
+            count = min(count, stop + loader.num_workers * (loader.prefetch_factor or 0))
+        if len(drawn) < count:
+            drawn += self._draw(key, count - len(drawn), ends_pass=count == len(self.batches))
+        return drawn
 
     def forget(self) -> None:
         self._kept.forget()
@@ -57,52 +67,62 @@ class DataLoaderOrder:
         Args:
             restart: whether the pass counts as read: the generators then do not return to their states.
         """
-        generators = self._program_generators()
-        states = [generator.get_state() for generator in generators]
+        states = self._program_states()
         with _torch_state_restored(unless=restart and self._shuffling is not None):
             if self._shuffling is None:
-                _seed_torch(self._seed, 0)
+                torch.default_generator.manual_seed(_seed_of(self._seed, 0))
             first = self._glance()
         if not restart:
-            for generator, state in zip(generators, states, strict=True):
+            for generator, state in zip(self._program_generators(), states, strict=True):
                 generator.set_state(state)
         return first
 
     def end_pass(self) -> None:
         """A pass has ended: draw what Keras draws then."""
-        if self._shuffling is not None and data_adapters.opens_one_more_pass("torch"):
-            opened = self._open()
-            if not self._is_pass_an_epoch:
-                self._opened = opened
-            elif self._loader.num_workers:
-                next(opened)  # its workers ask for batches at once
+        if self._draws_as_keras and data_adapters.opens_one_more_pass("torch"):
+            states = self._program_states()
+            with _torch_state_restored(unless=self._shuffling is not None):
+                opened = self._open()
+                if not self._is_pass_an_epoch:
+                    self._opened = opened, states
+                elif self._loader.num_workers:
+                    next(opened)  # its workers ask for batches at once
 
     def randomness(self, key: int | None) -> bytes:
-        states = self._states_before
-        if not self._kept.is_of(key):
-            states = [generator.get_state() for generator in self._program_generators()]
-        return encode([state.numpy() for state in states]) if states else b""
+        is_first, states = self._before if self._kept.is_of(key) else (self._is_first, self._next_states())
+        return encode([is_first, [state.numpy() for state in states]]) if states else b""
 
     def continue_with(self, randomness: bytes) -> bool:
-        states: Any = decode(randomness) if randomness else []
+        is_first, states = decode(randomness) if randomness else (self._is_first, [])
         generators = self._program_generators()
         if len(states) != len(generators):
             return False
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(torch.from_numpy(state.copy()))
         self.forget()
+        self._is_first, self._opened = is_first, None
         return True
 
     def worker_generator(self, rank: int) -> Any:
-        """A generator that seeds this rank's workers, unlike those of other ranks; None for torch's own. Nothing more
-        may be drawn from the program's generator, which the sampler shares."""
-        if not self._uses_program_generator:
-            return None
+        """A generator that seeds this rank's workers, unlike those of other ranks. Nothing may be drawn from torch's or
+        the program's, which the sampler shares: a loader may be opened again in the middle of a pass."""
         return torch.Generator().manual_seed((self._worker_seed + rank) % (1 << 63))
 
     @property
     def _uses_program_generator(self) -> bool:
         return self._loader.generator is not None or self._shuffling is not None
+
+    @property
+    def _draws_as_keras(self) -> bool:
+        """Whether orders follow from generators of the program: these advance as in plain Keras."""
+        return self._shuffling is not None or bool(self._program_generators())
+
+    def _program_states(self) -> list[Any]:
+        return [generator.get_state() for generator in self._program_generators()]
+
+    def _next_states(self) -> list[Any]:
+        """The states of the program's generators before the next pass."""
+        return self._program_states() if self._opened is None else self._opened[1]
 
     def _program_generators(self) -> list[Any]:
         """Those that the program created, as far as they can be seen: of the loader and of its samplers."""
@@ -111,44 +131,59 @@ class DataLoaderOrder:
         found = [generator for holder in holders if (generator := getattr(holder, "generator", None)) is not None]
         return list({id(generator): generator for generator in found}.values())
 
-    def _draw_pass(self, key: int) -> list[Any]:
-        self._states_before = [each.get_state() for each in self._program_generators()]
-        if self._is_first and self._shuffling is not None and data_adapters.loaders_are_read_by_tf_data():
-            self._glance()
+    def _begin_pass(self, key: int) -> list[Any]:
+        del key
+        self._before = self._is_first, self._next_states()
+        if self._is_first and self._draws_as_keras and data_adapters.loaders_are_read_by_tf_data():
+            with _torch_state_restored(unless=self._shuffling is not None):
+                self._glance()
         self._is_first = False
-        if self._shuffling is not None:
-            batches = self._draw_as_the_chief(self._shuffling)
-        else:
-            with _torch_state_restored():
-                _seed_torch(self._seed, key)
-                batches = self._all_batches(self._open())
-        return [list(batch) for batch in batches] if self.is_by_sample else batches
+        self._rest = None
+        return []
 
-    def _draw_as_the_chief(self, shuffling: Shuffling) -> list[Any]:
-        # The state instead of the order: 5 KB, however many samples there are. It is a whole number of int64.
-        own = torch.get_rng_state().numpy().view(np.int64)
-        chiefs = np.array(shuffling.from_chief(own))
-        # Both draw, so that what the program draws next is the same, unless it has given this rank another state.
-        with _torch_state_restored(unless=np.array_equal(own, chiefs)):
-            torch.set_rng_state(torch.from_numpy(chiefs.view(np.uint8)))
-            return self._all_batches(self._open())
+    def _draw(self, key: int, count: int, *, ends_pass: bool) -> list[Any]:
+        """The next batches of the running pass."""
+        with self._drawing(key):
+            if self._rest is None:
+                self._rest = self._open()
+            drawn = list(itertools.islice(self._rest, count))
+            if ends_pass and (self._loader.num_workers or data_adapters.loaders_are_read_by_tf_data()):
+                # These ask for one more batch to find the end, as Keras, which counts, does not: samplers may draw.
+                next(self._rest, None)
+        return [list(batch) for batch in drawn] if self.is_by_sample else drawn
+
+    @contextlib.contextmanager
+    def _drawing(self, key: int) -> Iterator[None]:
+        """While inside, torch's generator is the one that samplers are to draw from."""
+        if self._shuffling is not None:
+            # The state instead of the order: 5 KB, however many samples there are. It is a whole number of int64.
+            own = torch.get_rng_state().numpy().view(np.int64)
+            chiefs = np.array(self._shuffling.from_chief(own))
+            # Both draw, so that what the program draws next is the same, unless it has given this rank another state.
+            with _torch_state_restored(unless=np.array_equal(own, chiefs)):
+                torch.set_rng_state(torch.from_numpy(chiefs.view(np.uint8)))
+                yield
+            return
+        with _torch_state_restored():
+            if self._rest is not None:
+                torch.set_rng_state(self._rest_state)
+            else:
+                seed = _seed_of(self._seed, key)
+                torch.default_generator.manual_seed(seed)
+                if not self._uses_program_generator:
+                    self._worker_seed = seed
+            yield
+            self._rest_state = torch.get_rng_state()
 
     def _open(self) -> Iterator[Any]:
         """The batches of the next pass, as a DataLoader opens it: a sampler that shuffles when its iterator is made
         draws first, then the workers' seed is drawn, and then what a sampler draws batch by batch."""
         opened, self._opened = self._opened, None
         if opened is not None:
-            return opened
+            return opened[0]
         batches: Iterator[Any] = iter(self.batches)
         self._draw_worker_seed()
         return batches
-
-    def _all_batches(self, batches: Iterator[Any]) -> list[Any]:
-        drawn = list(itertools.islice(batches, len(self.batches)))
-        if self._loader.num_workers or data_adapters.loaders_are_read_by_tf_data():
-            # These ask for one more batch to find the end, as Keras, which counts, does not: samplers may draw then.
-            next(batches, None)
-        return drawn
 
     def _draw_worker_seed(self) -> None:
         """Each pass over a plain DataLoader draws its workers' seed."""
@@ -161,8 +196,9 @@ class DataLoaderOrder:
         return next(self._open())
 
 
-def _seed_torch(seed: int, key: int) -> None:
-    torch.default_generator.manual_seed(int(np.random.SeedSequence([seed, key]).generate_state(1)[0]))
+def _seed_of(seed: int, key: int) -> int:
+    """A seed for the pass of this key."""
+    return int(np.random.SeedSequence([seed, key]).generate_state(1)[0])
 
 
 @contextlib.contextmanager

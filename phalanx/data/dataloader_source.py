@@ -58,7 +58,11 @@ def make_source(request: InputRequest) -> MapStyleSource | StreamSource:
         )
         shares = [f"reads the samples of its sampler, shard {r} of {world_size}" for r in range(world_size)]
         return StreamSource(
-            lambda key: _elements_apart(loader), traits, request, num_batches=len(loader), shares=shares
+            lambda key: _elements_apart(loader, _opened_apart(loader)),
+            traits,
+            request,
+            num_batches=len(loader),
+            shares=shares,
         )
     batches = sampler if loader.batch_sampler is None else loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or not hasattr(batches, "__len__"):
@@ -86,8 +90,6 @@ class MapStyleSource:
         self._loader = loader = request.x
         self.order = DataLoaderOrder(request)
         self._loads_own_samples = self.order.is_by_sample and loader.collate_fn is default_collate
-        self._draws_each_pass = request.shuffling is not None
-        self._ends_pass = False  # whether the running epoch reads to the end of the pass
         self._rank = request.rank
         self._world_size = request.world_size
         self.num_batches: int | None = len(self.order.batches)
@@ -135,16 +137,12 @@ class MapStyleSource:
 
     def rows(self, key: int, batch: int) -> list[Any]:
         """See `IndexedSource.rows`."""
-        keys: list[Any] = self.order.of_pass(key)[batch]
+        keys: list[Any] = self.order.of_pass(key, batch + 1)[batch]
         return keys
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
         """See `Source.read`."""
-        if start == 0 and self._draws_each_pass:
-            self.order.forget()  # each evaluation starts pass 0 again
-        chosen = self.order.of_pass(key)[start:stop]
-        self._ends_pass = stop is None or stop >= len(self.order.batches)
-        return self._load(chosen)
+        return self._load(self.order.of_pass(key, stop)[start:stop])
 
     def peek(self, *, restart: bool = False) -> LocalShare:
         """See `Source.peek`."""
@@ -154,9 +152,7 @@ class MapStyleSource:
         pass
 
     def on_epoch_end(self) -> None:
-        if self._ends_pass:
-            self.order.end_pass()
-        self._ends_pass = False
+        pass
 
     def regroup(self, rank: int, world_size: int) -> None:
         """See `Source.regroup`."""
@@ -180,7 +176,8 @@ class MapStyleSource:
         local = [
             indices[low:high] if low < high else indices[:1] for indices, (low, high) in zip(chosen, parts, strict=True)
         ]
-        elements = _elements_apart(self._loader_of(local, num_workers))
+        loader = self._loader_of(local, num_workers)
+        elements = _elements_apart(loader, iter(loader))
         # The fingerprint is of the indices, since no rank has the whole batch.
         for element, indices, (low, high) in zip(elements, chosen, parts, strict=True):
             yield LocalShare(element, high - low, len(indices), _checksum(indices))
@@ -216,10 +213,14 @@ def _elements(loader: Any) -> Iterator[Any]:
     return map(_standardized, loader)
 
 
-def _elements_apart(loader: Any) -> Iterator[Any]:
-    """Those of samples that no other rank loads."""
+def _opened_apart(loader: Any) -> Iterator[Any]:
+    """An iterator over a loader that no other rank opens: it draws a seed."""
     with drawing_samples():
-        elements = iter(loader)  # draws a seed
+        return iter(loader)
+
+
+def _elements_apart(loader: Any, elements: Iterator[Any]) -> Iterator[Any]:
+    """The elements of an iterator over a loader, of samples that no other rank loads."""
     loading = drawing_samples if _may_draw(loader) else nullcontext
     while True:
         with loading():

@@ -83,6 +83,8 @@ class InputPosition:
             else:
                 self.open_pass(index)
             self._is_open = False
+            if hasattr(self._source, "order"):
+                self._source.order.forget()  # each evaluation has another order, though it begins pass 0 again
             if self._source.cursor is not None:
                 self._source.cursor.begin_pass(self.pass_key)
         self._source.on_epoch_begin()
@@ -112,6 +114,8 @@ class InputPosition:
         if length is not None and self.start + batches >= length:
             # Keras opens the next pass now; if each epoch is one, it opens another when that starts.
             self.draw_as_keras()
+            if hasattr(self._source, "order"):
+                self._source.order.end_pass()
             self._is_open = self.steps_per_epoch is not None
         self._source.on_epoch_end()
 

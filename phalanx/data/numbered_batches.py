@@ -37,8 +37,8 @@ class NumberedBatches:
         position = self.sharded.position
         position.enter(index)
         if self._source.traits.is_random_access:
-            # Creates the order of a new pass, now and on every worker: the chief sends it with the epoch that it opens.
-            self._source.read(position.pass_key, position.start, position.start)
+            # Draws the order of the epoch, now and on every worker: the chief sends it with the epoch that it opens.
+            self._source.read(position.pass_key, position.start, position.end_of(position.start))
         elif position.start == 0:
             self._stream, self._read = self._source.read(position.pass_key, 0, None), 0
         return position.batches_from(position.running)

@@ -138,6 +138,10 @@ class SampleOrders(Protocol):
         """Draw the order of the running pass again when it is next needed."""
         ...
 
+    def end_pass(self) -> None:
+        """The running pass has ended: draw what Keras draws then."""
+        ...
+
     def randomness(self, key: int | None) -> bytes:
         """The states of the program's generators, from which orders follow, before a pass; empty if there are none.
 
@@ -169,6 +173,9 @@ class PassOrder:
 
     def forget(self) -> None:
         self._kept = None
+
+    def end_pass(self) -> None:
+        pass
 
     def randomness(self, key: int | None) -> bytes:
         del key  # the order follows from the seed, or from the chief's

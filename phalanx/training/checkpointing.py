@@ -60,14 +60,14 @@ class FitCheckpointing:
 
         Raises: ConfigurationError if the checkpoint is of another model, or of other data.
         """
-        state = self._state
+        state, fresh = self._state, random_state()
         snapshot = self._retry(self._resumption.restore)
         if snapshot is None:
             return None
         self._resumption.check(snapshot, state.source.samples, state.source.num_batches)
         state.stepper.load_pooled(snapshot.pooled)
         restart = (lambda: restart_epoch(self._model, state)) if snapshot.step else None
-        self._recorder.restore(snapshot, restart)
+        self._recorder.restore(snapshot, restart, fresh)
         return snapshot
 
     def start(self) -> None:

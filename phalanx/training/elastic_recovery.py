@@ -19,6 +19,7 @@ import numpy as np
 from phalanx.checkpoint.callback_state import restore_states
 from phalanx.data import local_range
 from phalanx.elastic.elastic_group import ElasticGroup
+from phalanx.engines.random_state import random_state
 from phalanx.errors import MembershipChangedError, PeerLostError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.runtime import progress
@@ -189,7 +190,7 @@ class ElasticRecovery:
 
         Raises: EntryOverError if the others have finished this `fit` meanwhile.
         """
-        state, replica = self._state, self._replica
+        state, replica, fresh = self._state, self._replica, random_state()
         self._warm_up()
         # From the admission on, the members wait for this process; hence the compilation before.
         replica.join_entry()
@@ -206,7 +207,7 @@ class ElasticRecovery:
         with state_sync.unchanged(self._model.model), chief_callbacks.on_this_rank_only():
             state.callbacks.on_train_begin()
             state.callbacks.on_epoch_begin(position.epoch)
-        self._recorder.restore(position, restart_epoch=lambda: None)
+        self._recorder.restore(position, lambda: None, fresh)
 
     def _receive_state(self) -> tuple[Any, Any]:
         replica = self._replica

@@ -6,7 +6,8 @@ Two kinds of process do: one that joins an elastic job (`elastic_recovery`), and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from phalanx.checkpoint.callback_state import CallbackStateTracker, restore_stat
 from phalanx.checkpoint.result_encoding import as_plain_value, plain_history
 from phalanx.data.input_position import InputPlace
 from phalanx.data.sample_ledger import SampleLedger
+from phalanx.engines.random_state import State, random_state, set_random_state
 from phalanx.training import state_sync
 from phalanx.training.fit_state import ReplicaFitState
 from phalanx.training.joint_batches import JointBatch, JointBatches
@@ -121,33 +123,49 @@ class FitRecorder:
             applied=self.applied,
         )
 
-    def restore(self, position: FitPosition, restart_epoch: Callable[[], None] | None) -> None:
-        """Continue from a position; the model has its state already.
+    def restore(self, position: FitPosition, restart_epoch: Callable[[], None] | None, fresh: State) -> None:
+        """Continue from a position; the model and the random numbers have their state already.
 
         Args:
             restart_epoch: begins the epoch for the callbacks; None: the position is between two epochs.
+            fresh: the random state that the program had when it began, with which data are read again.
         """
         state = self._state
         state.epoch, state.logs, self.applied = position.epoch, dict(position.logs), position.applied
         if self.ledger is not None and position.ledger:
             self.ledger.load(position.ledger)
-        if state.validation is not None and position.validation_place is not None:
-            state.validation.position.resume_between_epochs(position.validation_place)
+        with self._rereading(fresh):
+            if state.validation is not None and position.validation_place is not None:
+                state.validation.position.resume_between_epochs(position.validation_place)
+            if restart_epoch is None:
+                state.source.position.resume_between_epochs(position.place)
+            else:
+                state.source.position.resume_epoch(position.place, position.step)
         # `on_train_begin` has emptied it.
         history = self._model.model.history
         history.epoch, history.history = list(position.epochs), dict(position.history)
-        if restart_epoch is None:
-            state.source.position.resume_between_epochs(position.place)
-        else:
+        if restart_epoch is not None:
             restart_epoch()
-            enter_epoch(self._model, state, position.place, position.step)
+            enter_epoch(self._model, state, position.step)
         # Last, because `on_train_begin` and `on_epoch_begin` reset counters of callbacks.
         restore_states(state.arguments.callbacks, position.callbacks)
 
+    @contextmanager
+    def _rereading(self, fresh: State) -> Iterator[None]:
+        """While inside, data are read that were read before: what they draw is drawn already."""
+        streams = self._model.replica.random_streams
+        drawn, position = random_state(), streams.position
+        set_random_state(fresh)
+        try:
+            yield
+        finally:
+            set_random_state(drawn)
+            streams.position = position
 
-def enter_epoch(replica_model: ReplicaModel, state: ReplicaFitState, place: InputPlace, step: int) -> None:
-    """Begin in the middle of an epoch. What callbacks changed when it began is contained in the model's state."""
-    state.source.position.resume_epoch(place, step)
+
+def enter_epoch(replica_model: ReplicaModel, state: ReplicaFitState, step: int) -> None:
+    """Begin in the middle of an epoch, at which the source stands. What callbacks changed when it began is contained in
+    the model's state."""
     replica_model.engine.begin()
     state.batches = JointBatches(state.source, state.epoch, replica_model.replica, done=step)
 

@@ -91,7 +91,8 @@ class ReplicaCoordination:
         else:
             self._model.reset_metrics()
             restart_epoch(self._replica_model, state)
-            enter_epoch(self._replica_model, state, place, step)
+            source.position.resume_epoch(place, step)
+            enter_epoch(self._replica_model, state, step)
 
     def is_over(self) -> bool:
         """See `Coordination.is_over`."""

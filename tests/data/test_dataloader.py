@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from phalanx.errors import ConfigurationError
+from phalanx.keras_compat import data_adapters
 from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of, shard_input
 
 torch = pytest.importorskip("torch")
@@ -66,7 +67,26 @@ def test_a_loader_with_its_own_generator_keeps_the_order_that_it_has_without_pha
         rank.peek()
     for epoch in range(3):
         expected = [tuple(tensor.numpy() for tensor in batch) for batch in plain]
+        if data_adapters.opens_one_more_pass("torch"):
+            iter(plain)  # as Keras does after each epoch
         assert_same_batches(merged_epoch(ranks, epoch), expected)
+
+
+def test_an_evaluation_that_ends_within_a_pass_draws_no_more_than_keras():
+    plain = KINDS["seeded"]()
+    ranks = [shard_input(KINDS["seeded"](), steps_per_epoch=2, rank=rank, world_size=2, seed=0) for rank in range(2)]
+    for _ in range(3):
+        expected = [tuple(tensor.numpy() for tensor in batch) for batch in itertools.islice(plain, 2)]
+        for rank in ranks:
+            rank.position.reset()
+        assert_same_batches(merged_epoch(ranks, 0), expected)
+
+
+def test_opening_a_loader_draws_nothing_from_torchs_generator():
+    """It is opened again where training resumes in the middle of an epoch."""
+    before = torch.get_rng_state()
+    next(shard_input(loader(shuffle=True), rank=0, world_size=1, seed=0).epoch(0))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def pair(batch):
