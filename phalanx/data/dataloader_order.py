@@ -36,14 +36,17 @@ class DataLoaderOrder:
         self._shuffling = request.shuffling
         self._seed = request.seed
         self._is_pass_an_epoch = request.steps_per_epoch is None
+        self._opens_as_keras = request.opens_as_keras
         self._kept = PassOrder()
         self._before: tuple[bool, list[Any]] = True, []  # when the running pass began: `_is_first`, the generators
         self._rest: Iterator[Any] | None = None  # batches of the running pass that are not drawn yet
         self._rest_state: Any = None  # torch's, after those that are, without a `shuffling`
         self._worker_seed = request.seed  # of the running pass
         self._is_first = True  # the next pass
-        # The next pass, which Keras opens when one ends, and the states of the program's generators before that.
-        self._opened: tuple[Iterator[Any], list[Any]] | None = None
+        # The next pass, which Keras opens when one ends; the states of the program's generators before that, and
+        # torch's after it.
+        self._opened: tuple[Iterator[Any], list[Any], Any] | None = None
+        self._is_exhausted = False  # whether the samplers of the running pass have given fewer batches than they said
 
     def of_pass(self, key: int, stop: int | None = None) -> list[Any]:
         """The indices of the global batches of a pass, at least of those before `stop`; None for all.
@@ -52,9 +55,9 @@ class DataLoaderOrder:
         """
         drawn: list[Any] = self._kept.get(key, self._begin_pass)
         loader, count = self._loader, len(self.batches)
-        if stop is not None and self._program_generators():
+        if stop is not None and _generators_of(self._loader):
             count = min(count, stop + loader.num_workers * (loader.prefetch_factor or 0))
-        if len(drawn) < count:
+        if len(drawn) < count and not self._is_exhausted:
             drawn += self._draw(key, count - len(drawn), ends_pass=count == len(self.batches))
         return drawn
 
@@ -67,24 +70,30 @@ class DataLoaderOrder:
         Args:
             restart: whether the pass counts as read: the generators then do not return to their states.
         """
-        states = self._program_states()
+        states = _states_of(self._loader)
         with _torch_state_restored(unless=restart and self._shuffling is not None):
             if self._shuffling is None:
                 torch.default_generator.manual_seed(_seed_of(self._seed, 0))
             first = self._glance()
         if not restart:
-            for generator, state in zip(self._program_generators(), states, strict=True):
+            for generator, state in zip(_generators_of(self._loader), states, strict=True):
                 generator.set_state(state)
         return first
 
-    def end_pass(self) -> None:
-        """A pass has ended: draw what Keras draws then."""
+    def reset(self) -> None:
+        """See `SampleOrders.reset`."""
+        self._opened = None
+
+    def end_pass(self, next_key: int) -> None:
+        """See `SampleOrders.end_pass`."""
         if self._draws_as_keras and data_adapters.opens_one_more_pass("torch"):
-            states = self._program_states()
+            states = _states_of(self._loader)
             with _torch_state_restored(unless=self._shuffling is not None):
+                if self._shuffling is None:
+                    torch.default_generator.manual_seed(_seed_of(self._seed, next_key))
                 opened = self._open()
                 if not self._is_pass_an_epoch:
-                    self._opened = opened, states
+                    self._opened = opened, states, torch.get_rng_state()
                 elif self._loader.num_workers:
                     next(opened)  # its workers ask for batches at once
 
@@ -94,7 +103,7 @@ class DataLoaderOrder:
 
     def continue_with(self, randomness: bytes) -> bool:
         is_first, states = decode(randomness) if randomness else (self._is_first, [])
-        generators = self._program_generators()
+        generators = _generators_of(self._loader)
         if len(states) != len(generators):
             return False
         for generator, state in zip(generators, states, strict=True):
@@ -103,10 +112,16 @@ class DataLoaderOrder:
         self._is_first, self._opened = is_first, None
         return True
 
-    def worker_generator(self, rank: int) -> Any:
-        """A generator that seeds this rank's workers, unlike those of other ranks. Nothing may be drawn from torch's or
-        the program's, which the sampler shares: a loader may be opened again in the middle of a pass."""
-        return torch.Generator().manual_seed((self._worker_seed + rank) % (1 << 63))
+    def worker_generator(self, start: int, rank: int) -> Any:
+        """A generator that seeds the workers of a loader that begins with batch `start` of the running pass. Nothing
+        may be drawn from torch's or the program's, which the sampler shares: a loader may be opened again in the middle
+        of a pass.
+
+        Args:
+            rank: of whose own samples they load; 0 where all ranks load the same.
+        """
+        seeds = np.random.SeedSequence([self._worker_seed, start, rank]).generate_state(1, np.uint64)
+        return torch.Generator().manual_seed(int(seeds[0] >> np.uint64(1)))
 
     @property
     def _uses_program_generator(self) -> bool:
@@ -115,21 +130,11 @@ class DataLoaderOrder:
     @property
     def _draws_as_keras(self) -> bool:
         """Whether orders follow from generators of the program: these advance as in plain Keras."""
-        return self._shuffling is not None or bool(self._program_generators())
-
-    def _program_states(self) -> list[Any]:
-        return [generator.get_state() for generator in self._program_generators()]
+        return self._shuffling is not None or (self._opens_as_keras and bool(_generators_of(self._loader)))
 
     def _next_states(self) -> list[Any]:
         """The states of the program's generators before the next pass."""
-        return self._program_states() if self._opened is None else self._opened[1]
-
-    def _program_generators(self) -> list[Any]:
-        """Those that the program created, as far as they can be seen: of the loader and of its samplers."""
-        loader = self._loader
-        holders = (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-        found = [generator for holder in holders if (generator := getattr(holder, "generator", None)) is not None]
-        return list({id(generator): generator for generator in found}.values())
+        return _states_of(self._loader) if self._opened is None else self._opened[1]
 
     def _begin_pass(self, key: int) -> list[Any]:
         del key
@@ -138,8 +143,14 @@ class DataLoaderOrder:
             with _torch_state_restored(unless=self._shuffling is not None):
                 self._glance()
         self._is_first = False
-        self._rest = None
+        self._rest, self._is_exhausted = None, False
         return []
+
+    @property
+    def _is_counted(self) -> bool:
+        """Whether the end of a pass is found by counting batches, as Keras does; a loop over the loader, workers and
+        `tf.data` ask for one more."""
+        return self._opens_as_keras and not self._loader.num_workers and not data_adapters.loaders_are_read_by_tf_data()
 
     def _draw(self, key: int, count: int, *, ends_pass: bool) -> list[Any]:
         """The next batches of the running pass."""
@@ -147,9 +158,9 @@ class DataLoaderOrder:
             if self._rest is None:
                 self._rest = self._open()
             drawn = list(itertools.islice(self._rest, count))
-            if ends_pass and (self._loader.num_workers or data_adapters.loaders_are_read_by_tf_data()):
-                # These ask for one more batch to find the end, as Keras, which counts, does not: samplers may draw.
-                next(self._rest, None)
+            self._is_exhausted = len(drawn) < count
+            if ends_pass and not self._is_counted:
+                next(self._rest, None)  # asked for to find the end; samplers may draw
         return [list(batch) for batch in drawn] if self.is_by_sample else drawn
 
     @contextlib.contextmanager
@@ -167,6 +178,8 @@ class DataLoaderOrder:
         with _torch_state_restored():
             if self._rest is not None:
                 torch.set_rng_state(self._rest_state)
+            elif self._opened is not None:
+                torch.set_rng_state(self._opened[2])
             else:
                 seed = _seed_of(self._seed, key)
                 torch.default_generator.manual_seed(seed)
@@ -194,6 +207,18 @@ class DataLoaderOrder:
     def _glance(self) -> Any:
         """The indices of the first batch of a pass that is not continued."""
         return next(self._open())
+
+
+def _generators_of(loader: Any) -> list[Any]:
+    """Those that the program created, as far as they can be seen: of a loader and of its samplers."""
+    holders = (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    found = [generator for holder in holders if (generator := getattr(holder, "generator", None)) is not None]
+    return list({id(generator): generator for generator in found}.values())
+
+
+def _states_of(loader: Any) -> list[Any]:
+    """The states of the program's generators."""
+    return [generator.get_state() for generator in _generators_of(loader)]
 
 
 def _seed_of(seed: int, key: int) -> int:

@@ -142,11 +142,11 @@ class MapStyleSource:
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
         """See `Source.read`."""
-        return self._load(self.order.of_pass(key, stop)[start:stop])
+        return self._load(self.order.of_pass(key, stop)[start:stop], start)
 
     def peek(self, *, restart: bool = False) -> LocalShare:
         """See `Source.peek`."""
-        return next(self._load([self.order.peek(restart=restart)], num_workers=0))
+        return next(self._load([self.order.peek(restart=restart)], 0, num_workers=0))
 
     def on_epoch_begin(self) -> None:
         pass
@@ -164,11 +164,11 @@ class MapStyleSource:
             return same_stream(_KIND, world_size)
         return [f"loads part {rank + 1} of {world_size} of each batch's samples" for rank in range(world_size)]
 
-    def _load(self, chosen: list[Any], num_workers: int | None = None) -> Iterator[LocalShare]:
-        """This rank's shares of global batches, given by their samples' indices."""
+    def _load(self, chosen: list[Any], start: int, num_workers: int | None = None) -> Iterator[LocalShare]:
+        """This rank's shares of global batches from batch `start` on, given by their samples' indices."""
         rank, world_size = self._rank, self._world_size
         if not self._loads_own_samples:
-            for element in _elements(self._loader_of(chosen, num_workers)):
+            for element in _elements(self._loader_of(chosen, start, num_workers)):
                 yield cut(element, rank, world_size, _KIND, copies=True)
             return
         parts = [local_range(len(indices), rank, world_size) for indices in chosen]
@@ -176,14 +176,14 @@ class MapStyleSource:
         local = [
             indices[low:high] if low < high else indices[:1] for indices, (low, high) in zip(chosen, parts, strict=True)
         ]
-        loader = self._loader_of(local, num_workers)
+        loader = self._loader_of(local, start, num_workers)
         elements = _elements_apart(loader, iter(loader))
         # The fingerprint is of the indices, since no rank has the whole batch.
         for element, indices, (low, high) in zip(elements, chosen, parts, strict=True):
             yield LocalShare(element, high - low, len(indices), _checksum(indices))
 
-    def _loader_of(self, batches: list[Any], num_workers: int | None) -> Any:
-        """A DataLoader like the program's, over these batches."""
+    def _loader_of(self, batches: list[Any], start: int, num_workers: int | None) -> Any:
+        """A DataLoader like the program's, over these batches, the first of which is batch `start`."""
         loader = self._loader
         workers = loader.num_workers if num_workers is None else num_workers
         options: dict[str, Any] = {
@@ -192,7 +192,7 @@ class MapStyleSource:
             "pin_memory": loader.pin_memory,
             "timeout": loader.timeout if workers else 0,
             "worker_init_fn": loader.worker_init_fn,
-            "generator": self.order.worker_generator(self._rank),
+            "generator": self.order.worker_generator(start, self._rank if self._loads_own_samples else 0),
         }
         if workers:
             # Not persistent_workers: this loader lives for one epoch.

@@ -108,14 +108,14 @@ class InputPosition:
         is_short = is_complete and -(-batches // self._group) * self._group != self.steps_per_epoch
         self.next_start = self._start_after(self.start + batches, is_short=is_short)
 
-    def leave(self, batches: int) -> None:
-        """The running epoch has ended after so many batches."""
+    def leave(self, index: int, batches: int) -> None:
+        """Epoch `index` has ended after so many batches."""
         length = self._source.num_batches or self.counted
         if length is not None and self.start + batches >= length:
             # Keras opens the next pass now; if each epoch is one, it opens another when that starts.
             self.draw_as_keras()
             if hasattr(self._source, "order"):
-                self._source.order.end_pass()
+                self._source.order.end_pass(index + 1)
             self._is_open = self.steps_per_epoch is not None
         self._source.on_epoch_end()
 
@@ -125,6 +125,8 @@ class InputPosition:
         self.next_start = 0
         self._is_open = False
         self.is_reset = True
+        if hasattr(self._source, "order"):
+            self._source.order.reset()
         self._source.on_epoch_end()
 
     def draw_as_keras(self) -> None:

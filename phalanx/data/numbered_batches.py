@@ -25,6 +25,7 @@ class NumberedBatches:
         self.sharded = sharded
         self._source = sharded.source
         self._stream: Iterator[LocalShare] = iter(())
+        self._index = 0  # of the running epoch
         self._read = 0  # batches of the pass that were taken from the stream
 
     @property
@@ -34,7 +35,7 @@ class NumberedBatches:
 
     def start_epoch(self, index: int) -> int | None:
         """Start epoch `index`; returns the number of its batches, None if unknown."""
-        position = self.sharded.position
+        position, self._index = self.sharded.position, index
         position.enter(index)
         if self._source.traits.is_random_access:
             # Draws the order of the epoch, now and on every worker: the chief sends it with the epoch that it opens.
@@ -61,7 +62,7 @@ class NumberedBatches:
     def end_epoch(self, steps: int) -> None:
         """End the epoch, which had so many batches."""
         self.sharded.position.advance(steps, is_complete=True)
-        self.sharded.position.leave(steps)
+        self.sharded.position.leave(self._index, steps)
 
     def restart(self) -> None:
         """Start a new pass in the next epoch, in an order agreed on again: another process has started over."""

@@ -175,7 +175,8 @@ class ShardedInput:
     def enter(self, index: int) -> None:
         """Start epoch `index`, whose batches `epoch` then gives after 0 of them."""
         self.read_first()
-        self.position.enter(index)
+        with _reading(self.source):
+            self.position.enter(index)
 
     def epoch(self, index: int, done: int | None = None) -> Generator[LocalBatch, None, None]:
         """The local batches of epoch `index`.
@@ -206,7 +207,7 @@ class ShardedInput:
             is_complete = True
         finally:  # also if the reader closes this generator: the next epoch then continues where it stopped
             position.advance(seen, is_complete=is_complete)
-        position.leave(seen)
+        position.leave(index, seen)
         self._check_end(index, seen)
 
     def _read(self, done: int) -> Iterator[LocalShare]:

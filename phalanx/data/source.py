@@ -15,6 +15,7 @@ from phalanx.data.batch_split import LocalShare, cut, whole
 from phalanx.data.dataset_elements import Array
 from phalanx.data.input_request import InputRequest
 from phalanx.data.sharding_policy import AutoShardPolicy
+from phalanx.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +139,16 @@ class SampleOrders(Protocol):
         """Draw the order of the running pass again when it is next needed."""
         ...
 
-    def end_pass(self) -> None:
-        """The running pass has ended: draw what Keras draws then."""
+    def reset(self) -> None:
+        """Drop what was opened of the next pass: what it has drawn stays drawn."""
+        ...
+
+    def end_pass(self, next_key: int) -> None:
+        """The running pass has ended: draw what Keras draws then.
+
+        Args:
+            next_key: of the next pass, if no `reset` comes before it.
+        """
         ...
 
     def randomness(self, key: int | None) -> bytes:
@@ -174,7 +183,10 @@ class PassOrder:
     def forget(self) -> None:
         self._kept = None
 
-    def end_pass(self) -> None:
+    def reset(self) -> None:
+        pass
+
+    def end_pass(self, next_key: int) -> None:
         pass
 
     def randomness(self, key: int | None) -> bytes:
@@ -291,8 +303,13 @@ class StreamCursor:
         self.read_first()
         first = self._first or []
         elements = self._counted(self._open_pass(0))
-        # What was looked at here they have taken, too.
-        _pass_over(elements, taken_before + max(0, count - len(first)) - self.taken)
+        ahead = taken_before + max(0, count - len(first)) - self.taken  # what was looked at here they have taken, too
+        if ahead < 0:
+            raise ConfigurationError(
+                "The generator has been read further than to where training continues, and cannot go back. Create it "
+                "again, and the dataset made of it."
+            )
+        _pass_over(elements, ahead)
         self.taken_before = taken_before
         return itertools.chain(first[count:], elements)
 

@@ -116,8 +116,8 @@ class ReplicaCoordination:
                 self._recovery.keep_up()  # the tests may have met a change of the membership
             # A callback may have stopped in `on_epoch_begin`. Keras takes one group of steps then, and looks after it.
             state.stop_requested = self._any_stops()
-            engine.begin()
             state.batches = JointBatches(state.source, state.epoch, self._replica)
+            engine.begin()
         batches = state.batches
         stepper.begin(watched=state.watched, entering=self._enters_mid_epoch)
         self._meet_between_steps()

@@ -3,6 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
+from phalanx.data import distribute_dataset
+from phalanx.data.distributed_dataset import DatasetDistribution
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat import data_adapters
 from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of, shard_input
@@ -72,14 +74,59 @@ def test_a_loader_with_its_own_generator_keeps_the_order_that_it_has_without_pha
         assert_same_batches(merged_epoch(ranks, epoch), expected)
 
 
-def test_an_evaluation_that_ends_within_a_pass_draws_no_more_than_keras():
+@pytest.mark.parametrize("steps", [2, 6], ids=["within a pass", "with a pass"])
+def test_evaluations_draw_what_keras_draws(steps):
     plain = KINDS["seeded"]()
-    ranks = [shard_input(KINDS["seeded"](), steps_per_epoch=2, rank=rank, world_size=2, seed=0) for rank in range(2)]
+    ranks = [
+        shard_input(KINDS["seeded"](), steps_per_epoch=steps, rank=rank, world_size=2, seed=0) for rank in range(2)
+    ]
     for _ in range(3):
-        expected = [tuple(tensor.numpy() for tensor in batch) for batch in itertools.islice(plain, 2)]
+        expected = [tuple(tensor.numpy() for tensor in batch) for batch in itertools.islice(plain, steps)]
+        if steps == 6 and data_adapters.opens_one_more_pass("torch"):
+            iter(plain)  # which Keras drops when the next evaluation begins
         for rank in ranks:
             rank.position.reset()
         assert_same_batches(merged_epoch(ranks, 0), expected)
+
+
+def test_custom_loops_have_the_order_of_the_plain_loader():
+    def make():
+        return loader(batch_size=23, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    plain, distributed = make(), distribute_dataset(make(), DatasetDistribution(rank=0, world_size=1, seed=0))
+    for _ in range(3):
+        for expected, found in zip(plain, distributed, strict=True):
+            np.testing.assert_array_equal(found[0], expected[0].numpy())
+
+
+def noisy(**options):
+    class Noisy(data.Dataset):
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            return torch.rand(()), index
+
+    return data.DataLoader(Noisy(), batch_size=2, num_workers=1, **options)
+
+
+def noise_of(sharded, epoch):
+    return [float(batch.data[0][0]) for batch in sharded.epoch(epoch)]
+
+
+def test_workers_of_a_loader_draw_other_numbers_in_each_epoch():
+    sharded = shard_input(noisy(), steps_per_epoch=3, rank=0, world_size=1, seed=0)
+    assert not set(noise_of(sharded, 0)) & set(noise_of(sharded, 1))
+
+
+def test_workers_draw_the_same_on_all_ranks_where_each_makes_whole_batches():
+    def collate(samples):
+        return data.default_collate(samples)
+
+    ranks = [shard_input(noisy(collate_fn=collate), rank=rank, world_size=2, seed=0) for rank in range(2)]
+    for batches in zip(*(rank.epoch(0) for rank in ranks), strict=True):
+        assert len(batches) == 2
+        assert len({rank.fingerprint() for rank in ranks}) == 1
 
 
 def test_opening_a_loader_draws_nothing_from_torchs_generator():

@@ -10,7 +10,7 @@ from phalanx.data import ShardedInput
 from phalanx.data.distributed_dataset import PerRankSource
 from phalanx.data.input_position import InputPlace
 from phalanx.data.input_request import InputRequest
-from phalanx.data.source import SourceTraits, StreamSource
+from phalanx.data.source import SourceTraits, StreamCursor, StreamSource
 from phalanx.errors import ConfigurationError
 from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of, shard_input
 
@@ -242,6 +242,15 @@ def test_one_that_comes_later_reads_the_rest_of_the_same_epoch(epochs, done, ste
         assert later.position.next == later_still.position.next == first.position.next
         later_still.position.resume_between_epochs(first.position.next)
         assert values(later_still.epoch(epochs + 1)) == values(first.epoch(epochs + 1))
+
+
+def test_a_generator_cannot_go_back():
+    """A `fit` that failed is tried again with the same distributed dataset."""
+    elements = endless()
+    cursor = StreamCursor(lambda key: elements, is_once=True)
+    list(cursor.read(0, 0, 6))
+    with pytest.raises(ConfigurationError, match="has been read further than to where training continues"):
+        cursor.resume(0, 2, 0)
 
 
 def test_whether_batches_are_compared_follows_the_number_of_ranks():
