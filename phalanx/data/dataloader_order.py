@@ -71,9 +71,7 @@ class DataLoaderOrder:
             restart: whether the pass counts as read: the generators then do not return to their states.
         """
         states = _states_of(self._loader)
-        with _torch_state_restored(unless=restart and self._shuffling is not None):
-            if self._shuffling is None:
-                torch.default_generator.manual_seed(_seed_of(self._seed, 0))
+        with _torch_state_restored(unless=restart), self._seeded(0):
             first = self._glance()
         if not restart:
             for generator, state in zip(_generators_of(self._loader), states, strict=True):
@@ -88,9 +86,7 @@ class DataLoaderOrder:
         """See `SampleOrders.end_pass`."""
         if self._draws_as_keras and data_adapters.opens_one_more_pass("torch"):
             states = _states_of(self._loader)
-            with _torch_state_restored(unless=self._shuffling is not None):
-                if self._shuffling is None:
-                    torch.default_generator.manual_seed(_seed_of(self._seed, next_key))
+            with self._seeded(next_key):
                 opened = self._open()
                 if not self._is_pass_an_epoch:
                     self._opened = opened, states, torch.get_rng_state()
@@ -137,10 +133,9 @@ class DataLoaderOrder:
         return _states_of(self._loader) if self._opened is None else self._opened[1]
 
     def _begin_pass(self, key: int) -> list[Any]:
-        del key
         self._before = self._is_first, self._next_states()
         if self._is_first and self._draws_as_keras and data_adapters.loaders_are_read_by_tf_data():
-            with _torch_state_restored(unless=self._shuffling is not None):
+            with self._seeded(key):
                 self._glance()
         self._is_first = False
         self._rest, self._is_exhausted = None, False
@@ -175,18 +170,26 @@ class DataLoaderOrder:
                 torch.set_rng_state(torch.from_numpy(chiefs.view(np.uint8)))
                 yield
             return
-        with _torch_state_restored():
+        with self._seeded(key):
             if self._rest is not None:
                 torch.set_rng_state(self._rest_state)
             elif self._opened is not None:
                 torch.set_rng_state(self._opened[2])
-            else:
-                seed = _seed_of(self._seed, key)
-                torch.default_generator.manual_seed(seed)
-                if not self._uses_program_generator:
-                    self._worker_seed = seed
+            elif not self._uses_program_generator:
+                self._worker_seed = _seed_of(self._seed, key)
             yield
             self._rest_state = torch.get_rng_state()
+
+    @contextlib.contextmanager
+    def _seeded(self, key: int) -> Iterator[None]:
+        """While inside, torch's generator follows from the seed of this pass; with a `shuffling` it is the program's,
+        which then has advanced."""
+        if self._shuffling is not None:
+            yield
+            return
+        with _torch_state_restored():
+            torch.default_generator.manual_seed(_seed_of(self._seed, key))
+            yield
 
     def _open(self) -> Iterator[Any]:
         """The batches of the next pass, as a DataLoader opens it: a sampler that shuffles when its iterator is made

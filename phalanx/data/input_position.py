@@ -7,9 +7,9 @@ than `steps_per_epoch` is left, it ends early, and the next epoch starts a new p
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from phalanx.data.source import Source
+from phalanx.data.source import PassOrder, SampleOrders, Source
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat import data_adapters
 
@@ -66,6 +66,7 @@ class InputPosition:
         self.start = 0
         self.counted: int | None = None
         self._source = source
+        self._order: SampleOrders = getattr(source, "order", None) or PassOrder()
         self.next_start = 0
         self._draws = draws
         self._is_open = False  # Keras opens the next pass when one ends
@@ -83,8 +84,7 @@ class InputPosition:
             else:
                 self.open_pass(index)
             self._is_open = False
-            if hasattr(self._source, "order"):
-                self._source.order.forget()  # each evaluation has another order, though it begins pass 0 again
+            self._order.forget()  # each evaluation has another order, though it begins pass 0 again
             if self._source.cursor is not None:
                 self._source.cursor.begin_pass(self.pass_key)
         self._source.on_epoch_begin()
@@ -114,8 +114,7 @@ class InputPosition:
         if length is not None and self.start + batches >= length:
             # Keras opens the next pass now; if each epoch is one, it opens another when that starts.
             self.draw_as_keras()
-            if hasattr(self._source, "order"):
-                self._source.order.end_pass(index + 1)
+            self._order.end_pass(index + 1)
             self._is_open = self.steps_per_epoch is not None
         self._source.on_epoch_end()
 
@@ -125,8 +124,7 @@ class InputPosition:
         self.next_start = 0
         self._is_open = False
         self.is_reset = True
-        if hasattr(self._source, "order"):
-            self._source.order.reset()
+        self._order.reset()
         self._source.on_epoch_end()
 
     def draw_as_keras(self) -> None:
@@ -156,13 +154,13 @@ class InputPosition:
     def next_pass(self) -> InputPlace:
         """Between two epochs: where the next one begins after a `reset`, as evaluations do."""
         cursor = self._source.cursor
-        return InputPlace(self.pass_key, 0, 0 if cursor is None else cursor.taken, self._randomness(None))
+        return InputPlace(self.pass_key, 0, 0 if cursor is None else cursor.taken, self._order.randomness(None))
 
     def _in_pass(self, batch: int) -> InputPlace:
         """A place in the running pass."""
         cursor = self._source.cursor
         taken = 0 if cursor is None else cursor.taken_before
-        return InputPlace(self.pass_key, batch, taken, self._randomness(self.pass_key))
+        return InputPlace(self.pass_key, batch, taken, self._order.randomness(self.pass_key))
 
     def end_of(self, start: int) -> int | None:
         """The batch before which an epoch that starts at `start` ends; None if unknown."""
@@ -170,8 +168,8 @@ class InputPosition:
 
     def batches_from(self, place: InputPlace) -> int | None:
         """Batches of an epoch that starts at `place`; None if unknown."""
-        stop = self.end_of(place[1])
-        return None if stop is None else stop - place[1]
+        stop = self.end_of(place.batch)
+        return None if stop is None else stop - place.batch
 
     def place_of(self, index: int, first: int) -> InputPlace | None:
         """Where epoch `index` begins in a training that began with epoch `first`; None if the length of the data is
@@ -203,21 +201,10 @@ class InputPosition:
         self.is_reset = True  # a reset would begin a new pass
         batches = place.batch + done
         # At the start of a pass, other data may begin an order of their own.
-        if place.randomness is not None and not self._continue_order(place.randomness) and batches:
+        if place.randomness is not None and not self._order.continue_with(place.randomness) and batches:
             raise ConfigurationError(
                 "The data draw the order of a pass from other random generators than those with which this pass began, "
                 "so training cannot continue in the middle of it. Pass the same data."
             )
         if self._source.cursor is not None:
             self._source.cursor.resume(place.pass_key, batches, place.taken)
-
-    def _continue_order(self, randomness: bytes) -> bool:
-        source: Any = self._source
-        if not hasattr(source, "order"):
-            return not randomness
-        continues: bool = source.order.continue_with(randomness)
-        return continues
-
-    def _randomness(self, key: int | None) -> bytes:
-        source: Any = self._source
-        return source.order.randomness(key) if hasattr(source, "order") else b""

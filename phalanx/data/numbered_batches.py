@@ -67,5 +67,3 @@ class NumberedBatches:
     def restart(self) -> None:
         """Start a new pass in the next epoch, in an order agreed on again: another process has started over."""
         self.sharded.position.reset()
-        if hasattr(self._source, "order"):
-            self._source.order.forget()
