@@ -22,6 +22,7 @@ from phalanx.errors import ConfigurationError
 from phalanx.runtime import process_exit
 from phalanx.tensorflow1.task_probe import Answer, JobEnd, probe
 from phalanx.transport.address import Address
+from phalanx.transport.ports import describe_failure, listen_at
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Server(tf.compat.v1.train.Server):  # type: ignore[misc]
         config: as for TensorFlow.
         start: as for TensorFlow.
 
-    Raises: ConfigurationError if the cluster or the task is not known.
+    Raises: ConfigurationError if the cluster or the task is not known, or the port of the task is taken.
     """
 
     def __init__(
@@ -72,7 +73,11 @@ class Server(tf.compat.v1.train.Server):  # type: ignore[misc]
         elif not isinstance(server_or_cluster_def, v1.train.ServerDef | v1.train.ClusterDef):
             server_or_cluster_def = tf.train.ClusterSpec(server_or_cluster_def)
         _free_inherited_port(JobConfig.from_environment().listen_fd)
-        super().__init__(server_or_cluster_def, job_name, task_index, protocol, config, start)
+        try:
+            super().__init__(server_or_cluster_def, job_name, task_index, protocol, config, start)
+        except tf.errors.UnknownError:  # it does not tell why
+            self._check_port()
+            raise
         _servers[self.target] = self  # the target has the port, which TensorFlow may have chosen
         if start and self.task in _training({self.task: None}):
             process_exit.at_exit(functools.partial(_report_end, self.target, self.task, self.other_tasks))
@@ -92,12 +97,21 @@ class Server(tf.compat.v1.train.Server):  # type: ignore[misc]
     @property
     def other_tasks(self) -> dict[str, Address]:
         """The addresses of the other tasks of the cluster."""
-        addresses = {
-            f"{job.name}/{index}": address
-            for job in self.server_def.cluster.job
-            for index, address in sorted(job.tasks.items())
-        }
-        return {task: Address.parse(text, where=task) for task, text in addresses.items() if task != self.task}
+        texts = self._address_texts()
+        return {task: Address.parse(text, where=task) for task, text in texts.items() if task != self.task}
+
+    def _address_texts(self) -> dict[str, str]:
+        """The addresses of all tasks; a local server may have port 0, which is none."""
+        jobs = self.server_def.cluster.job
+        return {f"{job.name}/{index}": text for job in jobs for index, text in sorted(job.tasks.items())}
+
+    def _check_port(self) -> None:
+        """Raise ConfigurationError if no server can listen on the port of this task."""
+        own = Address.parse(self._address_texts()[self.task], where=self.task)
+        try:
+            listen_at(None, own.port).close()  # on all addresses, as TensorFlow's
+        except OSError as error:
+            raise describe_failure(own, error) from error
 
     def join(self) -> NoReturn:
         """Serve until the tasks that train are gone, then exit the process with code 0.

@@ -7,6 +7,8 @@ import errno
 import logging
 import os
 import socket
+from collections.abc import Callable
+from typing import Any
 
 from phalanx.config.environment_variables import LISTEN_FD, SECRET
 from phalanx.errors import ConfigurationError
@@ -59,7 +61,7 @@ def open_listening_sockets(
             return _listen_on_loopback(address)
         return [listen_at(address.host, address.port)]
     except OSError as error:
-        raise _describe_failure(address, error) from error
+        raise describe_failure(address, error) from error
 
 
 def _warn_no_secret(address: Address) -> None:
@@ -151,23 +153,13 @@ def listen_at(host: str | None, port: int = 0) -> socket.socket:
             if error.errno not in NO_SUCH_ADDRESS:
                 raise
             logger.info("%s is not an address of this host: listening on all addresses.", host)
-    try:
-        return listen(socket.AF_INET6, ("::", port), dual=True)
-    except OSError as error:
-        if error.errno not in NO_SUCH_ADDRESS:
-            raise
-        return listen(socket.AF_INET, ("0.0.0.0", port))
+    return _on_all_addresses(port, listen)
 
 
-def listen(family: int, endpoint: tuple[object, ...], *, dual: bool = False) -> socket.socket:
+def listen(family: int, endpoint: tuple[Any, ...], *, dual: bool = False) -> socket.socket:
     """A listening socket; `dual` makes an IPv6 socket accept IPv4 connections too."""
-    sock = _bind(family, endpoint, dual)
+    sock = _bind(family, endpoint, dual=dual) if endpoint[1] else _bind_free_port(family, endpoint, dual=dual)
     try:
-        if endpoint[1] == 0:
-            # The kernel takes back a port that it chose as soon as the socket does not listen. One that was bound by
-            # its number is kept until the socket is closed: TensorFlow servers need that (`tensorflow1/graph_server`).
-            with sock:
-                sock = _bind(family, sock.getsockname(), dual)
         sock.listen(BACKLOG)
     except BaseException:
         sock.close()
@@ -175,7 +167,28 @@ def listen(family: int, endpoint: tuple[object, ...], *, dual: bool = False) -> 
     return sock
 
 
-def _bind(family: int, endpoint: tuple[object, ...], dual: bool) -> socket.socket:
+def _bind_free_port(family: int, endpoint: tuple[Any, ...], *, dual: bool) -> socket.socket:
+    """A socket on a port that no other socket of this host has.
+
+    TensorFlow's servers listen on all addresses, so the port must be free on each (`tensorflow1/graph_server`). The
+    kernel takes back a port that it chose as soon as the socket does not listen; one that was bound by its number is
+    kept until the socket is closed, and they need that too.
+    """
+    with _on_all_addresses(0, _bind) as chosen:
+        return _bind(family, (endpoint[0], chosen.getsockname()[1], *endpoint[2:]), dual=dual)
+
+
+def _on_all_addresses(port: int, opened: Callable[..., socket.socket]) -> socket.socket:
+    """What `opened` makes for all IPv6 and IPv4 addresses of this host; for IPv4 alone where it has no IPv6."""
+    try:
+        return opened(socket.AF_INET6, ("::", port), dual=True)
+    except OSError as error:
+        if error.errno not in NO_SUCH_ADDRESS:
+            raise
+        return opened(socket.AF_INET, ("0.0.0.0", port))
+
+
+def _bind(family: int, endpoint: tuple[Any, ...], *, dual: bool = False) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         # Replaces only connections that are closing: a port with a listener stays taken.
@@ -190,7 +203,8 @@ def _bind(family: int, endpoint: tuple[object, ...], dual: bool) -> socket.socke
     return sock
 
 
-def _describe_failure(address: Address, error: OSError) -> ConfigurationError:
+def describe_failure(address: Address, error: OSError) -> ConfigurationError:
+    """The error for a task that could not listen at its address."""
     if error.errno == errno.EADDRINUSE:
         return PortTakenError(
             f"port {address.port} of this host is taken by another process (`ss -ltnp 'sport = "

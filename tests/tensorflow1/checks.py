@@ -49,6 +49,14 @@ def check_a_local_server() -> None:
         server.join()
 
 
+def check_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for index in (0, None):
+            with pytest.raises(ConfigurationError, match=f"port {port} of this host is taken"):
+                tf.train.Server({"worker": [f"127.0.0.1:{port}"]}, job_name="worker", task_index=index)
+
+
 def check_servers_that_do_not_come_are_named() -> None:
     """This runs with PHALANX_RENDEZVOUS_TIMEOUT=1."""
     with socket.socket() as unused, socket.socket() as own:

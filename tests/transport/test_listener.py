@@ -457,6 +457,17 @@ def test_a_port_that_the_kernel_chose_is_kept_while_its_socket_does_not_listen(h
         server.listen()
 
 
+@pytest.mark.parametrize("host", [None, "127.0.0.1"])
+def test_a_port_that_the_kernel_chose_is_free_on_all_addresses(host: str | None) -> None:
+    """A TensorFlow server listens on all of them. The kernel leaves ports to others that have different addresses."""
+    with contextlib.ExitStack() as stack:
+        # So many that a choice for one address alone would meet one of them, almost certainly.
+        taken = [stack.enter_context(socket.create_server((own_address(), 0))).getsockname()[1] for _ in range(500)]
+        for _ in range(200):
+            with ports.listen_at(host) as ours:
+                assert ours.getsockname()[1] not in taken
+
+
 def test_a_task_listens_at_its_ip_address_only() -> None:
     own = own_address()
     with socket.create_server((own, 0)) as sock:
