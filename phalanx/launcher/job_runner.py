@@ -42,7 +42,7 @@ from phalanx.launcher.task_table import SERVERS
 from phalanx.launcher.watching.watched_job import WatchedJob
 from phalanx.launcher.worker_placement import WorkerRecipe, place
 from phalanx.monitoring.console import Console, prefixes, width
-from phalanx.monitoring.startup_noise import QUIET
+from phalanx.monitoring.startup_noise import LOUD
 
 if TYPE_CHECKING:
     from phalanx.elastic.launcher_interface import MembershipControl
@@ -65,8 +65,8 @@ def run_job(job: JobRequest) -> int:
     """
     signals = stop_signals(job.config)
     adopt_orphans()  # before anything is started: the children that are there now are spared
-    if not job.config.verbose:
-        set_variables(QUIET, overwrite=False)  # workers inherit them, on other hosts too
+    if job.config.verbose:
+        set_variables(LOUD, overwrite=False)  # workers inherit them, on other hosts too
     _raise_file_limit(len(job.tasks))
     log_dir = job.config.log_dir
     with open_logs(log_dir, job.tasks) as logs, contextlib.ExitStack() as stack:

@@ -129,7 +129,7 @@ def _in_notebook() -> bool:
 
 def _console(tasks: Sequence[str], logs: Sequence[BinaryIO]) -> Console:
     if not _in_notebook():
-        return Console(tasks, sys.stdout, sys.stdout, logs=logs)
+        return Console(tasks, sys.stdout, sys.stdout, logs=logs, quiet=True)
     console = Console(tasks, sys.stdout, sys.stdout, columns=NOTEBOOK, colour=allows_colour(), logs=logs, quiet=True)
     console.message(f"phalanx: {describe_start(tasks, 1)}")
     return console

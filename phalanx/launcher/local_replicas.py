@@ -41,7 +41,7 @@ from phalanx.launcher.worker_environment import job_settings, thread_settings
 from phalanx.launcher.worker_placement import LOOPBACK, new_identity, task_names
 from phalanx.launcher.worker_program import Program, parse_command, runs_tests, starting_folder
 from phalanx.monitoring.console import Console
-from phalanx.runtime import core_affinity, exit_codes, process_exit
+from phalanx.runtime import core_affinity, exit_codes, process_exit, undistributed_fit
 from phalanx.runtime.core_affinity import host_shares
 from phalanx.transport.ports import listen_at
 
@@ -147,6 +147,7 @@ def _start(devices: Sequence[str]) -> LocalReplicas:
     if len(devices) == 1:
         return LocalReplicas(1, 0)
     program = _own_program()
+    undistributed_fit.watch_fit()
     return _start_others(devices, program, starting_folder(program))
 
 

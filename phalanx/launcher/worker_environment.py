@@ -32,6 +32,7 @@ from phalanx.config.environment_variables import (
 )
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.config.task_names import trains
+from phalanx.monitoring.startup_noise import QUIET
 
 _OF_A_TASK = (HOST_GPUS, ELASTIC_COORDINATOR, SNAPSHOTS, RUN)
 """Set by another job for its own task, which starts this job."""
@@ -134,14 +135,14 @@ def job_settings(
 def worker_environment(
     base: Mapping[str, str], job: Mapping[str, str], threads: int, directory: str | None = None
 ) -> dict[str, str]:
-    """The whole environment of a worker: thread settings, then the user's own, then the job's.
+    """The whole environment of a worker: defaults, then the user's own, then the job's.
 
     Args:
         directory: where the worker starts; None: where this process is.
     """
     # Unbuffered, or a worker's last lines before a crash would be lost in its buffer. And with one seed for hashes of
     # strings, by which each process would order a set in its own way: classes, vocabularies, files.
-    defaults = {**thread_settings(threads), "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0"}
+    defaults = {**thread_settings(threads), **QUIET, "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0"}
     own = {name: value for name, value in base.items() if name not in _OF_A_TASK}
     environment = {**defaults, **own, **job}
     # Absolute, since the program may change its directory before it joins the job.

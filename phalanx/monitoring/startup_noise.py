@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}
-"""Variables of a worker whose native code writes errors only."""
+"""Variables of a worker whose native code writes errors only, as that of every worker does by default."""
+LOUD = {"TF_CPP_MIN_LOG_LEVEL": "0"}
 # The header, and what absl writes at the level of information until it is initialized.
 _BEGINNINGS = (
     "WARNING: All log messages before absl::InitializeLog() is called",

@@ -20,6 +20,7 @@ from phalanx.keras_compat.keras_internals import keras_trainer
 from phalanx.keras_compat.model_state import sync_jax_state
 from phalanx.keras_compat.patching import set_untracked
 from phalanx.keras_compat.trainer_hook import KerasMethod
+from phalanx.runtime.undistributed_fit import OWNER
 from phalanx.training import chief_callbacks, shared_saving
 from phalanx.training.checks.model_checks import check_served
 from phalanx.training.fit_resumption import has_checkpoint
@@ -36,7 +37,6 @@ from phalanx.training.step_examination import is_examined
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy, on_device
 
 _STEPS = {"fit": "train", "evaluate": "test"}  # the other methods begin with the name of their step
-_OWNER = "_phalanx_owner"
 _TRAINER = "_phalanx_trainer"
 
 Member = Replica | ParameterServerWorker
@@ -84,7 +84,7 @@ class ModelDispatcher:
         if (owner := self._current_owner()) is not None:
             # Called for the constructor and for `compile`: a model that was made outside of the scope may be compiled
             # in it.
-            set_untracked(model, **{_OWNER: owner})
+            set_untracked(model, **{OWNER: owner})
         # Engines trace what `compile` was given, so a trainer lives as long as one compilation.
         forget_trainer(model)
         if getattr(model, "compiled", False) and isinstance(member_of(model), ParameterServerWorker):
@@ -153,7 +153,7 @@ def policy_of(model: Any) -> TrainingPolicy:
 
 
 def _owner_of(model: Any) -> ModelOwner | None:
-    owner: ModelOwner | None = vars(model).get(_OWNER)
+    owner: ModelOwner | None = vars(model).get(OWNER)
     return owner
 
 

@@ -23,7 +23,7 @@ from tests.support.outcomes import Outcomes, are_as_listed, count, read
 PLAIN = "plain"
 """Stands for a rank where there is no strategy."""
 TRAINER_TEST = "keras.src.trainers.trainer_test"
-_RETRACING = {"test_retracing": "counts calls of train_step, which the trial of a custom step calls as well"}
+_RETRACING = {"test_retracing*": "counts calls of the model's own step, which the trial of a custom step calls as well"}
 NOT_ON_REPLICAS: dict[str, dict[str, str]] = {
     "jax": _RETRACING,
     "tensorflow": _RETRACING

@@ -11,6 +11,7 @@ import pytest
 
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.patching import set_untracked
+from phalanx.runtime.undistributed_fit import OWNER
 from phalanx.training import model_dispatch
 from phalanx.training.checks.model_checks import check_stateless
 from phalanx.training.model_dispatch import ModelDispatcher
@@ -55,10 +56,10 @@ def test_what_servers_cannot_train_is_refused_at_compile(make: Callable[[], kera
     dispatcher = ModelDispatcher(lambda: None, lambda gradients, variables: gradients)
     for model in (make(), compiled("adam")):
         dispatcher.register_model(model)  # no strategy: all are allowed
-        set_untracked(model, **{model_dispatch._OWNER: model_dispatch.ModelOwner(worker)})
+        set_untracked(model, **{OWNER: model_dispatch.ModelOwner(worker)})
     dispatcher.register_model(model)
     served = make()
-    set_untracked(served, **{model_dispatch._OWNER: model_dispatch.ModelOwner(worker)})
+    set_untracked(served, **{OWNER: model_dispatch.ModelOwner(worker)})
     with pytest.raises(UnsupportedError, match=message):
         dispatcher.register_model(served)
 
