@@ -1,4 +1,4 @@
-"""A custom training loop on TensorFlow, as the guide of `tf.distribute` writes it.
+"""A custom training loop on TensorFlow, as in the `tf.distribute` guide.
 
     phalanx run --workers 2 --backend tensorflow examples/custom_loop_tensorflow.py
 

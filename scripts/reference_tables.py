@@ -100,7 +100,7 @@ def versions() -> str:
     lower = dict(re.findall(r'LOWEST(?: \?= |=")(\w+)==([\d.]+)', makefile))
     python = re.search(r"^PYTHON \?= python([\d.]+)", makefile, re.M)
     assert python is not None
-    lines = header("", "Allowed", "Every test runs with", "`make test-lowest`")
+    lines = header("", "Allowed", "Full test suite", "`make test-lowest`")
     lines.append(row("Python", project["requires-python"], python[1], python[1]))
     for requirement in project["dependencies"]:
         name, bound = re.fullmatch(r"([\w-]+)(.*)", requirement).groups()  # type: ignore[union-attr]

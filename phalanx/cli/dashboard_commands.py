@@ -10,8 +10,10 @@ import rich_click as click
 
 
 @click.command(short_help="Show running jobs in a browser.")
-@click.option("--job", help="Only this job, as `phalanx status` names it.")
-@click.option("--port", type=click.IntRange(0, 65535), help="Port on loopback; by default 8787, or a free one.")
+@click.option("--job", metavar="JOB", help="Only this job, as `phalanx status` names it.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), metavar="PORT", help="Port on loopback; by default 8787, or a free one."
+)
 @click.option("--control", is_flag=True, help="Buttons to scale, drain a host, take a checkpoint, and stop.")
 @click.option("--listen-fd", type=int, hidden=True)  # the socket of a launcher, whose job is shown
 def dashboard(job: str | None, port: int | None, control: bool, listen_fd: int | None) -> None:

@@ -6,7 +6,7 @@ import sys
 
 import rich_click as click
 
-_JOB = click.option("--job", help="Which job, as `phalanx status` names it; needed if several run.")
+_JOB = click.option("--job", metavar="JOB", help="Which job, as `phalanx status` names it; needed if several run.")
 
 
 @click.command(short_help="Show running jobs.")
@@ -31,7 +31,9 @@ def top(job: str | None) -> None:
 
 @click.command(short_help="Change the number of workers of an elastic job.")
 @_JOB
-@click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="The new number of workers.")
+@click.option(
+    "-n", "--workers", type=click.IntRange(min=1), metavar="N", required=True, help="The new number of workers."
+)
 def scale(job: str | None, workers: int) -> None:
     """Change the number of workers of an elastic job, between its MIN and MAX."""
     from phalanx.launcher.watching import status_report

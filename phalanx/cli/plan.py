@@ -48,7 +48,7 @@ def _option(group: str, *flags: str, **settings: Any) -> Callable[[Callable[...,
 
 
 @click.command(
-    short_help="Predict a job on machines that are not there.",
+    short_help="Predict how a job would run on other machines.",
     context_settings={"allow_interspersed_args": True, "ignore_unknown_options": False, "max_content_width": 110},
 )
 @_option(_REPLICAS, "--machines", type=click.IntRange(1, 65_536), metavar="N", help="Predict 1 to N machines.")
@@ -85,7 +85,8 @@ def _option(group: str, *flags: str, **settings: Any) -> Callable[[Callable[...,
     _DEVICES,
     "--topology",
     metavar="v5e:2x4",
-    help="Compile the step for TPUs of this kind and arrangement, or for parts of a CPU (cpu:4). On JAX.",
+    help="Compile the step for these devices: TPUs (v5e:2x4), GPUs of one host (h100:8), or a divided CPU (cpu:4). On "
+    "JAX.",
 )
 @_option(_PROGRAM, "--backend", type=click.Choice(BACKENDS), help="Sets KERAS_BACKEND for the program.")
 @_option(_PROGRAM, "-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with `python -m`.")
@@ -101,7 +102,7 @@ def _option(group: str, *flags: str, **settings: Any) -> Callable[[Callable[...,
 )
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [-- ARGS]...")
 def plan(**options: Any) -> None:
-    """Predict a job without its machines.
+    """Predict how a job would run on other machines.
 
     Runs SCRIPT here until its first fit() under a strategy, takes a few steps or compiles one, and ends it. No callback
     runs, and nothing is saved. Options of SCRIPT come after `--`.

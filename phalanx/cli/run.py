@@ -112,8 +112,8 @@ _OPTIONS = (
         "--devices-per-worker",
         type=_COUNT,
         metavar="N",
-        help="On JAX: devices of each worker, for one program over all of them: GPUs, or parts of the CPU if there are "
-        "none. Default: one.",
+        help="JAX only: devices per worker, for one program over all devices. GPUs, or a divided CPU if there are "
+        "none. Default: 1.",
     ),
     _option(_HOSTS, "-H", "--hosts", metavar="A:2,B:2", help="Hosts and their workers, started through ssh."),
     _option(
@@ -138,7 +138,7 @@ _OPTIONS = (
         "--network-interfaces",
         "--network-interface",
         metavar="ETH0,...",
-        help="As in horovodrun; for jobs on one host. With several, name the hosts as that network does.",
+        help="As in horovodrun, on one host only. For several, give --hosts names that resolve to that network.",
     ),
     _option(_PROGRAM, "--backend", type=click.Choice(BACKENDS), help="Sets KERAS_BACKEND for the workers."),
     _option(_PROGRAM, "-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with `python -m`."),
@@ -175,7 +175,7 @@ _OPTIONS = (
         "min_np",
         type=_COUNT,
         metavar="N",
-        help="As in horovodrun: -np 3 --min-np 2 --max-np 4 is --workers 2:4 that begins with 3 workers.",
+        help="As in horovodrun: -np 3 --min-np 2 --max-np 4 is --workers 2:4, but starts with 3 workers.",
     ),
     _option(
         _ELASTIC,
@@ -204,7 +204,7 @@ _OPTIONS = (
         metavar="N",
         default=DEFAULT_RESTARTS,
         show_default=True,
-        help="How often a lost task is restarted, with parameter servers or --workers MIN:MAX.",
+        help="Maximum restarts of a lost task, with --ps or --workers MIN:MAX.",
     ),
     _option(
         _FAILURES,
@@ -213,13 +213,13 @@ _OPTIONS = (
         metavar="N",
         default=0,
         show_default=True,
-        help="How often the whole job is restarted after a failure; with a Checkpoint it continues where it was.",
+        help="Maximum restarts of the whole job after a failure. With a Checkpoint, training resumes.",
     ),
     _option(
         _FAILURES,
         "--preemption-signal",
         metavar="NAME",
-        help="A signal, such as USR1, that like TERM tells a job with a Checkpoint to save and exit with code 75.",
+        help="A signal (such as USR1) at which, as at TERM, a job with a Checkpoint saves it and exits with code 75.",
     ),
     _option(
         _FAILURES,
@@ -228,7 +228,7 @@ _OPTIONS = (
         "start_timeout_s",
         type=click.FloatRange(min=0, min_open=True),
         metavar="S",
-        help="Seconds that hosts and tasks wait for each other at startup.",
+        help="Seconds to wait for hosts and tasks at startup. Default: 60 for ssh hosts, 300 for tasks.",
     ),
     _option(
         _OUTPUT,
@@ -279,9 +279,10 @@ def _add_options(command: Callable[..., None]) -> Callable[..., None]:
 def run(**options: Any) -> None:
     """Run SCRIPT on several workers, each as `python SCRIPT ARGS`.
 
-    Each worker gets its TF_CONFIG, its share of the cores and a secret of the job. Ctrl-C or a failing worker
-    ends all of them. In a job with parameter servers, a killed worker is restarted. The exit code is
-    that of the worker that failed first, which the failure page explains.
+    Options of `phalanx run` come before SCRIPT; everything after it is passed to the script. Each worker gets a
+    TF_CONFIG, its share of the cores, and the job's secret. Ctrl-C stops all workers, and so does a worker that fails,
+    unless the job is elastic (--workers MIN:MAX). With --ps, killed tasks are restarted. The exit code is that of the
+    first failure.
 
     Examples:
 

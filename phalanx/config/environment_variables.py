@@ -202,7 +202,11 @@ CACHE_CAPACITY = _variable(
 )
 
 # Of Keras, CUDA and the backends.
-KERAS_BACKEND = _variable("KERAS_BACKEND", "the backend of Keras", "keras.json, else tensorflow")
+KERAS_BACKEND = _variable(
+    "KERAS_BACKEND",
+    "the backend of Keras",
+    "keras.json, else tensorflow; if not installed, `phalanx run` uses one that is",
+)
 VISIBLE_GPUS = _variable("CUDA_VISIBLE_DEVICES", "the GPUs that this process may use", "all")
 CPU_DEVICES = _variable("JAX_NUM_CPU_DEVICES", "into how many devices JAX divides the CPU of this process", 1)
 JAX_THREADS = _variable("PJRT_NPROC", "how many threads JAX computes with on a CPU", "one for each core")

@@ -92,13 +92,11 @@ ORIGINALS = [
     Original(
         "parameter_server_custom_loop",
         TENSORFLOW,
-        "Parameter server training: a coordinator's loop",
+        "Parameter server training with ClusterCoordinator",
         options=SERVERS,
         alone=None,
     ),
-    Original(
-        "sidecar_evaluator", TENSORFLOW, "Evaluation beside the training", options=("--evaluator",), alone=PER_REPLICA
-    ),
+    Original("sidecar_evaluator", TENSORFLOW, "Sidecar evaluation", options=("--evaluator",), alone=PER_REPLICA),
     Original("distributed_training_with_tensorflow", KERAS, "Multi-GPU distributed training with TensorFlow"),
     Original("distributed_training_with_jax", KERAS, "Multi-GPU distributed training with JAX", backend="jax"),
     Original(
