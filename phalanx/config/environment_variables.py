@@ -132,6 +132,9 @@ LOCAL_REPLICAS = _variable("PHALANX_LOCAL_REPLICAS", "number of local replicas o
 REPLICA_CLUSTER = _variable(
     "PHALANX_REPLICA_CLUSTER", "all replicas of a job whose tasks have several devices, in the format of TF_CONFIG"
 )
+DEVICES_PER_WORKER = _variable(
+    "PHALANX_DEVICES_PER_WORKER", "the devices of each worker, in a job whose program spans the devices of all workers"
+)
 PLAN = _variable("PHALANX_PLAN", "what `phalanx plan` asks of the program that it runs")
 HOST_GPUS = _variable("PHALANX_HOST_GPUS", "CUDA_VISIBLE_DEVICES before the launcher restricted each worker to one GPU")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from phalanx.config.environment_variables import CPU_DEVICES, HOST_GPUS, JAX_THREADS, VISIBLE_GPUS
+from phalanx.config.environment_variables import CPU_DEVICES, DEVICES_PER_WORKER, HOST_GPUS, JAX_THREADS, VISIBLE_GPUS
 from phalanx.devices.cpu_devices import THREADS_OF_DEVICE
 from phalanx.errors import ConfigurationError
 
@@ -26,7 +26,11 @@ def worker_device_variables(
     if not gpus:
         # The devices of a process wait for each other inside its thread pool, and starve if they fill it.
         return [
-            {CPU_DEVICES: str(each), JAX_THREADS: environ.get(JAX_THREADS) or str(max(own, THREADS_OF_DEVICE * each))}
+            {
+                DEVICES_PER_WORKER: str(each),
+                CPU_DEVICES: str(each),
+                JAX_THREADS: environ.get(JAX_THREADS) or str(max(own, THREADS_OF_DEVICE * each)),
+            }
             for own in threads
         ]
     if workers * each > gpus:
@@ -36,4 +40,18 @@ def worker_device_variables(
         )
     names = (environ.get(VISIBLE_GPUS) or ",".join(map(str, range(gpus)))).split(",")
     own = [names[worker * each : (worker + 1) * each] for worker in range(workers)]
-    return [{HOST_GPUS: ",".join(names[:gpus]), VISIBLE_GPUS: ",".join(chosen)} for chosen in own]
+    return [
+        {DEVICES_PER_WORKER: str(each), HOST_GPUS: ",".join(names[:gpus]), VISIBLE_GPUS: ",".join(chosen)}
+        for chosen in own
+    ]
+
+
+def check_one_device(strategy: str, environ: Mapping[str, str]) -> None:
+    """Raise ConfigurationError if this process has several devices, of which a strategy of replicas would use one."""
+    each = environ.get(DEVICES_PER_WORKER, "1")
+    if each != "1":
+        raise ConfigurationError(
+            f"{strategy} computes on one device of each worker, and `phalanx run --devices-per-worker {each}` gives it "
+            f"{each}, for one program over all devices. On JAX, use MirroredStrategy(engine='spmd'), ShardedStrategy "
+            f"or ModelParallelStrategy. Or leave out --devices-per-worker and start more workers."
+        )

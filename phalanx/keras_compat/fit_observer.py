@@ -1,6 +1,6 @@
-"""Tells of Keras's own `fit`, also in programs that use nothing of Phalanx but its launcher.
+"""Tells of training by Keras itself, also in programs that use nothing of Phalanx but its launcher.
 
-Patches `fit` of Keras's trainer. Tested with Keras 3.12 and 3.15.
+Patches `fit` and `train_on_batch` of Keras's trainer. Tested with Keras 3.12 and 3.15.
 """
 
 from __future__ import annotations
@@ -15,20 +15,16 @@ from phalanx.keras_compat.patching import Patches
 _patches = Patches()
 
 
-def observe_fit(on_fit: Callable[[Any], object]) -> None:
-    """Call `on_fit(model)` before each `fit` that Keras itself runs, from now on."""
+def observe_fit(on_fit: Callable[[Any, str], object]) -> None:
+    """Call `on_fit(model, name of the method)` before each `fit` and `train_on_batch` of Keras, from now on."""
 
-    def observed(fit: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(fit)
+    def observed(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
         def method(model: Any, *args: Any, **kwargs: Any) -> Any:
-            on_fit(model)
-            return fit(model, *args, **kwargs)
+            on_fit(model, original.__name__)
+            return original(model, *args, **kwargs)
 
         return method
 
-    _patches.replace(keras_trainer(), "fit", observed)
-
-
-def stop_observing() -> None:
-    """Restore Keras's own `fit`."""
-    _patches.restore()
+    for name in ("fit", "train_on_batch"):
+        _patches.replace(keras_trainer(), name, observed)

@@ -1,11 +1,10 @@
-"""Warns of a `fit` that no strategy distributes, in a job of several workers.
+"""Warns of training that no strategy distributes, in a job of several workers.
 
 Each worker then trains a model of its own, on all of the data, and writes the same files; nothing else would say so.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import sys
@@ -23,6 +22,7 @@ HOROVOD = ("phalanx.horovod.horovod_job", "horovod")
 """Imported by programs that use Horovod's interface, whose models belong to no strategy."""
 
 _is_watching = False
+_has_warned = False
 
 
 def watch_fit() -> None:
@@ -35,13 +35,22 @@ def watch_fit() -> None:
         observe_fit(_warn_if_undistributed)
 
 
-def _warn_if_undistributed(model: Any) -> None:
+def _warn_if_undistributed(model: Any, method: str) -> None:
     """Warn once, on the first of several workers."""
-    if OWNER in vars(model) or not sys.modules.keys().isdisjoint(HOROVOD) or _has_other_distribution():
+    global _has_warned
+    if _has_warned or OWNER in vars(model) or not sys.modules.keys().isdisjoint(HOROVOD) or _has_other_distribution():
         return
     workers = _workers_of_first()
     if workers > 1:
-        _log(workers, model.name)
+        _has_warned = True
+        logger.warning(
+            "%s() of %r: the model belongs to no strategy, so each of the %d workers trains its own copy of it, with "
+            "all of the data. To train one model together, create and compile it in `with strategy.scope():`, with "
+            "strategy = phalanx.MultiWorkerMirroredStrategy().",
+            method,
+            model.name,
+            workers,
+        )
 
 
 def _has_other_distribution() -> bool:
@@ -50,17 +59,6 @@ def _has_other_distribution() -> bool:
 
     torch = sys.modules.get("torch.distributed")
     return keras.distribution.distribution() is not None or (torch is not None and torch.is_initialized())
-
-
-@functools.cache
-def _log(workers: int, name: str) -> None:
-    logger.warning(
-        "fit() of %r: the model belongs to no strategy, so each of the %d workers trains its own copy of it, with all "
-        "of the data. To train one model together, create and compile it in `with strategy.scope():`, with strategy = "
-        "phalanx.MultiWorkerMirroredStrategy().",
-        name,
-        workers,
-    )
 
 
 def _workers_of_first() -> int:

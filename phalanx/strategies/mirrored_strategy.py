@@ -11,7 +11,8 @@ from phalanx.collectives.cross_device_ops import CrossDeviceOps, cross_device_op
 from phalanx.compression import Compression
 from phalanx.compression import resolve as resolve_compression
 from phalanx.config.environment import process_environment
-from phalanx.config.environment_variables import JOB_ID, LOCAL_REPLICAS
+from phalanx.config.environment_variables import DEVICES_PER_WORKER, JOB_ID, LOCAL_REPLICAS
+from phalanx.devices.devices_per_worker import check_one_device
 from phalanx.devices.gpu_count import count_gpus
 from phalanx.devices.replica_devices import devices_of
 from phalanx.devices.tpu_count import count_tpus
@@ -75,6 +76,7 @@ class MirroredStrategy(Strategy):
             placement = _place(devices, merges=merges)
             super().__init__(on_mesh(replica, placement), policy=TrainingPolicy(placement=placement))
             return
+        check_one_device("MirroredStrategy(engine='replicas')", process_environment())
         policy = TrainingPolicy(resolve_compression(compression), synchronized_batch_norm=synchronized_batch_norm)
         ops = cross_device_ops_of(cross_device_ops)
         self._devices = devices_of(devices, "MirroredStrategy", process_environment())
@@ -105,10 +107,13 @@ class MirroredStrategy(Strategy):
 
 
 def _fits_one_program() -> bool:
-    """Whether one JAX process sees several GPUs, or TPUs (a chip may be two devices), and is no worker of a job."""
+    """Whether Keras runs on JAX, and the processes were started for one program, or this is the only one and sees
+    several GPUs, or TPUs (a chip may be two devices)."""
     environment = process_environment()
-    if keras.backend.backend() != "jax" or JOB_ID in environment:
+    if keras.backend.backend() != "jax":
         return False
+    if JOB_ID in environment:
+        return DEVICES_PER_WORKER in environment
     return count_gpus(environment) > 1 or count_tpus() > 0
 
 

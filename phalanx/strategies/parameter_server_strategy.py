@@ -21,13 +21,14 @@ from phalanx.cluster.task_comparison import MIXED_BACKENDS, JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.compression import BFloat16, Compression, Float16
 from phalanx.compression import resolve as resolve_compression
-from phalanx.config.environment import set_variables
+from phalanx.config.environment import process_environment, set_variables
 from phalanx.config.job_config import JobConfig
 from phalanx.coordinator.method_calls import MethodCalls
 from phalanx.coordinator.worker_server import WorkerSettings
 from phalanx.data import DistributedDataset, InputContext
 from phalanx.data.distributed_dataset import DatasetDistribution
 from phalanx.devices import gpu_figures
+from phalanx.devices.devices_per_worker import check_one_device
 from phalanx.devices.gpu_count import HIDE_GPUS
 from phalanx.engines import prepare
 from phalanx.errors import CollectiveTimeoutError, ConfigurationError, UnsupportedError
@@ -102,6 +103,7 @@ class ParameterServerStrategy(Strategy):
         snapshot_seconds: float = SNAPSHOT_S,
         embedding_rows: bool | str = "auto",
     ):
+        check_one_device(type(self).__name__, process_environment())
         resolver = as_resolver(cluster_resolver)
         me = identify_task_of(resolver)
         if me.task.type == PS:

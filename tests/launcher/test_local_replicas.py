@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.environment_variables import HOST_GPUS
-from phalanx.devices.devices_per_worker import worker_device_variables
+import phalanx
+from phalanx.config.environment_variables import DEVICES_PER_WORKER, HOST_GPUS
+from phalanx.devices.devices_per_worker import check_one_device, worker_device_variables
 from phalanx.devices.gpu_assignment import check_devices, device_variables, worker_gpu_variables
 from phalanx.errors import ConfigurationError, PhalanxError
 from phalanx.launcher import local_replicas
@@ -411,13 +412,27 @@ def test_nothing_is_set_where_there_is_no_gpu() -> None:
 
 def test_workers_of_several_devices_get_different_gpus_or_parts_of_their_cores() -> None:
     assert worker_device_variables([8, 8], 2, 5, {"CUDA_VISIBLE_DEVICES": "7,5,3,1,0"}) == [
-        {"CUDA_VISIBLE_DEVICES": "7,5", HOST_GPUS: "7,5,3,1,0"},
-        {"CUDA_VISIBLE_DEVICES": "3,1", HOST_GPUS: "7,5,3,1,0"},
+        {DEVICES_PER_WORKER: "2", "CUDA_VISIBLE_DEVICES": "7,5", HOST_GPUS: "7,5,3,1,0"},
+        {DEVICES_PER_WORKER: "2", "CUDA_VISIBLE_DEVICES": "3,1", HOST_GPUS: "7,5,3,1,0"},
     ]
     assert worker_device_variables([1, 20], 4, 0, {}) == [
-        {"JAX_NUM_CPU_DEVICES": "4", "PJRT_NPROC": "16"},
-        {"JAX_NUM_CPU_DEVICES": "4", "PJRT_NPROC": "20"},
+        {DEVICES_PER_WORKER: "4", "JAX_NUM_CPU_DEVICES": "4", "PJRT_NPROC": "16"},
+        {DEVICES_PER_WORKER: "4", "JAX_NUM_CPU_DEVICES": "4", "PJRT_NPROC": "20"},
     ]
     assert worker_device_variables([1], 4, 0, {"PJRT_NPROC": "3"})[0]["PJRT_NPROC"] == "3"
     with pytest.raises(ConfigurationError, match="2 workers need 6 GPUs, and this host has 5"):
         worker_device_variables([8, 8], 3, 5, {})
+
+
+def test_a_strategy_of_replicas_refuses_workers_of_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICES_PER_WORKER, "2")
+    for strategy in (
+        phalanx.MultiWorkerMirroredStrategy,
+        phalanx.ParameterServerStrategy,
+        phalanx.DiLoCoStrategy,
+        lambda: phalanx.MirroredStrategy(engine="replicas"),
+    ):
+        with pytest.raises(ConfigurationError, match="--devices-per-worker 2` gives it 2, for one program"):
+            strategy()
+    check_one_device("Strategy", {})
+    check_one_device("Strategy", {DEVICES_PER_WORKER: "1"})

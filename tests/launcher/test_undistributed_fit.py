@@ -24,7 +24,8 @@ strategy = phalanx.MultiWorkerMirroredStrategy() if "--strategy" in sys.argv els
 model = keras.Sequential([keras.layers.Dense(1)], name="forgotten")
 model.compile("sgd", "mse")
 for _ in range(2):
-    model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
+    model.train_on_batch(np.ones((8, 2)), np.ones((8, 1)))
+model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
 if strategy is not None:
     with strategy.scope():
         scoped = keras.Sequential([keras.layers.Dense(1)], name="scoped")
@@ -43,14 +44,14 @@ def test_a_model_outside_of_every_strategy_is_warned_of_once(
     code, output = finish(command, environment(backend), bound_s=200, start=fork_server.popen)
     assert code == 0, output
     warnings = [line for line in output.splitlines() if "belongs to no strategy" in line]
-    assert [line.partition(" the model ")[0] for line in warnings] == ["[worker/0] fit() of 'forgotten':"]
+    assert [line.partition(" the model ")[0] for line in warnings] == ["[worker/0] train_on_batch() of 'forgotten':"]
     assert "each of the 2 workers trains its own copy" in warnings[0]
 
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """Has the warnings; this process is the first of three workers."""
-    undistributed_fit._log.cache_clear()
+    monkeypatch.setattr(undistributed_fit, "_has_warned", False)
     caplog.set_level(logging.WARNING)
     _set_task(monkeypatch, {"worker": ["a:1", "b:1", "c:1"]}, "worker", 0)
     for module in undistributed_fit.HOROVOD:
@@ -74,26 +75,26 @@ def test_the_first_worker_alone_warns(monkeypatch: pytest.MonkeyPatch, log: pyte
         ({"worker": workers, "ps": ["p:1"]}, "worker", 0),
     ):
         _set_task(monkeypatch, cluster, kind, index)
-        undistributed_fit._warn_if_undistributed(model)
+        undistributed_fit._warn_if_undistributed(model, "fit")
     monkeypatch.delenv("TF_CONFIG")
-    undistributed_fit._warn_if_undistributed(model)
+    undistributed_fit._warn_if_undistributed(model, "fit")
     assert log.messages == []
     _set_task(monkeypatch, {"chief": ["c:1"], "worker": workers}, "chief", 0)
-    undistributed_fit._warn_if_undistributed(model)
+    undistributed_fit._warn_if_undistributed(model, "fit")
     assert "each of the 3 workers" in log.messages[0]
 
 
 def test_models_that_something_distributes_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    undistributed_fit._warn_if_undistributed(SimpleNamespace(name="m", **{undistributed_fit.OWNER: object()}))
+    undistributed_fit._warn_if_undistributed(SimpleNamespace(name="m", **{undistributed_fit.OWNER: object()}), "fit")
     for name in undistributed_fit.HOROVOD:
         with monkeypatch.context() as context:
             context.setitem(sys.modules, name, ModuleType(name))
-            undistributed_fit._warn_if_undistributed(SimpleNamespace(name="m"))
+            undistributed_fit._warn_if_undistributed(SimpleNamespace(name="m"), "fit")
     with monkeypatch.context() as context:
         context.setitem(sys.modules, "torch.distributed", SimpleNamespace(is_initialized=lambda: True))
-        undistributed_fit._warn_if_undistributed(SimpleNamespace(name="m"))
+        undistributed_fit._warn_if_undistributed(SimpleNamespace(name="m"), "fit")
     assert log.messages == []
-    undistributed_fit._warn_if_undistributed(SimpleNamespace(name="m"))
+    undistributed_fit._warn_if_undistributed(SimpleNamespace(name="m"), "fit")
     assert len(log.messages) == 1
