@@ -318,10 +318,9 @@ def run(**options: Any) -> None:
 
 def _replacement_backend() -> str | None:
     """An installed backend, if the one that Keras would choose is not installed; says so on stderr."""
-    from phalanx.cluster.software_versions import keras_backend
     from phalanx.config.environment import process_environment
     from phalanx.config.environment_variables import KERAS_BACKEND
-    from phalanx.config.keras_backends import installed_backends
+    from phalanx.config.keras_backends import installed_backends, keras_backend
 
     environment = process_environment()
     chosen, installed = keras_backend(environment), installed_backends()

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import platform
-from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
 from phalanx.config.environment import process_environment
-from phalanx.config.environment_variables import KERAS_BACKEND
+from phalanx.config.keras_backends import keras_backend
 from phalanx.version import __version__
-
-DEFAULT_KERAS_BACKEND = "tensorflow"
-"""Keras's default if neither the environment nor its configuration file sets a backend."""
 
 _PACKAGES = {
     "jax": ("jax",),
@@ -49,18 +43,6 @@ def installed_software() -> SoftwareVersions:
         backend=backend,
         backend_version=next(filter(None, map(version_of, _PACKAGES.get(backend, (backend,)))), ""),
     )
-
-
-def keras_backend(environment: Mapping[str, str]) -> str:
-    """The backend that Keras will choose: KERAS_BACKEND, else its keras.json, else its default."""
-    if environment.get(KERAS_BACKEND):
-        return environment[KERAS_BACKEND]
-    home = Path(environment.get("KERAS_HOME") or Path.home() / ".keras")
-    try:
-        backend = json.loads((home / "keras.json").read_text()).get("backend")
-    except (OSError, ValueError, AttributeError):
-        backend = None  # Keras too treats a missing or broken file as empty
-    return str(backend or DEFAULT_KERAS_BACKEND)
 
 
 def version_of(package: str) -> str:

@@ -9,8 +9,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.keras_compat.keras_internals import keras_trainer
-from phalanx.keras_compat.patching import Patches
+import keras
+
+from phalanx.keras_compat.patching import Patches, defining_class
 
 _patches = Patches()
 
@@ -27,4 +28,4 @@ def observe_fit(on_fit: Callable[[Any, str], object]) -> None:
         return method
 
     for name in ("fit", "train_on_batch"):
-        _patches.replace(keras_trainer(), name, observed)
+        _patches.replace(defining_class(keras.Model, name), name, observed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from phalanx.cluster.software_versions import keras_backend
+from phalanx.config.keras_backends import keras_backend
 from phalanx.launcher.machine import Machine, as_gib, describe_quota
 from phalanx.launcher.worker_environment import FORWARDED_PREFIXES
 

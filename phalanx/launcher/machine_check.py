@@ -21,10 +21,9 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
-from phalanx.cluster.software_versions import keras_backend
 from phalanx.config.environment import process_environment
 from phalanx.config.environment_variables import KERAS_BACKEND
-from phalanx.config.keras_backends import BACKENDS, installed_backends
+from phalanx.config.keras_backends import BACKENDS, installed_backends, keras_backend
 from phalanx.devices.gpu_count import ON_DEMAND_ALLOCATION
 from phalanx.errors import PhalanxError, RendezvousError
 from phalanx.launcher.host_slots import HostShare

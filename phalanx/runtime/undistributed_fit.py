@@ -26,9 +26,9 @@ _has_warned = False
 
 
 def watch_fit() -> None:
-    """Warn from now on, if the program has imported Keras. Safe to call twice."""
+    """Warn from now on, if the program has imported Keras 3. Safe to call twice."""
     global _is_watching
-    if "keras" in sys.modules and not _is_watching:
+    if hasattr(sys.modules.get("keras"), "distribution") and not _is_watching:
         from phalanx.keras_compat.fit_observer import observe_fit
 
         _is_watching = True

@@ -13,9 +13,10 @@ from rich.console import Console
 
 from phalanx.cluster import ClusterSpec, JobFacts, SimpleClusterResolver, Task, doctor
 from phalanx.cluster.doctor import DoctorReport, examine, show
-from phalanx.cluster.software_versions import installed_software, keras_backend
+from phalanx.cluster.software_versions import installed_software
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
+from phalanx.config.keras_backends import keras_backend
 from phalanx.errors import HandshakeError, LinkClosedError
 from phalanx.version import __version__
 from tests.cluster.conftest import BOUND_S, SECRET, Meeting, Ports

@@ -36,7 +36,8 @@ _LOSSES_ALONE = ""
 
 
 class ChiefProbing:
-    """The chief's findings hold on all replicas."""
+    """The chief's findings hold on all replicas. A candidate, which is alone until it joins, finds out the same by
+    itself: it runs the same program on the same data."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
@@ -44,7 +45,7 @@ class ChiefProbing:
     @property
     def is_chief(self) -> bool:
         """Whether this process's own findings hold."""
-        return self._replica.is_chief
+        return self._replica.is_chief or self._replica.is_candidate
 
     @property
     def divides_batches(self) -> bool:
@@ -54,6 +55,8 @@ class ChiefProbing:
     @property
     def replicas(self) -> int:
         """Number of replicas that have a part of each batch."""
+        if self._replica.is_candidate:
+            return max(2, self._replica.former_members)
         return self._replica.world_size
 
     @property
