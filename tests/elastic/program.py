@@ -160,6 +160,18 @@ class Leave(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Logits(keras.layers.Dense):
+    """A layer with a `call` of its own, which is tested before the first step, also where a process joins."""
+
+    def call(self, inputs: Any) -> Any:
+        return super().call(inputs)
+
+
+def cross_entropy(labels: Any, logits: Any) -> Any:
+    """A loss that is tested before the first step, as well."""
+    return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+
+
 def model(convolutional: bool, dropout: float = 0.0, *, units: int = 64, optimizer: Any = "adam") -> Any:
     layers = keras.layers
     first = (
@@ -167,8 +179,8 @@ def model(convolutional: bool, dropout: float = 0.0, *, units: int = 64, optimiz
         if convolutional
         else [layers.Flatten(), layers.Dense(units, activation="relu")]
     )
-    made = keras.Sequential([keras.Input((8, 8, 1)), *first, layers.Dropout(dropout), layers.Dense(10)])
-    made.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    made = keras.Sequential([keras.Input((8, 8, 1)), *first, layers.Dropout(dropout), Logits(10)])
+    made.compile(optimizer, cross_entropy, metrics=["accuracy"])
     return made
 
 
