@@ -150,17 +150,6 @@ class Communicator(Protocol):
         """The payload of rank `root`, on every rank. The payloads of other ranks are ignored."""
         ...
 
-    def all_reduce_async(
-        self,
-        arrays: Sequence[Array],
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        scale: float | Sequence[float] = 1.0,
-        out: Sequence[Array] | None = None,
-    ) -> Handle:
-        """As `all_reduce`, in the background. The arrays must stay unchanged until the handle is done."""
-        ...
-
     def run_async(self, name: str, body: Callable[[], Any]) -> Handle:
         """Run a function in the background, in its turn among the collectives of this rank. It may call several.
 

@@ -12,7 +12,7 @@ import msgspec
 
 from phalanx.cluster import membership_messages as messages
 from phalanx.cluster.admission import DISAGREEMENT, decode_newcomer
-from phalanx.elastic.elastic_coordinator import ElasticCoordinator, LossCause, ProcessLost
+from phalanx.elastic.elastic_coordinator import ElasticCoordinator, LossCause
 from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits
 from phalanx.errors import ConfigurationError, LinkClosedError, LinkTimeoutError
@@ -85,7 +85,7 @@ class CoordinatorServer:
     def lose(self, task: str) -> None:
         with self._lock:
             for incarnation in self.coordinator.table.of_task(task):
-                self.coordinator.lose(ProcessLost(incarnation, LossCause.PROCESS_ENDED), time.monotonic())
+                self.coordinator.lose(incarnation, LossCause.PROCESS_ENDED, time.monotonic())
 
     def has_left_early(self, task: str) -> bool:
         with self._has_received:
@@ -157,7 +157,7 @@ class CoordinatorServer:
             # A process whose link broke may have dialled again by now; then only its former link has ended.
             if self._senders.get(incarnation) is sender:
                 del self._senders[incarnation]
-                self.coordinator.lose(ProcessLost(incarnation, LossCause.LINK_CLOSED), time.monotonic())
+                self.coordinator.lose(incarnation, LossCause.LINK_CLOSED, time.monotonic())
             self._has_received.notify_all()
         link.close()
 

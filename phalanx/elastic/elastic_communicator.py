@@ -59,19 +59,8 @@ class ElasticCommunicator:
             lambda inner: inner.all_reduce(arrays, op, scale=scale, out=out), _copy_into(out), _kept(out)
         )
 
-    def all_reduce_async(
-        self,
-        arrays: Sequence[Array],
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        scale: float | Sequence[float] = 1.0,
-        out: Sequence[Array] | None = None,
-    ) -> PendingHandle:
-        """Done when it returns: a call that may have to be repeated cannot continue in the background."""
-        return self.run_async("all_reduce", lambda: self.all_reduce(arrays, op, scale=scale, out=out))
-
     def run_async(self, name: str, body: Callable[[], Any]) -> PendingHandle:
-        """Done when it returns, see `all_reduce_async`."""
+        """Done when it returns: a call that may have to be repeated cannot continue in the background."""
         handle = PendingHandle(name)
         handle.finish(body())
         return handle

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from phalanx.cluster import membership_messages as messages
 from phalanx.cluster.spec import CHIEF
@@ -92,15 +92,6 @@ class LossCause(enum.Enum):
     """It is silent, stuck or cut off, and is about to be killed."""
 
 
-@dataclass(frozen=True)
-class ProcessLost:
-    """A process is lost; `reason` explains an eviction."""
-
-    incarnation: str
-    cause: LossCause
-    reason: str = ""
-
-
 class ElasticCoordinator:
     """See the top of the file. All methods take the time in seconds of a steady clock.
 
@@ -143,7 +134,7 @@ class ElasticCoordinator:
     def admit(self, description: TaskDescription, now: float) -> messages.JoinResponse:
         """A process has arrived."""
         for incarnation in self.table.of_task(description.task):
-            self.lose(ProcessLost(incarnation, LossCause.REPLACED), now)
+            self.lose(incarnation, LossCause.REPLACED, now)
         self.table.add(description, now)
         self.early_exits.arrived(description.task)
         return messages.JoinResponse(self.generation > 0, self.table.limits.expected)
@@ -175,7 +166,7 @@ class ElasticCoordinator:
             case messages.EntryLeft():
                 self.early_exits.entry_left(process, message)
             case messages.LeaveNotice() if self.early_exits.is_early(incarnation):
-                self.lose(ProcessLost(incarnation, LossCause.LEFT_EARLY), now)
+                self.lose(incarnation, LossCause.LEFT_EARLY, now)
             case messages.LeaveNotice():
                 self.early_exits.left(incarnation)
                 if incarnation in self.table.members:
@@ -183,27 +174,27 @@ class ElasticCoordinator:
                 self.table.remove(incarnation)
         self._decide(now)
 
-    def lose(self, event: ProcessLost, now: float) -> None:
-        """A process is lost: the one path for every cause."""
-        process = self.table.processes.get(event.incarnation)
+    def lose(self, incarnation: str, cause: LossCause, now: float, reason: str = "") -> None:
+        """A process is lost: the one path for every cause. `reason` explains an eviction."""
+        process = self.table.processes.get(incarnation)
         if process is None:  # dismissed before, and now it is really gone
-            self._presumed_dead.discard(event.incarnation)
+            self._presumed_dead.discard(incarnation)
             return
-        if event.cause is LossCause.PROCESS_ENDED:
-            self._presumed_dead.add(event.incarnation)
-        was_member = event.incarnation in self.table.members
-        self.early_exits.left(event.incarnation)
-        if event.cause is LossCause.EVICTED:
-            self._dismiss(event.incarnation, "evicted", event.reason)
+        if cause is LossCause.PROCESS_ENDED:
+            self._presumed_dead.add(incarnation)
+        was_member = incarnation in self.table.members
+        self.early_exits.left(incarnation)
+        if cause is LossCause.EVICTED:
+            self._dismiss(incarnation, "evicted", reason)
             self._job.evict(process.task)
         else:
-            self.table.remove(event.incarnation)
+            self.table.remove(incarnation)
             if was_member:
                 remaining, maximum = len(self.table.members), self.table.limits.maximum
-                what = "left before the end" if event.cause is LossCause.LEFT_EARLY else "is lost"
+                what = "left before the end" if cause is LossCause.LEFT_EARLY else "is lost"
                 self._job.log(f"{process.task} {what}; {remaining} of {maximum} workers remain")
         if was_member:
-            self._is_chief_lost |= event.incarnation == self._chief
+            self._is_chief_lost |= incarnation == self._chief
             # If it was the last one, the job is over where others have finished, and else its state is lost.
             if self.table.members:
                 self._end_generation(now)
@@ -234,7 +225,7 @@ class ElasticCoordinator:
         for incarnation, process in list(self.table.processes.items()):
             if incarnation in self.table.processes and self._evictions.is_silent(process, now):
                 reason = f"it has been silent for {now - process.last_message_at:.1f} s"
-                self.lose(ProcessLost(incarnation, LossCause.EVICTED, reason), now)
+                self.lose(incarnation, LossCause.EVICTED, now, reason)
         self._decide(now)
 
     # Decisions.
@@ -379,7 +370,7 @@ class ElasticCoordinator:
         # `lose` decides again after each of them: it evicts the rest of the same list, and may even form the next
         # generation. What remains for this loop is gone by then, which `lose` ignores.
         for incarnation in list(incarnations):
-            self.lose(ProcessLost(incarnation, LossCause.EVICTED, reason), now)
+            self.lose(incarnation, LossCause.EVICTED, now, reason)
 
     def _dismiss(self, incarnation: str, cause: str, reason: str) -> None:
         self._send(incarnation, messages.Dismissed(reason, cause))

@@ -149,10 +149,6 @@ class Controller:
         last: int = handle.part.result
         return last
 
-    def poll(self, handle: OperationHandle) -> bool:
-        """Whether an operation is done or has failed; never waits."""
-        return handle.done
-
     def wait(self, handle: OperationHandle) -> None:
         """Return when an operation is done, with its result in `handle.part.result`.
 

@@ -88,16 +88,16 @@ class PendingResult:
 
     __slots__ = ("_controller", "_finished", "_handle", "_result", "finish")
 
-    def __init__(self, controller: Controller, handle: OperationHandle, finish: Callable[[Any], Any] | None = None):
+    def __init__(self, controller: Controller, handle: OperationHandle):
         self._controller = controller
         self._handle = handle
         self._finished = False
         self._result: Any = None
-        self.finish = finish
+        self.finish: Callable[[Any], Any] | None = None
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._controller.poll(self._handle)
+        return self._handle.done
 
     def wait(self) -> Any:
         """The result. Raises HorovodInternalError if the operation failed."""
@@ -226,7 +226,7 @@ def join() -> int:
     return global_process_set.controller.join()
 
 
-def check_op(op: HorovodOp | None, average: bool | None = None, *, default: HorovodOp = Average) -> HorovodOp:
+def check_op(op: HorovodOp | None, average: bool | None = None) -> HorovodOp:
     """The reduction that `op`, or Horovod's older argument `average`, selects."""
     if average is not None:
         if not isinstance(average, (bool, int, np.bool_)):
@@ -235,7 +235,7 @@ def check_op(op: HorovodOp | None, average: bool | None = None, *, default: Horo
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
         return Average if average else Sum
     if op is None:
-        return default
+        return Average
     if not isinstance(op, HorovodOp):
         raise ValueError(f"op is {op!r}; it must be one of hvd.{', hvd.'.join(each.value for each in HorovodOp)}.")
     return op

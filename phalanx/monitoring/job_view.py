@@ -57,7 +57,7 @@ class MemberView(msgspec.Struct, frozen=True):
         starts: how often a process of it was started.
         steps_before: steps that the job had taken when this process began to take part.
         phase, epoch, step: what it does. Epochs, and the steps of an epoch, count from 0.
-        phase_since, reported_at: when it began to do that, and when it was last heard of.
+        reported_at: when it was last heard of.
         saves_checkpoint: whether it can be asked for a checkpoint.
         steps_per_s, samples_per_s: over the last seconds.
         bytes_per_s, network_bytes_per_s: sent in collectives; all of them, and those outside of shared memory.
@@ -87,7 +87,6 @@ class MemberView(msgspec.Struct, frozen=True):
     phase: str = ""
     epoch: int | None = None
     step: int | None = None
-    phase_since: float = 0.0
     reported_at: float = 0.0
     saves_checkpoint: bool = False
     steps_per_s: float = 0.0
@@ -442,7 +441,6 @@ def _reported(member: MemberView, report: TaskReport, at: float) -> MemberView:
         phase=report.phase,
         epoch=report.epoch,
         step=report.step,
-        phase_since=at - report.age_s,
         saves_checkpoint=report.saves_checkpoint,
     )
     figures = report.figures

@@ -62,7 +62,7 @@ class Coordination(Protocol[BatchT]):
     def next_batch(self) -> BatchT | None:
         """The next batch of the epoch; None at its end."""
 
-    def begin_group(self, step: int) -> None:
+    def begin_group(self) -> None:
         """After `on_train_batch_begin`: agree on what callbacks may have changed."""
 
     def train_step(self, batch: BatchT) -> BatchT:

@@ -92,7 +92,7 @@ class FitLoop:
                     state.callbacks.on_train_batch_begin(step)
                     timeline.current.leave()
                 self._check_compilation()
-                coordination.begin_group(step)
+                coordination.begin_group()
             batch = coordination.train_step(batch)
             figures.samples += batch.size
             # Each process decides by its own clock: `logs` of a stepper has no collective.

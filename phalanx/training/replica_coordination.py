@@ -145,7 +145,7 @@ class ReplicaCoordination:
         assert self._state.batches is not None
         return self._state.batches.next()
 
-    def begin_group(self, step: int) -> None:
+    def begin_group(self) -> None:
         """See `Coordination.begin_group`."""
         entering, self._enters_mid_epoch = self._enters_mid_epoch, False
         # A process that joins here finds that the others have agreed.

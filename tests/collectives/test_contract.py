@@ -276,7 +276,11 @@ def test_no_rank_leaves_a_barrier_before_all_have_come(kind: Kind) -> None:
 def test_asynchronous_calls_run_in_the_order_of_submission(kind: Kind) -> None:
     def body(communicator: HostCommunicator) -> list[float]:
         rank = communicator.rank
-        handles = [communicator.all_reduce_async([np.full(5_000, i + rank, np.float32)]) for i in range(10)]
+        arrays = [np.full(5_000, i + rank, np.float32) for i in range(10)]
+        handles = [
+            communicator.run_async("all_reduce", functools.partial(communicator.all_reduce, [array]))
+            for array in arrays
+        ]
         # A blocking call queues behind them.
         (after,) = communicator.all_reduce([np.array([1.0])])
         assert all(handle.done() for handle in handles)
@@ -342,11 +346,14 @@ def test_arguments_are_checked_before_anything_is_sent(kind: Kind) -> None:
 
 def test_close_may_be_called_twice_and_ends_all_use(kind: Kind) -> None:
     def body(communicator: HostCommunicator) -> bool:
-        handle = communicator.all_reduce_async([np.ones(3)])
+        handle = communicator.run_async("all_reduce", lambda: communicator.all_reduce([np.ones(3)]))
         handle.wait(20.0)
         communicator.close()
         communicator.close()
-        for call in (communicator.barrier, lambda: communicator.all_reduce_async([np.ones(1)])):
+        for call in (
+            communicator.barrier,
+            lambda: communicator.run_async("all_reduce", lambda: communicator.all_reduce([np.ones(1)])),
+        ):
             with pytest.raises(PhalanxError, match="closed"):
                 call()
         return True

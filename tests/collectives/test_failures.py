@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -396,7 +397,7 @@ def test_after_a_failure_every_call_raises_it_again_until_close(kind: Kind) -> N
         for call in (
             lambda: communicator.all_reduce([ones(2 + communicator.rank)]),
             communicator.barrier,
-            lambda: communicator.all_reduce_async([ones(2)]),
+            lambda: communicator.run_async("all_reduce", lambda: communicator.all_reduce([ones(2)])),
         ):
             try:
                 call()
@@ -416,7 +417,9 @@ def test_an_asynchronous_failure_reaches_the_handle_and_those_behind_it(kind: Ki
     def function(membership: Membership) -> list[str]:
         communicator = kind.connect(membership)
         sizes = [3, 4 if membership.rank else 5, 6]
-        handles = [communicator.all_reduce_async([ones(size)]) for size in sizes]
+        handles = [
+            communicator.run_async("all_reduce", partial(communicator.all_reduce, [ones(size)])) for size in sizes
+        ]
         found = []
         for handle in handles:
             try:
@@ -437,7 +440,8 @@ def test_close_cuts_short_what_runs_in_the_background(kind: Kind) -> None:
         communicator = kind.connect(membership)
         communicator.barrier()
         if membership.rank == 0:
-            handle = communicator.all_reduce_async([ones(3)])  # The others never come.
+            # The others never come.
+            handle = communicator.run_async("all_reduce", lambda: communicator.all_reduce([ones(3)]))
             communicator.close()
             with pytest.raises(PhalanxError, match="closed"):
                 handle.wait(5.0)
@@ -507,7 +511,7 @@ def test_nothing_is_left_open(kind: Kind) -> None:
         for _ in range(5):
             with kind.connect(membership) as communicator:
                 communicator.all_reduce([ones(100_000)])
-                communicator.all_reduce_async([ones(10)]).wait(20.0)
+                communicator.run_async("all_reduce", lambda: communicator.all_reduce([ones(10)])).wait(20.0)
         assert not [t for t in threading.enumerate() if t.name.startswith("phalanx")]
         return count() - before, mapped()
 
@@ -521,7 +525,8 @@ def test_a_fork_of_a_rank_is_no_rank(name: str) -> None:
     """It has the memory that the ranks share, and could answer the others for its parent."""
 
     def body(communicator: HostCommunicator) -> float:
-        communicator.all_reduce_async([ones(3)]).wait()  # in a thread, which a fork does not have
+        # In a thread, which a fork does not have.
+        communicator.run_async("all_reduce", lambda: communicator.all_reduce([ones(3)])).wait()
         if communicator.rank == 0:
             child = os.fork()
             if not child:

@@ -24,7 +24,6 @@ from phalanx.elastic.elastic_coordinator import (
     CoordinatorState,
     ElasticCoordinator,
     LossCause,
-    ProcessLost,
 )
 from phalanx.elastic.member_table import MembershipLimits
 
@@ -100,7 +99,7 @@ class Job:
             coordinator.receive(name, message, self.now)
         elif event in ("lose", "exit"):
             cause = LossCause.LINK_CLOSED if event == "lose" else LossCause.PROCESS_ENDED
-            coordinator.lose(ProcessLost(name, cause), self.now)
+            coordinator.lose(name, cause, self.now)
         elif event in ("tick", "wait"):
             for _ in range(1 if event == "tick" else 40):
                 self.now += 1.0

@@ -26,7 +26,7 @@ from phalanx.cluster.membership_messages import (
 )
 from phalanx.cluster.task_comparison import JobFacts, TaskDescription
 from phalanx.elastic import entry_results
-from phalanx.elastic.elastic_coordinator import CoordinatorState, ElasticCoordinator, LossCause, ProcessLost
+from phalanx.elastic.elastic_coordinator import CoordinatorState, ElasticCoordinator, LossCause
 from phalanx.elastic.member_table import MembershipLimits
 from phalanx.elastic.stuck_members import STUCK_GRACE_S
 from phalanx.transport.decoding import Decoder
@@ -110,10 +110,10 @@ class Job:
             self.send(name, LeaveNotice())
 
     def lose(self, name: str) -> None:
-        self.coordinator.lose(ProcessLost(name, LossCause.LINK_CLOSED), self.now)
+        self.coordinator.lose(name, LossCause.LINK_CLOSED, self.now)
 
     def exit(self, name: str) -> None:
-        self.coordinator.lose(ProcessLost(name, LossCause.PROCESS_ENDED), self.now)
+        self.coordinator.lose(name, LossCause.PROCESS_ENDED, self.now)
 
     def sent_to(self, name: str, kind: type) -> list[object]:
         return [what for who, what in self.sent if who == name and isinstance(what, kind)]

@@ -48,6 +48,7 @@ class Recording:
         self._abandoned = abandoned or set()
         self._stops_at = stops_at
         self._steps: Iterator[int] = iter(())
+        self._step = -1
 
     def begin(self) -> None:
         self._state.callbacks.on_train_begin()
@@ -67,10 +68,13 @@ class Recording:
 
     def next_batch(self) -> Batch | None:
         step = next(self._steps, None)
-        return None if step is None else Batch(step)
+        if step is None:
+            return None
+        self._step = step
+        return Batch(step)
 
-    def begin_group(self, step: int) -> None:
-        self.calls.append(f"agree before {step}")
+    def begin_group(self) -> None:
+        self.calls.append(f"agree before {self._step}")
 
     def train_step(self, batch: Batch) -> Batch:
         self.calls.append(f"train {batch.step}")

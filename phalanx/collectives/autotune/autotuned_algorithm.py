@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -73,22 +73,14 @@ class AutotunedAlgorithm:
     Args:
         algorithms: algorithms among the same ranks, by name; the first one is the default.
         log: reports the choices; None on ranks that do not report.
-        clock: returns the time in seconds.
     """
 
-    def __init__(
-        self,
-        algorithms: Mapping[str, TunableAlgorithm],
-        log: AutotuneLog | None = None,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
+    def __init__(self, algorithms: Mapping[str, TunableAlgorithm], log: AutotuneLog | None):
         self._algorithms = dict(algorithms)
         self._default_plans = [AllReducePlan(name, *each.sizes) for name, each in algorithms.items()]
         self._plan = self._default_plans[0]
         self._default = self._last_used = self._algorithms[self._plan.algorithm]
         self._log = log
-        self._clock = clock
         self._searches: dict[int, TrialSearch[AllReducePlan]] = {}
         self.ranks = self._default.ranks
 
@@ -108,9 +100,9 @@ class AutotunedAlgorithm:
             self._use(search.choice).all_reduce(call, reduction)
             return
         algorithm = self._use(search.plan)
-        started = self._clock()
+        started = time.perf_counter()
         algorithm.all_reduce(call, reduction)
-        search.record(self._clock() - started, lambda costs: self._minimum_over_ranks(call, costs))
+        search.record(time.perf_counter() - started, lambda costs: self._minimum_over_ranks(call, costs))
         if search.choice is not None and self._log is not None:
             self._log.report(f"all-reduce of {_readable_size(1 << _size_class(size))}", search)
 

@@ -72,10 +72,6 @@ class CollectiveRunner:
         """
         if self._thread is not None:
             self._thread.drain()  # before `_turn` is taken, which the thread needs
-        return self.run_now(operation, body, nbytes)
-
-    def run_now(self, operation: Operation, body: Callable[[CollectiveCall], T], nbytes: int = 0) -> T:
-        """As `run`, without waiting for submitted collectives: for the thread that runs these."""
         with self._turn:
             self.check_usable()
             call = self._begin(operation)

@@ -101,23 +101,6 @@ class HostCommunicator:
         self.runner.run(operation, lambda call: self.runner.algorithm.all_reduce(call, reduction))
         return results
 
-    def all_reduce_async(
-        self,
-        arrays: Sequence[Array],
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        scale: float | Sequence[float] = 1.0,
-        out: Sequence[Array] | None = None,
-    ) -> PendingHandle:
-        """See `Communicator.all_reduce_async`. The arguments are checked at once."""
-        operation, reduction, results = prepare_reduction(arrays, op, scale, out, self.world_size)
-
-        def body() -> list[Array]:
-            self.runner.run_now(operation, lambda call: self.runner.algorithm.all_reduce(call, reduction))
-            return results
-
-        return self.runner.submit(str(operation.description), body)
-
     def run_async(self, name: str, body: Callable[[], T]) -> PendingHandle:
         """See `Communicator.run_async`."""
         return self.runner.submit(name, body)

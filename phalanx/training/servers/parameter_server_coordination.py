@@ -312,7 +312,7 @@ class ParameterServerCoordination:
         self._remote_model.assign(values)
         engine.begin()
 
-    def begin_group(self, step: int) -> None:
+    def begin_group(self) -> None:
         """See `Coordination.begin_group`."""
         engine = self._remote_model.engine
         if engine.in_variables:  # a callback may have read or changed them
