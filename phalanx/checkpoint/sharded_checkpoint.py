@@ -398,7 +398,7 @@ def _match(entries: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> 
     Raises: ConfigurationError naming variables of which only one of the two knows, or that have another shape.
     """
     wanted, found = _without_missing_optimizers(entries, saved), _without_missing_optimizers(saved, entries)
-    problems = [f"the checkpoint lacks {_describe(entries)[key]['name']!r}" for key in wanted if key not in saved]
+    problems = [f"the checkpoint lacks {getattr(entries[key], 'path', key)!r}" for key in wanted if key not in saved]
     problems += [f"the model lacks {saved[key]['name']!r}" for key in found if key not in entries]
     problems += [
         f"{saved[key]['name']!r} has the shape {tuple(entries[key].shape)} in the model, and "

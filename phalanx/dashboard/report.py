@@ -6,8 +6,8 @@ from pathlib import Path
 
 from phalanx.dashboard import browser_view, page
 from phalanx.errors import ConfigurationError
+from phalanx.launcher.failures.failure_report import without_missing_files
 from phalanx.launcher.log_directory import log_name
-from phalanx.launcher.watching.failure_page import without_missing_files
 from phalanx.launcher.watching.job_follower import read_view
 from phalanx.monitoring.console import plain_text
 from phalanx.monitoring.job_events import EVENTS_FILE

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.data.shuffling import Shuffling
+from phalanx.data.dataset_elements import Array
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat import data_adapters
 
 TWO_WEIGHTS = "You cannot specify `class_weight` and `sample_weight` at the same time."
+
+
+@dataclass(frozen=True)
+class OrderAgreement:
+    """One `fit`'s agreement on the orders of its passes over shuffled data, seen from one process: the chief shuffles
+    as Keras does.
+
+    Attributes:
+        is_chief: whether this process decides.
+        from_chief: takes this process's numbers, int64, and returns the chief's, of the same shape. Called once when a
+            pass begins.
+    """
+
+    is_chief: bool
+    from_chief: Callable[[Array], Array]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +59,7 @@ class InputRequest:
     world_size: int = 1
     is_read_by_all: bool = False
     seed: int = 0
-    shuffling: Shuffling | None = None
+    shuffling: OrderAgreement | None = None
     steps_per_execution: int = 1
     repeated: int = data_adapters.NUM_BATCHES_FOR_SHAPES
     opens_as_keras: bool = True

@@ -21,11 +21,12 @@ from phalanx.evaluator import best_checkpoint, completion_marker
 from phalanx.evaluator.best_checkpoint import BestCheckpoint
 from phalanx.evaluator.checkpoint_watcher import CheckpointWatcher, FoundCheckpoint
 from phalanx.evaluator.end_of_job import JobEndDetector, JobProbe, patience
+from phalanx.keras_compat.model_state import inner_optimizer
 from phalanx.monitoring.event_writer import EventWriter
 from phalanx.runtime import progress
 from phalanx.storage.paths import is_url, storage_path
 from phalanx.storage.temporary_directory import temporary_directory
-from phalanx.training.steps.optimizer_properties import inner_optimizer, set_step_count
+from phalanx.training.steps.optimizer_properties import set_step_count
 
 logger = logging.getLogger(__name__)
 

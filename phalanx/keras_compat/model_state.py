@@ -32,6 +32,13 @@ def optimizers(model: Any) -> list[Any]:
     return list(found.values())
 
 
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer that updates variables, inside those that scale the loss."""
+    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
 def layer_state(model: Any) -> list[Any]:
     """The floating variables that layers change while they compute (batch-norm statistics).
 

@@ -101,7 +101,7 @@ class Supervisor:
         self._given_chief = is_chief
         self._is_chief = _is_chief_here() if is_chief is None else bool(is_chief)
         self._save_model_secs = save_model_secs
-        self._saver = Saver() if saver == Supervisor.USE_DEFAULT else saver
+        self._saver: Saver | None = Saver() if isinstance(saver, int) else saver
         self._counter = None if isinstance(global_step, int) else global_step
         self._save_summaries_secs = save_summaries_secs
         self._basename = checkpoint_basename
@@ -124,7 +124,7 @@ class Supervisor:
     @property
     def saver(self) -> Saver | None:
         """Saves explicitly: `supervisor.saver.save(session)`."""
-        return self._saver if isinstance(self._saver, Saver) else None
+        return self._saver
 
     @property
     def save_path(self) -> str | None:
@@ -209,7 +209,7 @@ class Supervisor:
         self._writer = self._make_writer() if services_start else None
         checkpoints = None
         if self._logdir is not None:
-            keep = self._saver.max_to_keep if isinstance(self._saver, Saver) else None
+            keep = None if self._saver is None else self._saver.max_to_keep
             generation = (lambda: member.generation) if isinstance(member, Replica) else (lambda: 0)
             checkpoints = CheckpointDirectory(self._logdir, basename=self._basename, keep=keep, generation=generation)
         counter = StepCounter(self._counter, model, member)

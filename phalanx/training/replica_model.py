@@ -12,8 +12,7 @@ from keras import tree
 from phalanx.arrays.tree import map_leaves
 from phalanx.data import ShardedInput, shard_input
 from phalanx.data.dataset_elements import ElementStructure, unpack
-from phalanx.data.input_request import InputRequest
-from phalanx.data.shuffling import Shuffling
+from phalanx.data.input_request import InputRequest, OrderAgreement
 from phalanx.engines import make_engine, make_spmd_engine
 from phalanx.engines.engine import Batch, Engine
 from phalanx.keras_compat.global_batch.global_gradients import refuse_overwritten
@@ -133,8 +132,8 @@ class ReplicaModel:
         seed: Any = self.replica.broadcast_from_chief(seed_from_program() ^ self._seeds_given)
         return int(seed)
 
-    def _shuffling(self) -> Shuffling:
-        return Shuffling(
+    def _shuffling(self) -> OrderAgreement:
+        return OrderAgreement(
             is_chief=self.replica.is_chief,
             from_chief=lambda own: self.replica.communicator.broadcast([own])[0],
         )

@@ -17,10 +17,10 @@ import msgspec
 import pytest
 
 from phalanx.errors import ConfigurationError, LinkClosedError
+from phalanx.launcher.failures.failure_report import without_missing_files
 from phalanx.launcher.failures.root_cause import WorkerExit
 from phalanx.launcher.host_messages import WorkerDiagnostics
 from phalanx.launcher.watching import job_follower
-from phalanx.launcher.watching.failure_page import without_missing_files
 from phalanx.launcher.watching.job_connection import ControlRequest, send_request, short_name
 from phalanx.launcher.watching.job_control import JobControl
 from phalanx.launcher.watching.job_follower import JobFollower, read_events, read_view

@@ -171,6 +171,26 @@ def test_an_error_of_a_loop_ends_fit_and_is_raised_at_the_end(tmp_path: Path) ->
     assert steps_in(tmp_path) == [0, 1], "what was reached is saved all the same"
 
 
+def test_an_error_of_a_custom_thread_is_raised_at_the_end_of_the_session() -> None:
+    supervisor = phalanx.Supervisor()
+
+    def work() -> None:
+        with supervisor.stop_on_exception():
+            raise Interrupted
+
+    def train() -> None:
+        with supervisor.managed_session(make_model()):
+            thread = threading.Thread(target=work)
+            thread.start()
+            assert supervisor.wait_for_stop(BOUND_S)
+            thread.join(BOUND_S)
+            assert not thread.is_alive()
+
+    with pytest.raises(Interrupted):
+        train()
+    assert supervisor.should_stop()
+
+
 def test_a_session_that_saves_only_on_request_withdraws_the_end_of_a_former_one(tmp_path: Path) -> None:
     completion_marker.announce_end(tmp_path, WriteClaim(tmp_path, "model.ckpt"))
     supervisor = phalanx.Supervisor(tmp_path, save_model_secs=0)

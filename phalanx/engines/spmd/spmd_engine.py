@@ -38,7 +38,12 @@ class SpmdEngine(Engine):
         super().__init__(model, self._arguments)
         self._placement = placement
         self._placed = PlacedModel(model, placement)
-        self._programs = StepPrograms(model, self._placed, placement, self._batches)
+        programs = StepPrograms(model, self._placed, placement, self._batches)
+        self._compilers = {
+            "train": programs.compile_train,
+            "test": programs.compile_test,
+            "predict": programs.compile_predict,
+        }
         # Whether the warning about batches that do not divide was considered; it is about the first one alone.
         self._has_trained = False
         # Compiled with the shardings of the placed variables; forgotten when these or the variables change.
@@ -110,7 +115,7 @@ class SpmdEngine(Engine):
     def _function(self, kind: str) -> Callable[..., Any]:
         key = kind, self._batches.form
         if key not in self._functions:
-            self._functions[key] = getattr(self._programs, f"compile_{kind}")()
+            self._functions[key] = self._compilers[kind]()
         return self._functions[key]
 
     def _put(self, data: Batch, share: float) -> Batch:

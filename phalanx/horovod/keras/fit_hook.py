@@ -23,6 +23,7 @@ from phalanx.horovod.compressors import compressed
 from phalanx.horovod.operation_request import OperationKind
 from phalanx.keras_compat import trainer_hook
 from phalanx.keras_compat.global_batch.global_gradients import refuse_overwritten
+from phalanx.keras_compat.model_state import inner_optimizer
 from phalanx.keras_compat.patching import set_untracked
 from phalanx.monitoring import timeline
 from phalanx.training import model_dispatch
@@ -38,9 +39,9 @@ def install() -> None:
 
 def _train_function(model: Any, make: Callable[[], None]) -> Callable[..., Any] | None:
     """The function for the steps of `fit`; None for the one that Keras makes (`make`)."""
-    from phalanx.horovod.keras.keras_optimizer import reduction_of
+    from phalanx.horovod.keras.keras_optimizer import settle_reduction
 
-    reduction = reduction_of(model.optimizer)
+    reduction = settle_reduction(model.optimizer)
     if reduction is None or model_dispatch.member_of(model) is not None:
         return None
     backend = keras.backend.backend()
@@ -125,14 +126,14 @@ class _Accumulation:
     """
 
     def __init__(self, model: Any) -> None:
-        from phalanx.horovod.keras.keras_optimizer import accumulation_steps, innermost_optimizer
+        from phalanx.horovod.keras.keras_optimizer import own_accumulation_steps
 
-        outer, optimizer = model.optimizer, innermost_optimizer(model.optimizer)
+        outer, optimizer = model.optimizer, inner_optimizer(model.optimizer)
         accumulators = list(getattr(optimizer, "_accumulated_gradients", ()))
         # A variable without an accumulator (None) is changed at every step.
         is_complete = len(accumulators) == len(model.trainable_variables)
         is_complete = is_complete and all(each is not None for each in accumulators)
-        self.steps = accumulation_steps(optimizer) if is_complete else 1
+        self.steps = own_accumulation_steps(optimizer) if is_complete else 1
         self.is_scaled = self.steps > 1 and outer is not optimizer
         self._taken: dict[int, Any] = {}  # of the last step that updates: the accumulated values by index
         if self.steps > 1:

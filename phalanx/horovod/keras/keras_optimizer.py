@@ -21,6 +21,7 @@ from phalanx.horovod.keras import fit_hook
 from phalanx.horovod.operation_request import HorovodOp
 from phalanx.horovod.operations import Average
 from phalanx.keras_compat.global_batch.global_gradients import refuse_overwritten
+from phalanx.keras_compat.model_state import inner_optimizer
 from phalanx.keras_compat.patching import insert_mixin, remove_mixin, set_untracked
 
 _MODULES = {"jax": "jax", "tensorflow": "tensorflow.tape", "torch": "torch.gradients"}
@@ -171,9 +172,17 @@ def PartialDistributedOptimizer(
     Args:
         local_layers: a layer, or several, which must be built; None for none.
     """
-    reduction = GradientReduction(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
-    aggregation = Aggregation(backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
-    distributed = distribute_optimizer(optimizer, reduction, aggregation)
+    distributed = DistributedOptimizer(
+        optimizer,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or ())
     for layer in layers:
         if not layer.built:
@@ -209,7 +218,7 @@ def distribute_optimizer(optimizer: Any, reduction: GradientReduction, aggregati
     refuse_overwritten(getattr(optimizer, "_trainable_variables", ()), "a DistributedOptimizer")
     factor = 1.0
     if aggregation.passes > 1:
-        accumulating = innermost_optimizer(optimizer)
+        accumulating = inner_optimizer(optimizer)
         if accumulating.built or accumulating.gradient_accumulation_steps:
             raise ConfigurationError(
                 "backward_passes_per_step sets the optimizer's gradient_accumulation_steps, which must not be set yet, "
@@ -222,7 +231,7 @@ def distribute_optimizer(optimizer: Any, reduction: GradientReduction, aggregati
     _insert_class(
         optimizer, _ReducingOptimizer, OptimizerReduction(reduction, number, factor, aggregation.scales_local)
     )
-    reduction_of(optimizer)  # moves the reduction to an inner optimizer, if that accumulates
+    settle_reduction(optimizer)
     fit_hook.install()
     return optimizer
 
@@ -233,8 +242,8 @@ def _insert_class(optimizer: Any, mixin: type, reduction: OptimizerReduction) ->
     set_untracked(optimizer, _hvd_reduction=reduction)
 
 
-def reduction_of(optimizer: Any) -> OptimizerReduction | None:
-    """How an optimizer reduces gradients; None if it does not.
+def settle_reduction(optimizer: Any) -> OptimizerReduction | None:
+    """Move the reduction to the optimizer that must do it, and return it; None if the optimizer does not reduce.
 
     A `LossScaleOptimizer` around a distributed one takes that over, since it checks whether gradients are finite, those
     of all ranks. But if the inner one accumulates, the inner one reduces, once for each update, and the outer one asks
@@ -247,9 +256,9 @@ def reduction_of(optimizer: Any) -> OptimizerReduction | None:
     if not isinstance(present, _ReducingOptimizer):
         return None
     reduction: OptimizerReduction = vars(present)["_hvd_reduction"]
-    inner = innermost_optimizer(optimizer)
+    inner = inner_optimizer(optimizer)
     # On JAX `fit_hook` does both, between two compiled functions.
-    asks = inner is not optimizer and accumulation_steps(inner) > 1 and keras.backend.backend() != "jax"
+    asks = inner is not optimizer and own_accumulation_steps(inner) > 1 and keras.backend.backend() != "jax"
     reducing = inner if asks else optimizer
     if present is not reducing:
         remove_mixin(present)
@@ -257,13 +266,6 @@ def reduction_of(optimizer: Any) -> OptimizerReduction | None:
     if asks and not isinstance(optimizer, _JointlyFinite):
         _insert_class(optimizer, _JointlyFinite, reduction)
     return reduction
-
-
-def innermost_optimizer(optimizer: Any) -> Any:
-    """The optimizer that updates variables, inside those that scale the loss."""
-    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
-    return optimizer
 
 
 @contextmanager
@@ -300,7 +302,7 @@ class _ReducingOptimizer:
         grads = list(grads)
         if getattr(_state, "is_reduced", False):
             return super().apply(grads, trainable_variables)  # type: ignore[misc]
-        steps = accumulation_steps(self)
+        steps = own_accumulation_steps(self)
         if steps > 1 and keras.backend.backend() != "jax":
             # Keras accumulates the gradients as they are, and calls `_clip_gradients` below at the update.
             with already_reduced(), _reducing_at_update(self):
@@ -382,6 +384,6 @@ class _JointlyFinite:
         return keras.ops.cast(least, "bool")
 
 
-def accumulation_steps(optimizer: Any) -> int:
+def own_accumulation_steps(optimizer: Any) -> int:
     """Over how many steps an optimizer itself accumulates gradients."""
     return int(getattr(optimizer, "gradient_accumulation_steps", None) or 1)

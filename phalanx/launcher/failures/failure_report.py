@@ -23,6 +23,7 @@ TASKS_ON_TERMINAL = 6
 # Of a traceback that is cut: where the program began, and whom it called.
 _FIRST_LINES = 2
 _RULE = "-" * 78
+_AS_FILES = f", and this report as {PAGE_FILE} and {JSON_FILE}"
 
 _STATES = {
     "R": "it was computing",
@@ -93,14 +94,18 @@ def render(
     if traceback and full:
         lines += _echoes(ends, cause, fold)
     if log_dir is not None:
-        lines += [
-            "",
-            f"The whole output of each task, and this report as {PAGE_FILE} and {JSON_FILE}: {log_dir}",
-        ]
+        lines += ["", f"The whole output of each task{_AS_FILES}: {log_dir}"]
     elif hint:
         lines += ["", hint]
     lines.append(_RULE)
     return "\n".join(lines) + "\n"
+
+
+def without_missing_files(page: str, log_dir: Path | None) -> str:
+    """The report for those who watch a job: where the log directory does not have it as files, it does not say so."""
+    if log_dir is not None and all((log_dir / name).is_file() for name in (PAGE_FILE, JSON_FILE)):
+        return page
+    return page.replace(_AS_FILES, "")
 
 
 def _cause(verdict: RootCause, *, colour: bool) -> list[str]:

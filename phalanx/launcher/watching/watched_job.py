@@ -18,7 +18,6 @@ from phalanx.launcher.dashboard_process import DashboardProcess
 from phalanx.launcher.failures import failure_report
 from phalanx.launcher.job_request import JobRequest
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
-from phalanx.launcher.watching.failure_page import without_missing_files
 from phalanx.launcher.watching.job_control import JobControl
 from phalanx.launcher.watching.job_recorder import JobRecorder
 from phalanx.launcher.watching.job_registry import registered, socket_path
@@ -125,7 +124,7 @@ class WatchedJob:
     def _failure_page(self, outcome: JobOutcome, *, fold: bool) -> str:
         log_dir = self._request.config.log_dir
         page = failure_report.render(outcome.verdict, outcome.ends, log_dir=log_dir, fold=fold)
-        return without_missing_files(page, log_dir)
+        return failure_report.without_missing_files(page, log_dir)
 
     def _record_end(self, code: int, reason: str, task: str = "", page: str = "", folded: str = "") -> None:
         self.recorder.record(events.JobEnded(time.time(), code, reason, task, page, folded))

@@ -14,9 +14,8 @@ from typing import Any
 from keras.callbacks import CallbackList
 
 from phalanx.data import ShardedInput, shard_input
-from phalanx.data.input_request import InputRequest
+from phalanx.data.input_request import InputRequest, OrderAgreement
 from phalanx.data.numbered_batches import NumberedBatches
-from phalanx.data.shuffling import Shuffling
 from phalanx.errors import PhalanxError, UnsupportedError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.keras_compat.keras_internals import print_msg
@@ -127,7 +126,7 @@ class ParameterServerTrainer:
             shuffle=arguments.shuffle,
             class_weight=arguments.class_weight,
             steps_per_execution=self._model.steps_per_execution,
-            shuffling=Shuffling(worker.is_chief, from_chief=batches.agree_on_order),
+            shuffling=OrderAgreement(worker.is_chief, from_chief=batches.agree_on_order),
             # `hash` would differ between processes.
             seed=zlib.crc32(f"{worker.seed} {fit}".encode()),
         )

@@ -307,23 +307,23 @@ class StepMerge(Merge):
     def _groups_of(self, layout: StepLayout) -> _Groups:
         groups = self._groups.get(layout)
         if groups is None:
-            of = [
-                [i for i, weight in enumerate(layout.weights) if weight in kind]
-                for kind in (
-                    {MergeWeight.GRADIENT},
-                    {MergeWeight.ONE},
-                    {MergeWeight.SHARE, MergeWeight.FIRST},
-                    {*EXTREMES},
-                )
-            ]
-            reducer = self._reducer
-            compressed = [
-                i
-                for i in of[0]
-                if reducer is not None and reducer.compression.takes(layout.shapes[i], np.dtype(layout.dtypes[i]))
-            ]
-            owners = [layout.owners[i] if layout.owners else i for i in of[0]]
-            groups = self._groups[layout] = _Groups(owners, of[0], compressed, *of[1:])
+
+            def indices(*weights: MergeWeight) -> list[int]:
+                return [i for i, weight in enumerate(layout.weights) if weight in weights]
+
+            gradients, reducer = indices(MergeWeight.GRADIENT), self._reducer
+            groups = self._groups[layout] = _Groups(
+                owners=[layout.owners[i] if layout.owners else i for i in gradients],
+                gradients=gradients,
+                compressed=[
+                    i
+                    for i in gradients
+                    if reducer is not None and reducer.compression.takes(layout.shapes[i], np.dtype(layout.dtypes[i]))
+                ],
+                counts=indices(MergeWeight.ONE),
+                rest=indices(MergeWeight.SHARE, MergeWeight.FIRST),
+                extremes=indices(*EXTREMES),
+            )
         return groups
 
     def _scale(self, layout: StepLayout, share: float) -> tuple[float, ...]:
@@ -332,7 +332,7 @@ class StepMerge(Merge):
         if scale is None:
             # `is_chief` is a part of the key: in elastic jobs another rank becomes chief.
             first = 1.0 if self._replica.is_chief else 0.0
-            of = {
+            factor_of = {
                 MergeWeight.GRADIENT: share,
                 MergeWeight.SHARE: share,
                 MergeWeight.ONE: 1.0,
@@ -341,7 +341,7 @@ class StepMerge(Merge):
             }
             if len(self._scales) == MOST_SCALES:
                 self._scales.clear()
-            scale = self._scales[key] = tuple(of[weight] for weight in layout.weights)
+            scale = self._scales[key] = tuple(factor_of[weight] for weight in layout.weights)
         return scale
 
 

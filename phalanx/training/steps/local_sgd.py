@@ -38,14 +38,14 @@ from keras.optimizers.schedules import LearningRateSchedule
 from phalanx.compression import Compression
 from phalanx.compression.base_compression import State, strip_prefix
 from phalanx.engines.engine import Engine
-from phalanx.keras_compat.model_state import frozen_weights, overrides
+from phalanx.keras_compat.model_state import frozen_weights, inner_optimizer, overrides
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import state_sync
 from phalanx.training.joint_batches import JointBatch
 from phalanx.training.replica import Replica
 from phalanx.training.steps.gradient_merge import MergeMode, StepMerge
-from phalanx.training.steps.optimizer_properties import inner_optimizer, inner_optimizers
+from phalanx.training.steps.optimizer_properties import inner_optimizers
 from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
 from phalanx.training.steps.weight_exchange import WeightExchange
 from phalanx.training.training_policy import SyncPeriod

@@ -8,6 +8,7 @@ import keras
 
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_batch.global_gradients import is_overwritten
+from phalanx.keras_compat.model_state import inner_optimizer
 
 
 def accumulation_steps(model: Any) -> int:
@@ -46,13 +47,6 @@ def constant_loss_scale(model: Any) -> float:
     """The constant factor of the loss; see `loss_scale` for one that changes."""
     optimizer = inner_optimizer(getattr(model, "optimizer", None))
     return float(getattr(optimizer, "loss_scale_factor", None) or 1.0)
-
-
-def inner_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside those that scale the loss."""
-    while scales_dynamically(optimizer):
-        optimizer = optimizer.inner_optimizer
-    return optimizer
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.engines.engine import Engine
+from phalanx.keras_compat.model_state import inner_optimizer
 from phalanx.training.joint_batches import JointBatch
 from phalanx.training.replica import Replica
 from phalanx.training.steps.gradient_merge import MergeMode, StepMerge
-from phalanx.training.steps.optimizer_properties import accumulation_steps, accumulators, inner_optimizer, loss_scale
+from phalanx.training.steps.optimizer_properties import accumulation_steps, accumulators, loss_scale
 from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
 
 
