@@ -9,6 +9,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+SIGNAL_BASE = 128
+"""The exit code of a process that a signal has ended is this plus the signal's number, as in a shell."""
+
 
 class PhalanxError(Exception):
     """Base class of all errors that Phalanx raises on purpose. Raised itself, it reports a defect in Phalanx."""

@@ -33,7 +33,7 @@ from typing import Any, BinaryIO
 import keras
 
 from phalanx.checkpoint.checkpoint_series import CheckpointSeries
-from phalanx.checkpoint.step_names import STEP_DIGITS, check_keep
+from phalanx.checkpoint.step_names import STEP_DIGITS, WEIGHTS_SUFFIX, check_keep
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat.keras_internals import serialize_weights
 from phalanx.runtime.write_claim import WriteClaim
@@ -43,7 +43,6 @@ from phalanx.version import __version__
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = ".weights.h5"
 DEFAULT_BASENAME = "model.ckpt"
 CONTENT = "content"
 """Key in the state: the digest of Keras's part. The same step may be saved again, when only the state has changed."""
@@ -107,7 +106,7 @@ class CheckpointDirectory:
         self.directory = storage_path(directory, "directory")
         self._basename = basename
         self._keep = keep
-        self._series = CheckpointSeries(self.directory, basename, SUFFIX)
+        self._series = CheckpointSeries(self.directory, basename, WEIGHTS_SUFFIX)
         self.claim = WriteClaim(self.directory, basename, generation)
 
     def is_at(self, path: StoragePath) -> bool:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Any
 
 import keras
 
+from phalanx.checkpoint.step_names import KERAS_SUFFIX, WEIGHTS_SUFFIX, last_number
 from phalanx.storage.files import list_names
 from phalanx.storage.paths import storage_path
-
-_LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
 
 
 class SidecarEvaluatorModelExport(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
@@ -42,10 +40,10 @@ class SidecarEvaluatorModelExport(keras.callbacks.ModelCheckpoint):  # type: ign
         directory = self._checkpoints if is_directory else self._checkpoints.parent
         prefix = "" if is_directory else self._checkpoints.name
         found = [
-            int(match[1])
+            number
             for name in list_names(directory)
-            if name.startswith(prefix) and name.endswith((".weights.h5", ".keras"))
-            if (match := _LAST_NUMBER.search(name.removesuffix(".weights.h5").removesuffix(".keras")))
+            if name.startswith(prefix) and name.endswith((WEIGHTS_SUFFIX, KERAS_SUFFIX))
+            if (number := last_number(name)) is not None
         ]
         # Keras counts epochs from 0 and puts `epoch + 1` into the name.
         self._current_epoch = max(found, default=1) - 1

@@ -18,9 +18,8 @@ from phalanx.cli.job_commands import scale, status, top
 from phalanx.cli.machine_commands import doctor, env
 from phalanx.cli.plan import plan
 from phalanx.cli.run import run
-from phalanx.errors import ConfigurationError, PhalanxError
+from phalanx.errors import SIGNAL_BASE, ConfigurationError, PhalanxError
 from phalanx.monitoring.console import write_whole
-from phalanx.runtime.exit_codes import SIGNAL_BASE
 from phalanx.version import __version__
 
 _STYLE = {

@@ -14,10 +14,10 @@ import rich_click as click
 
 from phalanx.cli import horovodrun_options
 from phalanx.config.keras_backends import BACKENDS
+from phalanx.errors import SIGNAL_BASE
 from phalanx.launcher.elastic_hosts.host_blacklist import COOLDOWN_S
 from phalanx.launcher.host_slots import MAX_WORKERS
 from phalanx.launcher.restart_policy import DEFAULT_RESTARTS
-from phalanx.runtime.exit_codes import SIGNAL_BASE
 
 if TYPE_CHECKING:
     from phalanx.config.launch_config import LaunchConfig

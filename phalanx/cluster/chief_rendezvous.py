@@ -13,8 +13,9 @@ from phalanx.cluster.admission import DISAGREEMENT, LEAVING, RUNNING, decode_new
 from phalanx.cluster.member_links import MemberLinks, NotFormedError
 from phalanx.cluster.membership import Membership, Rank
 from phalanx.cluster.missing_tasks import timeout_error
-from phalanx.cluster.rendezvous_state import CHIEF_RANK, RendezvousState
+from phalanx.cluster.rendezvous_state import RendezvousState
 from phalanx.cluster.task_comparison import TaskDescription, describe_disagreement
+from phalanx.config.task_names import CHIEF_RANK
 from phalanx.errors import DisagreementError, LinkClosedError, LinkTimeoutError, PeerLostError
 from phalanx.transport.decoding import Decoder, decode_message
 from phalanx.transport.handshake import Hello, Welcome

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable
 
 from phalanx.cluster.membership import Rank
 from phalanx.cluster.peer_identification import PROBE_TIMEOUT_S, identify_task
-from phalanx.cluster.rendezvous_state import CHIEF_RANK, RendezvousState
+from phalanx.cluster.rendezvous_state import RendezvousState
 from phalanx.cluster.task_comparison import TaskDescription, describe_disagreement
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.environment_variables import RENDEZVOUS_TIMEOUT
+from phalanx.config.task_names import CHIEF_RANK
 from phalanx.errors import ConfigurationError, DisagreementError, PeerLostError, RendezvousError
 from phalanx.transport.listener import Listener
 

@@ -39,9 +39,10 @@ from phalanx.cluster.missing_tasks import (
     watch_missing_tasks,
 )
 from phalanx.cluster.peer_identification import PROBE, ProbeService, identify_task
-from phalanx.cluster.rendezvous_state import CHIEF_RANK, RendezvousState
+from phalanx.cluster.rendezvous_state import RendezvousState
 from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.cluster.task_identity import TaskIdentity
+from phalanx.config.task_names import CHIEF_RANK
 from phalanx.errors import (
     ConfigurationError,
     DisagreementError,

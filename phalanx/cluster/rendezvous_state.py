@@ -7,10 +7,9 @@ import time
 
 from phalanx.cluster.membership import Rank
 from phalanx.cluster.task_identity import TaskIdentity
+from phalanx.config.task_names import CHIEF_RANK
 from phalanx.errors import PhalanxError
 from phalanx.transport.listener import Listener
-
-CHIEF_RANK: Rank = 0
 
 
 class RendezvousState:

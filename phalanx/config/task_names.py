@@ -1,7 +1,8 @@
-"""Names of tasks as the launcher has them: `worker/1`, `ps/0`."""
+"""Names of tasks as the launcher has them, `worker/1`, `ps/0`, and the rank of the chief."""
 
 from __future__ import annotations
 
+CHIEF_RANK = 0
 WITHOUT_REPLICA = ("ps/", "evaluator/")
 
 

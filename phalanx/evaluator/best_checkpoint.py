@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.checkpoint import checkpoint_directory
+from phalanx.checkpoint.step_names import KERAS_SUFFIX, WEIGHTS_SUFFIX
 from phalanx.errors import ConfigurationError
-from phalanx.evaluator.checkpoint_watcher import KERAS_SUFFIX, FoundCheckpoint
+from phalanx.evaluator.checkpoint_watcher import FoundCheckpoint
 from phalanx.keras_compat.keras_internals import MonitorCallback
 from phalanx.runtime.write_claim import WriteClaim
 from phalanx.storage.files import copy_file, write_file
@@ -94,7 +94,7 @@ class BestCheckpoint:
 
     def _places(self, checkpoint: str) -> tuple[StoragePath, StoragePath]:
         """Where a checkpoint of this name is kept, and where one of the other format would be."""
-        suffixes = (checkpoint_directory.SUFFIX, KERAS_SUFFIX)
+        suffixes = (WEIGHTS_SUFFIX, KERAS_SUFFIX)
         ours, other = suffixes[::-1] if checkpoint.endswith(KERAS_SUFFIX) else suffixes
         return self._directory / f"{NAME}{ours}", self._directory / f"{NAME}{other}"
 

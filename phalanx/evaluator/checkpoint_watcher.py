@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import re
 import shutil
 import time
 import zipfile
@@ -26,14 +25,14 @@ from pathlib import Path
 import h5py
 
 from phalanx.checkpoint import checkpoint_directory
-from phalanx.checkpoint.checkpoint_directory import SUFFIX, DamagedCheckpointError
+from phalanx.checkpoint.checkpoint_directory import DamagedCheckpointError
+from phalanx.checkpoint.step_names import KERAS_SUFFIX, WEIGHTS_SUFFIX, last_number
 from phalanx.storage.files import copy_unchanged, list_files
 from phalanx.storage.paths import StoragePath
 from phalanx.storage.remote_path import Identity
 
 logger = logging.getLogger(__name__)
 
-KERAS_SUFFIX = ".keras"
 DELIVERY_TIMEOUT_S = 1.0
 """How long Keras's file must have been left alone: longer than a write stops within a file, on a disk that is busy."""
 GIVE_UP_S = 30.0
@@ -41,7 +40,6 @@ GIVE_UP_S = 30.0
 a file before its content."""
 
 _WEIGHTS_IN_KERAS = "model.weights.h5"
-_LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +158,7 @@ class CheckpointWatcher:
     def _is_checkpoint(self, name: str) -> bool:
         if name.startswith(".") or (self._ignored and name.startswith(self._ignored)):
             return False
-        return name.endswith((SUFFIX, KERAS_SUFFIX))
+        return name.endswith((WEIGHTS_SUFFIX, KERAS_SUFFIX))
 
     def _take(self, name: str) -> FoundCheckpoint | None:
         """The file as a checkpoint; None if it is not ready, or never will be."""
@@ -201,7 +199,7 @@ def _open(name: str, copy: Path, scratch: Path) -> FoundCheckpoint:
         return FoundCheckpoint(name, copy, copy, ours.step, str(ours.state[checkpoint_directory.CONTENT]))
     weights = copy
     if name.endswith(KERAS_SUFFIX):
-        weights = scratch / f"{name}{SUFFIX}"
+        weights = scratch / f"{name}{WEIGHTS_SUFFIX}"
         _extract(copy, weights)
     return FoundCheckpoint(name, copy, weights, _step_of(weights, name))
 
@@ -228,5 +226,4 @@ def _step_of(weights: Path, name: str) -> int:
                 return int(iterations[()])
     except (OSError, RuntimeError, KeyError) as error:
         raise DamagedCheckpointError(f"it is not a complete weights file ({error})") from error
-    number = _LAST_NUMBER.search(name.removesuffix(SUFFIX).removesuffix(KERAS_SUFFIX))
-    return int(number[1]) if number else 0
+    return last_number(name) or 0

@@ -18,6 +18,9 @@ from phalanx.arrays.tree import leaves
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.keras_internals import Functional, keras_trainer, pythonify_logs
 
+PLAIN = (bool, int, float, str, type(None))
+"""The types of attributes and options that are values of Python, such as hyperparameters and counters."""
+
 
 def optimizers(model: Any) -> list[Any]:
     """All optimizers of a model: that of `compile`, and those that it or models inside it keep for a `train_step`."""

@@ -18,9 +18,9 @@ from phalanx.config.environment import process_environment
 from phalanx.config.environment_variables import DASHBOARD_TOKEN
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.orphan_reaper import spare
+from phalanx.transport.address import LOOPBACK
 
 DEFAULT_PORT = 8787
-LOOPBACK = "127.0.0.1"
 TOKEN_BYTES = 24
 MIN_TOKEN_CHARACTERS = 16
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from msgspec.structs import replace as replace_fields
 
+from phalanx.config.task_names import CHIEF_RANK
 from phalanx.launcher.failures.output_tail import OutputTails
 from phalanx.launcher.failures.root_cause import WorkerExit
 from phalanx.launcher.host_messages import Event, Exited, WorkerDiagnostics
@@ -15,7 +16,7 @@ from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.restart_policy import RestartPolicy
 from phalanx.launcher.shutdown import ShutdownPlan
 from phalanx.launcher.slot_provider import SlotProvider
-from phalanx.launcher.task_table import CHIEF_RANK, TaskRecord, TaskState, TaskTable
+from phalanx.launcher.task_table import TaskRecord, TaskState, TaskTable
 
 # Once the chief and all servers have finished, a worker that they excluded has nothing to do.
 EXCLUDED_GRACE_S = 10.0

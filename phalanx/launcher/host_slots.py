@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.errors import ConfigurationError
-from phalanx.transport.address import Address
+from phalanx.transport.address import LOOPBACK, Address
 from phalanx.transport.name_resolution import look_up, resolve
 
 # More digits are a typing error. (Each task costs memory before it is known whether there is room for it.)
@@ -142,7 +142,7 @@ def own_name(others: Sequence[HostShare]) -> str:
                 probe.connect(endpoint)
                 address: str = probe.getsockname()[0]
             return f"[{address}]" if ":" in address else address
-    return "127.0.0.1"
+    return LOOPBACK
 
 
 def choose_hosts(

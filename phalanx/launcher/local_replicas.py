@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from phalanx.cluster.resolvers import TFConfigClusterResolver
 from phalanx.config.environment import allows_colour, process_environment, set_variables
-from phalanx.config.environment_variables import JOB_ID, LISTEN_FD, TF_CONFIG
+from phalanx.config.environment_variables import JOB_ID, LISTEN_FD, LOCAL_REPLICAS, TF_CONFIG
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.devices.gpu_assignment import device_variables
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
@@ -38,15 +38,14 @@ from phalanx.launcher.hosts.local_host import LocalHost
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
 from phalanx.launcher.worker_environment import job_settings, thread_settings
-from phalanx.launcher.worker_placement import LOOPBACK, new_identity, task_names
+from phalanx.launcher.worker_placement import new_identity, task_names
 from phalanx.launcher.worker_program import Program, parse_command, runs_tests, starting_folder
 from phalanx.monitoring.console import Console
 from phalanx.runtime import core_affinity, exit_codes, process_exit, undistributed_fit
 from phalanx.runtime.core_affinity import host_shares
+from phalanx.transport.address import LOOPBACK
 from phalanx.transport.ports import listen_at
 
-# The number of local replicas, in the environment of each of them.
-REPLICAS = "PHALANX_LOCAL_REPLICAS"
 # Replicas run the same program as rank 0 and exit at about the same time.
 JOIN_S = 30.0
 # Rank 0 usually notices the loss by itself, in about this time; its own error should come before the report.
@@ -119,7 +118,7 @@ def start_local_replicas(devices: Sequence[str]) -> LocalReplicas:
 
 def _join() -> LocalReplicas | None:
     """The replicas that this process belongs to, if it was started as one."""
-    count = process_environment().get(REPLICAS)
+    count = process_environment().get(LOCAL_REPLICAS)
     if count is None:
         return None
     return LocalReplicas(int(count), int(json.loads(process_environment()[TF_CONFIG])["task"]["index"]))
@@ -168,7 +167,7 @@ def _start_others(
         {
             **job_settings(tasks, addresses, rank, identity, LaunchConfig()),
             **device_variables(devices[rank], process_environment()),
-            REPLICAS: str(count),
+            LOCAL_REPLICAS: str(count),
             **(variables or {}),
         }
         for rank in range(count)

@@ -29,9 +29,9 @@ from phalanx.errors import PhalanxError, RendezvousError
 from phalanx.launcher.host_slots import HostShare
 from phalanx.launcher.hosts.ssh_host import SSHHost
 from phalanx.launcher.machine import Machine, as_gib, describe_machine, describe_quota
-from phalanx.launcher.worker_placement import LOOPBACK, START_TIMEOUT_S
+from phalanx.launcher.worker_placement import START_TIMEOUT_S
 from phalanx.monitoring.startup_noise import QUIET
-from phalanx.transport.address import Address
+from phalanx.transport.address import LOOPBACK, Address
 from phalanx.transport.dial import connect
 from phalanx.transport.ports import listen_at
 

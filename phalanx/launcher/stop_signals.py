@@ -10,8 +10,8 @@ from types import FrameType
 
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.config.parsing import parse_signal
+from phalanx.errors import SIGNAL_BASE
 from phalanx.launcher.job_supervisor import JobSupervisor
-from phalanx.runtime.exit_codes import SIGNAL_BASE
 
 # The first signal ends the job in order and a Ctrl-C after it kills the workers. The third Ctrl-C ends this process
 # even if it is stuck, for example in a write to a terminal that no one reads.

@@ -15,6 +15,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from phalanx.config.task_names import CHIEF_RANK
 from phalanx.errors import EvictedError, PeerLostError, PreemptedError, RendezvousError
 from phalanx.launcher.failures.root_cause import WorkerExit
 from phalanx.launcher.host_messages import WorkerDiagnostics
@@ -24,7 +25,6 @@ from phalanx.runtime.exit_codes import CONSEQUENCES
 EVALUATORS = "evaluator/"
 SERVERS = "ps/"
 TRAINING = ("chief/", "worker/")
-CHIEF_RANK = 0
 # A task that was restarted so shortly before the chief or the servers exited may never have connected to them.
 RECENT_RESTART_S = 10.0
 

@@ -19,6 +19,7 @@ from phalanx.launcher.hosts.local_host import LocalHost
 from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.hosts.ssh_host import SSHHost
 from phalanx.launcher.worker_environment import job_settings
+from phalanx.transport.address import LOOPBACK
 
 # Bytes of randomness: as long as the HMAC-SHA256 key that is derived from it.
 SECRET_BYTES = 32
@@ -28,7 +29,6 @@ START_TIMEOUT_S = 60.0
 LONGEST_START_S = 1e6
 # For a restarted task to answer again; a busy host takes long to import a backend.
 RETURN_TIMEOUT_S = 120.0
-LOOPBACK = "127.0.0.1"
 
 
 def new_identity() -> tuple[str, str]:

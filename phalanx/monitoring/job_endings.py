@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import signal
 
-from phalanx.errors import PreemptedError
+from phalanx.errors import SIGNAL_BASE, PreemptedError
 from phalanx.monitoring.job_events import JobEnded
 
 RUNNING, SUCCEEDED, STOPPED, FAILED = "running", "succeeded", "stopped", "failed"
-_SIGNAL_BASE = 128
-"""A shell reports the end by a signal as this plus its number."""
 
 
 def status_of(end: JobEnded) -> str:
@@ -33,6 +31,6 @@ def describe_ending(end: JobEnded) -> str:
 def _signal_of(code: int) -> signal.Signals | None:
     """The signal that an exit code stands for, if it is one."""
     try:
-        return signal.Signals(code - _SIGNAL_BASE)
+        return signal.Signals(code - SIGNAL_BASE)
     except ValueError:
         return None

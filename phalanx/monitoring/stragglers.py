@@ -13,6 +13,7 @@ import statistics
 from collections import deque
 from collections.abc import Collection
 
+from phalanx.monitoring.job_view import UNREPORTED_S
 from phalanx.monitoring.job_wording import place
 from phalanx.monitoring.worker_figures import TaskReport, WorkerFigures
 
@@ -26,8 +27,6 @@ RECOVERED = 1.25
 """A straggler has recovered below this factor. Less than `SLOW`, so that small fluctuations are not reported."""
 MIN_WAITING = 0.2
 """The fraction of the time that the other members must spend waiting."""
-UNREPORTED_S = 5.0
-"""A member that sends nothing for this long while others wait is stopped, or its host is overloaded."""
 COMPILED_STEPS = 2
 """A member that has begun so many steps has finished the first one, in which it compiles the model."""
 UNCOUNTED_S = 60.0

@@ -7,7 +7,7 @@ from phalanx.errors import PeerLostError
 
 Worker = int
 """Number of a worker."""
-CHIEF: Worker = 0
+CHIEF_WORKER: Worker = 0
 
 PURPOSE = "parameter-server"
 """A worker dials this, with a slash and the number of the shard group."""

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx import errors
+from phalanx.errors import SIGNAL_BASE
 
 # A process that exits with one of these was failed by another; the larger the number, the surer.
 CONSEQUENCES = {errors.PeerLostError.exit_code: 2, errors.CollectiveTimeoutError.exit_code: 1}
-SIGNAL_BASE = 128
 
 
 @dataclass(frozen=True, slots=True)

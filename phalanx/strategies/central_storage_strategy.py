@@ -28,10 +28,10 @@ from phalanx.strategies.current_job import CurrentJob, join_job
 from phalanx.strategies.strategy import Strategy
 from phalanx.training import model_dispatch
 from phalanx.training.servers.central_storage_trainer import CentralStorageWorker
+from phalanx.transport.address import LOOPBACK
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 STOP_S = 5.0
 """Seconds for the server's threads to end once it is stopped: longer than any update takes."""
 

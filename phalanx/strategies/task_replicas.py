@@ -26,8 +26,7 @@ from phalanx.devices.gpu_count import count_gpus
 from phalanx.devices.replica_devices import replica_devices
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.local_replicas import is_program, reserve_task_replicas
-from phalanx.launcher.worker_placement import LOOPBACK
-from phalanx.transport.address import Address
+from phalanx.transport.address import LOOPBACK, Address
 from phalanx.transport.decoding import decode_message
 
 logger = logging.getLogger(__name__)

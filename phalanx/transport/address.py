@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import ConfigurationError
 
+LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"})
 
 # Underscores are not allowed by RFC 1123, but Docker Compose and Slurm sites use them.

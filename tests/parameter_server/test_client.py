@@ -31,7 +31,7 @@ from phalanx.parameter_server.server_messages import (
     QueryJobOver,
     Ticket,
 )
-from phalanx.parameter_server.server_protocol import CHIEF, LEAD, LEADING
+from phalanx.parameter_server.server_protocol import CHIEF_WORKER, LEAD, LEADING
 from phalanx.transport.dial import RefusedError
 from phalanx.transport.handshake import Hello
 from tests.launcher.conftest import wait_until
@@ -157,7 +157,7 @@ def test_a_server_that_takes_the_lead_late_in_a_job_does_not_miss_the_chief_at_o
         copy._started += long_ago
         copy.leadership.followed_until += long_ago
         if has_led:
-            copy._members.table._lost_since[CHIEF] = copy._members.clock() + long_ago
+            copy._members.table._lost_since[CHIEF_WORKER] = copy._members.clock() + long_ago
         copy.leadership.lead()
         assert not copy.is_over()
 

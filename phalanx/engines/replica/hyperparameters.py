@@ -14,7 +14,8 @@ from typing import Any
 import keras
 from keras.optimizers.schedules import LearningRateSchedule
 
-PLAIN = (int, float, bool, str, type(None))
+from phalanx.keras_compat.model_state import PLAIN
+
 OF_ITS_LIFE = ("built", "_lock")
 """Plain attributes that are no hyperparameters."""
 

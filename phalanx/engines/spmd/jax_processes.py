@@ -24,7 +24,7 @@ from phalanx.collectives.communicator import Communicator
 from phalanx.devices.memory_growth import has_begun
 from phalanx.errors import ConfigurationError, PeerLostError
 from phalanx.runtime import process_exit
-from phalanx.transport.address import Address
+from phalanx.transport.address import LOOPBACK, Address
 from phalanx.transport.decoding import decode_message
 from phalanx.transport.ports import NO_SUCH_ADDRESS
 
@@ -34,7 +34,6 @@ END_WITHIN_S = 2.0
 """How long the exit handlers of a process may take that has lost a peer."""
 NOTICE_S = 1.0
 """A failed collective of JAX and the end of the peer's link are noticed at about the same time."""
-LOOPBACK = "127.0.0.1"
 _ALL_ADDRESSES = "::"
 
 

@@ -9,7 +9,8 @@ from phalanx.launcher.elastic_hosts.host_pool import ElasticOptions
 from phalanx.launcher.host_slots import HostShare, own_name
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.job_supervisor import JobSupervisor
-from phalanx.launcher.worker_placement import LOOPBACK, new_identity
+from phalanx.launcher.worker_placement import new_identity
+from phalanx.transport.address import LOOPBACK
 from phalanx.transport.ports import listen_at
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from phalanx.launcher.host_slots import HostShare
 from phalanx.launcher.hosts.local_host import LocalHost
 from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.hosts.ssh_host import SSHHost
-from phalanx.launcher.worker_placement import LOOPBACK, START_TIMEOUT_S
+from phalanx.launcher.worker_placement import START_TIMEOUT_S
+from phalanx.transport.address import LOOPBACK
 
 CLOSE_S = 5.0
 

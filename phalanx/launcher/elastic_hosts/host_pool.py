@@ -26,8 +26,9 @@ from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.job_supervisor import JobSupervisor
-from phalanx.launcher.worker_placement import LOOPBACK, START_TIMEOUT_S, WorkerRecipe
+from phalanx.launcher.worker_placement import START_TIMEOUT_S, WorkerRecipe
 from phalanx.monitoring.job_events import HostStatus
+from phalanx.transport.address import LOOPBACK
 
 if TYPE_CHECKING:
     from phalanx.elastic.launcher_interface import MembershipControl

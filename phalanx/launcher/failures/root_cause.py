@@ -29,7 +29,7 @@ _JAX_ABORT = "CoordinationService"
 # Of a job that was ended by a false success: the code of its survivors.
 FALSE_SUCCESS_CODE = errors.PeerLostError.exit_code
 PREEMPTED_CODE = errors.PreemptedError.exit_code
-INTERRUPTED_CODE = exit_codes.SIGNAL_BASE + signal.SIGINT
+INTERRUPTED_CODE = errors.SIGNAL_BASE + signal.SIGINT
 HOST_LOST_CODE = errors.PeerLostError.exit_code
 
 
@@ -154,7 +154,7 @@ def find_root_cause(ends: Sequence[WorkerExit], *, interrupted_by: int | None = 
         # All leave together, after the chief has saved; the last to leave may have lost the others.
         return RootCause(PREEMPTED_CODE, None, "the job was asked to stop, and saved a checkpoint first", True)
     if interrupted_by is not None:
-        code = exit_codes.SIGNAL_BASE + interrupted_by
+        code = errors.SIGNAL_BASE + interrupted_by
         meaning = exit_codes.meaning(code)
         return RootCause(code, None, f"it was stopped from outside: {meaning.sentence}", True)
     if not own:

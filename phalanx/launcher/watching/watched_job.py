@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO
 
 from phalanx.config.task_names import trains
-from phalanx.errors import PhalanxError
+from phalanx.errors import SIGNAL_BASE, PhalanxError
 from phalanx.launcher.dashboard_process import DashboardProcess
 from phalanx.launcher.failures import failure_report
 from phalanx.launcher.job_request import JobRequest
@@ -22,7 +22,6 @@ from phalanx.launcher.watching.job_control import JobControl
 from phalanx.launcher.watching.job_recorder import JobRecorder
 from phalanx.launcher.watching.job_registry import registered, socket_path
 from phalanx.monitoring import job_events as events
-from phalanx.runtime.exit_codes import SIGNAL_BASE
 from phalanx.version import __version__
 
 if TYPE_CHECKING:

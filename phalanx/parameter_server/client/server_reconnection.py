@@ -20,7 +20,7 @@ from phalanx.parameter_server.client.lease_grants import LeaseGrants
 from phalanx.parameter_server.client.server_connection import RequestArrays, ServerConnection
 from phalanx.parameter_server.client.server_dialing import connect_first
 from phalanx.parameter_server.server_messages import Refusal
-from phalanx.parameter_server.server_protocol import CHIEF, LEAD, PURPOSE, peer_lost
+from phalanx.parameter_server.server_protocol import CHIEF_WORKER, LEAD, PURPOSE, peer_lost
 from phalanx.transport.decoding import decode_message
 from phalanx.transport.dial import ATTEMPT_TIMEOUT_S
 from phalanx.transport.link import Link
@@ -69,7 +69,7 @@ class ServerReconnection:
         self._send = send
         self._receive = receive
         self.connections: list[ServerConnection] = []
-        self.grants = LeaseGrants(me) if is_replicated and me.rank == CHIEF else None
+        self.grants = LeaseGrants(me) if is_replicated and me.rank == CHIEF_WORKER else None
         self.tasks = tuple(task for task in me.spec.tasks if task.type == PS)
         self.rejoin_requests: RejoinRequests | None = None
         self._probe_s = me.config.timeout_s / 4

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.parameter_server.server.worker_membership import WorkerMembership
-from phalanx.parameter_server.server_protocol import CHIEF, Worker
+from phalanx.parameter_server.server_protocol import CHIEF_WORKER, Worker
 
 Array = np.ndarray[Any, Any]
 
@@ -24,12 +24,14 @@ class ChiefAnnouncements:
         """From the chief: the session begins. From another worker: wait until it has."""
         members = self._members
         with members.changed:
-            if worker == CHIEF:
+            if worker == CHIEF_WORKER:
                 self._session = max(self._session, session)
                 members.changed.notify_all()
             until = members.clock() + members.start_s
             while self._session < session:
-                members.wait_for_chief(until, lambda: f"{members.names[CHIEF]} did not begin its managed session")
+                members.wait_for_chief(
+                    until, lambda: f"{members.names[CHIEF_WORKER]} did not begin its managed session"
+                )
 
     def broadcast(self, subject: str, fit: int, arrays: list[Array], *, keep_first: bool) -> list[Array]:
         """Store the chief's arrays; returns those that now hold: with `keep_first`, the ones broadcast first."""
@@ -47,5 +49,5 @@ class ChiefAnnouncements:
             while subject not in self._broadcasts or self._broadcasts[subject][0] < fit:
                 if members.has_chief_left:
                     return None
-                members.wait_for_chief(until, lambda: f"{members.names[CHIEF]} did not broadcast its {subject}")
+                members.wait_for_chief(until, lambda: f"{members.names[CHIEF_WORKER]} did not broadcast its {subject}")
             return self._broadcasts[subject][1]

@@ -16,7 +16,7 @@ from phalanx.parameter_server.server_messages import (
     ValidationLogs,
     Values,
 )
-from phalanx.parameter_server.server_protocol import CHIEF
+from phalanx.parameter_server.server_protocol import CHIEF_WORKER
 
 Array = np.ndarray[Any, Any]
 
@@ -56,7 +56,7 @@ class EpochValidation:
                 heard_at = max(requested_at, schedule.last_progress, members.chief_heard_at)
                 members.wait_for_chief(
                     heard_at + timeout_s,
-                    lambda: f"{members.names[CHIEF]} did not validate after epoch {request.epoch + 1} of `fit`",
+                    lambda: f"{members.names[CHIEF_WORKER]} did not validate after epoch {request.epoch + 1} of `fit`",
                 )
 
     def _covers(self, request: RequestValidationLogs) -> bool:

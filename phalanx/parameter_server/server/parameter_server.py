@@ -15,7 +15,7 @@ from phalanx.parameter_server.server.running_clock import RunningClock
 from phalanx.parameter_server.server.shard_group import SNAPSHOT_S, ShardGroup
 from phalanx.parameter_server.server.snapshots import Snapshots
 from phalanx.parameter_server.server.worker_membership import POLL_S
-from phalanx.parameter_server.server_protocol import CHIEF, LEAD, LEASE, PURPOSE, REPLICATE
+from phalanx.parameter_server.server_protocol import CHIEF_WORKER, LEAD, LEASE, PURPOSE, REPLICATE
 from phalanx.transport.handshake import Hello, Welcome
 
 
@@ -69,7 +69,7 @@ class ParameterServer:
         for group in self._groups:
             listener.register(f"{PURPOSE}/{group.number}", group)
             # Both may have to wait until a record of the leader is applied, such as all values of a large model.
-            listener.register(f"{LEAD}/{group.number}", _LeadService(group, str(me.tasks[CHIEF])), blocks=True)
+            listener.register(f"{LEAD}/{group.number}", _LeadService(group, str(me.tasks[CHIEF_WORKER])), blocks=True)
             listener.register(f"{LEASE}/{group.number}", group.lease)
             listener.register(f"{REPLICATE}/{group.number}", group.leadership, blocks=True)
         with listener:

@@ -12,7 +12,7 @@ from phalanx.parameter_server.server.epoch_batches import EpochBatches
 from phalanx.parameter_server.server.fit_schedule import FitPhase, FitSchedule, SampleOrder
 from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server_messages import Rejoin
-from phalanx.parameter_server.server_protocol import CHIEF, Worker
+from phalanx.parameter_server.server_protocol import CHIEF_WORKER, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +90,13 @@ class ScheduleRebuild:
             while schedule.fit.phase is FitPhase.REBUILDING:
                 waited_s = schedule.clock() - self._since
                 all_came = len(self._positions.keys() | self._new_processes) == len(members.names)
-                if CHIEF in self._positions and (all_came or waited_s > min(REJOIN_S, timeout_s / 2)):
+                if CHIEF_WORKER in self._positions and (all_came or waited_s > min(REJOIN_S, timeout_s / 2)):
                     self._finish()
                     schedule.changed.notify_all()
                 else:
-                    members.wait_for_chief(self._since + timeout_s, lambda: f"{members.names[CHIEF]} did not return")
+                    members.wait_for_chief(
+                        self._since + timeout_s, lambda: f"{members.names[CHIEF_WORKER]} did not return"
+                    )
 
     def _finish(self) -> None:
         schedule = self._schedule
@@ -118,7 +120,7 @@ def skip_serials(fit: FitSchedule, messages: Iterable[Rejoin]) -> None:
 
 def rebuild_fit(fit: FitSchedule, positions: Mapping[Worker, WorkerPosition]) -> bool:
     """Continue where the workers are; whether an epoch is open then."""
-    chief, order = positions[CHIEF]
+    chief, order = positions[CHIEF_WORKER]
     # A worker of another era learns from `FitSchedule.superseded` that it must go back; its tickets are void.
     here = [message for message, _ in positions.values() if message.era == fit.era]
     same = [m for m in here if (m.fit, m.epoch) == (chief.fit, chief.epoch)]

@@ -34,7 +34,7 @@ from phalanx.parameter_server.server.variable_store import VariableStore
 from phalanx.parameter_server.server.worker_membership import POLL_S, WorkerMembership
 from phalanx.parameter_server.server.worker_table import WorkerTable
 from phalanx.parameter_server.server_messages import LeaveJob
-from phalanx.parameter_server.server_protocol import CHIEF, NOT_LEADING, NOTICE_AFTER_S, Worker
+from phalanx.parameter_server.server_protocol import CHIEF_WORKER, NOT_LEADING, NOTICE_AFTER_S, Worker
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 
@@ -97,7 +97,7 @@ class ShardGroup:
             me, number, parts, self._changed, self._threads, is_own=is_own, other=other, on_follow=self._forget_workers
         )
         self.lease = LeaderLease(
-            names[CHIEF], self._store.replica, self._changed, self._threads, lambda: self.leadership.is_leading
+            names[CHIEF_WORKER], self._store.replica, self._changed, self._threads, lambda: self.leadership.is_leading
         )
         requests = GroupRequests(
             me.config,
@@ -181,9 +181,12 @@ class ShardGroup:
         if is_over and self._other is not None:
             self._store.replica.end()  # at once: each of two servers may wait for the other one
         if is_over and self._members.table.chief_failure:
-            chief = self._members.names[CHIEF]
+            chief = self._members.names[CHIEF_WORKER]
             raise PeerLostError(
-                f"{chief} failed with an error: {self._members.table.chief_failure}", rank=CHIEF, task=chief, host=""
+                f"{chief} failed with an error: {self._members.table.chief_failure}",
+                rank=CHIEF_WORKER,
+                task=chief,
+                host="",
             )
         return is_over
 
@@ -197,23 +200,23 @@ class ShardGroup:
             logger.warning("%s waits, for up to %g s, for %s.", self._me.task, timeout_s, ", ".join(absent))
 
     def _check_chief(self, now: float, first_contact_until: float, connected: set[Worker]) -> None:
-        if CHIEF not in connected and now > first_contact_until:
+        if CHIEF_WORKER not in connected and now > first_contact_until:
             raise RendezvousError(
-                f"{self._members.names[CHIEF]} did not connect to {self._me.task} within "
+                f"{self._members.names[CHIEF_WORKER]} did not connect to {self._me.task} within "
                 f"{self._me.config.rendezvous_timeout_s:g} s. Is it started, with the same cluster?"
             )
-        if self._members.table.lost_s(CHIEF) > self._return_s and not self._members.table.links:
+        if self._members.table.lost_s(CHIEF_WORKER) > self._return_s and not self._members.table.links:
             raise self._chief_lost()
 
     def _chief_lost(self) -> PeerLostError:
-        return self._members.table.lost(CHIEF, f"training; it did not return within {self._return_s:g} s")
+        return self._members.table.lost(CHIEF_WORKER, f"training; it did not return within {self._return_s:g} s")
 
     # The listener's service.
 
     def admit(self, hello: Hello) -> Welcome:
         """Whether a worker may connect: this server must lead the group."""
         # Refused, a worker looks for the server that leads by now; a worker that was admitted would wait here.
-        may_answer = not self.lease.has_lapsed or hello.task == self._members.names[CHIEF]
+        may_answer = not self.lease.has_lapsed or hello.task == self._members.names[CHIEF_WORKER]
         if not (self.leadership.is_leading and may_answer):
             return Welcome(
                 refusal=NOT_LEADING, reason=f"{self._me.task} does not lead group {self.number}, or not yet."
@@ -248,7 +251,7 @@ class ShardGroup:
                 return  # another process may have replaced it
             self._members.say_goodbye(worker, message.failure)
             self.wake()
-            if worker == CHIEF:
+            if worker == CHIEF_WORKER:
                 for lost in set(message.without).intersection(self._members.names):
                     self._members.evict(self._members.names.index(lost))
 
@@ -291,7 +294,7 @@ class ShardGroup:
         with self._changed:
             # A chief that has left promotes no other server any more, so this one may answer without a lease.
             while leadership.is_leading and not (lease.is_valid and condition()) and not self._members.has_chief_left:
-                is_away = CHIEF not in self._members.table.links
+                is_away = CHIEF_WORKER not in self._members.table.links
                 if time.monotonic() - started_at > (self._return_s if is_away else limit_s):
                     raise self._chief_lost()
                 if self._threads.closing.is_set():

@@ -21,7 +21,7 @@ from phalanx.parameter_server.server.counted_steps import CountedSteps
 from phalanx.parameter_server.server.fit_schedule import FitPhase, FitSchedule, SampleOrder
 from phalanx.parameter_server.server.worker_membership import POLL_S, WorkerMembership
 from phalanx.parameter_server.server_messages import EpochOver, FitOver, GroupState, Ticket
-from phalanx.parameter_server.server_protocol import CHIEF, Worker
+from phalanx.parameter_server.server_protocol import CHIEF_WORKER, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class StepSchedule:
             era: era of the `fit`; None: the next one.
         """
         with self.changed:
-            chief = self.members.table.process(CHIEF)
+            chief = self.members.table.process(CHIEF_WORKER)
             # A restarted chief continues from what it has restored, and so does the count.
             went_back = bool(self._declared_by and chief) and chief != self._declared_by
             self.global_step = step if went_back else max(self.global_step, step)
@@ -103,7 +103,7 @@ class StepSchedule:
 
     def worker_left(self, worker: Worker) -> None:
         """See `MembershipObserver`."""
-        if worker == CHIEF:
+        if worker == CHIEF_WORKER:
             self.fit.is_on_hold = False
         self.fit.release(worker, self.members.table.connected)
 
@@ -143,7 +143,7 @@ class StepSchedule:
         members = self.members
         patience_s = members.start_s if self.fit.phase is FitPhase.DECLARED else timeout_s
         members.wait_for_chief(
-            since + patience_s, lambda: f"{members.names[CHIEF]} did not begin epoch {number + 1} of `fit`"
+            since + patience_s, lambda: f"{members.names[CHIEF_WORKER]} did not begin epoch {number + 1} of `fit`"
         )
 
     def end_epoch(self, fit: int, number: int) -> int:
@@ -252,7 +252,7 @@ class StepSchedule:
             self.fit.is_on_hold = True
             until = self.clock() + timeout_s
             # The hold ends early if the chief, which requested it, is lost.
-            while self.fit.is_on_hold and (late := self.fit.tickets.holders() - {CHIEF}):
+            while self.fit.is_on_hold and (late := self.fit.tickets.holders() - {CHIEF_WORKER}):
                 if self.clock() > until:
                     for worker in late:
                         self.members.evict(worker)

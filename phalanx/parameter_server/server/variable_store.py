@@ -21,7 +21,7 @@ from phalanx.parameter_server.server.replication import ReplicaStream, State
 from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.worker_membership import POLL_S
 from phalanx.parameter_server.server_messages import GroupState, PushGradients, Slots, arrays_of, dtypes_of
-from phalanx.parameter_server.server_protocol import CHIEF, Worker
+from phalanx.parameter_server.server_protocol import CHIEF_WORKER, Worker
 from phalanx.parameter_server.shard_placement import PlacedVariable
 from phalanx.parameter_server.table_rows import TableRows
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 
 
-class JoinedFit(NamedTuple):
+class FitFacts(NamedTuple):
     """The state that a worker needs to join a `fit`; see `FitJoined`."""
 
     first_epoch: int
@@ -136,7 +136,7 @@ class VariableStore:
 
     def join(
         self, worker: Worker, fit: int, variables: tuple[PlacedVariable, ...], timeout_s: float
-    ) -> JoinedFit | None:
+    ) -> FitFacts | None:
         """Wait until the chief has declared this `fit`, and compare the models; None if it has declared a later one.
 
         Raises:
@@ -149,9 +149,11 @@ class VariableStore:
             until = members.clock() + timeout_s
             while self._shards is None or self.fit < fit:
                 if members.has_chief_left:
-                    raise members.table.lost(CHIEF, "the start of `fit`")
+                    raise members.table.lost(CHIEF_WORKER, "the start of `fit`")
                 if members.clock() > until:
-                    raise CollectiveTimeoutError(f"{members.names[CHIEF]} did not begin `fit` within {timeout_s:g} s.")
+                    raise CollectiveTimeoutError(
+                        f"{members.names[CHIEF_WORKER]} did not begin `fit` within {timeout_s:g} s."
+                    )
                 self.changed.wait(POLL_S)
             declared = self._shards.declared
             if fit < declared.fit:
@@ -164,7 +166,7 @@ class VariableStore:
             self._former.workers_behind.discard(worker)
             if not self._former.workers_behind:
                 self._former = _FormerFit()
-            return JoinedFit(declared.first_epoch, declared.model.tables, self._shards.groups, declared.ahead)
+            return FitFacts(declared.first_epoch, declared.model.tables, self._shards.groups, declared.ahead)
 
     # State for snapshots and replicas.
 

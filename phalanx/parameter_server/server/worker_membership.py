@@ -15,7 +15,7 @@ from typing import Protocol
 
 from phalanx.errors import CollectiveTimeoutError, PhalanxError, RendezvousError
 from phalanx.parameter_server.server.worker_table import WorkerTable
-from phalanx.parameter_server.server_protocol import CHIEF, Worker
+from phalanx.parameter_server.server_protocol import CHIEF_WORKER, Worker
 from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class WorkerMembership:
     @property
     def has_chief_left(self) -> bool:
         """Whether the chief has finished; waiting for it fails."""
-        return CHIEF in self.table.left
+        return CHIEF_WORKER in self.table.left
 
     def _fail(self, failure: Callable[[], PhalanxError]) -> None:
         if self.all_required and self._failure is None:
@@ -159,15 +159,15 @@ class WorkerMembership:
             CollectiveTimeoutError: the deadline has passed.
         """
         if self.has_chief_left:
-            raise self.table.lost(CHIEF, "fit")
+            raise self.table.lost(CHIEF_WORKER, "fit")
         remaining = until - self.clock()
         if remaining <= 0:
-            if CHIEF not in self.table.seen:
+            if CHIEF_WORKER not in self.table.seen:
                 raise RendezvousError(
-                    f"{self.names[CHIEF]} did not join the job in time. Is it started, with the same cluster?"
+                    f"{self.names[CHIEF_WORKER]} did not join the job in time. Is it started, with the same cluster?"
                 )
-            if CHIEF not in self.table.connected:
-                raise self.table.lost(CHIEF, "fit; it did not return within the time set")
+            if CHIEF_WORKER not in self.table.connected:
+                raise self.table.lost(CHIEF_WORKER, "fit; it did not return within the time set")
             raise busy_error(reason())
         self.changed.wait(min(remaining, POLL_S))
 

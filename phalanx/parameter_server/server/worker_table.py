@@ -7,7 +7,7 @@ from collections.abc import Callable
 from phalanx.cluster.admission import incarnation_of
 from phalanx.cluster.membership import CONNECTION_CLOSED, SEE_TASK_OUTPUT
 from phalanx.errors import PeerLostError
-from phalanx.parameter_server.server_protocol import CHIEF, Worker, peer_lost
+from phalanx.parameter_server.server_protocol import CHIEF_WORKER, Worker, peer_lost
 from phalanx.transport.link import Link
 
 
@@ -58,7 +58,7 @@ class WorkerTable:
     def leave(self, worker: Worker, failure: str) -> None:
         """A worker says goodbye, with the error that it ended with, or none."""
         self.left.add(worker)
-        if worker == CHIEF:
+        if worker == CHIEF_WORKER:
             self.chief_failure = failure
 
     def remove(self, worker: Worker, name: str) -> bool:
@@ -79,7 +79,9 @@ class WorkerTable:
     def expect_return(self, worker: Worker, why: str) -> None:
         """A worker has left without a goodbye and may reconnect; `why` is a sentence, or empty."""
         self._endings[worker] = why
-        self._expected_until[worker] = self._clock() + (self._chief_relink_s if worker == CHIEF else self._relink_s)
+        self._expected_until[worker] = self._clock() + (
+            self._chief_relink_s if worker == CHIEF_WORKER else self._relink_s
+        )
 
     def expect_all(self, within_s: float) -> None:
         """All workers that are not connected are expected to connect within this time, and none counts as lost."""

@@ -12,12 +12,11 @@ import numpy as np
 from phalanx.data import ShardedInput
 from phalanx.errors import DisagreementError
 from phalanx.keras_compat.copies.object_config import configuration_of
-from phalanx.keras_compat.model_state import optimizers
+from phalanx.keras_compat.model_state import PLAIN, optimizers
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.replica import Replica
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
-_PLAIN = (bool, int, float, str, type(None))
 _NOT_COMPARED = ("name", "learning_rate")
 """Of a configuration: Keras numbers names, and the learning rate is the chief's."""
 
@@ -186,12 +185,12 @@ def _settings(thing: Any) -> dict[str, Any]:
         configuration = configuration_of(thing)
     except (NotImplementedError, TypeError, ValueError, AttributeError):
         return {}
-    return {k: v for k, v in configuration.items() if isinstance(v, _PLAIN) and k not in _NOT_COMPARED}
+    return {k: v for k, v in configuration.items() if isinstance(v, PLAIN) and k not in _NOT_COMPARED}
 
 
 def _described(thing: Any) -> str:
     """The same text on all ranks for the same thing: without addresses, and in an order that does not vary."""
-    if isinstance(thing, _PLAIN):
+    if isinstance(thing, PLAIN):
         return repr(thing)
     if isinstance(thing, Mapping):
         return "{" + ", ".join(f"{name!r}: {_described(value)}" for name, value in thing.items()) + "}"

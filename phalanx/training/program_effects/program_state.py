@@ -31,7 +31,6 @@ Array = np.ndarray[Any, Any]
 
 OTHER_SEED = 0x5EED_0DD
 """That no program is likely to have chosen."""
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class ProgramState:
@@ -215,7 +214,7 @@ class _Variable:
 
 def _content(value: Any) -> Callable[[], None] | None:
     """What gives a value its present content again; None if that is not known."""
-    if isinstance(value, _PLAIN) or type(value).__module__.startswith("jax"):
+    if isinstance(value, model_state.PLAIN) or type(value).__module__.startswith("jax"):
         return _nothing
     if isinstance(value, np.random.Generator):
         numbers, state = value.bit_generator, copy.deepcopy(value.bit_generator.state)
