@@ -28,7 +28,7 @@ def _stopped() -> Iterator[None]:
 
 
 def begin(path: Path, rank: int = 0) -> timeline.TimelineRecorder:
-    timeline.start(timeline.TimelineFileRecorder(timeline.TimelineFileSink(path, "job"), rank, f"worker/{rank}"))
+    timeline.start(timeline.TimelineSinkRecorder(timeline.TimelineFileSink(path, "job"), rank, f"worker/{rank}"))
     return timeline.current
 
 
@@ -162,7 +162,7 @@ def test_events_wait_for_the_file_of_their_job(tmp_path: Path) -> None:
     assert len(json.loads(path.read_text())) == 1
 
 
-class Interrupted(timeline.TimelineFileRecorder):
+class Interrupted(timeline.TimelineSinkRecorder):
     """Is flushed while another thread adds an event."""
 
     is_flushed_next = False

@@ -172,7 +172,7 @@ def start_recording(node: Node, path: Path, *, overwrite: bool = False, marks_cy
         sink, (offset, uncertainty) = writer
     tasks = [str(task) for task in node.identity.tasks]
     number = tasks.index(me.task) if me.task in tasks else me.rank  # the same for a task that rejoins
-    recorder = timeline.TimelineFileRecorder(
+    recorder = timeline.TimelineSinkRecorder(
         sink, number, f"{me.task} (rank {me.rank} on {me.host})", offset_ns=round(offset), marks_cycles=marks_cycles
     )
     about = {"job": config.job_id, "world_size": membership.world_size, "generation": membership.generation}
@@ -191,7 +191,7 @@ def start_worker_recording(me: TaskIdentity, path: Path) -> None:
         timeline.create(path, config.job_id)
     sink = timeline.TimelineFileSink(path, config.job_id)
     timeline.start(
-        timeline.TimelineFileRecorder(sink, me.rank, f"{me.task} (worker {me.rank} on {me.description.host})")
+        timeline.TimelineSinkRecorder(sink, me.rank, f"{me.task} (worker {me.rank} on {me.description.host})")
     )
 
 

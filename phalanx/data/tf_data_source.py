@@ -234,18 +234,18 @@ def _elements(dataset: Any) -> Iterator[Any]:
         ) from error
 
 
-def _tree(dataset: Any) -> Iterator[Any]:
+def _with_inputs(dataset: Any) -> Iterator[Any]:
     """The dataset and all its input datasets."""
     yield dataset
     for part in dataset._inputs():
-        yield from _tree(part)
+        yield from _with_inputs(part)
 
 
 def _source_files(dataset: Any) -> list[str] | None:
     """The files that a dataset reads, in its order, as far as its source is a list of them; of several
     sources (`zip`) the shortest list. Whether they are read as files only TensorFlow's rewrite knows."""
     lists = []
-    for part in _tree(dataset):
+    for part in _with_inputs(dataset):
         names = getattr(part, "_filenames", None)
         if isinstance(names, tf.data.Dataset):
             lists.append(names)
@@ -275,8 +275,8 @@ def _check_class_weight(element_spec: Any) -> None:
 
 
 def _has_unseeded_shuffle(dataset: Any) -> bool:
-    for part in _tree(dataset):
-        if hasattr(part, "_seed2") and not _int(part._seed) and not _int(part._seed2):
+    for part in _with_inputs(dataset):
+        if hasattr(part, "_seed2") and not _seed_number(part._seed) and not _seed_number(part._seed2):
             return True
         for function in part._functions():
             operations = function.function.graph.get_operations()
@@ -285,12 +285,12 @@ def _has_unseeded_shuffle(dataset: Any) -> bool:
     return False
 
 
-def _int(seed: Any) -> int:
+def _seed_number(seed: Any) -> int:
     return 0 if seed is None else int(seed)
 
 
 def _bytes_in_memory(dataset: Any) -> int:
-    tensors = (tensor for part in _tree(dataset) for tensor in getattr(part, "_tensors", ()))
+    tensors = (tensor for part in _with_inputs(dataset) for tensor in getattr(part, "_tensors", ()))
     return sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tensors if tensor.dtype.size)
 
 
@@ -308,7 +308,7 @@ def _reseeded(dataset: Any, seed: int) -> Any:
         serialized = dataset._as_serialized_graph(external_state_policy=ExternalStatePolicy.IGNORE)
         graph = graph_pb2.GraphDef.FromString(serialized.numpy())
         _seed_shuffles(graph, seed)
-        variant = _run(graph)
+        variant = _dataset_of_graph(graph)
     except (tf.errors.OpError, ValueError) as error:
         _log.info("A shuffle without a seed is left as it is, for its dataset cannot be copied: %s", error)
         return dataset
@@ -363,7 +363,7 @@ def _rename_functions(graph: Any, suffix: str) -> None:
                     called.name += suffix
 
 
-def _run(graph: Any) -> Any:
+def _dataset_of_graph(graph: Any) -> Any:
     """The dataset that a graph creates.
 
     Large constants, the data in memory, are handed over as tensors: compiling them into the graph would take

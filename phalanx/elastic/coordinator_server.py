@@ -101,9 +101,9 @@ class CoordinatorServer:
         with self._lock:
             self.coordinator.table.withdrawn.discard(task)
 
-    def limit(self, workers: int) -> None:
+    def limit_processes(self, workers: int) -> None:
         with self._lock:
-            self.coordinator.limit(workers, time.monotonic())
+            self.coordinator.limit_processes(workers, time.monotonic())
 
     # See `transport.listener.Service`.
 

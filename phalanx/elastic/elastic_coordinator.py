@@ -209,7 +209,7 @@ class ElasticCoordinator:
             self._enter(CoordinatorState.RUNNING, now)
         self._decide(now)
 
-    def limit(self, workers: int, now: float) -> None:
+    def limit_processes(self, workers: int, now: float) -> None:
         """There will never be more processes than this: the job need not wait for others."""
         self.table.process_limit = workers
         self._decide(now)

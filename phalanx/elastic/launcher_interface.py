@@ -63,7 +63,7 @@ class MembershipControl(Protocol):
         """The next process of this task may take part again."""
         ...
 
-    def limit(self, workers: int) -> None:
+    def limit_processes(self, workers: int) -> None:
         """There will never be more worker processes than this: the job need not wait for others."""
         ...
 

@@ -41,7 +41,7 @@ from phalanx.runtime import process_exit, telemetry
 from phalanx.runtime.traffic_account import WorkerTraffic
 
 ENTRY = 0
-"""All members of an elastic job take part in a single entry, from `init` on (see `elastic.entry_log`)."""
+"""All members of an elastic job take part in a single entry, from `init` on (see `elastic.entry_results`)."""
 
 
 class HorovodJob:

@@ -249,7 +249,7 @@ class _JobRun:
             ElasticSupervisor(pool.shares, stays_here=pool.stays_here, start_timeout_s=start_timeout_s)
         )
         # Even without restarts another worker may start in the slot, at the same port.
-        placements = pool.first(
+        placements = pool.first_placements(
             replace(self._recipe, restartable=True, coordinator=supervisor.address, identity=supervisor.identity)
         )
         job = self._job(placements, pool)
@@ -263,7 +263,7 @@ class _JobRun:
 
     def _spanning_job(self, elastic: ElasticOptions) -> JobSupervisor:
         """The job of one program, with as many workers as there are slots now."""
-        placements = self._gathered_hosts(elastic).first(self._recipe, is_fixed=True)
+        placements = self._gathered_hosts(elastic).first_placements(self._recipe, is_fixed=True)
         workers = _workers_in(placements)
         if workers < elastic.maximum:
             self._observer.noticed(f"one program over {workers} workers, of {elastic.maximum} at most")

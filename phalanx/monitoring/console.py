@@ -27,6 +27,7 @@ from phalanx.monitoring.startup_noise import StartupNoiseFilter
 # A control sequence (ECMA-48, ECMA-35): CSI ... final byte, or OSC ... terminator, or an escape of two characters or
 # more, as `tput sgr0` (ESC ( B) and `tput sc` (ESC 7) write them.
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\-~])")
+_COLOUR_ESCAPE = re.compile(r"\x1b\[[0-9;:]*m")
 _INCOMPLETE_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*|[ -/]+)?$")
 _TOKEN = re.compile(rf"{_ESCAPE.pattern}|[\r\n\b]|[^\x1b\r\n\b]+|\x1b")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -41,9 +42,6 @@ MAX_LINE_CHARACTERS = 100_000
 MAX_ESCAPE_CHARACTERS = 1000
 NOTEBOOK = -1
 """Instead of the width of a terminal: lines do not wrap."""
-
-
-_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 class TextSink(Protocol):
@@ -169,7 +167,7 @@ class LiveLine:
         written = []
         self.escaped = self.escaped or "\x1b" in text
         for token in _TOKEN.findall(text):
-            if not self._colour and _COLOUR.fullmatch(token):
+            if not self._colour and _COLOUR_ESCAPE.fullmatch(token):
                 continue
             if token == "\n":
                 if self._at_start and not self._shown:

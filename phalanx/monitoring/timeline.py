@@ -56,6 +56,8 @@ PATIENCE_S = 10.0
 """How long the end of the process waits for a write in progress."""
 MAX_WAITING = 500_000
 """The most events that wait in memory (100 MB) while the file system or another host is slow; more are dropped."""
+_END = b"\n]\n"
+_TAIL_BYTES = 1 << 20
 
 Args = Mapping[str, Any]
 now = time.monotonic_ns
@@ -75,7 +77,7 @@ class TimelinePart(NamedTuple):
 
 
 class TimelineRecorder:
-    """Records nothing. `TimelineFileRecorder` does.
+    """Records nothing. `TimelineSinkRecorder` does.
 
     Attributes:
         on: whether anything is recorded.
@@ -145,7 +147,7 @@ class _Event(msgspec.Struct, omit_defaults=True):
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
-class TimelineFileRecorder(TimelineRecorder):
+class TimelineSinkRecorder(TimelineRecorder):
     """Records into a sink, which a thread writes to.
 
     Args:
@@ -311,7 +313,7 @@ class TimelineFileSink:
         self._header = _header(job)
 
     def write(self, events: Sequence[bytes]) -> bool:
-        """See `Sink.write`."""
+        """See `TimelineSink.write`."""
         try:
             file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -328,7 +330,7 @@ class TimelineFileSink:
         return True
 
     def close(self) -> None:
-        """See `Sink.close`."""
+        """See `TimelineSink.close`."""
 
 
 current: TimelineRecorder = TimelineRecorder()
@@ -358,7 +360,7 @@ def create(path: Path, job: str, *, overwrite: bool = False) -> None:
         ) from error
 
 
-def start(recorder: TimelineFileRecorder) -> None:
+def start(recorder: TimelineSinkRecorder) -> None:
     """Record events from now on.
 
     Raises: ValueError if this process records already.
@@ -377,7 +379,7 @@ def stop() -> None:
     global current
     with _lock:
         recorder, current = current, TimelineRecorder()
-    if isinstance(recorder, TimelineFileRecorder):
+    if isinstance(recorder, TimelineSinkRecorder):
         recorder.stop()
         atexit.unregister(stop)
 
@@ -396,9 +398,6 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-
-_END = b"\n]\n"
-_TAIL_BYTES = 1 << 20
 
 
 def _header(job: str) -> bytes:

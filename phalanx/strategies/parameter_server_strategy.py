@@ -280,7 +280,7 @@ def _settings_of(worker: ParameterServerWorker) -> WorkerSettings:
 
 RANDOM_STATE = "random state"
 
-_member: tuple[ClusterSpec, ParameterServerWorker] | None = None
+_joined_as: tuple[ClusterSpec, ParameterServerWorker] | None = None
 """This process as a worker: a task has one port, so it joins one cluster, once."""
 
 
@@ -295,8 +295,8 @@ def join_as_worker(
     is_replicated: bool,
 ) -> ParameterServerWorker:
     """This process as a worker: created once; a further strategy changes its rules."""
-    global _member
-    if _member is None:
+    global _joined_as
+    if _joined_as is None:
         process_exit.install()
         prepare()
         worker = ParameterServerWorker(
@@ -309,7 +309,7 @@ def join_as_worker(
             embedding_rows=embedding_rows,
             seed=f"{me.config.seed} {me.config.job_id}",
         )
-        _member = (me.spec, worker)
+        _joined_as = (me.spec, worker)
         telemetry.current.read_gpu = gpu_figures.read
         telemetry.announce(lambda: worker.traffic)
         if me.config.timeline is not None and me.rank >= 0:
@@ -317,7 +317,7 @@ def join_as_worker(
         process_exit.at_exit(lambda: worker.client.close(process_exit.failure()))
         _share_random_state(worker)
         return worker
-    spec, worker = _member
+    spec, worker = _joined_as
     if spec != me.spec:
         raise ConfigurationError(
             f"This process belongs to the cluster {spec} already, and a new strategy needs {me.spec}. A process "

@@ -46,7 +46,7 @@ from phalanx.strategies.replica_variables import StrategyParts
 from phalanx.strategies.strategy_extended import StrategyExtended
 from phalanx.training import model_dispatch
 from phalanx.training.replica import Replica, divides_batches
-from phalanx.training.steps.gradient_merge import GradientMerge
+from phalanx.training.steps.gradient_merge import CustomLoopMerge
 from phalanx.training.steps.optimizer_properties import loss_scale
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
 
@@ -80,7 +80,7 @@ class Strategy:
     ):
         self._replica = replica
         self._policy = policy
-        self._merge = GradientMerge(replica, policy.compression)  # of custom loops; `fit` has others
+        self._merge = CustomLoopMerge(replica, policy.compression)  # of custom loops; `fit` has others
         self._cluster_resolver = cluster_resolver
         self._parts = StrategyParts(self)
         self._trace_key: Hashable = object()  # see `replica_context.trace_key`
@@ -363,7 +363,7 @@ class Strategy:
     def explain_sharding(self, dataset: Any, *, batch_size: int | None = None) -> str:
         """What each replica will read of an input of `fit`, and why. Does not communicate."""
         steps = 1 if batch_size is None and not data.accepts_batch_size(dataset) else None
-        rank, world_size = self._part()
+        rank, world_size = self._rank_and_size()
         request = InputRequest(
             dataset,
             batch_size=batch_size,
@@ -373,7 +373,7 @@ class Strategy:
         )
         return data.shard_input(request).description.explain()
 
-    def _part(self) -> tuple[int, int]:
+    def _rank_and_size(self) -> tuple[int, int]:
         # A process that waits to join has no part yet; what it makes meanwhile gets one when it is iterated.
         return self.rank, max(self._replica.world_size, self.rank + 1)
 
@@ -381,7 +381,7 @@ class Strategy:
         # Drawn on all replicas, so that the program's random numbers stay the same, and the chief's is used.
         own = int(np.random.randint(2**31 - 1))
         seed = self._replica.run_recorded(lambda: self._replica.communicator.broadcast_bytes(own.to_bytes(8)))
-        rank, world_size = self._part()
+        rank, world_size = self._rank_and_size()
         elastic = self._replica.elastic
         return DatasetDistribution(
             rank=rank,
@@ -390,7 +390,7 @@ class Strategy:
             kind=self._tensors.distributed_dataset,
             convert=self._tensors.from_host if self.placement is None else partial(put_on_mesh, self.placement),
             any_rank=self._replica.any,
-            members=None if elastic is None else Members(self._part, self._replica.broadcast_from_chief),
+            members=None if elastic is None else Members(self._rank_and_size, self._replica.broadcast_from_chief),
         )
 
 
@@ -442,7 +442,7 @@ def _merge_gradients(gradients: list[Any], variables: list[Any]) -> list[Any]:
     merged = list(gradients)
     merge, scale = strategy._merge, loss_scale(trainer_hook.applied_optimizer())
     values = strategy._tensors.merge_gradients(
-        merge.of(variables, scale), merge.gather, [gradients[i] for i in present]
+        merge.function_for(variables, scale), merge.gather, [gradients[i] for i in present]
     )
     for i, value in zip(present, values, strict=True):
         merged[i] = value

@@ -52,7 +52,7 @@ class FitSnapshot(FitPosition):
         variables: those that a file of weights does not have: random state of layers, metrics.
         random_states: that of the program, see `engines.random_state`; of former versions, those of all ranks.
         streams: the position of `PerRankRandomStreams`.
-        pooled: see `Stepper.pooled`.
+        pooled: see `ReplicaStepper.pooled`.
     """
 
     samples: int | None

@@ -62,7 +62,7 @@ class ModelDispatcher:
 
     Args:
         current_owner: returns the owner of a model that is constructed or compiled now; None for Keras's own.
-        merge_gradients: see `Dispatcher.merge_gradients`.
+        merge_gradients: see `KerasDispatcher.merge_gradients`.
         note_variable: called with each Keras variable that is created.
     """
 

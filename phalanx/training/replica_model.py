@@ -85,8 +85,8 @@ class ReplicaModel:
         self._seeds_given = 0
         self.probes = ProgramProbes(model, ChiefProbing(replica))
         self._steps_that_built: set[str] = set()
-        self._predicts_rows: dict[str, bool] = {}
-        self._predicts_parts = True
+        self._has_row_outputs: dict[str, bool] = {}  # by the form of a batch
+        self._predicts_samples_apart = True
 
     @property
     def engine(self) -> Engine:
@@ -231,7 +231,7 @@ class ReplicaModel:
             build_layers(self.model, source.peek().data[0])
         # As above, and no batch for nothing.
         data = source.peek().data if self.probes.need_outputs("predict") else (None, None, None)
-        self._predicts_parts = not self.probes.relates_samples("predict", data, source.structure)
+        self._predicts_samples_apart = not self.probes.relates_samples("predict", data, source.structure)
         return self.engine
 
     def predicts_parts(self, data: Batch) -> bool:
@@ -244,9 +244,9 @@ class ReplicaModel:
         if self.replica.world_size == 1 and not self.replica.micro_batches:
             return True
         known = str(map_leaves(lambda array: (array.shape[1:], array.dtype.str), data[0]))
-        if known not in self._predicts_rows:
-            self._predicts_rows[known] = _predicts_rows(self.model, data[0])
-        return self._predicts_parts and self._predicts_rows[known]
+        if known not in self._has_row_outputs:
+            self._has_row_outputs[known] = _outputs_are_rows(self.model, data[0])
+        return self._predicts_samples_apart and self._has_row_outputs[known]
 
     def _make_engine(self, source: ShardedInput, method: str) -> None:
         """Make the engine if there is none. Raises on every rank if the ranks were given different data."""
@@ -361,8 +361,12 @@ def _needs_a_batch(model: Any) -> bool:
     return is_unbuilt(model) or stateful_layer(model) is not None
 
 
-def _predicts_rows(model: Any, x: Any) -> bool:
-    """See `ReplicaModel.predicts_rows`; x as the model takes it."""
+def _outputs_are_rows(model: Any, x: Any) -> bool:
+    """Whether the first axis of each output is that of the samples, as far as that is known.
+
+    Args:
+        x: as the model takes it.
+    """
     if stateful_layer(model) is not None:  # made for one number of samples, and so its outputs are
         return True
     shapes = output_shapes(model, x)

@@ -50,7 +50,7 @@ def test_another_host_measures_its_clock_and_sends_its_events(tmp_path: Path) ->
         sink = remote(listener)
         offset, uncertain = sink.clock_offset()
         assert abs(offset) <= uncertain  # it is the same clock
-        recorder = timeline.TimelineFileRecorder(sink, 1, "worker/1", offset_ns=5_000_000_000)
+        recorder = timeline.TimelineSinkRecorder(sink, 1, "worker/1", offset_ns=5_000_000_000)
         recorder.start()
         recorder.complete(timeline.TRAINING, "one\nline", 1000, {"text": "a\nb"})
         recorder.stop()
@@ -109,7 +109,7 @@ def test_a_writer_that_is_gone_ends_the_recording_and_nothing_else(
         assert arrived.wait(BOUND_S)
         with pytest.raises(LinkClosedError):
             sink.clock_offset()
-        recorder = timeline.TimelineFileRecorder(sink, 1, "worker/1")
+        recorder = timeline.TimelineSinkRecorder(sink, 1, "worker/1")
         timeline.start(recorder)
         until = time.monotonic() + BOUND_S
         while timeline.current.on and time.monotonic() < until:

@@ -111,7 +111,7 @@ class Job:
         elif event == "readmit":
             coordinator.table.withdrawn.discard(f"worker/{index}")
         else:
-            coordinator.limit(index, self.now)
+            coordinator.limit_processes(index, self.now)
 
 
 @given(EVENTS)

@@ -374,12 +374,12 @@ def test_a_task_that_returns_has_not_finished():
 def test_nobody_waits_for_those_who_will_never_come(known_before):
     job = Job(minimum=3).running()
     if known_before:
-        job.coordinator.limit(2, 0.0)
+        job.coordinator.limit_processes(2, 0.0)
     job.lose("b1")
     job.report("a1", "c1")
     if not known_before:
         assert job.coordinator.failure == ""
-        job.coordinator.limit(2, 0.0)
+        job.coordinator.limit_processes(2, 0.0)
     assert "no other will be started" in job.coordinator.failure
     assert job.over == [["failed", "66"]]
 
@@ -388,18 +388,18 @@ def test_nobody_waits_for_those_who_will_never_come(known_before):
 def test_a_job_begins_without_those_who_will_never_come(known_before):
     job = Job(minimum=2)
     if known_before:
-        job.coordinator.limit(2, 0.0)
+        job.coordinator.limit_processes(2, 0.0)
     job.arrive("a1", "c1")
     if not known_before:
         assert job.generations == []
-        job.coordinator.limit(2, 0.0)
+        job.coordinator.limit_processes(2, 0.0)
     assert job.generations == [["worker/0", "worker/2"]]
 
 
 def test_a_job_does_not_begin_with_fewer_than_its_minimum_whoever_will_never_come():
     job = Job(minimum=2)
     job.arrive("a1")
-    job.coordinator.limit(1, 0.0)
+    job.coordinator.limit_processes(1, 0.0)
     assert job.generations == []
 
 

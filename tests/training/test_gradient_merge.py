@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.compression import TopK
 from phalanx.engines.step_layout import MergeWeight, StepLayout
-from phalanx.training.steps.gradient_merge import GradientMerge, StepMerge
+from phalanx.training.steps.gradient_merge import CustomLoopMerge, StepMerge
 
 
 class _Alone:
@@ -66,8 +66,8 @@ RAMP, ZEROS = np.linspace(1, 2, 2000, dtype="float32"), np.zeros(2000, "float32"
 
 def test_what_a_compression_keeps_of_one_optimizer_does_not_reach_the_weights_of_another() -> None:
     """Two generators of a CycleGAN have weights of the same shapes."""
-    merge = GradientMerge(_replica(), FEW)
-    one, other = merge.of([object()]), merge.of([object()])
+    merge = CustomLoopMerge(_replica(), FEW)
+    one, other = merge.function_for([object()]), merge.function_for([object()])
     for _ in range(3):
         assert np.count_nonzero(one([RAMP])) == 200
         np.testing.assert_array_equal(other([ZEROS]), 0)
@@ -77,7 +77,7 @@ def test_what_a_compression_keeps_of_one_optimizer_does_not_reach_the_weights_of
 def test_members_forget_what_a_compression_keeps_of_a_custom_loop_when_one_joins() -> None:
     """It has nothing of it, and begins with the last commit."""
     replica = _replica()
-    merge = GradientMerge(replica, FEW).of([object()])
+    merge = CustomLoopMerge(replica, FEW).function_for([object()])
     merge([RAMP])
     replica.generation = 2
     np.testing.assert_array_equal(merge([ZEROS]), 0)

@@ -20,7 +20,7 @@ from phalanx.keras_compat.global_batch.global_gradients import GlobalGradients
 from phalanx.keras_compat.model_state import optimizers
 from phalanx.keras_compat.patching import overridden_methods, override_methods
 
-GradientMerge = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+MergeGradients = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 """Called with gradients and their weights; returns what is to be applied."""
 
 _strays = threading.local()
@@ -29,7 +29,7 @@ _strays = threading.local()
 @contextmanager
 def merging_applies(
     model: Any,
-    merge: GradientMerge,
+    merge: MergeGradients,
     fused: Callable[[Any], AbstractContextManager[None]],
     assign: Callable[[Sequence[Any], Sequence[Any]], None] | None = None,
 ) -> Iterator[None]:
@@ -49,7 +49,7 @@ def merging_applies(
         yield
 
 
-def stray_merge() -> GradientMerge | None:
+def stray_merge() -> MergeGradients | None:
     """The merge for an optimizer that is applied now and is none of the model's; None outside of a train step."""
     return getattr(_strays, "merge", None)
 
@@ -69,7 +69,7 @@ def redirect_apply(optimizer: Any, apply: Callable[[Sequence[Any], Sequence[Any]
 
 
 @contextmanager
-def _strays_merging(merge: GradientMerge | None) -> Iterator[None]:
+def _strays_merging(merge: MergeGradients | None) -> Iterator[None]:
     before = stray_merge()
     _strays.merge = merge
     try:
@@ -85,7 +85,7 @@ def _refuse_stray(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]
     )
 
 
-def _merging_apply(optimizer: Any, merge: GradientMerge, apply: Callable[..., Any]) -> AbstractContextManager[None]:
+def _merging_apply(optimizer: Any, merge: MergeGradients, apply: Callable[..., Any]) -> AbstractContextManager[None]:
     own = GlobalGradients(optimizer)
     apply_gradients = optimizer.apply_gradients
 

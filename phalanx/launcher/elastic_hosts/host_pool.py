@@ -118,13 +118,13 @@ class ElasticPlacements:
 
 
 class HostPool:
-    """See the top of the file. Call `gather`, then `first`, then `begin`, and `close` in the end.
+    """See the top of the file. Call `gather`, then `first_placements`, then `begin`, and `close` in the end.
 
     Args:
         tasks: the tasks of the job, those that train first.
         selector: wakes the launcher when a host has sent something.
         streams: where the output of local workers goes.
-        members: how many workers there may be, and where the hosts come from.
+        options: how many workers there may be, and where the hosts come from.
         shares: the hosts, unless a script discovers them.
         start_timeout_s: seconds to wait for the hosts at the start; None: one minute, or five for a script's first
             hosts.
@@ -137,14 +137,14 @@ class HostPool:
         tasks: Sequence[str],
         selector: selectors.BaseSelector,
         streams: OutputStreams,
-        members: ElasticOptions,
+        options: ElasticOptions,
         *,
         shares: Sequence[HostShare],
         start_timeout_s: float | None = None,
         observer: JobObserver,
         relay: Callable[[str], None],
     ):
-        self._tasks, self._members, self._log, self._on_hosts = tasks, members, observer.noticed, observer.hosts_changed
+        self._tasks, self._options, self._log, self._on_hosts = tasks, options, observer.noticed, observer.hosts_changed
         self._drained: set[str] = set()  # hosts that stay withdrawn whatever the discovery script prints
         self._start_timeout_s = start_timeout_s
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -152,7 +152,7 @@ class HostPool:
             selector,
             streams,
             start_timeout_s=start_timeout_s,
-            blacklist=HostBlacklist(members.cooldown_s),
+            blacklist=HostBlacklist(options.cooldown_s),
             log=self._log,
             relay=relay,
             post=self._post,
@@ -165,7 +165,7 @@ class HostPool:
         self._membership: MembershipControl | None = None
         self._shown: list[HostStatus] = []
         self._discovery: HostDiscovery | None = None
-        if (script := members.script) is not None:
+        if (script := options.script) is not None:
             self._discovery = HostDiscovery(
                 script,
                 on_change=lambda hosts: self._post(lambda: self._offer(hosts)),
@@ -191,7 +191,7 @@ class HostPool:
 
         Raises: RendezvousError, ConfigurationError or OSError if there are not enough in time.
         """
-        minimum, enough = self._members.minimum, self._members.begin or self._members.minimum
+        minimum, enough = self._options.minimum, self._options.begin or self._options.minimum
         patience_s = START_TIMEOUT_S if self._discovery is None else DEFAULT_RENDEZVOUS_TIMEOUT_S
         deadline = time.monotonic() + (self._start_timeout_s or patience_s)
         if self._discovery is not None:
@@ -220,7 +220,7 @@ class HostPool:
             + ". --start-timeout allows more time."
         )
 
-    def first(self, recipe: WorkerRecipe, *, is_fixed: bool = False) -> list[WorkerPlacement]:
+    def first_placements(self, recipe: WorkerRecipe, *, is_fixed: bool = False) -> list[WorkerPlacement]:
         """The workers with which the job begins, and its other tasks.
 
         Args:
@@ -249,9 +249,9 @@ class HostPool:
         if host not in names:
             raise ConfigurationError(f"{host!r} is not a host of the job; its hosts are {', '.join(names)}.")
         slots = sum(share.workers for share in self.shares if share.name != host)
-        if slots < self._members.minimum:
+        if slots < self._options.minimum:
             raise ConfigurationError(
-                f"Without {host} the job has {slots} slots, and needs {self._members.minimum}. Add a host first."
+                f"Without {host} the job has {slots} slots, and needs {self._options.minimum}. Add a host first."
             )
 
         # At once: the thread that runs the job may not have come here before the next request.
@@ -295,7 +295,7 @@ class HostPool:
     def retire(self, rank: int) -> None:
         self._slots.retire(rank)
         if self._membership is not None:
-            self._membership.limit(self._slots.max_workers)
+            self._membership.limit_processes(self._slots.max_workers)
 
     def set_target(self, workers: int) -> None:
         self._slots.target = workers
@@ -310,7 +310,7 @@ class HostPool:
         if self._membership is not None:
             self._withdraw(self._membership)
             self._start_workers(self._membership)
-            self._show(now)
+            self._report_hosts(now)
         blacklisted = self._connections.blacklist.hosts(now)
         return min((host.seconds for name, host in blacklisted.items() if name in self._shares), default=None)
 
@@ -360,7 +360,7 @@ class HostPool:
             membership.readmit(self._tasks[rank])  # before it starts, or it would leave again with its withdrawn host
             self._job.start_worker(self._placements.worker(rank, slot))
 
-    def _show(self, now: float) -> None:
+    def _report_hosts(self, now: float) -> None:
         """Report the hosts, if they have changed."""
         blacklisted = self._connections.blacklist.hosts(now)
         states = []  # of drained hosts too

@@ -152,12 +152,12 @@ def _result(metric: Any) -> Array:
         return np.zeros(0)
 
 
-def rules_of(values: Sequence[tuple[str, bool]]) -> tuple[MetricRule, ...]:
+def rules_from_message(values: Sequence[tuple[str, bool]]) -> tuple[MetricRule, ...]:
     """Rules that came in a message."""
     return tuple(MetricRule(MergeWeight(weight), is_additive) for weight, is_additive in values)
 
 
-def checked(found: tuple[MetricRule, ...] | str) -> tuple[MetricRule, ...]:
+def rules_or_raise(found: tuple[MetricRule, ...] | str) -> tuple[MetricRule, ...]:
     """The rules, or UnsupportedError with the reason why there are none."""
     if isinstance(found, str):
         raise UnsupportedError(found)

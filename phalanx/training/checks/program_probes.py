@@ -21,7 +21,7 @@ from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines.engine import Engine
 from phalanx.errors import UnsupportedError
 from phalanx.training.checks import loss_probe, prediction_probe, step_probe
-from phalanx.training.checks.metric_probe import checked, find_rules, rules_of
+from phalanx.training.checks.metric_probe import find_rules, rules_from_message, rules_or_raise
 from phalanx.training.checks.prediction_probe import Outputs
 from phalanx.training.checks.tried_samples import PART, RANKS
 from phalanx.training.program_effects.program_objects import reads_iterators
@@ -253,8 +253,8 @@ class ProgramProbes:
         if found is not rules.rules:  # else there was nothing to find out, on any rank
             own = found if isinstance(found, str) else [list(rule) for rule in found]
             chiefs = self._agreement.from_chief(own)
-            found = chiefs if isinstance(chiefs, str) else rules_of(chiefs)
-        rules.decide(checked(found))
+            found = chiefs if isinstance(chiefs, str) else rules_from_message(chiefs)
+        rules.decide(rules_or_raise(found))
 
     def _find_out_losses(self, sample: _Sample | None) -> None:
         """The ranks meet whether or not the chief knows: one of them may have joined since."""

@@ -359,7 +359,7 @@ def _gather_rows(replica: Replica, rows: Sequence[GradientRows], share: float) -
     return found
 
 
-class GradientMerge:
+class CustomLoopMerge:
     """Sums gradients over the ranks outside of `fit`, with or without a compression."""
 
     def __init__(self, replica: Replica, compression: Compression | None = None) -> None:
@@ -367,7 +367,7 @@ class GradientMerge:
         self._merge = None if compression is None else StepMerge(replica, compression)
         self._generation = replica.generation
 
-    def of(self, variables: Sequence[Any], scale: Any = None) -> Callable[[Sequence[Array]], list[Array]]:
+    def function_for(self, variables: Sequence[Any], scale: Any = None) -> Callable[[Sequence[Array]], list[Array]]:
         """A function that sums gradients of these variables. All ranks must call it, with those of the same variables,
         in the same order.
 
