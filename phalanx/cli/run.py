@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from phalanx.config.launch_config import LaunchConfig
     from phalanx.launcher.elastic_hosts.host_pool import ElasticOptions
     from phalanx.launcher.host_slots import HostShare
-    from phalanx.launcher.job_request import JobRequest
+    from phalanx.launcher.job_request import DashboardOptions, JobRequest
 
 CONTROL = "control"
 
@@ -259,7 +259,13 @@ _OPTIONS = (
 
 
 _OF_LAUNCH = (
-    *("backend", "log_dir", "devices_per_worker", "start_timeout_s", "restarts", "max_restarts", "preemption_signal"),
+    "backend",
+    "log_dir",
+    "devices_per_worker",
+    "start_timeout_s",
+    "restarts",
+    "max_restarts",
+    "preemption_signal",
     "verbose",
 )
 """The options that `LaunchConfig` takes as they are."""
@@ -336,12 +342,10 @@ def make_request(options: RunOptions, config: LaunchConfig) -> JobRequest:
     Raises: click.UsageError or ConfigurationError if options contradict each other or their values are not valid.
     """
     from phalanx.config.environment import process_environment
-    from phalanx.launcher.dashboard_process import check_packages
     from phalanx.launcher.host_slots import check_interfaces, choose_hosts
-    from phalanx.launcher.job_request import DashboardOptions, JobRequest
+    from phalanx.launcher.job_request import JobRequest
     from phalanx.launcher.job_size import default_workers
     from phalanx.launcher.worker_placement import task_names
-    from phalanx.launcher.worker_program import check_script
 
     _check_order(options)
     workers, size_reason = _worker_range(options), ""
@@ -367,22 +371,46 @@ def make_request(options: RunOptions, config: LaunchConfig) -> JobRequest:
     else:
         training = sum(share.workers for share in shares) - others
         tasks = task_names(training, chief=options.chief, servers=options.ps, evaluator=options.evaluator)
-    if not options.program:
-        raise click.UsageError("Name the script to run, or a module with -m.")
-    if not options.module:
-        check_script(options.program[0])
-    arguments = ("-m", *options.program) if options.module else options.program
+    arguments = _program_arguments(options)
     # A program that spans all workers cannot lose one: the whole job is restarted instead of the worker.
     spans_workers = config.devices_per_worker is not None
     if spans_workers and elastic is not None:
         config = replace(config, max_restarts=config.max_restarts or config.restarts)
     if not options.ps and (elastic is None or spans_workers):
         config = replace(config, restarts=0)  # a job of workers alone ends with the first that is lost
-    dashboard = None
-    if options.dashboard:
-        check_packages()
-        dashboard = DashboardOptions(control=options.dashboard == CONTROL)
-    return JobRequest(arguments, tasks, shares, config, elastic, spans_workers, size_reason, dashboard)
+    return JobRequest(
+        arguments,
+        tasks,
+        shares,
+        config=config,
+        elastic=elastic,
+        spans_workers=spans_workers,
+        size_reason=size_reason,
+        dashboard=_dashboard_options(options),
+    )
+
+
+def _program_arguments(options: RunOptions) -> tuple[str, ...]:
+    """The program's command line, as after `python`. Raises an error if there is no such program."""
+    from phalanx.launcher.worker_program import check_script
+
+    if not options.program:
+        raise click.UsageError("Name the script to run, or a module with -m.")
+    if options.module:
+        return ("-m", *options.program)
+    check_script(options.program[0])
+    return options.program
+
+
+def _dashboard_options(options: RunOptions) -> DashboardOptions | None:
+    """None without a dashboard. Raises an error if a package that it needs is not installed."""
+    from phalanx.launcher.dashboard_process import check_packages
+    from phalanx.launcher.job_request import DashboardOptions
+
+    if not options.dashboard:
+        return None
+    check_packages()
+    return DashboardOptions(control=options.dashboard == CONTROL)
 
 
 def _check_order(options: RunOptions) -> None:

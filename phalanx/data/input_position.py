@@ -42,6 +42,13 @@ def epoch_end(start: int, num_batches: int | None, steps_per_epoch: int | None) 
 class InputPosition:
     """The place of the running epoch and of the next one.
 
+    Args:
+        source: the data.
+        steps_per_epoch: batches in an epoch; None for a whole pass.
+        group: batches that Keras takes at once (`steps_per_execution`): it makes the last group of an epoch whole, and
+            does not see that the data have ended within that group.
+        draws: whether to draw the random numbers of the program that Keras itself would draw to open a pass.
+
     Attributes:
         steps_per_epoch: batches in an epoch, whole groups; None for a whole pass.
         pass_key: the epoch in which the running pass began; it selects the order of shuffled data.
@@ -50,13 +57,6 @@ class InputPosition:
         is_reset: whether the first epoch does not `reset` before it starts. Keras's `predict` does not either, so that
             a PyDataset is not reshuffled.
         counted: batches in a pass that was read to its end; None before that.
-
-    Args:
-        source: the data.
-        steps_per_epoch: batches in an epoch; None for a whole pass.
-        group: batches that Keras takes at once (`steps_per_execution`): it makes the last group of an epoch whole, and
-            does not see that the data have ended within that group.
-        draws: whether to draw the random numbers of the program that Keras itself would draw to open a pass.
     """
 
     def __init__(self, source: Source, steps_per_epoch: int | None, *, group: int = 1, draws: bool):

@@ -47,8 +47,13 @@ class ShardedInput:
     Used from one thread. Epochs are read one after the other: an epoch's iterator is exhausted or closed before the
     next one starts.
 
-    Attributes:
+    Args:
         source: the data seen from this rank.
+        request: what the source was made for. If its ranks agree on orders (`shuffling`), opening a pass draws the
+            random numbers of the program that Keras itself would draw.
+
+    Attributes:
+        source: see above.
         position: the running epoch and the next one in the data.
         description: the input in words.
         structure: what the dataset's elements are, as far as they have been read.
@@ -56,11 +61,6 @@ class ShardedInput:
         may_be_empty: whether data without a single batch is no error, as Keras's `fit` has it for validation data.
         is_in_memory: whether it can be looked at without a trace: other data may draw random numbers when they are
             read.
-
-    Args:
-        source: see above.
-        request: what the source was made for. If its ranks agree on orders (`shuffling`), opening a pass draws the
-            random numbers of the program that Keras itself would draw.
     """
 
     def __init__(self, source: Source, request: InputRequest):

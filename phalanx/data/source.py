@@ -209,16 +209,16 @@ def same_stream(kind: str, world_size: int) -> list[str]:
 class StreamCursor:
     """The place in data that can only be read in order.
 
-    Attributes:
-        taken: elements taken of data that cannot be read twice; 0 for all other data.
-        taken_before: those of them that were taken before the running pass.
-
     Args:
         open_pass: takes a pass's key and returns an iterator over its elements. For data that cannot be read twice it
             returns the same iterator each time.
         is_once: whether the data cannot be read twice: a pass continues where the last one stopped.
         repeated: of such data, how many elements are read first, and begin each pass.
         open_first: as `open_pass`, where only the first element is read; None for the same.
+
+    Attributes:
+        taken: elements taken of data that cannot be read twice; 0 for all other data.
+        taken_before: those of them that were taken before the running pass.
     """
 
     def __init__(

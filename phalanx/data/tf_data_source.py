@@ -129,7 +129,7 @@ def _check_batches(element_spec: Any) -> None:
 
 
 def _fixed_size(element_spec: Any) -> int | None:
-    """The size of every batch, if the dataset says it."""
+    """The size of every batch, if the dataset states it."""
     shapes = [shape for spec in leaves(element_spec) if (shape := getattr(spec, "shape", None)) is not None]
     return shapes[0][0] if shapes and shapes[0].rank else None
 

@@ -65,10 +65,6 @@ class Controller:
 
     All public methods may be called from any thread.
 
-    Attributes:
-        communicator: of the ranks.
-        automatic_names: counters of the operations without a name, by kind.
-
     Args:
         communicator: used by nothing else from now on, and closed by the controller.
         environment: Horovod's variables.
@@ -76,6 +72,10 @@ class Controller:
         names: of the ranks, for messages.
         tune: if given, threshold and cycle time of `environment` only start a search for better ones, with which this
             is called at the end; given on all ranks or on none.
+
+    Attributes:
+        communicator: of the ranks.
+        automatic_names: counters of the operations without a name, by kind.
     """
 
     def __init__(

@@ -49,14 +49,14 @@ class RoundResult(NamedTuple):
 class Negotiator:
     """One rank's part in the rounds. Not thread-safe: only the thread that drives the controller uses it.
 
-    Attributes:
-        stalls: knows which operations have stalled.
-
     Args:
         communicator: of the ranks.
         environment: the capacity of the cache, and when to warn.
         timeout_s: seconds after which an operation that other ranks do not request ends the job.
         names: of the ranks, for messages.
+
+    Attributes:
+        stalls: knows which operations have stalled.
     """
 
     def __init__(

@@ -131,7 +131,7 @@ class DeclareModel(_Message, frozen=True):
         slots: the optimizer's variables.
         step: the global step of the values; a step that the job has passed changes nothing.
         era: greater than the era of every earlier `fit`, even of one that a killed chief declared.
-        ahead: by so many the job's count of steps is ahead of this optimizer's: those of other models.
+        ahead: how far the job's step count is ahead of this optimizer's, because of other models.
     """
 
     fit: int

@@ -107,7 +107,7 @@ class ParameterServerStrategy(Strategy):
         resolver = as_resolver(cluster_resolver)
         me = identify_task_of(resolver)
         if me.task.type == PS:
-            set_variables(HIDE_GPUS)  # gradients come by the host's memory, and a GPU's belongs to the workers
+            set_variables(HIDE_GPUS)  # gradients come through the host's memory, and a GPU's belongs to the workers
             serve(me, snapshot_dir, snapshot_seconds, replication)
             sys.exit(0)
         _check_replication(me, replication)
@@ -396,7 +396,9 @@ def _rules(
         )
     return UpdateRules(
         synchronous=synchronous,
-        replicas_to_aggregate=0 if replicas_to_aggregate in (None, workers) else replicas_to_aggregate or 0,
+        replicas_to_aggregate=0
+        if replicas_to_aggregate is None or replicas_to_aggregate == workers
+        else replicas_to_aggregate,
         staleness=-1 if staleness is None else staleness,
         refuse_nan=refuse_nan,
         timeout_s=me.config.timeout_s,

@@ -49,16 +49,16 @@ class TrialSearch(Generic[P]):
 
     Use `plan`, measure what it costs, `record` the cost, and repeat until `choice` is set.
 
-    Attributes:
-        results: every comparison so far, in order.
-        choice: the plan to keep; None while the search runs.
-
     Args:
         default: the plan to keep if no other is better.
         refinements: functions that take the best plan so far and return the plans to compare with it, one function for
             each round.
         repeats: measurements of each plan in a round.
         final_repeats: measurements of each plan in the last round.
+
+    Attributes:
+        results: every comparison so far, in order.
+        choice: the plan to keep; None while the search runs.
     """
 
     def __init__(

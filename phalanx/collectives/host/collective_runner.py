@@ -31,14 +31,14 @@ class CollectiveRunner:
 
     After an error, every later collective raises the same error.
 
+    Args:
+        timeout_s: how long one collective may take.
+
     Attributes:
         algorithm: moves the values. May be replaced between two collectives, at the same point on all ranks.
         mesh: the channels to the other ranks.
         stalls: decides what happens if a collective waits for long.
         started: how many collectives this rank has started.
-
-    Args:
-        timeout_s: how long one collective may take.
     """
 
     def __init__(self, mesh: Mesh, algorithm: CollectiveAlgorithm, timeout_s: float):

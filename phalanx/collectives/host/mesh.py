@@ -62,6 +62,10 @@ _SETUP = CollectiveCall(0, Operation(CollectiveDescription("setup")), 0.0, 0.0)
 class Mesh:
     """The channels to all other members. One thread at a time may use it.
 
+    Args:
+        membership: the members and the links to them.
+        throttle: limits what this process sends, to simulate a slow network.
+
     Attributes:
         call: the running collective, or the last one.
         failures: which peers died, failed or left.
@@ -70,10 +74,6 @@ class Mesh:
         track: the timeline track of the collectives.
         bytes_shared: bytes that this rank has passed to others in shared memory, counted by those who pass them.
         is_interrupted: set from another thread to make the running collective give up.
-
-    Args:
-        membership: the members and the links to them.
-        throttle: limits what this process sends, to simulate a slow network.
     """
 
     def __init__(self, membership: Membership, throttle: Throttle | None = None):

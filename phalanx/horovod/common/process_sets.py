@@ -14,12 +14,12 @@ from phalanx.horovod.horovod_job import current
 class ProcessSet:
     """A subset of the job's ranks. Register it with `hvd.init(process_sets=...)` or `add_process_set` before use.
 
+    Args:
+        ranks: at least one rank, each of them once.
+
     Attributes:
         process_set_id: number of the process set; None if it is not registered.
         ranks: the members' ranks in the job, in ascending order.
-
-    Args:
-        ranks: at least one rank, each of them once.
     """
 
     def __init__(self, ranks: Iterable[int]):

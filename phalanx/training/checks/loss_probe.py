@@ -243,8 +243,9 @@ class _Probe:
             return found
 
     def _batches(self) -> Iterator[_Part]:
-        """The batch, and it with some targets zero, as padding is: a ratio of sums shows where the parts' differ. Then
-        with some that are not: where no target of a part is positive, a ratio is no number."""
+        """The batch as it is; then with some targets set to zero, as padding has them: a ratio of sums shows where the
+        parts' sums differ. Then with some that are not zero: where no target of a part is positive, a ratio is no
+        number."""
         x, y, sample_weight = self._data
         y_pred, _ = self._forward(map_leaves(lambda each: each[: self._own], x), training=False)
         largest = max(int(np.prod(each.shape)) for each in tree.flatten(y_pred))
@@ -336,7 +337,7 @@ class _Probe:
         return _agreed(self._model, found, changed)
 
     def _added_for(self, x: Any) -> Findings:
-        """Of what depends on random numbers nothing can be said."""
+        """How the losses that layers add for these inputs combine; unknown for those that depend on random numbers."""
         cut = self.rows // 3
         parts = [map_leaves(lambda each: each[:cut], x), map_leaves(lambda each: each[cut:], x)]
         rows = [cut, self.rows - cut]

@@ -29,12 +29,12 @@ _BEFORE_STEPS = {"__init__", "build", "compute_output_shape", "compute_output_sp
 class Place:
     """A variable around a function, or a global variable: what a function of the program reads and assigns.
 
-    Attributes:
-        key: the same for the same place, while what has it lives.
-
     Args:
         owner: the dictionary of a module; or a function's cell.
         name: "" for a cell.
+
+    Attributes:
+        key: the same for the same place, while what has it lives.
     """
 
     def __init__(self, owner: dict[str, Any] | CellType, name: str = "") -> None:
@@ -55,14 +55,14 @@ class Place:
 class ProgramObjects:
     """Those that are reachable from the attributes and methods of others.
 
+    Args:
+        owners: parts of a model; or losses, which are looked at themselves.
+
     Attributes:
         objects: instances of the program's own classes.
         functions: the program's own.
         variables: those around the program's functions, and the global ones that they use.
         iterators: whether there are any, which lose what is read from them.
-
-    Args:
-        owners: parts of a model; or losses, which are looked at themselves.
     """
 
     def __init__(self, owners: Iterable[Any]) -> None:

@@ -27,16 +27,16 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     Make it a part of the `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of each epoch
     (at its beginning, it would restart an epoch that continues).
 
+    Args:
+        dataset: a dataset of constant length.
+        shuffle: whether each epoch has a different order.
+        seed: seed of the order; the same on all ranks.
+
     Attributes:
         epoch: number of the epoch, which determines the order.
         processed_num: number of samples processed, from the beginning of the epoch's order.
         processed_indices: the samples processed, if some were recorded by `record_indices`.
         remaining_indices: the samples that were left when they were dealt out, in order.
-
-    Args:
-        dataset: a dataset of constant length.
-        shuffle: whether each epoch has a different order.
-        seed: seed of the order; the same on all ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0):
