@@ -103,6 +103,7 @@ def main() -> None:
         _run_function(start, reporter)
     try:
         run_program(arguments)
+        undistributed_fit.warn_at_the_end()
         reporter.record_success()
     except SystemExit as end:
         error = end.__cause__ or end.__context__

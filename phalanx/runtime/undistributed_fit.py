@@ -20,6 +20,8 @@ OWNER = "_phalanx_owner"
 """The attribute of a model that belongs to a strategy."""
 HOROVOD = ("phalanx.horovod.horovod_job", "horovod")
 """Imported by programs that use Horovod's interface, whose models belong to no strategy."""
+CLUSTER = "phalanx.cluster"
+"""Imported by all that joins a job."""
 
 _is_watching = False
 _has_warned = False
@@ -49,6 +51,21 @@ def _warn_if_undistributed(model: Any, method: str) -> None:
             "strategy = phalanx.MultiWorkerMirroredStrategy().",
             method,
             model.name,
+            workers,
+        )
+
+
+def warn_at_the_end() -> None:
+    """Warn at the end of a program that has used Keras and joined no job, perhaps in a custom training loop."""
+    if _has_warned or not hasattr(sys.modules.get("keras"), "distribution"):
+        return
+    if any(name.startswith(CLUSTER) for name in sys.modules) or _has_other_distribution():
+        return
+    workers = _workers_of_first()
+    if workers > 1:
+        logger.warning(
+            "The program has created no strategy, so its %d workers did not train together: each ran all of it by "
+            "itself. See phalanx.MultiWorkerMirroredStrategy and phalanx.horovod.",
             workers,
         )
 

@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.runtime import undistributed_fit
 from tests.support import fork_server
-from tests.support.backends import BACKENDS
+from tests.support.backends import BACKENDS, FIRST
 from tests.support.commands import finish
 from tests.support.programs import environment
 
@@ -46,6 +46,31 @@ def test_a_model_outside_of_every_strategy_is_warned_of_once(
     warnings = [line for line in output.splitlines() if "belongs to no strategy" in line]
     assert [line.partition(" the model ")[0] for line in warnings] == ["[worker/0] train_on_batch() of 'forgotten':"]
     assert "each of the 2 workers trains its own copy" in warnings[0]
+
+
+LOOP = """
+import keras, numpy as np, sys
+
+if "--joins" in sys.argv:
+    import phalanx
+
+    phalanx.MultiWorkerMirroredStrategy()
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+optimizer = keras.optimizers.SGD()
+optimizer.build(model.trainable_variables)
+optimizer.apply([keras.ops.ones(v.shape) for v in model.trainable_variables])
+"""
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_custom_loop_without_a_strategy_is_warned_of_at_its_end(joins: bool, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(LOOP)
+    command = [sys.executable, "-m", "phalanx", "run", "--workers", "2", str(tmp_path / "program.py")]
+    # Not forked: the template of the fork server has imported all of Phalanx.
+    code, output = finish([*command, *["--joins"] * joins], environment(FIRST), bound_s=200)
+    assert code == 0, output
+    warning = "[worker/0] The program has created no strategy, so its 2 workers did not train together"
+    assert output.count("did not train together") == output.count(warning) == (0 if joins else 1), output
 
 
 @pytest.fixture
