@@ -24,6 +24,7 @@ from phalanx.errors import MembershipChangedError, PeerLostError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.runtime import progress
 from phalanx.training import callback_list, chief_callbacks, saver_claims, state_sync
+from phalanx.training.checks.program_probes import check_chiefs_findings
 from phalanx.training.checks.same_model import check_chiefs_model, structure_of
 from phalanx.training.checks.same_program import check_chiefs_program, describe_program
 from phalanx.training.fit_position import FitPosition, FitRecorder
@@ -226,18 +227,21 @@ class ElasticRecovery:
                 continue
 
     def _program(self) -> list[Any]:
-        """What a process that joins must have in common with the members."""
+        """What a process that joins must have in common with the members, and what was found out about it."""
         model, inputs = self._model.model, [self._state.source, self._state.validation]
         given = [each for each in inputs if each is not None]
         # Of the variables of which it gets the values.
         variables = [*state_sync.variables_of(model), *model.metrics_variables]
-        return [structure_of(variables), describe_program(model, self._state.arguments, given)]
+        described = describe_program(model, self._state.arguments, given)
+        return [structure_of(variables), described, self._model.probes.agreement.findings]
 
     def _check_program(self, chiefs: list[Any]) -> None:
         """Raises: DisagreementError here alone, and the members continue without this process."""
-        (chiefs_structure, chiefs_program), (structure, program) = chiefs, self._program()
+        (chiefs_structure, chiefs_program, chiefs_findings), own = chiefs, self._program()
+        structure, program, findings = own
         check_chiefs_program(chiefs_program, program)
         check_chiefs_model(chiefs_structure, structure)
+        check_chiefs_findings(chiefs_findings, findings)
 
     # Compilation ahead of time.
 
@@ -247,7 +251,7 @@ class ElasticRecovery:
         if not elastic.is_late or replica.micro_batches:
             return
         batch = self._state.source.peek()
-        world_size = replica.former_members + 1
+        world_size = replica.present_entry.members + 1
         low, high = local_range(batch.global_size or batch.size, world_size - 1, world_size)
         part = _resized(batch.data, max(1, high - low))
         progress.report("compilation")

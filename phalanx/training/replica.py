@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 MAX_RESULT_BYTES = 2**28
 """What the result of one entry may take that is kept for processes that join later: it is in the launcher's memory."""
+SEED_BYTES = 8
 
 
 class EntryOverError(Exception):
@@ -67,12 +68,32 @@ class Entry:
         seed: equal on all ranks.
         members: number of ranks when it began.
         result: encoded; set it before the entry ends.
+        findings: what the members have found out about the program, encoded; empty as long as they have not.
+        depth: how many entries have begun within it.
     """
 
     number: int
     seed: int = 0
     members: int = 0
     result: bytes = b""
+    findings: bytes = b""
+    depth: int = 0
+
+    @property
+    def note(self) -> bytes:
+        """What a process that joins must know of it."""
+        return self.seed.to_bytes(SEED_BYTES) + self.findings
+
+    def query(self, elastic: ElasticGroup) -> None:
+        """As a candidate: learn what the members know of it, once it has begun.
+
+        Raises: EntryOverError if they have finished it.
+        """
+        answer = elastic.node.query_entry(self.number)
+        if isinstance(answer, PastEntry):
+            raise EntryOverError(_checked(answer.result))
+        self.seed, self.findings = int.from_bytes(answer.note[:SEED_BYTES]), answer.note[SEED_BYTES:]
+        self.members = answer.members
 
 
 @dataclass
@@ -213,8 +234,12 @@ class Replica:
         # Inside an entry, for example `evaluate` in a callback: it is not numbered, since a process that joins does not
         # run it again, and no process may join in its middle.
         if self._entry is not None:
-            with elastic.join_points.closed():
-                yield self._entry
+            self._entry.depth += 1
+            try:
+                with elastic.join_points.closed():
+                    yield self._entry
+            finally:
+                self._entry.depth -= 1
             return
         self._entry = entry = Entry(self._entries)
         self._entries += 1
@@ -237,10 +262,7 @@ class Replica:
         if self.is_candidate and not elastic.is_late:
             return  # the job's first entry, in which its members meet
         if self.is_candidate:
-            answer = elastic.node.query_entry(entry.number)
-            if isinstance(answer, PastEntry):
-                raise EntryOverError(_checked(answer.result))
-            entry.seed, entry.members = int.from_bytes(answer.note), answer.members
+            entry.query(elastic)
             return
         entry.seed = int(self.retry(lambda: self.broadcast_from_chief(seed() if self.is_chief else 0)))
         entry.members = self.world_size
@@ -252,7 +274,7 @@ class Replica:
         """As the chief, perhaps a new one: publish the present entry for processes that join later."""
         elastic, entry = self.elastic, self._entry
         if elastic is not None and entry is not None:
-            elastic.send_as_chief(EntryBegan(entry.number, entry.seed.to_bytes(8)))
+            elastic.send_as_chief(EntryBegan(entry.number, entry.note))
 
     def join_entry(self) -> None:
         """As a candidate: wait to be admitted to the present entry.
@@ -284,9 +306,9 @@ class Replica:
         return int(np.random.SeedSequence([self._entry.seed, self._seeds]).generate_state(1)[0] >> 1)
 
     @property
-    def former_members(self) -> int:
-        """Number of ranks when the present entry began, as far as this process knows; else 0."""
-        return 0 if self._entry is None else self._entry.members
+    def present_entry(self) -> Entry:
+        """The entry that this process is in. In jobs of fixed size, and outside of all entries, it knows nothing."""
+        return self._entry or Entry(-1)
 
 
 def divides_batches(replica: Replica) -> bool:

@@ -216,6 +216,7 @@ class ReplicaModel:
         if trains and self.policy.period is not None:
             check_normalization(self.model)
             refuse_overwritten(self.model.trainable_variables, "a replica that trains alone between two merges")
+        self.probes.agreement.publish()
         return self.engine
 
     def _build_parts(self, data: Batch, form: ElementStructure, step: str) -> None:

@@ -162,6 +162,28 @@ def test_one_that_returns_takes_part(tmp_path, undisturbed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_that_returns_merges_as_the_others_what_it_alone_has_seen(tmp_path, backend):
+    command = [
+        "-m",
+        "phalanx",
+        "run",
+        "-v",
+        "--workers",
+        "2:3",
+        str(PROGRAM.with_name("rare_events.py")),
+        str(tmp_path),
+    ]
+    output = check_python(*command, backend=backend, bound_s=BOUND_S)
+    assert "worker/2 joined" in output
+    results = [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(3)]
+    assert results == [results[0]] * 3
+    assert results[0]["members"] == 3
+    # The chief had no rare sample and found a mean: each of three ranks counts a third.
+    assert results[0]["loss"] == pytest.approx(49 / 3, rel=0.05)
+
+
+@pytest.mark.slow
 def test_replicas_that_meet_rarely(tmp_path):
     """What a lost one did since they met is lost with it, the chief's too; they go on, and it comes back."""
     run = Run(tmp_path / "run", FIRST, "1:3", "--period", "7", "--kill", "worker/0:1:10th", "--hold", "0.6", epochs=6)

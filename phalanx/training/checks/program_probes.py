@@ -10,16 +10,18 @@ Losses and steps are tested again at the beginning of an epoch if something is o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from phalanx.arrays.tree import map_leaves
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines.engine import Engine
-from phalanx.errors import UnsupportedError
+from phalanx.errors import DisagreementError, UnsupportedError
 from phalanx.training.checks import loss_probe, prediction_probe, step_probe
 from phalanx.training.checks.metric_probe import find_rules, rules_from_message, rules_or_raise
 from phalanx.training.checks.prediction_probe import Outputs
@@ -28,19 +30,32 @@ from phalanx.training.program_effects.program_objects import reads_iterators
 from phalanx.training.program_effects.program_state import ProgramState
 from phalanx.training.program_effects.program_switches import Switches, find_switches, has_begun, variables_that_are_off
 from phalanx.training.replica import Replica, divides_batches
+from phalanx.transport.decoding import decode_message
 
 _SAMPLES = max(loss_probe.ROWS, RANKS * PART)
 """Of the first batch, which are kept for tests in later epochs."""
+PUBLISHED_S = 30.0
+"""How long a candidate waits for the members' findings. They publish them before their first step, but may wait for
+this process before that."""
+POLL_S = 0.1
 _LOSSES_ALONE = ""
 """Instead of a step, where replicas do not take the same steps (local SGD)."""
 
 
 class ChiefProbing:
-    """The chief's findings hold on all replicas. A candidate, which is alone until it joins, finds out the same by
-    itself: it runs the same program on the same data."""
+    """The chief's findings hold on all replicas.
+
+    The members of an elastic job publish theirs. A candidate uses those instead of its own, which may be others: it
+    tests with other samples, and has not seen what members have trained on before.
+
+    Attributes:
+        findings: what holds, by subject.
+    """
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
+        self.findings: dict[str, Any] = {}
+        self._published: dict[str, Any] | None = None  # what a candidate has learnt
 
     @property
     def is_chief(self) -> bool:
@@ -56,7 +71,7 @@ class ChiefProbing:
     def replicas(self) -> int:
         """Number of replicas that have a part of each batch."""
         if self._replica.is_candidate:
-            return max(2, self._replica.former_members)
+            return max(2, self._replica.present_entry.members)
         return self._replica.world_size
 
     @property
@@ -70,9 +85,35 @@ class ChiefProbing:
         deterministic steps, which compute micro-batches, are not tested there."""
         return not self.admits_ranks and not self._replica.micro_batches
 
-    def from_chief(self, found: Any) -> Any:
-        """The chief's findings; all ranks must call."""
-        return self._replica.retry(lambda: self._replica.broadcast_from_chief(found))
+    def from_chief(self, subject: str, found: Any) -> Any:
+        """The chief's findings about this subject; all ranks must call."""
+        replica = self._replica
+        if replica.is_candidate:
+            if self._published is None:
+                self._published = self._await_published()
+            agreed = self._published.get(subject, found)
+        else:
+            agreed = replica.retry(lambda: replica.broadcast_from_chief(found))
+        self.findings[subject] = agreed
+        return agreed
+
+    def publish(self) -> None:
+        """Let candidates know what was found out. All ranks must call, as each may become chief."""
+        entry = self._replica.present_entry
+        # Candidates know of the outer call alone.
+        if self._replica.elastic is not None and not self._replica.is_candidate and not entry.depth:
+            entry.findings = msgspec.msgpack.encode(self.findings)
+            self._replica.announce_entry()
+
+    def _await_published(self) -> dict[str, Any]:
+        """As a candidate: what the members have found out; nothing if they do not publish it in time."""
+        entry, elastic = self._replica.present_entry, self._replica.elastic
+        assert elastic is not None
+        until = time.monotonic() + PUBLISHED_S
+        while not entry.findings and time.monotonic() < until:
+            entry.query(elastic)
+            time.sleep(POLL_S)
+        return decode_message(entry.findings, dict[str, Any]) if entry.findings else {}
 
 
 class IndependentProbing:
@@ -84,9 +125,13 @@ class IndependentProbing:
 
     def __init__(self, *, divides_batches: bool) -> None:
         self.divides_batches = divides_batches
+        self.findings: dict[str, Any] = {}
 
-    def from_chief(self, found: Any) -> Any:
+    def from_chief(self, subject: str, found: Any) -> Any:
         return found
+
+    def publish(self) -> None:
+        pass
 
 
 class _Sample(NamedTuple):
@@ -102,11 +147,15 @@ class _Sample(NamedTuple):
 
 
 class ProgramProbes:
-    """The probes of one model on one rank."""
+    """The probes of one model on one rank.
+
+    Attributes:
+        agreement: whose findings hold.
+    """
 
     def __init__(self, model: Any, agreement: ChiefProbing | IndependentProbing) -> None:
         self._model = model
-        self._agreement = agreement
+        self.agreement = agreement
         # Of the compiled loss, by kind of batch. `compile` makes another loss, of which nothing is known.
         self._compiled_loss: Any = None
         self._losses: dict[str, loss_probe.Findings] = {}
@@ -155,7 +204,7 @@ class ProgramProbes:
 
         Raises: see `run`.
         """
-        if not self._agreement.meets_in_passes or self._knows(step, data, form):
+        if not self.agreement.meets_in_passes or self._knows(step, data, form):
             return
         engine.end()
         try:
@@ -201,16 +250,16 @@ class ProgramProbes:
         """
         if not self._probes_outputs(method):
             return False
-        found, agreement = self._outputs, self._agreement
+        found, agreement = self._outputs, self.agreement
         if found is None and agreement.is_chief:
             found = prediction_probe.find_outputs(self._model, data, form, replicas=agreement.replicas)
         if self._outputs is None or agreement.admits_ranks:
-            found = Outputs(agreement.from_chief(found and found.value))
+            found = Outputs(agreement.from_chief("outputs", found and found.value))
         self._outputs = found
         return found is Outputs.BATCH or (method == "predict" and found is Outputs.OTHER_AXIS)
 
     def _probes_outputs(self, method: str) -> bool:
-        return self._agreement.divides_batches and prediction_probe.is_needed(self._model, method)
+        return self.agreement.divides_batches and prediction_probe.is_needed(self._model, method)
 
     def begin_epoch(self, engine: Engine) -> None:
         """Test losses and steps again if callbacks have switched something on; all ranks meet here.
@@ -222,7 +271,7 @@ class ProgramProbes:
             return
         now = find_switches(self._model)
         # The chief's list: a member that has joined since may not know of all of them.
-        wanted = self._agreement.from_chief(list(self._tests) if has_begun(self._switches, now) else [])
+        wanted = self.agreement.from_chief("again", list(self._tests) if has_begun(self._switches, now) else [])
         # Once is enough: programs switch to and fro.
         self._switches = {place: is_on or self._switches.get(place, False) for place, is_on in now.items()}
         if not wanted:
@@ -231,6 +280,7 @@ class ProgramProbes:
         self._tried.clear()
         for step in wanted:
             self._test(engine, self._tests.get(step), [] if step == _LOSSES_ALONE else [step])
+        self.agreement.publish()
         if any(_merge_differently(former[kind], now) for kind, now in self._losses.items() if kind in former):
             raise UnsupportedError(
                 f"A loss of {self._model.name!r} is a sum over the batch now, and was zero or a mean when training "
@@ -249,16 +299,16 @@ class ProgramProbes:
         rules = engine.metric_rules
         if rules.is_decided:
             return
-        found = find_rules(self._model, engine, data, replicas=self._agreement.replicas)
+        found = find_rules(self._model, engine, data, replicas=self.agreement.replicas)
         if found is not rules.rules:  # else there was nothing to find out, on any rank
             own = found if isinstance(found, str) else [list(rule) for rule in found]
-            chiefs = self._agreement.from_chief(own)
+            chiefs = self.agreement.from_chief("metrics", own)
             found = chiefs if isinstance(chiefs, str) else rules_from_message(chiefs)
         rules.decide(rules_or_raise(found))
 
     def _find_out_losses(self, sample: _Sample | None) -> None:
         """The ranks meet whether or not the chief knows: one of them may have joined since."""
-        model, agreement = self._model, self._agreement
+        model, agreement = self._model, self.agreement
         # WHOLE elements are no (x, y): only a `train_step` of the program's own can take them apart.
         is_whole = sample is not None and sample.form is ElementStructure.WHOLE
         if is_whole or not self._judges_losses:
@@ -273,7 +323,7 @@ class ProgramProbes:
             for other in known.values():
                 merged = other.updated(merged)
             found = [list(own), list(merged)]
-        of_sample, of_all = agreement.from_chief(found)
+        of_sample, of_all = agreement.from_chief(f"losses {sample and sample.kind}", found)
         findings = loss_probe.Findings(*of_sample)
         if findings.error:
             raise UnsupportedError(findings.error)
@@ -289,7 +339,7 @@ class ProgramProbes:
             return loss_probe.Findings({})
         state = ProgramState(model, trains=False)
         with state.kept():  # a loss may count its calls
-            found = loss_probe.probe(model, *data, replicas=self._agreement.replicas)
+            found = loss_probe.probe(model, *data, replicas=self.agreement.replicas)
         off = [] if found.error else variables_that_are_off(model)
         if not off:
             return found
@@ -297,7 +347,7 @@ class ProgramProbes:
         with state.kept():
             for variable in off:
                 variable.assign(0.5)
-            later = loss_probe.probe(model, *data, replicas=self._agreement.replicas)
+            later = loss_probe.probe(model, *data, replicas=self.agreement.replicas)
         return found if later.error or found.conflicts_with(later) else found.updated(later)
 
     @property
@@ -310,11 +360,11 @@ class ProgramProbes:
     @property
     def _judges_losses(self) -> bool:
         """Whether there are losses to find out about; the same on all ranks."""
-        return self._agreement.divides_batches and loss_probe.has_open_questions(self._model)
+        return self.agreement.divides_batches and loss_probe.has_open_questions(self._model)
 
     def _judges(self, step: str) -> bool:
         """Whether steps of this kind are to be tried; the same on all ranks."""
-        return self._agreement.divides_batches and step_probe.is_needed(self._model, step)
+        return self.agreement.divides_batches and step_probe.is_needed(self._model, step)
 
     def _compiled_with(self) -> tuple[Any, ...]:
         model = self._model
@@ -324,19 +374,29 @@ class ProgramProbes:
         """All ranks try it, because it creates variables."""
         place, compiled = (step, sample.kind if sample is not None else ""), self._compiled_with()
         is_new = sample is not None and self._tried.get(place) != compiled
-        if not is_new and not self._agreement.admits_ranks:
+        if not is_new and not self.agreement.admits_ranks:
             return
         # In elastic jobs, only ranks that have joined since take the step. A chief that has tried it answers with "",
         # since it would have raised otherwise.
         problem = ""
         if sample is not None and is_new:
             problem = step_probe.find_difference(
-                self._model, engine, sample.data, sample.form, step, replicas=self._agreement.replicas
+                self._model, engine, sample.data, sample.form, step, replicas=self.agreement.replicas
             )
-        if problem := str(self._agreement.from_chief(problem)):
+        if problem := str(self.agreement.from_chief(step, problem)):
             raise UnsupportedError(problem)
         if sample is not None:
             self._tried[place] = compiled
+
+
+def check_chiefs_findings(chiefs: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise DisagreementError if this process, which joins, has found out something else than the members."""
+    for subject in chiefs.keys() & own.keys():
+        if chiefs[subject] != own[subject]:
+            raise DisagreementError(
+                f"This worker has found out something else about the program ({subject}) than the members, whose "
+                f"losses, metrics or steps have changed meanwhile, or work on other data. It cannot join now."
+            )
 
 
 def _merge_differently(before: loss_probe.Findings, now: loss_probe.Findings) -> bool:
