@@ -309,8 +309,7 @@ def run(**options: Any) -> None:
     ssh_options = horovodrun_options.ssh_variables(options.pop("ssh_port"), options.pop("ssh_identity_file"))
     chosen = RunOptions(**{name: options.pop(name) for name in RunOptions.__dataclass_fields__})
     launch_options["start_timeout_s"] = check_start_timeout(launch_options["start_timeout_s"])
-    config = LaunchConfig.from_environment(**launch_options)
-    job = make_request(chosen, replace(config, backend=config.backend or _replacement_backend()))
+    job = make_request(chosen, LaunchConfig.from_environment(**launch_options))
     # After all checks: a call that is refused leaves the environment as it was.
     set_variables(ssh_options | horovodrun_options.variables(**options))  # workers inherit them, on other hosts too
     try:
@@ -320,20 +319,6 @@ def run(**options: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = SIGNAL_BASE + signal.SIGPIPE
     sys.exit(code)
-
-
-def _replacement_backend() -> str | None:
-    """An installed backend, if the one that Keras would choose is not installed; says so on stderr."""
-    from phalanx.config.environment import process_environment
-    from phalanx.config.environment_variables import KERAS_BACKEND
-    from phalanx.config.keras_backends import installed_backends, keras_backend
-
-    environment = process_environment()
-    chosen, installed = keras_backend(environment), installed_backends()
-    if environment.get(KERAS_BACKEND) or chosen not in BACKENDS or chosen in installed or not installed:
-        return None
-    click.echo(f"phalanx: {chosen} is not installed, so Keras runs on {installed[0]} (see --backend)", err=True)
-    return installed[0]
 
 
 def make_request(options: RunOptions, config: LaunchConfig) -> JobRequest:

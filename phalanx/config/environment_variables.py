@@ -208,7 +208,7 @@ CACHE_CAPACITY = _variable(
 KERAS_BACKEND = _variable(
     "KERAS_BACKEND",
     "the backend of Keras",
-    "keras.json, else tensorflow; if not installed, `phalanx run` uses one that is",
+    "keras.json, else tensorflow; if not installed, workers use one that is",
 )
 VISIBLE_GPUS = _variable("CUDA_VISIBLE_DEVICES", "the GPUs that this process may use", "all")
 CPU_DEVICES = _variable("JAX_NUM_CPU_DEVICES", "into how many devices JAX divides the CPU of this process", 1)

@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from phalanx.config.environment_variables import (
+    CPU_DEVICES,
     DASHBOARD_TOKEN,
+    DEVICES_PER_WORKER,
     ELASTIC_COORDINATOR,
     HOROVOD_CROSS_RANK,
     HOROVOD_CROSS_SIZE,
@@ -21,8 +23,10 @@ from phalanx.config.environment_variables import (
     JAX_THREADS,
     JOB_ID,
     KERAS_BACKEND,
+    LOCAL_REPLICAS,
     PREEMPTION_SIGNAL,
     RENDEZVOUS_TIMEOUT,
+    REPLICA_CLUSTER,
     RETURN_TIMEOUT,
     RUN,
     SECRET,
@@ -34,7 +38,7 @@ from phalanx.config.launch_config import LaunchConfig
 from phalanx.config.task_names import trains
 from phalanx.monitoring.startup_noise import QUIET
 
-_OF_A_TASK = (HOST_GPUS, ELASTIC_COORDINATOR, SNAPSHOTS, RUN)
+_OF_A_TASK = (DEVICES_PER_WORKER, ELASTIC_COORDINATOR, HOST_GPUS, LOCAL_REPLICAS, REPLICA_CLUSTER, RUN, SNAPSHOTS)
 """Set by another job for its own task, which starts this job."""
 
 # Variables of the launcher's environment that are passed on to other hosts. Those that describe the launcher's own
@@ -143,7 +147,9 @@ def worker_environment(
     # Unbuffered, or a worker's last lines before a crash would be lost in its buffer. And with one seed for hashes of
     # strings, by which each process would order a set in its own way: classes, vocabularies, files.
     defaults = {**thread_settings(threads), **QUIET, "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0"}
-    own = {name: value for name, value in base.items() if name not in _OF_A_TASK}
+    # So many devices are those of the outer task, too.
+    outer = {*_OF_A_TASK, CPU_DEVICES} if DEVICES_PER_WORKER in base else _OF_A_TASK
+    own = {name: value for name, value in base.items() if name not in outer}
     environment = {**defaults, **own, **job}
     # Absolute, since the program may change its directory before it joins the job.
     files = {name: environment[name] for name in TLS_FILES if environment.get(name)}
@@ -155,5 +161,6 @@ def forwarded(base: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in base.items()
-        if (name.startswith(FORWARDED_PREFIXES) or name in FORWARDED) and name not in (DASHBOARD_TOKEN, HOST_ID, SECRET)
+        if (name.startswith(FORWARDED_PREFIXES) or name in FORWARDED)
+        and name not in (DASHBOARD_TOKEN, HOST_ID, SECRET, *_OF_A_TASK)
     }

@@ -41,7 +41,15 @@ from phalanx.config.environment_variables import WORKER_BOOTSTRAP
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.errors import PreemptedError
 from phalanx.keras_compat import lazy_imports
-from phalanx.runtime import core_affinity, exit_codes, orphan_guard, process_exit, progress, undistributed_fit
+from phalanx.runtime import (
+    core_affinity,
+    exit_codes,
+    installed_backend,
+    orphan_guard,
+    process_exit,
+    progress,
+    undistributed_fit,
+)
 
 FUNCTION = "--function"
 _THIS_FILE = __file__  # Python 3.14 removes the name from the main module before it calls `sys.excepthook`
@@ -142,6 +150,8 @@ def _import_crash_report() -> None:
 
 def _report_import(library: str | None) -> None:
     """Report that the program imports a large library, or (for None) runs on."""
+    if library == "keras":
+        installed_backend.replace_missing_backend()
     progress.report(f"{progress.IMPORT_OF}{library}" if library else "start of the program")
     if library is None:
         undistributed_fit.watch_fit()

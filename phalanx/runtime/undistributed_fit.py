@@ -5,14 +5,11 @@ Each worker then trains a model of its own, on all of the data, and writes the s
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from typing import Any
 
-from phalanx.config.environment import process_environment
-from phalanx.config.environment_variables import TF_CONFIG
-from phalanx.config.task_names import trains
+from phalanx.runtime.first_worker import has_servers, workers_of_first
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +37,15 @@ def watch_fit() -> None:
 def _warn_if_undistributed(model: Any, method: str) -> None:
     """Warn once, on the first of several workers."""
     global _has_warned
-    if _has_warned or OWNER in vars(model) or not sys.modules.keys().isdisjoint(HOROVOD) or _has_other_distribution():
+    if _has_warned or OWNER in vars(model) or not sys.modules.keys().isdisjoint(HOROVOD):
         return
-    workers = _workers_of_first()
-    if workers > 1:
+    workers = _workers_apart()
+    if workers:
         _has_warned = True
         logger.warning(
-            "%s() of %r: the model belongs to no strategy, so each of the %d workers trains its own copy of it, with "
-            "all of the data. To train one model together, create and compile it in `with strategy.scope():`, with "
-            "strategy = phalanx.MultiWorkerMirroredStrategy().",
+            "%s() of %r: the model belongs to no strategy, so each of the %d workers that calls this trains its own "
+            "copy of it. To train one model together, create and compile it in the scope of a strategy, such as "
+            "phalanx.MultiWorkerMirroredStrategy().",
             method,
             model.name,
             workers,
@@ -59,10 +56,10 @@ def warn_at_the_end() -> None:
     """Warn at the end of a program that has used Keras and joined no job, perhaps in a custom training loop."""
     if _has_warned or not hasattr(sys.modules.get("keras"), "distribution"):
         return
-    if any(name.startswith(CLUSTER) for name in sys.modules) or _has_other_distribution():
+    if any(name.startswith(CLUSTER) for name in sys.modules):
         return
-    workers = _workers_of_first()
-    if workers > 1:
+    workers = _workers_apart()
+    if workers:
         logger.warning(
             "The program has created no strategy, so its %d workers did not train together: each ran all of it by "
             "itself. See phalanx.MultiWorkerMirroredStrategy and phalanx.horovod.",
@@ -70,20 +67,19 @@ def warn_at_the_end() -> None:
         )
 
 
+def _workers_apart() -> int:
+    """The number of workers, if there are several, this is the first of them, and nothing makes them work together.
+
+    None beside parameter servers: their workers call functions that may train what they like.
+    """
+    workers = workers_of_first()
+    return workers if workers > 1 and not has_servers() and not _has_other_distribution() else 0
+
+
 def _has_other_distribution() -> bool:
     """Whether Keras or PyTorch has been told to distribute by itself."""
     import keras
 
-    torch = sys.modules.get("torch.distributed")
-    return keras.distribution.distribution() is not None or (torch is not None and torch.is_initialized())
-
-
-def _workers_of_first() -> int:
-    """The number of tasks that train, if this is the first of them; otherwise 0. Also 0 beside parameter servers,
-    whose workers call functions that may train what they like."""
-    config = json.loads(process_environment().get(TF_CONFIG) or "{}")
-    cluster, task = config.get("cluster", {}), config.get("task", {})
-    training = [f"{kind}/{index}" for kind in sorted(cluster) for index in range(len(cluster[kind]))]
-    training = list(filter(trains, training))
-    is_first = bool(training) and training[0] == f"{task.get('type')}/{task.get('index')}"
-    return len(training) if is_first and "ps" not in cluster else 0
+    # A PyTorch that was built without it has the module, but not the function.
+    is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
+    return keras.distribution.distribution() is not None or (is_initialized is not None and is_initialized())

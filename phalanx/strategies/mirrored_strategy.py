@@ -34,8 +34,8 @@ class MirroredStrategy(Strategy):
 
     With `engine="replicas"` each replica is a process: the first one, which the user started, runs the same program
     again for the others. They print nothing to the terminal but errors. Under `phalanx run` the workers that were
-    started are the replicas. With `engine="spmd"`, on JAX, there is one process and one compiled program over all
-    devices, also in a notebook.
+    started are the replicas. With `engine="spmd"`, on JAX, one compiled program spans all devices: of one process, also
+    in a notebook, or of the workers of `phalanx run --devices-per-worker`.
 
     In a notebook, an interactive session or a test there is no program to run again. There the other replicas call what
     this process calls of `fit`, `evaluate`, `predict` and the methods of single batches, with copies of the model and
@@ -47,8 +47,9 @@ class MirroredStrategy(Strategy):
             each GPU, or a single replica if there is none; with `engine="spmd"` all devices that JAX sees.
         cross_device_ops: how gradients are merged; None: the fastest way.
         compression: as for `MultiWorkerMirroredStrategy`. On one host it saves no time.
-        engine: "replicas" or "spmd". None: "spmd" where `devices` is left out, Keras runs on JAX and there are several
-            accelerators, unless an argument or `phalanx run` asks for replicas; else "replicas".
+        engine: "replicas" or "spmd". None: "spmd" where `devices` is left out, Keras runs on JAX, no argument asks for
+            replicas, and there are several accelerators in this process alone or `phalanx run` was given
+            `--devices-per-worker`; else "replicas".
         synchronized_batch_norm: as for `MultiWorkerMirroredStrategy`. With `engine="spmd"` it is always so.
 
     Raises:
@@ -76,7 +77,7 @@ class MirroredStrategy(Strategy):
             placement = _place(devices, merges=merges)
             super().__init__(on_mesh(replica, placement), policy=TrainingPolicy(placement=placement))
             return
-        check_one_device("MirroredStrategy(engine='replicas')", process_environment())
+        check_one_device("MirroredStrategy with replicas", process_environment())
         policy = TrainingPolicy(resolve_compression(compression), synchronized_batch_norm=synchronized_batch_norm)
         ops = cross_device_ops_of(cross_device_ops)
         self._devices = devices_of(devices, "MirroredStrategy", process_environment())

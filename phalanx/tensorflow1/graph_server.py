@@ -107,7 +107,10 @@ class Server(tf.compat.v1.train.Server):  # type: ignore[misc]
 
     def _check_port(self) -> None:
         """Raise ConfigurationError if no server can listen on the port of this task."""
-        own = Address.parse(self._address_texts()[self.task], where=self.task)
+        text = self._address_texts()[self.task]
+        if text.endswith(":0"):  # TensorFlow chooses the port
+            return
+        own = Address.parse(text, where=self.task)
         try:
             listen_at(None, own.port).close()  # on all addresses, as TensorFlow's
         except OSError as error:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from click.testing import CliRunner
 
 from phalanx.cli.main import cli
-from phalanx.config import keras_backends
-from phalanx.launcher import job_runner
-from phalanx.launcher.job_request import JobRequest
 from phalanx.launcher.job_size import default_workers, describe_start
 
 
@@ -38,30 +33,3 @@ def test_summaries_of_commands_are_whole_and_options_of_run_stand_in_groups() ->
     assert heads[:2] == ["Examples:", "Workers and hosts:"]
     assert heads[-1] == "Options:"
     assert text.partition("\nOptions:")[2].split() == ["-h", "--help", "Show", "this", "message", "and", "exit."]
-
-
-def test_an_installed_backend_replaces_one_that_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    jobs: list[JobRequest] = []
-
-    def run_job(job: JobRequest) -> int:
-        jobs.append(job)
-        return 0
-
-    monkeypatch.setattr(job_runner, "run_job", run_job)
-    monkeypatch.delenv("KERAS_BACKEND", raising=False)
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
-    monkeypatch.setattr(keras_backends, "find_spec", lambda name: None if name == "tensorflow" else object())
-    program = tmp_path / "train.py"
-    program.touch()
-
-    def chosen(*options: str) -> tuple[str | None, bool]:
-        done = CliRunner().invoke(cli, ["run", "--workers", "2", *options, str(program)])
-        assert done.exit_code == 0, done.output
-        return jobs[-1].config.backend, "tensorflow is not installed" in done.output
-
-    assert chosen() == ("jax", True)
-    assert chosen("--backend", "torch") == ("torch", False)
-    (tmp_path / "keras.json").write_text('{"backend": "torch"}')
-    assert chosen() == (None, False)
-    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
-    assert chosen() == (None, False)

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import keras
 import pytest
 
 import phalanx
@@ -21,6 +22,7 @@ from phalanx.launcher.failures.root_cause import WorkerExit, find_root_cause
 from phalanx.launcher.host_messages import WorkerDiagnostics
 from phalanx.launcher.job_supervisor import JobOutcome
 from phalanx.runtime.crash_report import CrashReport
+from phalanx.strategies import mirrored_strategy
 from tests.launcher.conftest import Launcher, wait_until
 
 END_BOUND_S = 40.0
@@ -434,5 +436,10 @@ def test_a_strategy_of_replicas_refuses_workers_of_several_devices(monkeypatch: 
     ):
         with pytest.raises(ConfigurationError, match="--devices-per-worker 2` gives it 2, for one program"):
             strategy()
+    monkeypatch.setenv("PHALANX_JOB_ID", "job")
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    assert mirrored_strategy._fits_one_program(), "it was started for one program over all devices"
+    monkeypatch.delenv(DEVICES_PER_WORKER)
+    assert not mirrored_strategy._fits_one_program(), "its workers are replicas"
     check_one_device("Strategy", {})
     check_one_device("Strategy", {DEVICES_PER_WORKER: "1"})

@@ -93,11 +93,22 @@ def test_the_grace_time_is_the_users_to_choose() -> None:
 
 
 def test_what_an_outer_job_has_told_its_own_task_is_not_told_to_those_that_this_one_starts() -> None:
-    base = {"PHALANX_ELASTIC_COORDINATOR": "a:1", "PHALANX_SNAPSHOTS": "/dev/fd/7", "PHALANX_TIMEOUT": "5"}
-    found = worker_environment.worker_environment(base, settings(), 1)
-    assert "PHALANX_ELASTIC_COORDINATOR" not in found
-    assert "PHALANX_SNAPSHOTS" not in found
-    assert found["PHALANX_TIMEOUT"] == "5"
+    told = {
+        "PHALANX_ELASTIC_COORDINATOR": "a:1",
+        "PHALANX_SNAPSHOTS": "/dev/fd/7",
+        "PHALANX_DEVICES_PER_WORKER": "2",
+        "PHALANX_LOCAL_REPLICAS": "2",
+    }
+    base = {**told, "JAX_NUM_CPU_DEVICES": "2", "PHALANX_TIMEOUT": "5"}
+    for found in (
+        worker_environment.worker_environment(base, settings(), 1),
+        worker_environment.worker_environment({}, worker_environment.forwarded(base), 1),
+    ):
+        assert not told.keys() & found.keys()
+        assert found["PHALANX_TIMEOUT"] == "5"
+    assert "JAX_NUM_CPU_DEVICES" not in worker_environment.worker_environment(base, settings(), 1)
+    own = {"JAX_NUM_CPU_DEVICES": "2"}
+    assert worker_environment.worker_environment(own, settings(), 1)["JAX_NUM_CPU_DEVICES"] == "2"
 
 
 def test_files_of_tls_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

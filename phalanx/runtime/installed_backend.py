@@ -1,0 +1,30 @@
+"""Chooses a backend for Keras where the one that it would choose is not installed.
+
+Keras's own default is TensorFlow, so that on a machine with JAX alone every program would end with a
+ModuleNotFoundError.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from phalanx.config.environment import process_environment, set_variables
+from phalanx.config.environment_variables import KERAS_BACKEND
+from phalanx.config.keras_backends import BACKENDS, installed_backends, keras_backend
+from phalanx.runtime.first_worker import workers_of_first
+
+logger = logging.getLogger(__name__)
+
+
+def replace_missing_backend() -> None:
+    """Set KERAS_BACKEND, just before Keras is imported, if the program has not and Keras would not find its backend."""
+    environment = process_environment()
+    chosen, installed = keras_backend(environment), installed_backends()
+    if environment.get(KERAS_BACKEND) or chosen not in BACKENDS or chosen in installed or not installed:
+        return
+    # The program may have imported one of them already.
+    backend = next((name for name in installed if name in sys.modules), installed[0])
+    set_variables({KERAS_BACKEND: backend})
+    if workers_of_first():
+        logger.warning("%s is not installed, so Keras runs on %s. To choose, set %s.", chosen, backend, KERAS_BACKEND)
