@@ -26,6 +26,7 @@ from dataclasses import replace
 from phalanx.cluster import membership_messages as messages
 from phalanx.cluster.spec import CHIEF
 from phalanx.cluster.task_comparison import TaskDescription
+from phalanx.config.task_names import count_workers
 from phalanx.elastic.early_exits import EarlyExits
 from phalanx.elastic.entry_results import EntryLog
 from phalanx.elastic.launcher_interface import ElasticJob
@@ -302,7 +303,7 @@ class ElasticCoordinator:
 
     def _wait_for_members(self, count: int, now: float) -> None:
         limits = self.table.limits
-        remain = f"{count} workers remain, and {limits.minimum} are needed"
+        remain = f"{count_workers(count)} remain{'s' * (count == 1)}, and {limits.minimum} are needed"
         if self.table.process_limit is not None and self.table.process_limit < self.table.needed:
             self._fail(f"{remain}, but no other will be started", now)
         elif self.state is not CoordinatorState.SHORT_OF_MEMBERS:

@@ -250,7 +250,7 @@ def test_below_the_minimum_they_wait_for_others_before_the_next_step():
     job.lose("b1")
     job.report("a1")
     assert job.coordinator.generation == 1
-    assert "1 workers remain, and 2 are needed" in job.notes[-1]
+    assert "1 worker remains, and 2 are needed" in job.notes[-1]
     job.arrive("b2")
     assert job.coordinator.table.members == ["a1", "b2"]
 
