@@ -132,7 +132,11 @@ class ModelDispatcher:
 
     def save(self, model: Any, method: KerasMethod, filepath: Any, overwrite: bool, *args: Any, **kwargs: Any) -> Any:
         """See `shared_saving.save`."""
-        return shared_saving.save(model, member_of(model), method, filepath, overwrite, *args, **kwargs)
+        member, trainer = member_of(model), vars(model).get(_TRAINER)
+        if isinstance(member, ParameterServerWorker) and member.is_chief and trainer is not None:
+            # Between two batches the model has neither the servers' optimizer state nor all of their updates.
+            trainer.pull_consistent()
+        return shared_saving.save(model, member, method, filepath, overwrite, *args, **kwargs)
 
 
 def has_trainer(model: Any) -> bool:

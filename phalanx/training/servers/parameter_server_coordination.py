@@ -41,10 +41,9 @@ from phalanx.training.evaluation import evaluate_on_worker
 from phalanx.training.fit_state import FitState
 from phalanx.training.servers import validation_logs
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
-from phalanx.training.servers.remote_model import RemoteModel
+from phalanx.training.servers.remote_model import RemoteModel, count_steps
 from phalanx.training.servers.ticket_batches import OrderUnavailableError, TicketBatch, TicketBatches
 from phalanx.training.servers.worker_agreement import WorkerAgreement
-from phalanx.training.steps.optimizer_properties import set_step_count
 from phalanx.training.steps.parameter_server_stepper import ParameterServerStepper
 
 logger = logging.getLogger(__name__)
@@ -229,7 +228,7 @@ class ParameterServerCoordination:
         timeline.current.enter("pull", epoch=epoch)
         if not self._worker.is_chief:
             remote_model.pull()
-            _count_steps(remote_model, self._worker)
+            count_steps(remote_model, self._worker)
         elif epoch == self._first_epoch:  # else it has pulled when the last one ended
             remote_model.pull()
             remote_model.variables.record_values(tables=False)
@@ -356,7 +355,7 @@ class ParameterServerCoordination:
             reads = callback_hooks.reads_weights_at_epoch_ends(self._state.callbacks)
             remote_model.pull_after_epoch(tables=reads)
         else:
-            _count_steps(remote_model, self._worker)
+            count_steps(remote_model, self._worker)
         counted = engine.metric_rules.added(engine.metric_rules.values(), self._metrics_start)
         silent = step_logs.silent_metrics(model, counted)
         # Of Keras's own steps all logs are results.
@@ -429,7 +428,7 @@ class ParameterServerCoordination:
         if worker.is_chief:
             worker.client.request(HEAD, EndFit(self._fit))
         else:
-            _count_steps(remote_model, worker)
+            count_steps(remote_model, worker)
         remote_model.pull_final()
         if state.arguments.epochs > self._first_epoch:
             if not state.logs and not worker.is_chief:
@@ -458,8 +457,3 @@ class _EpochCount:
     def __init__(self, length: int = 0) -> None:
         self.length = length
         self.steps = self.samples = 0
-
-
-def _count_steps(remote_model: RemoteModel, worker: ParameterServerWorker) -> None:
-    """Set the count of steps of this worker's optimizer from the job's."""
-    set_step_count(remote_model.model.optimizer, worker.global_step - remote_model.merge.tickets.ahead)

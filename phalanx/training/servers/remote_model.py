@@ -22,6 +22,7 @@ from phalanx.training.checks.program_probes import IndependentProbing, ProgramPr
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 from phalanx.training.servers.remote_variables import RemoteVariables
 from phalanx.training.sparse_embeddings import EmbeddingTable, SparseEmbeddings, find_tables, select_tables
+from phalanx.training.steps.optimizer_properties import set_step_count
 from phalanx.training.steps.parameter_server_step import ParameterServerMerge
 
 logger = logging.getLogger(__name__)
@@ -227,11 +228,12 @@ class RemoteModel:
                 versions = [*self.merge.transfer.dense_versions(), *self.variables.pull_optimizer()]
                 offsets = [version - versions[0] for version in versions]
                 if not any(offsets) or offsets == self._version_offsets:
-                    return
+                    break
                 if time.monotonic() > until:
                     self._version_offsets = offsets
-                    return
+                    break
                 time.sleep(0.001)
+            count_steps(self, self._worker)
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
@@ -260,3 +262,8 @@ class RemoteModel:
         """Send the chief's learning rate, if a callback has set it."""
         if self._worker.is_chief:
             self.variables.send_learning_rate()
+
+
+def count_steps(remote_model: RemoteModel, worker: ParameterServerWorker) -> None:
+    """Set the count of steps of this worker's optimizer from the job's."""
+    set_step_count(remote_model.model.optimizer, worker.global_step - remote_model.merge.tickets.ahead)
