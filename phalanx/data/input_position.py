@@ -20,7 +20,7 @@ class InputPlace(NamedTuple):
     Attributes:
         pass_key: the epoch in which its pass began.
         batch: the number of its first batch in that pass; of an epoch that has not begun, 0 stands for a new pass.
-        taken: of data that cannot be read twice, the elements that were taken before that pass; see `StreamCursor`.
+        taken: what was taken of a stream before that pass: elements, or whole passes; see `StreamCursor.total`.
         randomness: the state of the program's random generators from which the order of that pass follows; empty if
             there are none, None if it is not known.
     """
@@ -154,7 +154,7 @@ class InputPosition:
     def next_pass(self) -> InputPlace:
         """Between two epochs: where the next one begins after a `reset`, as evaluations do."""
         cursor = self._source.cursor
-        return InputPlace(self.pass_key, 0, 0 if cursor is None else cursor.taken, self._order.randomness(None))
+        return InputPlace(self.pass_key, 0, 0 if cursor is None else cursor.total, self._order.randomness(None))
 
     def _in_pass(self, batch: int) -> InputPlace:
         """A place in the running pass."""

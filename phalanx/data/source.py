@@ -206,6 +206,21 @@ def same_stream(kind: str, world_size: int) -> list[str]:
     ]
 
 
+class OpenedPasses(Protocol):
+    """Opens passes over data that choose another order for each, and counts them.
+
+    Attributes:
+        count: how many were opened.
+    """
+
+    @property
+    def count(self) -> int: ...
+
+    def skip_to(self, count: int) -> None:
+        """Open passes until there were so many; nothing of them is read."""
+        ...
+
+
 class StreamCursor:
     """The place in data that can only be read in order.
 
@@ -217,8 +232,9 @@ class StreamCursor:
         open_first: as `open_pass`, where only the first element is read; None for the same.
 
     Attributes:
-        taken: elements taken of data that cannot be read twice; 0 for all other data.
-        taken_before: those of them that were taken before the running pass.
+        opened: counts passes, where their order depends on how many there were; set before the first.
+        taken: elements taken of data that cannot be read twice.
+        taken_before: `total` before the running pass.
     """
 
     def __init__(
@@ -230,6 +246,7 @@ class StreamCursor:
         open_first: Callable[[], Iterator[Any]] | None = None,
     ):
         self.taken = self.taken_before = 0
+        self.opened: OpenedPasses | None = None
         self._open_pass = open_pass
         self._open_first = open_first
         self._is_once = is_once
@@ -239,6 +256,12 @@ class StreamCursor:
         self._is_unread = False  # `_running` still has everything that the next `read` is to yield
         self._last: list[Any] = []  # the element that was read last, or none
         self._recorded: list[Any] | None = None  # since `record`; None if nothing is recorded
+
+    @property
+    def total(self) -> int:
+        """Of data that cannot be read twice, elements taken; of others, passes opened, where their order depends on
+        it."""
+        return self.taken if self.opened is None else self.opened.count
 
     def read_first(self) -> None:
         """Read what begins each pass over data that cannot be read twice, unless it is known."""
@@ -287,7 +310,7 @@ class StreamCursor:
         """Pass over `count` elements of pass `key`, which others have read.
 
         Args:
-            taken_before: what they had taken before that pass, of data that cannot be read twice.
+            taken_before: of them, see there.
         """
         # If they have not begun, not even the first elements: what a generator draws follows from when it is read.
         if not count and not taken_before:
@@ -295,7 +318,12 @@ class StreamCursor:
         if self._is_once:
             self._running = self._resumed(count, taken_before)
             self._is_unread = True
-        else:
+            return
+        if self.opened is not None:
+            if taken_before != self.taken_before:  # what was looked at here is of another order
+                self._running, self._is_unread = None, False
+            self.opened.skip_to(taken_before)
+        if count:
             _pass_over(self.begin_pass(key), count)
 
     def _resumed(self, count: int, taken_before: int) -> Iterator[Any]:
@@ -326,6 +354,7 @@ class StreamCursor:
     def _open(self, key: int) -> Iterator[Any]:
         elements = self._open_pass(key)
         if not self._is_once:
+            self.taken_before = self.total
             return elements
         self.read_first()
         self.taken_before = self.taken

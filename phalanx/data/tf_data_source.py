@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -60,7 +61,6 @@ def make_source(request: InputRequest) -> StreamSource:
     if request.class_weight is not None:
         _check_class_weight(dataset.element_spec)
         dataset = dataset.map(data_adapters.tf_class_weights(request.class_weight))
-
     sharded, policy, reason = _divide(dataset, policy, files, request)
     read_ahead = sharded if policy is AutoShardPolicy.OFF else sharded.prefetch(_READ_AHEAD)
     cardinality = int(sharded.cardinality())
@@ -80,27 +80,29 @@ def make_source(request: InputRequest) -> StreamSource:
         is_read_alike=by_rows,
         fixed_size=_fixed_size(dataset.element_spec),
     )
-    # Seeded shuffles count the iterators that were created from them.
+    opened = _OpenedIterators(request.x if any(part is request.x for part in _with_inputs(sharded)) else sharded)
     opens_another = (
         request.opens_as_keras and request.steps_per_epoch is None and data_adapters.opens_one_more_pass("tensorflow")
     )
 
-    # `dataset` is kept: the functions that a serialized graph calls live as long as it does.
+    # `dataset` is kept, as functions that a serialized graph calls live only as long.
     def open_pass(key: int, original: Any = dataset) -> Iterator[Any]:
-        for number, element in enumerate(_elements(read_ahead), 1):
+        for number, element in enumerate(_elements(read_ahead, opened), 1):
             if number == length and opens_another:
-                iter(read_ahead)
+                opened.iterate(read_ahead)
             yield element
 
-    return StreamSource(
+    source = StreamSource(
         open_pass,
         traits,
         request,
-        open_first=lambda: _elements(_read_in_turn(sharded)),
+        open_first=lambda: _elements(_read_in_turn(sharded), opened),
         num_batches=length,
         copies=False,
         shares=_shares(policy, files, world_size),
     )
+    source.cursor.opened = opened
+    return source
 
 
 def _shares(policy: AutoShardPolicy, files: list[str] | None, world_size: int) -> list[str] | None:
@@ -220,12 +222,39 @@ def _read_in_turn(dataset: Any) -> Any:
     return dataset.with_options(options)
 
 
-def _elements(dataset: Any) -> Iterator[Any]:
+class _OpenedIterators:
+    """The iterators that were created over a dataset, also in former calls: a shuffle chooses another order for each,
+    which follows from its seed and their number. See `OpenedPasses`.
+
+    Args:
+        dataset: of which all are made that are iterated.
+    """
+
+    _counts: ClassVar[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    @property
+    def count(self) -> int:
+        return self._counts.get(self._dataset, 0)
+
+    def iterate(self, dataset: Any) -> Iterator[Any]:
+        """An iterator over a dataset that is made of this one."""
+        self._counts[self._dataset] = self.count + 1
+        with tf.device("CPU:0"):  # host memory, whatever accelerators TensorFlow sees
+            iterator: Iterator[Any] = iter(dataset)
+            return iterator
+
+    def skip_to(self, count: int) -> None:
+        while self.count < count:
+            self.iterate(self._dataset)
+
+
+def _elements(dataset: Any, opened: _OpenedIterators) -> Iterator[Any]:
     already_exists = tf.errors.AlreadyExistsError  # the module may be gone when the interpreter closes the generator
-    with tf.device("CPU:0"):  # host memory, whatever accelerators TensorFlow sees
-        iterator = iter(dataset)
     try:
-        for element in iterator:
+        for element in opened.iterate(dataset):
             yield map_leaves(to_numpy, element)
     except already_exists as error:
         raise ConfigurationError(

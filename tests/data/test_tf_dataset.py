@@ -389,6 +389,47 @@ def test_policy_values_are_those_of_tensorflow():
     assert {policy.name: policy.value for policy in AutoShardPolicy} == {policy.name: policy.value for policy in Policy}
 
 
+SHUFFLES = {
+    "seeded": lambda: tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(23, seed=4).batch(5),
+    "without a seed": lambda: tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(23).batch(5),
+    "of unknown length": lambda: (
+        tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(23, seed=4).batch(5).filter(lambda x, y: True)
+    ),
+    "one order": lambda: (
+        tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(23, seed=4, reshuffle_each_iteration=False).batch(5)
+    ),
+}
+
+
+@pytest.mark.parametrize("opens_as_keras", [False, True])
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize(("epoch", "done"), [(0, 0), (0, 2), (1, 0), (2, 3), (3, 1)])
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_one_that_comes_later_reads_the_order_of_that_pass(shuffle, epoch, done, looks, opens_as_keras):
+    """A shuffle chooses another order for each iterator that is created."""
+
+    def make(data, rank=0, world_size=2):
+        request = {"rank": rank, "world_size": world_size, "seed": 3, "opens_as_keras": opens_as_keras}
+        sharded = shard_input(data, **request)
+        if looks:  # as where a model is built from a batch, and probed with it
+            sharded.peek(restart=True)
+            sharded.peek()
+        return sharded
+
+    data = SHUFFLES[shuffle]()
+    list(make(data).epoch(0))  # in a call of another method, which one that comes later does not repeat
+    member = make(data)
+    for index in range(epoch):
+        list(member.epoch(index))
+    walk = member.epoch(epoch)
+    for _ in range(done + 1):
+        expected = next(walk)
+    later = make(SHUFFLES[shuffle]())
+    later.position.resume_epoch(member.position.running, done)
+    found = next(later.epoch(epoch, done))
+    np.testing.assert_array_equal(found.data[1], expected.data[1])
+
+
 def test_a_custom_loop_reads_shuffled_passes_in_the_order_of_the_dataset():
     """Keras's `fit` opens one pass more than it reads, after which a seeded shuffle is in another order."""
 
