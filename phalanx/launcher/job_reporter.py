@@ -98,6 +98,8 @@ class JobReporter(JobObserver):
         self._is_ending = True
 
     def survived(self, end: WorkerExit, how: str) -> None:
+        if end.was_preempted:  # then all exit
+            return
         self.report(f"{end.task} {end.description}; {how}")
         error = end.diagnostics.error
         if error is not None and (self._verbose or not end.distance):
