@@ -41,15 +41,7 @@ from phalanx.config.environment_variables import WORKER_BOOTSTRAP
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.errors import PreemptedError
 from phalanx.keras_compat import lazy_imports
-from phalanx.runtime import (
-    core_affinity,
-    exit_codes,
-    installed_backend,
-    orphan_guard,
-    process_exit,
-    progress,
-    undistributed_fit,
-)
+from phalanx.runtime import core_affinity, exit_codes, orphan_guard, process_exit, progress
 
 FUNCTION = "--function"
 _THIS_FILE = __file__  # Python 3.14 removes the name from the main module before it calls `sys.excepthook`
@@ -111,7 +103,7 @@ def main() -> None:
         _run_function(start, reporter)
     try:
         run_program(arguments)
-        undistributed_fit.warn_at_the_end()
+        _warn_of_training_apart(is_over=True)
         reporter.record_success()
     except SystemExit as end:
         error = end.__cause__ or end.__context__
@@ -151,10 +143,24 @@ def _import_crash_report() -> None:
 def _report_import(library: str | None) -> None:
     """Report that the program imports a large library, or (for None) runs on."""
     if library == "keras":
+        # Imported here and below because programs without Keras need none of it, and all wait for this file.
+        from phalanx.runtime import installed_backend
+
         installed_backend.replace_missing_backend()
     progress.report(f"{progress.IMPORT_OF}{library}" if library else "start of the program")
     if library is None:
-        undistributed_fit.watch_fit()
+        _warn_of_training_apart(is_over=False)
+
+
+def _warn_of_training_apart(*, is_over: bool) -> None:
+    """Let a program that has imported Keras warn of training that no strategy distributes."""
+    if "keras" in sys.modules:
+        from phalanx.runtime import undistributed_fit
+
+        if is_over:
+            undistributed_fit.warn_at_the_end()
+        else:
+            undistributed_fit.watch_fit()
 
 
 def _run_function(start: WorkerBootstrap, reporter: _CrashReporter) -> NoReturn:

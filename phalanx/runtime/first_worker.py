@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from typing import NamedTuple
 
 from phalanx.config.environment import process_environment
 from phalanx.config.environment_variables import TF_CONFIG
 from phalanx.config.task_names import trains
 
 
+class _Job(NamedTuple):
+    workers: int
+    is_first: bool
+    has_servers: bool
+
+
 def workers_of_first() -> int:
     """The number of tasks that train, if this is the first of them by TF_CONFIG; otherwise 0."""
-    config = json.loads(process_environment().get(TF_CONFIG) or "{}")
-    cluster, task = config.get("cluster", {}), config.get("task", {})
-    named = [f"{kind}/{index}" for kind in sorted(cluster) for index in range(len(cluster[kind]))]
-    training = list(filter(trains, named))
-    is_first = bool(training) and training[0] == f"{task.get('type')}/{task.get('index')}"
-    return len(training) if is_first else 0
+    job = _job()
+    return job.workers if job.is_first else 0
 
 
 def has_servers() -> bool:
     """Whether the job has parameter servers."""
-    return "ps" in json.loads(process_environment().get(TF_CONFIG) or "{}").get("cluster", {})
+    return _job().has_servers
+
+
+def _job() -> _Job:
+    return _read(process_environment().get(TF_CONFIG) or "{}")
+
+
+@functools.cache  # a program may ask at each of its batches
+def _read(tf_config: str) -> _Job:
+    config = json.loads(tf_config)
+    cluster, task = config.get("cluster", {}), config.get("task", {})
+    named = [f"{kind}/{index}" for kind in sorted(cluster) for index in range(len(cluster[kind]))]
+    training = list(filter(trains, named))
+    is_first = bool(training) and training[0] == f"{task.get('type')}/{task.get('index')}"
+    return _Job(len(training), is_first, "ps" in cluster)

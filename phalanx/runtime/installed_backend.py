@@ -20,8 +20,10 @@ logger = logging.getLogger(__name__)
 def replace_missing_backend() -> None:
     """Set KERAS_BACKEND, just before Keras is imported, if the program has not and Keras would not find its backend."""
     environment = process_environment()
+    if environment.get(KERAS_BACKEND):
+        return
     chosen, installed = keras_backend(environment), installed_backends()
-    if environment.get(KERAS_BACKEND) or chosen not in BACKENDS or chosen in installed or not installed:
+    if chosen not in BACKENDS or chosen in installed or not installed:
         return
     # The program may have imported one of them already.
     backend = next((name for name in installed if name in sys.modules), installed[0])

@@ -237,8 +237,8 @@ class ElasticRecovery:
 
     def _check_program(self, chiefs: list[Any]) -> None:
         """Raises: DisagreementError here alone, and the members continue without this process."""
-        (chiefs_structure, chiefs_program, chiefs_findings), own = chiefs, self._program()
-        structure, program, findings = own
+        chiefs_structure, chiefs_program, chiefs_findings = chiefs
+        structure, program, findings = self._program()
         check_chiefs_program(chiefs_program, program)
         check_chiefs_model(chiefs_structure, structure)
         check_chiefs_findings(chiefs_findings, findings)

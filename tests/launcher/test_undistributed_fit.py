@@ -75,7 +75,9 @@ def test_a_custom_loop_without_a_strategy_is_warned_of_at_its_end(joins: bool, t
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Has the warnings; this process is the first of three workers."""
+    """Has the warnings; this process is the first of three workers, and has imported Keras with the real modules."""
+    import keras  # noqa: F401
+
     monkeypatch.setattr(undistributed_fit, "_has_warned", False)
     caplog.set_level(logging.WARNING)
     _set_task(monkeypatch, {"worker": ["a:1", "b:1", "c:1"]}, "worker", 0)
