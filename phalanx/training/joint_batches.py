@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,8 @@ from phalanx.training.replica import Replica, alone
 from phalanx.transport.serialization import decode, encode
 
 COMPARED_BATCHES = 3
-"""At the start of an epoch, so many batches are compared over the ranks, where each reads a stream for itself."""
+"""At the start of an epoch, and after each change of the membership, so many batches are compared over the ranks, where
+each reads a stream for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class JointBatches:
         # one ahead. That one comes again when the membership changes.
         self.done = self._read = done or 0
         self._batches = source.epoch(epoch, self.done)
+        self._compared = self.done + COMPARED_BATCHES  # batches before this one are compared
         # By global size, the sizes of all ranks' parts in the present membership. There are two as a rule: that of most
         # batches, and the last one's.
         self._cuts: dict[int, tuple[int, ...]] = {}
@@ -91,7 +93,7 @@ class JointBatches:
         """The next batch; None at the end of the epoch.
 
         Raises:
-            DisagreementError: on every rank, if they should read the same stream but read different ones.
+            DisagreementError: if the ranks should read the same stream but read different ones; see `_check_same`.
             MembershipChangedError: see `regroup`.
         """
         if self._peeked is not None:
@@ -140,6 +142,7 @@ class JointBatches:
         self._source.regroup(*read_part(self._replica), repeat=again)
         self._batches = self._source.epoch(self._epoch, self.done)
         self._read = self.done
+        self._compared = self.done + COMPARED_BATCHES
         self._current = self._peeked = None
         self._cuts.clear()
 
@@ -153,10 +156,10 @@ class JointBatches:
             return None
         step, self._read = self._read, self._read + 1
         assert batch.global_size is not None
-        if step < COMPARED_BATCHES and self._source.fingerprint is not None:
-            notes = self._replica.communicator.all_gather(np.array([self._source.fingerprint()], np.int64))
-            if any(note[0] != notes[0][0] for note in notes):
-                raise DisagreementError(f"Batch {step} of epoch {self._epoch}: {self._source.description.disagreement}")
+        if step < self._compared and self._source.fingerprint is not None:
+            note = np.array([self._source.fingerprint(), self._is_late], np.int64)
+            notes = np.stack(self._replica.communicator.all_gather(note))
+            self._check_same(step, notes[:, 0].tolist(), notes[:, 1].tolist())
         sizes = self._cuts.get(batch.global_size)
         if sizes is None:
             world_size = self._replica.world_size
@@ -171,11 +174,13 @@ class JointBatches:
         step = self._read
         # Uniform sources have the same length on all ranks, so that without a comparison no collective is needed to
         # find the end.
-        if not source.is_uniform or step < COMPARED_BATCHES:
-            checksums = map(sample_checksum, leaves(batch.data)) if batch and step < COMPARED_BATCHES else ()
-            note = repr([batch.size if batch else 0, *checksums]).encode()
-            if len(set(replica.communicator.all_gather_bytes(note))) > 1:
-                raise DisagreementError(f"Batch {step} of epoch {self._epoch}: {source.description.disagreement}")
+        if not source.is_uniform or step < self._compared:
+            checksums = (
+                [sample_checksum(leaf) for leaf in leaves(batch.data)] if batch and step < self._compared else []
+            )
+            note = encode([batch.size if batch else 0, checksums, self._is_late])
+            notes = [decode(each) for each in replica.communicator.all_gather_bytes(note)]
+            self._check_same(step, [note[:2] for note in notes], [note[2] for note in notes])
         if batch is None:
             return None
         self._read += 1
@@ -192,23 +197,51 @@ class JointBatches:
         step = self._read
         if batch is not None:
             self._read += 1
-        fingerprint = source.fingerprint() if batch and source.fingerprint and step < COMPARED_BATCHES else 0
+        fingerprint = source.fingerprint() if batch and source.fingerprint and step < self._compared else 0
         # Every rank sends a note before each step, also one whose stream has ended: else the others would wait for it.
-        note = np.array([batch is None, batch.size if batch else 0, fingerprint], np.int64)
+        note = np.array([batch is None, batch.size if batch else 0, fingerprint, self._is_late], np.int64)
         notes = np.stack(self._replica.communicator.all_gather(note))
         if notes[:, 0].all():
             return None
-        if not notes[:, 0].any() and (notes[:, 2] != notes[0, 2]).any():
-            raise DisagreementError(f"Batch {step} of epoch {self._epoch}: {source.description.disagreement}")
-        if notes[:, 0].any() and source.fingerprint:
-            ended = ", ".join(map(str, np.flatnonzero(notes[:, 0])))
-            raise DisagreementError(
-                f"The data ended on rank {ended} after {step} batches of epoch {self._epoch}, but not on the others. "
-                f"{source.description.disagreement}"
+        if source.fingerprint:
+            self._check_same(
+                step, [None if ended else each for ended, _, each, _ in notes.tolist()], notes[:, 3].tolist()
             )
+            if batch is None:
+                return None  # only some that are late read on, and end
         data = (batch or source.stand_in()).data
         sizes = tuple(int(size) for size in notes[:, 1])
         return JointBatch(data, sizes, self._replica.rank, step, fixed_size=source.source.traits.fixed_size)
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether this process came when the job was running."""
+        elastic = self._replica.elastic
+        return elastic is not None and elastic.is_late
+
+    def _check_same(self, step: int, read: Sequence[Any], late: Sequence[int]) -> None:
+        """Compare what tells the ranks' batches apart.
+
+        Args:
+            read: from each rank; None where its data have ended.
+            late: whether each came when the job was running.
+
+        Raises: DisagreementError on every rank; where only processes that came late read something else, on these
+            alone: the others are right, and continue without them.
+        """
+        first = next((rank for rank, is_late in enumerate(late) if not is_late), 0)
+        different = [rank for rank, each in enumerate(read) if each != read[first]]
+        are_late = all(late[rank] for rank in different)
+        if not different or (are_late and self._replica.rank not in different):
+            return
+        advice = self._source.description.disagreement
+        ended = ", ".join(str(rank) for rank, each in enumerate(read) if each is None)
+        if ended:
+            raise DisagreementError(
+                f"The data ended on rank {ended} after {step} batches of epoch {self._epoch}, but not on the others. "
+                f"{advice}"
+            )
+        raise DisagreementError(f"Batch {step} of epoch {self._epoch}: {advice}")
 
 
 def fit_to_mesh(batch: JointBatch, replica: Replica, parts: int) -> JointBatch:

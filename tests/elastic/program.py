@@ -45,11 +45,14 @@ def life_of(folder: Path, task: str) -> int:
 
 
 class Batches(keras.utils.PyDataset):
-    """Global batches of 64."""
+    """Global batches of 64, the first one as it is and the others in an order of their own if there is a seed."""
 
-    def __init__(self, x: Any, y: Any):
+    def __init__(self, x: Any, y: Any, seed: int | None = None):
         super().__init__()
-        self._x, self._y = x, y
+        self._x, self._y = x.copy(), y.copy()
+        if seed is not None:
+            order = 64 + np.random.default_rng(seed).permutation(len(x) - 64)
+            self._x[64:], self._y[64:] = x[order], y[order]
 
     def __len__(self) -> int:
         return -(-len(self._x) // 64)
@@ -257,7 +260,7 @@ def main() -> None:
         else []
     )
     if options.batches:
-        data: dict[str, Any] = {"x": Batches(x, y)}
+        data: dict[str, Any] = {"x": Batches(x, y, life if options.returns_with == "order" else None)}
     elif options.loader:
         data = {"x": loader(x, y)}
     else:

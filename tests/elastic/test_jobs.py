@@ -110,6 +110,19 @@ def test_one_that_returns_with_another_program_leaves_and_the_others_continue(tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [(), ("--deterministic",)])
+def test_one_that_returns_with_data_in_another_order_leaves_and_the_others_continue(tmp_path, kind):
+    """In the middle of an epoch, where its first batches were not compared with those of the others."""
+    same = "1:3", "--batches", "--returns-with", "order", *kind
+    undisturbed = Run(tmp_path / "undisturbed", FIRST, *same)
+    run = Run(tmp_path / "run", FIRST, *same, "--kill", "worker/1:1:5th", "--hold", "0.25")
+    assert run.code == 0, run.output
+    assert "worker/1 ended with exit code 67; the others continue without it" in run.output
+    assert "The ranks read different global batches from the PyDataset" in run.output
+    np.testing.assert_allclose(run.weights, undisturbed.weights, atol=1e-3)
+
+
+@pytest.mark.slow
 def test_one_that_returns_reads_what_all_compare(tmp_path):
     """The first batches of each epoch of a PyDataset are compared between the ranks: the loss comes in between two
     steps, and the other takes none alone where two are needed."""
