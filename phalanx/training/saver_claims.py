@@ -15,7 +15,13 @@ from phalanx.engines.spmd.placement import Placement
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.keras_compat.patching import overridden_methods
-from phalanx.keras_compat.saving.saver_methods import SAVERS, finish_writing, writing_methods, written_path
+from phalanx.keras_compat.saving.saver_methods import (
+    SAVERS,
+    finish_writing,
+    writing_methods,
+    writing_whole_files,
+    written_path,
+)
 from phalanx.runtime.write_claim import WriteClaim
 from phalanx.storage.paths import StoragePath
 
@@ -59,7 +65,7 @@ def claim_paths(callbacks: CallbackList, undo: ExitStack, generation: Callable[[
 
 
 def _write(claim: WriteClaim, callback: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with claim.writing():
+    with claim.writing(), writing_whole_files(callback):
         result = method(*args, **kwargs)
         finish_writing(callback)
     return result

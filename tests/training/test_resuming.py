@@ -314,3 +314,53 @@ def test_backups_of_keras_in_the_middle_of_epochs_go_on_at_their_step(launcher: 
     out, err = process.communicate(timeout=END_BOUND_S)
     assert process.returncode == 0, out + err
     assert "goes on at the step" in out
+
+
+KILLED_BACKUP = """
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import phalanx
+
+file = Path(sys.argv[1]) / "training_metadata.json"
+
+def kill(content):
+    if file.exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return json.JSONEncoder().encode(content)
+
+class Watch(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if rank == 0:
+            print(f"epoch {epoch}")
+
+strategy = phalanx.MultiWorkerMirroredStrategy()
+rank = strategy.rank
+is_first = not file.exists()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.ones((20, 6), "float32")
+backup = keras.callbacks.BackupAndRestore(sys.argv[1], double_checkpoint=True)
+if is_first:
+    json.dumps = kill  # Keras writes its second backup
+model.fit(x, x[:, :1], batch_size=10, epochs=4, verbose=0, callbacks=[backup, Watch()])
+"""
+
+
+@pytest.mark.slow
+def test_a_backup_of_keras_that_is_cut_off_leaves_the_one_before(launcher: Launcher) -> None:
+    script, folder = launcher.script(KILLED_BACKUP), str(launcher.folder / "backup")
+    process = launcher.start_run("--workers", "2", script, folder)
+    out, err = process.communicate(timeout=END_BOUND_S)
+    assert process.returncode != 0
+    assert "epoch 1" in out, out + err
+    process = launcher.start_run("--workers", "2", script, folder)
+    out, err = process.communicate(timeout=END_BOUND_S)
+    assert process.returncode == 0, out + err
+    assert [line[-7:] for line in out.splitlines() if "epoch" in line] == ["epoch 1", "epoch 2", "epoch 3"]

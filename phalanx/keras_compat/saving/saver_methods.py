@@ -5,6 +5,10 @@ Tested with Keras 3.12 and 3.15.
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -35,6 +39,28 @@ def written_path(callback: Any) -> StoragePath | None:
 def writing_methods(callback: Any) -> tuple[str, ...]:
     """The methods of one of `SAVERS` that write or delete."""
     return _entry(callback)[1]
+
+
+@contextmanager
+def writing_whole_files(callback: Any) -> Iterator[None]:
+    """A context in which one of `SAVERS` may write or delete: what it writes in a local file system appears whole or
+    not at all, also if the process is killed.
+
+    `model.save` and `save_weights` see to this for all callbacks in a job. BackupAndRestore writes its step by itself.
+    """
+    if not isinstance(callback, keras.callbacks.BackupAndRestore) or is_url(callback._training_metadata_path):
+        yield
+        return
+    place = callback._training_metadata_path
+    callback._training_metadata_path = part = f"{place}.part"
+    try:
+        if os.path.exists(place):  # of which it may make a copy first (`double_checkpoint`)
+            shutil.copyfile(place, part)
+        yield
+        if os.path.exists(part):
+            os.replace(part, place)
+    finally:
+        callback._training_metadata_path = place
 
 
 def finish_writing(callback: Any) -> None:
