@@ -118,10 +118,16 @@ class EntryBegan(msgspec.Struct, frozen=True, tag="began"):
 
 
 class EntryFinished(msgspec.Struct, frozen=True, tag="finished"):
-    """From the chief: an entry has finished with this result."""
+    """From the chief: an entry has finished.
+
+    Attributes:
+        result: what the call returned.
+        state: what else it has left to the program; empty if that is nothing, or too much to keep.
+    """
 
     entry: int
     result: bytes
+    state: bytes = b""
 
 
 class EntryLeft(msgspec.Struct, frozen=True, tag="left"):
@@ -206,10 +212,11 @@ class RegroupRequest(msgspec.Struct, frozen=True, tag="regroup"):
 
 
 class PastEntry(msgspec.Struct, frozen=True, tag="past"):
-    """The entry that the receiver has reached finished earlier, with this result."""
+    """The entry that the receiver has reached finished earlier; see `EntryFinished`."""
 
     entry: int
     result: bytes
+    state: bytes = b""
 
 
 class Dismissed(msgspec.Struct, frozen=True, tag="dismissed"):
@@ -246,9 +253,10 @@ NOT_KEPT = b"\xc1too large"  # 0xc1 begins no msgpack value
 
 
 def pack(message: ToCoordinator | FromCoordinator) -> tuple[bytes, list[bytes]]:
-    """The header and the buffers of a frame; see `unpack`. A result may exceed the size limit of a header."""
+    """The header and the buffers of a frame; see `unpack`. Result and state may exceed the size limit of a header."""
     if isinstance(message, EntryFinished | PastEntry):
-        return msgspec.msgpack.encode(msgspec.structs.replace(message, result=b"")), [message.result]
+        header = msgspec.msgpack.encode(msgspec.structs.replace(message, result=b"", state=b""))
+        return header, [message.result, message.state]
     return msgspec.msgpack.encode(message), []
 
 
@@ -258,8 +266,8 @@ def unpack(decoder: Decoder[Message], header: bytes, buffers: Sequence[memoryvie
     Raises: FrameError if the frame holds no valid message.
     """
     message = decoder.decode(header)
-    if isinstance(message, EntryFinished | PastEntry) and buffers:
-        return msgspec.structs.replace(message, result=bytes(buffers[0]))
+    if isinstance(message, EntryFinished | PastEntry) and len(buffers) == 2:
+        return msgspec.structs.replace(message, result=bytes(buffers[0]), state=bytes(buffers[1]))
     return message
 
 

@@ -12,6 +12,8 @@ from phalanx.elastic.member_table import ElasticProcess
 
 KEPT_BYTES = 2**30
 """Limit for the results of all entries together: they are kept in the launcher's memory."""
+KEPT_STATE_BYTES = 2**28
+"""As much for their states, of which the oldest go first: most programs read what the last call has left."""
 
 
 class EntryLog:
@@ -26,6 +28,7 @@ class EntryLog:
         self._notes: dict[int, bytes] = {}  # of entries that have begun
         self._results: dict[int, bytes] = {}  # of those that have finished, or NOT_KEPT
         self._kept = 0  # bytes
+        self._states: dict[int, bytes] = {}  # by entry, the oldest first
 
     def record(self, message: EntryBegan | EntryFinished) -> None:
         """The chief has begun or finished an entry. A new chief may repeat what the former one sent."""
@@ -39,6 +42,7 @@ class EntryLog:
             fits = self._kept + len(message.result) <= KEPT_BYTES
             self._results[entry] = message.result if fits else NOT_KEPT
             self._kept += len(self._results[entry])
+            self._keep_state(entry, message.state)
 
     @property
     def joinable(self) -> int:
@@ -63,8 +67,13 @@ class EntryLog:
         if entry in self._results:
             candidate.queried_entry = candidate.ready_entry = None
             candidate.finished_entries = entry + 1
-            return PastEntry(entry, self._results[entry])
+            return PastEntry(entry, self._results[entry], self._states.get(entry, b""))
         if candidate.queried_entry is not None and entry in self._notes:
             candidate.queried_entry = None
             return EntryBegan(entry, self._notes[entry], members)
         return None
+
+    def _keep_state(self, entry: int, state: bytes) -> None:
+        self._states[entry] = state
+        while sum(map(len, self._states.values())) > KEPT_STATE_BYTES:
+            del self._states[min(self._states)]

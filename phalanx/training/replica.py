@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 MAX_RESULT_BYTES = 2**28
 """What the result of one entry may take that is kept for processes that join later: it is in the launcher's memory."""
+MAX_STATE_BYTES = 2**26
+"""What the state of one entry may take."""
 SEED_BYTES = 8
 
 
@@ -38,12 +40,12 @@ class EntryOverError(Exception):
     """The members have finished the entry that this candidate has come to.
 
     Attributes:
-        result: the result of the entry, encoded by the members.
+        result, state: of the entry, encoded by the members; see `Entry`.
     """
 
-    def __init__(self, result: bytes):
+    def __init__(self, past: PastEntry):
         super().__init__()
-        self.result = result
+        self.result, self.state = _checked(past.result), past.state
 
 
 class ReplicaCalls(Protocol):
@@ -68,6 +70,7 @@ class Entry:
         seed: equal on all ranks.
         members: number of ranks when it began.
         result: encoded; set it before the entry ends.
+        state: what it has left to the program besides, encoded; set it before the entry ends.
         findings: what the members have found out about the program, encoded; empty as long as they have not.
         depth: how many entries have begun within it.
     """
@@ -76,6 +79,7 @@ class Entry:
     seed: int = 0
     members: int = 0
     result: bytes = b""
+    state: bytes = b""
     findings: bytes = b""
     depth: int = 0
 
@@ -91,7 +95,7 @@ class Entry:
         """
         answer = elastic.node.query_entry(self.number)
         if isinstance(answer, PastEntry):
-            raise EntryOverError(_checked(answer.result))
+            raise EntryOverError(answer)
         self.seed, self.findings = int.from_bytes(answer.note[:SEED_BYTES]), answer.note[SEED_BYTES:]
         self.members = answer.members
 
@@ -132,7 +136,7 @@ class Replica:
     # How many seeds the present entry has given out; all ranks ask in the same order.
     _seeds: int = 0
     # Of the entry before: repeated when the next one begins, in case the chief was lost after it and before its report.
-    _last_result: tuple[int, bytes] | None = field(default=None, repr=False)
+    _last_finished: EntryFinished | None = field(default=None, repr=False)
 
     @property
     def rank(self) -> int:
@@ -250,8 +254,9 @@ class Replica:
             yield entry
             # Only if nothing was raised: an entry that failed has no result to hand on, and its job ends.
             result = entry.result if len(entry.result) <= MAX_RESULT_BYTES else NOT_KEPT
-            self._last_result = (entry.number, result)
-            elastic.send_as_chief(EntryFinished(entry.number, result))
+            state = entry.state if len(entry.state) <= MAX_STATE_BYTES else b""
+            self._last_finished = EntryFinished(entry.number, result, state)
+            elastic.send_as_chief(self._last_finished)
             is_finished = True
         finally:
             self._entry = None
@@ -266,8 +271,8 @@ class Replica:
             return
         entry.seed = int(self.retry(lambda: self.broadcast_from_chief(seed() if self.is_chief else 0)))
         entry.members = self.world_size
-        if self._last_result is not None:  # a lost chief may not have reported it
-            elastic.send_as_chief(EntryFinished(*self._last_result))
+        if self._last_finished is not None:  # a lost chief may not have reported it
+            elastic.send_as_chief(self._last_finished)
         self.announce_entry()
 
     def announce_entry(self) -> None:
@@ -286,7 +291,7 @@ class Replica:
         assert entry is not None
         past = elastic.join(entry.number)
         if past is not None:
-            raise EntryOverError(_checked(past.result))
+            raise EntryOverError(past)
 
     def run_recorded(self, make: Callable[[], bytes]) -> bytes:
         """The result of `make`, in which all members take part, as an entry: a candidate gets the members' result."""

@@ -23,6 +23,7 @@ from phalanx.monitoring import timeline
 from phalanx.training import callback_hooks
 from phalanx.training.checks.model_checks import explaining_parts
 from phalanx.training.evaluation import evaluate_batch, evaluate_on_replicas
+from phalanx.training.finished_fit import adopt_finished_fit, encode_finished_fit
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.fit_loop import FitLoop
 from phalanx.training.fit_resumption import FitResumption, resumable
@@ -68,9 +69,12 @@ class ReplicaTrainer:
                         entry.result = encode_history(history)
             except EntryOverError as over:
                 history = decode_history(over.result, self._model)
+                has_weights = adopt_finished_fit(over.state, self._model, arguments.get("callbacks"))
                 logger.warning(
-                    "This worker joined after this fit() had ended. Its model keeps its previous weights until "
-                    "another fit() begins, and it overwrites no file."
+                    "This worker joined after this fit() had ended. %s, and it overwrites no file.",
+                    "It has its history and weights"
+                    if has_weights
+                    else "It has its history, but its model keeps its previous weights until another fit() begins",
                 )
         return history
 
@@ -82,9 +86,12 @@ class ReplicaTrainer:
     def _fit(self, arguments: FitArguments, resumption: FitResumption | None) -> Any:
         fit = prepare_fit(self._replica_model, arguments, resumption)
         try:
-            return FitLoop(self._model, fit.state, ReplicaCoordination(fit)).run()
+            history = FitLoop(self._model, fit.state, ReplicaCoordination(fit)).run()
         finally:
             fit.state.undo.close()
+        if self._replica.elastic is not None and self._replica.is_chief and fit.recorder is not None:
+            self._replica.present_entry.state = encode_finished_fit(self._model, fit.recorder.callback_states())
+        return history
 
     def evaluate(
         self,

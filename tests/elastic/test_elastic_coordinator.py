@@ -685,8 +685,26 @@ def test_results_are_kept_as_long_as_there_is_room(monkeypatch):
     assert job.sent_to("d1", PastEntry) == [PastEntry(0, b"12345678"), PastEntry(1, NOT_KEPT)]
 
 
+def test_of_states_the_newest_are_kept(monkeypatch):
+    monkeypatch.setattr(entry_results, "KEPT_STATE_BYTES", 10)
+    job = Job().running()
+    for entry in range(3):
+        job.send("a1", EntryFinished(entry, b"result", b"1234"))
+    job.arrive("d1", ready=None)
+    for entry in range(3):
+        job.send("d1", EntryQuery(entry))
+    assert [past.state for past in job.sent_to("d1", PastEntry)] == [b"", b"1234", b"1234"]
+    assert {past.result for past in job.sent_to("d1", PastEntry)} == {b"result"}
+
+
 @pytest.mark.parametrize(
-    "message", [EntryFinished(3, b"x" * 2**21), PastEntry(3, b""), PastEntry(3, b"x" * 2**21), EntryBegan(2, b"note")]
+    "message",
+    [
+        EntryFinished(3, b"x" * 2**21, b"y" * 2**21),
+        PastEntry(3, b""),
+        PastEntry(3, b"x" * 2**21),
+        EntryBegan(2, b"note"),
+    ],
 )
 def test_a_result_travels_behind_the_header(message):
     header, buffers = pack(message)

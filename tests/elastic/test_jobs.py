@@ -197,6 +197,25 @@ def test_one_that_returns_merges_as_the_others_what_it_alone_has_seen(tmp_path, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_that_returns_continues_from_what_an_earlier_fit_has_left(tmp_path, backend):
+    def run(*kill: str) -> list[Any]:
+        folder = tmp_path / "-".join(("run", *kill))
+        folder.mkdir()
+        script = str(PROGRAM.with_name("two_fits.py"))
+        command = ["-m", "phalanx", "run", "-v", "--workers", "2:3", script, str(folder), *kill]
+        output = check_python(*command, backend=backend, bound_s=BOUND_S)
+        assert ("worker/2 joined" in output) == bool(kill)
+        return [json.loads((folder / f"found.{rank}").read_text()) for rank in range(3)]
+
+    undisturbed, disturbed = run(), run("kill")
+    assert disturbed == [disturbed[0]] * 3
+    assert disturbed[0]["members"] == 3
+    assert disturbed[0]["rate"] == undisturbed[0]["rate"]
+    assert disturbed[0]["loss"] == pytest.approx(undisturbed[0]["loss"], rel=1e-4)
+
+
+@pytest.mark.slow
 def test_replicas_that_meet_rarely(tmp_path):
     """What a lost one did since they met is lost with it, the chief's too; they go on, and it comes back."""
     run = Run(tmp_path / "run", FIRST, "1:3", "--period", "7", "--kill", "worker/0:1:10th", "--hold", "0.6", epochs=6)

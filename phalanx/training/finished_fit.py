@@ -1,0 +1,65 @@
+"""What a `fit` leaves to the program besides its history, for processes that join an elastic job when it is over.
+
+They have not run it. What the program does before its next call may depend on what callbacks have learnt
+(`stopping.best_epoch`), on the optimizer, or on the weights (targets made by `model(x)`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from phalanx.checkpoint.callback_state import restore_states
+from phalanx.engines import buffers
+from phalanx.keras_compat.model_state import optimizers
+from phalanx.keras_compat.variables.host_values import to_host
+from phalanx.training.replica import MAX_STATE_BYTES
+from phalanx.transport.serialization import decode, encode
+
+
+def encode_finished_fit(model: Any, callbacks: Sequence[tuple[str, bytes]]) -> bytes:
+    """The state of the callbacks and of the model after a `fit`; without the model's if that is too large.
+
+    Args:
+        callbacks: from `CallbackStateTracker.changes`.
+    """
+    values = [[to_host(variable) for variable in variables] for variables in _variables(model)]
+    fits = sum(array.nbytes for arrays in values for array in arrays) < MAX_STATE_BYTES
+    return encode([list(callbacks), values if fits else None])
+
+
+def adopt_finished_fit(content: bytes, model: Any, callbacks: Any) -> bool:
+    """Give the callbacks and the model the state that the members have after a `fit`.
+
+    Args:
+        content: from `encode_finished_fit`; empty if it was not kept.
+
+    Returns: whether the model has it. Not if it is not built yet or has another structure, which its next call reports.
+    """
+    if not content:
+        return False
+    states, values = decode(content)
+    restore_states(callbacks, states)
+    if values is None or not model.built:
+        return False
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    variables = _variables(model)
+    if [[_form(to_host(each)) for each in part] for part in variables] != [[*map(_form, part)] for part in values]:
+        return False
+    for own, theirs in zip(variables, values, strict=True):
+        for variable, value in zip(own, theirs, strict=True):
+            variable.assign(value)
+    return True
+
+
+def _variables(model: Any) -> list[list[Any]]:
+    """The variables of the model, and those of each optimizer."""
+    weights = [*model.trainable_variables, *model.non_trainable_variables, *buffers(model)]
+    return [weights, *(list(optimizer.variables) for optimizer in optimizers(model))]
+
+
+def _form(array: np.ndarray[Any, Any]) -> tuple[tuple[int, ...], str]:
+    return array.shape, array.dtype.name
