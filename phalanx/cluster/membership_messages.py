@@ -159,6 +159,7 @@ class MemberAddress(msgspec.Struct, frozen=True):
     Attributes:
         completed: the number of collectives as in its `LossReport`; -1 if it was not a member of the last generation.
         needs_state: whether it must receive the job's state.
+        is_late: whether it became a member when the job was running.
     """
 
     incarnation: str
@@ -168,13 +169,19 @@ class MemberAddress(msgspec.Struct, frozen=True):
     pid: int
     completed: int = -1
     needs_state: bool = False
+    is_late: bool = False
 
     @classmethod
     def of(
-        cls, description: TaskDescription | Member, completed: int = -1, *, needs_state: bool = False
+        cls,
+        description: TaskDescription | Member,
+        completed: int = -1,
+        *,
+        needs_state: bool = False,
+        is_late: bool = False,
     ) -> MemberAddress:
         names = (description.incarnation, description.task, description.host, description.address)
-        return cls(*names, description.pid, completed, needs_state)
+        return cls(*names, description.pid, completed, needs_state, is_late)
 
     def as_member(self, rank: Rank) -> Member:
         return Member(rank, self.task, self.host, self.address, self.pid, self.incarnation)

@@ -103,6 +103,11 @@ class ElasticGroup:
         return tuple(rank for rank, address in enumerate(self.node.addresses) if address.needs_state)
 
     @property
+    def late_ranks(self) -> frozenset[int]:
+        """The ranks of this generation that became members when the job was running."""
+        return frozenset(rank for rank, address in enumerate(self.node.addresses) if address.is_late)
+
+    @property
     def statistics(self) -> CommunicatorStatistics:
         """See `Communicator.statistics`; over all generations."""
         return self._former.plus(self.inner.statistics)

@@ -37,6 +37,7 @@ class ElasticProcess:
         queried_entry: the entry whose status it waits for, as a candidate.
         ready_entry: the entry at which it waits to become a member.
         report: how it left the present generation.
+        is_late: whether it became a member when the job was running.
         left_entries, finished_entries: the number of entries that are over for it, and of those in which it has done
             its part.
     """
@@ -46,6 +47,7 @@ class ElasticProcess:
     queried_entry: int | None = None
     ready_entry: int | None = None
     report: LossReport | None = None
+    is_late: bool = False
     left_entries: int = 0
     finished_entries: int = 0
 
@@ -162,6 +164,9 @@ class MemberTable:
             report = process.report
             needs_state = report.needs_state if report else not is_first
             completed = report.completed if report else -1
-            addresses.append(MemberAddress.of(process.description, completed, needs_state=needs_state))
+            process.is_late |= report is None and not is_first
+            addresses.append(
+                MemberAddress.of(process.description, completed, needs_state=needs_state, is_late=process.is_late)
+            )
             process.report = process.ready_entry = process.queried_entry = None  # all of the former generation
         return addresses

@@ -15,6 +15,7 @@ from phalanx.data.batch_split import sample_checksum
 from phalanx.data.micro_batches import MicroBatch, cut_micro_batches, sizes_of_ranks
 from phalanx.errors import DisagreementError, UnsupportedError
 from phalanx.monitoring import timeline
+from phalanx.training.checks.rank_difference import find_difference
 from phalanx.training.replica import Replica, alone
 from phalanx.transport.serialization import decode, encode
 
@@ -93,7 +94,7 @@ class JointBatches:
         """The next batch; None at the end of the epoch.
 
         Raises:
-            DisagreementError: if the ranks should read the same stream but read different ones; see `_check_same`.
+            DisagreementError: if the ranks should read the same stream but read different ones; see `find_difference`.
             MembershipChangedError: see `regroup`.
         """
         if self._peeked is not None:
@@ -157,9 +158,8 @@ class JointBatches:
         step, self._read = self._read, self._read + 1
         assert batch.global_size is not None
         if step < self._compared and self._source.fingerprint is not None:
-            note = np.array([self._source.fingerprint(), self._is_late], np.int64)
-            notes = np.stack(self._replica.communicator.all_gather(note))
-            self._check_same(step, notes[:, 0].tolist(), notes[:, 1].tolist())
+            notes = self._replica.communicator.all_gather(np.array([self._source.fingerprint()], np.int64))
+            self._check_same(step, [int(note[0]) for note in notes])
         sizes = self._cuts.get(batch.global_size)
         if sizes is None:
             world_size = self._replica.world_size
@@ -175,12 +175,9 @@ class JointBatches:
         # Uniform sources have the same length on all ranks, so that without a comparison no collective is needed to
         # find the end.
         if not source.is_uniform or step < self._compared:
-            checksums = (
-                [sample_checksum(leaf) for leaf in leaves(batch.data)] if batch and step < self._compared else []
-            )
-            note = encode([batch.size if batch else 0, checksums, self._is_late])
-            notes = [decode(each) for each in replica.communicator.all_gather_bytes(note)]
-            self._check_same(step, [note[:2] for note in notes], [note[2] for note in notes])
+            parts = leaves(batch.data) if batch and step < self._compared else []
+            note = encode([batch.size, [*map(sample_checksum, parts)]] if batch else None)
+            self._check_same(step, [decode(each) for each in replica.communicator.all_gather_bytes(note)])
         if batch is None:
             return None
         self._read += 1
@@ -199,40 +196,24 @@ class JointBatches:
             self._read += 1
         fingerprint = source.fingerprint() if batch and source.fingerprint and step < self._compared else 0
         # Every rank sends a note before each step, also one whose stream has ended: else the others would wait for it.
-        note = np.array([batch is None, batch.size if batch else 0, fingerprint, self._is_late], np.int64)
+        note = np.array([batch is None, batch.size if batch else 0, fingerprint], np.int64)
         notes = np.stack(self._replica.communicator.all_gather(note))
         if notes[:, 0].all():
             return None
         if source.fingerprint:
-            self._check_same(
-                step, [None if ended else each for ended, _, each, _ in notes.tolist()], notes[:, 3].tolist()
-            )
+            self._check_same(step, [None if ended else each for ended, _, each in notes.tolist()])
             if batch is None:
                 return None  # only some that are late read on, and end
         data = (batch or source.stand_in()).data
         sizes = tuple(int(size) for size in notes[:, 1])
         return JointBatch(data, sizes, self._replica.rank, step, fixed_size=source.source.traits.fixed_size)
 
-    @property
-    def _is_late(self) -> bool:
-        """Whether this process came when the job was running."""
-        elastic = self._replica.elastic
-        return elastic is not None and elastic.is_late
+    def _check_same(self, step: int, read: Sequence[Any]) -> None:
+        """Compare what tells the ranks' batches apart; None where the data of a rank have ended.
 
-    def _check_same(self, step: int, read: Sequence[Any], late: Sequence[int]) -> None:
-        """Compare what tells the ranks' batches apart.
-
-        Args:
-            read: from each rank; None where its data have ended.
-            late: whether each came when the job was running.
-
-        Raises: DisagreementError on every rank; where only processes that came late read something else, on these
-            alone: the others are right, and continue without them.
+        Raises: DisagreementError, see `find_difference`.
         """
-        first = next((rank for rank, is_late in enumerate(late) if not is_late), 0)
-        different = [rank for rank, each in enumerate(read) if each != read[first]]
-        are_late = all(late[rank] for rank in different)
-        if not different or (are_late and self._replica.rank not in different):
+        if find_difference(read, self._replica) is None:
             return
         advice = self._source.description.disagreement
         ended = ", ".join(str(rank) for rank, each in enumerate(read) if each is None)

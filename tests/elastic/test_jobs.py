@@ -100,6 +100,7 @@ def test_two_are_killed_the_chief_among_them_and_return(tmp_path, undisturbed):
         ("data", "The ranks were given different data: the values of this worker are not those of the chief"),
         pytest.param("model", "The model is not the same on all ranks: variable 0 is", marks=pytest.mark.slow),
         pytest.param("optimizer", "The ranks got different arguments: optimizer is", marks=pytest.mark.slow),
+        pytest.param("evaluation", "The ranks were given different data: rank 0 has", marks=pytest.mark.slow),
     ],
 )
 def test_one_that_returns_with_another_program_leaves_and_the_others_continue(tmp_path, undisturbed, other, text):

@@ -11,6 +11,7 @@ import msgspec
 
 from phalanx.cluster.task_comparison import describe_difference
 from phalanx.errors import DisagreementError
+from phalanx.training.checks.rank_difference import find_difference
 from phalanx.training.replica import Replica
 from phalanx.transport.decoding import decode_message
 
@@ -34,16 +35,18 @@ def check_same_model(variables: Sequence[Any], replica: Replica, *, with_paths: 
         variables: of the model and its optimizers.
         with_paths: see `structure_of`.
 
-    Raises: DisagreementError on every rank, naming the first difference.
+    Raises: DisagreementError, naming the first difference between two ranks; see `find_difference`.
     """
     encoded = msgspec.msgpack.encode(structure_of(variables, with_paths=with_paths))
     digests = replica.communicator.all_gather_bytes(hashlib.sha256(encoded).digest())
     if len(set(digests)) == 1:
         return
-    # Rare and slow: all ranks get everything, so that all raise the same error.
+    # Rare and slow: all ranks get everything, so that all know who differs.
     structures = [decode_message(e) for e in replica.communicator.all_gather_bytes(encoded)]
-    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    raise different_models(structures[0], structures[other], "rank 0", f"rank {other}")
+    difference = find_difference(structures, replica)
+    if difference is not None:
+        expected, rank = difference
+        raise different_models(structures[expected], structures[rank], f"rank {expected}", f"rank {rank}")
 
 
 def check_chiefs_model(chiefs: Sequence[Any], own: Sequence[Any]) -> None:

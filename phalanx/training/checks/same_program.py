@@ -13,6 +13,7 @@ from phalanx.data import ShardedInput
 from phalanx.errors import DisagreementError
 from phalanx.keras_compat.copies.object_config import configuration_of
 from phalanx.keras_compat.model_state import PLAIN, optimizers
+from phalanx.training.checks.rank_difference import expected_rank, find_difference
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.replica import Replica
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
@@ -32,14 +33,15 @@ _SEEDS = (
 def compare_inputs(source: ShardedInput, replica: Replica, method: str) -> None:
     """Compare lengths, shapes and dtypes of the data that the ranks passed to a method of the model.
 
-    Raises: DisagreementError on every rank, if they differ.
+    Raises: DisagreementError, if they differ; see `find_difference`.
     """
     signatures = gather_of_method(replica, method, source.description.signature)
-    different = next((rank for rank, signature in enumerate(signatures) if signature != signatures[0]), None)
-    if different is not None:
+    difference = find_difference(signatures, replica)
+    if difference is not None:
+        expected, rank = difference
         raise DisagreementError(
-            f"The ranks were given different data: rank 0 has {signatures[0]}; rank {different} has "
-            f"{signatures[different]}. Every rank must pass the same data; Phalanx divides it. To give each "
+            f"The ranks were given different data: rank {expected} has {signatures[expected]}; rank {rank} has "
+            f"{signatures[rank]}. Every rank must pass the same data; Phalanx divides it. To give each "
             f"rank its own, use `strategy.distribute_datasets_from_function`."
         )
 
@@ -47,7 +49,7 @@ def compare_inputs(source: ShardedInput, replica: Replica, method: str) -> None:
 def gather_of_method(replica: Replica, method: str, text: str) -> list[str]:
     """Every rank's text about the method of the model that it called.
 
-    Raises: DisagreementError on every rank, if they called different methods.
+    Raises: DisagreementError, if they called different methods; see `find_difference`.
     """
     gathered = [
         each.decode().partition("\n") for each in replica.communicator.all_gather_bytes(f"{method}\n{text}".encode())
@@ -55,11 +57,12 @@ def gather_of_method(replica: Replica, method: str, text: str) -> list[str]:
     # The method travels with the first comparison of every call: a rank in `evaluate` and one in `fit` learn it here,
     # and do not wait for each other in different collectives.
     methods = [name for name, _, _ in gathered]
-    other = next((rank for rank, name in enumerate(methods) if name != methods[0]), None)
-    if other is not None:
+    difference = find_difference(methods, replica)
+    if difference is not None:
+        expected, rank = difference
         raise DisagreementError(
-            f"Rank 0 called {methods[0]}() where rank {other} called {methods[other]}(). Every rank must call the same "
-            f"methods of the model: do not put them under `if strategy.is_chief`."
+            f"Rank {expected} called {methods[expected]}() where rank {rank} called {methods[rank]}(). Every rank must "
+            f"call the same methods of the model: do not put them under `if strategy.is_chief`."
         )
     return [text for _, _, text in gathered]
 
@@ -67,15 +70,16 @@ def gather_of_method(replica: Replica, method: str, text: str) -> list[str]:
 def compare_samples(source: ShardedInput, replica: Replica) -> None:
     """Compare a sample of the values in the ranks' data.
 
-    Raises: DisagreementError on every rank, if they differ, or come in another order.
+    Raises: DisagreementError, if they differ, or come in another order; see `find_difference`.
     """
     samples = replica.communicator.all_gather(source.probe)
-    same = [_same(sample, samples[0]) for sample in samples]
-    if not all(same):
+    expected = expected_rank(replica)
+    difference = find_difference([_same(sample, samples[expected]) for sample in samples], replica)
+    if difference is not None:
         raise DisagreementError(
-            f"The ranks were given different data: the values of rank {same.index(False)} differ from those of rank "
-            f"0, or are in another order. Every rank must pass the same data; Phalanx divides it. {_SEEDS} To give "
-            f"each rank its own data, use `strategy.distribute_datasets_from_function`."
+            f"The ranks were given different data: the values of rank {difference.rank} differ from those of rank "
+            f"{expected}, or are in another order. Every rank must pass the same data; Phalanx divides it. {_SEEDS} To "
+            f"give each rank its own data, use `strategy.distribute_datasets_from_function`."
         )
 
 
@@ -108,13 +112,15 @@ def _same(sample: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
 def check_same_configuration(model: Any, call: FitArguments, replica: Replica) -> None:
     """Compare the arguments of `fit` and `compile`.
 
-    Raises: DisagreementError on every rank, if they differ on one: gradients of two losses, or two kinds of updates,
+    Raises: DisagreementError, if they differ (see `find_difference`): gradients of two losses, or two kinds of updates,
         make no model.
     """
     own = json.dumps(_facts(model, call))
     facts = [json.loads(text) for text in gather_of_method(replica, "fit", own)]
-    for rank, others in enumerate(facts):
-        _compare_facts(facts[0], others, "rank 0", f"rank {rank}")
+    difference = find_difference(facts, replica)
+    if difference is not None:
+        expected, rank = difference
+        _compare_facts(facts[expected], facts[rank], f"rank {expected}", f"rank {rank}")
 
 
 def _compare_facts(first: Mapping[str, str], second: Mapping[str, str], who: str, other: str) -> None:
