@@ -88,6 +88,7 @@ class LocalSGDStepper(ReplicaStepper):
         self._iterations = self._optimizer._iterations if follows_schedule and not accumulates else None
         # Merged, at the end of an epoch; None while it runs, when each rank logs its own batches.
         self._logs: Mapping[str, Any] | None = None
+        self._pooled_logs: Mapping[str, Any] | None = None  # of what `_metrics_start` contains of this epoch
 
     @property
     def is_merged(self) -> bool:
@@ -106,7 +107,7 @@ class LocalSGDStepper(ReplicaStepper):
         # Also from a checkpoint of a job that merged every step: all ranks have what it had counted.
         if not entering or not self._metrics_start:
             self._metrics_start = self._engine.metric_rules.values()
-        self._logs = None
+        self._logs = self._pooled_logs = None
         self.exchange.begin(self._engine.read(self._variables), len(weights))
 
     def train(self, batch: JointBatch, *, last: bool | None = None) -> None:
@@ -127,14 +128,17 @@ class LocalSGDStepper(ReplicaStepper):
         """See `ReplicaStepper.merge_if_due`."""
         if self.exchange.steps < self._period.steps:
             return ()
-        return self._exchange(retry, overlap=self.overlaps)
+        tasks = self._exchange(retry, overlap=self.overlaps)
+        if self._replica.elastic is not None:  # what a member has counted is not lost with it then
+            self._pool_metrics(retry)
+        return tasks
 
     def finish(self, retry: RetryOnMembershipChange) -> Sequence[str]:
         """See `ReplicaStepper.finish`."""
         tasks = self._exchange(retry, overlap=False) if self.exchange.unmerged else ()
         retry(self._merge_moving_averages)
-        self._logs = retry(self._merge_metrics)
-        self._trained = 0
+        self._pool_metrics(retry)
+        self._logs = self._pooled_logs
         return tasks
 
     def logs(self) -> Mapping[str, Any]:
@@ -216,6 +220,13 @@ class LocalSGDStepper(ReplicaStepper):
             means = self._replica.communicator.all_reduce(self._engine.read(own), scale=share)
             self._engine.write(list(zip(own, means, strict=True)))
         self._averaged = 0  # not before: it is repeated if a member is lost
+
+    def _pool_metrics(self, retry: RetryOnMembershipChange) -> None:
+        """Let the metrics of all ranks continue from what all of them have counted."""
+        logs = retry(self._merge_metrics)
+        if logs is not None:
+            self._pooled_logs, self._metrics_start = logs, self._engine.metric_rules.values()
+        self._trained = 0
 
     def _merge_metrics(self) -> Mapping[str, Any] | None:
         share = self._share(self._trained)
