@@ -357,6 +357,7 @@ class EpochReport(_Message, frozen=True):
     fit: int
     epoch: int
     samples: int
+    steps: int
     dtypes: tuple[str, ...]
     weights: tuple[str, ...]
 

@@ -82,8 +82,10 @@ def main() -> None:
         while not (folder / "go").exists():
             time.sleep(0.05)
 
+    stopping = 1 if kind == "stops with a ticket" else 0
+
     def stop(batch: int, logs: object) -> None:
-        if strategy.rank == 0 and (folder / "0.epoch").exists() and not (folder / "stopped").exists():
+        if strategy.rank == stopping and (folder / "0.epoch").exists() and not (folder / "stopped").exists():
             (folder / "stopped").touch()
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -117,6 +119,8 @@ def main() -> None:
         noted.on_train_batch_end = lambda batch, logs: setattr(model.optimizer, "momentum", 0.5)
     if kind == "chief stops":
         noted.on_train_batch_begin = stop  # with a step in hand
+    if kind == "stops with a ticket":
+        noted.on_train_batch_end = stop  # of the next step
     if kind == "validates":
         noted.on_test_begin = validate
     validation = (x[:64], y[:64]) if kind == "validates" else None
@@ -130,6 +134,8 @@ def main() -> None:
         callbacks=[noted],
         validation_data=validation,
     )
+    if kind == "stops with a ticket":
+        assert int(model.optimizer.iterations) == strategy.global_step
     np.savez(folder / f"{strategy.rank}.weights.npz", *model.get_weights())
     finite = all(np.isfinite(weight).all() for weight in model.get_weights())
     (folder / f"{strategy.rank}.history").write_text(json.dumps({"epoch": history.epoch, **history.history}))

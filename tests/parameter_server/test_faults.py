@@ -202,6 +202,19 @@ def test_a_stopped_worker_holds_nobody_back_for_ever(start: Start) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_all_servers_continue_without_a_stopped_worker(start: Start, goes_on: bool) -> None:
+    """Only the first one notices that it has stopped. The others neither apply what it sends when it goes on, nor wait
+    for its goodbye."""
+    tasks = start("stops with a ticket", epochs=10_000, timeout_s=8, servers=2)
+    tasks.wait_for(lambda: "worker/1 makes no progress" in tasks.said("ps/0"), "it is noticed")
+    if goes_on:
+        tasks.send("worker/1", signal.SIGCONT)
+        assert tasks.ends("worker/1") == {"worker/1": EvictedError.exit_code}
+    assert made_enough(tasks, "worker/0", "ps/0", "ps/1")
+
+
+@pytest.mark.slow
 def test_a_worker_that_was_left_out_may_be_replaced_while_it_still_stands(start: Start) -> None:
     tasks = start("bounded", epochs=10_000, timeout_s=8)
     trains(tasks, worker=1)

@@ -19,6 +19,7 @@ from phalanx.parameter_server.client.server_reconnection import ServerReconnecti
 from phalanx.parameter_server.server_messages import Request, Response
 from phalanx.parameter_server.shard_packing import Kind
 from phalanx.transport.decoding import Decoder
+from phalanx.transport.link import Link
 
 Array = np.ndarray[Any, Any]
 ResponseArrays = tuple[Response, list[memoryview]]
@@ -226,15 +227,12 @@ class ParameterServerClient:
         if self._was_evicted:
             self.disconnect()
             return
-        goodbye = _encode(messages.LeaveJob(failure, tuple(sorted(self.unreachable_tasks))))
+        without = set(self.unreachable_tasks)
         for connection in self._connections:
-            link = connection.link
+            goodbye = _encode(messages.LeaveJob(failure, tuple(sorted(without))))
             try:
-                deadline = time.monotonic() + GOODBYE_S
-                link.send(goodbye, deadline=deadline)
-                # Responses that an error kept this worker from receiving come before.
-                while not isinstance(_RESPONSES.decode(link.receive(deadline=deadline)[0]), messages.Acknowledged):
-                    continue
+                # The head, which is the first, has evicted workers of which the other servers do not know.
+                without.update(_say_goodbye(connection.link, goodbye))
             except (LinkClosedError, LinkTimeoutError):
                 continue  # the server is gone too
         self.disconnect()
@@ -246,3 +244,14 @@ class ParameterServerClient:
         for connection in self._connections:
             connection.close()
         self._connections.clear()
+
+
+def _say_goodbye(link: Link, goodbye: bytes) -> tuple[str, ...]:
+    """Leave one server; returns the tasks that it has evicted."""
+    deadline = time.monotonic() + GOODBYE_S
+    link.send(goodbye, deadline=deadline)
+    while True:
+        answer = _RESPONSES.decode(link.receive(deadline=deadline)[0])
+        if isinstance(answer, messages.Acknowledged):
+            return answer.excluded
+        # A response that an error kept this worker from receiving.

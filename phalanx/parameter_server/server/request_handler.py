@@ -90,7 +90,7 @@ class RequestHandler:
         link_name: str,
         link: Link,
         *,
-        on_goodbye: Callable[[LeaveJob], None],
+        on_goodbye: Callable[[LeaveJob], tuple[str, ...]],
         is_closing: Callable[[], bool],
     ) -> str:
         """Answer one worker until it leaves or its link ends, and close the link.
@@ -99,7 +99,7 @@ class RequestHandler:
             worker: number of the worker.
             link_name: name of its link.
             link: the link.
-            on_goodbye: called before the goodbye is answered.
+            on_goodbye: called before the goodbye is answered; returns the tasks that are excluded.
             is_closing: whether this server closes the link itself.
 
         Returns: how the link ended, a sentence; empty after a goodbye.
@@ -111,8 +111,7 @@ class RequestHandler:
                 header, buffers = link.receive(deadline=math.inf)
                 request = _REQUESTS.decode(header)
                 if isinstance(request, LeaveJob):
-                    on_goodbye(request)
-                    _send(link, Acknowledged())
+                    _send(link, Acknowledged(on_goodbye(request)))
                     return ""
                 if isinstance(request, OfferSharedMemory):
                     accepted = SharedMemoryChannel.accept(request.offer)

@@ -246,14 +246,16 @@ class ShardGroup:
     def _serve(self, worker: Worker, name: str, link: Link) -> None:
         self._store.wake()  # not in the listener's thread: the store may be busy
 
-        def on_goodbye(message: LeaveJob) -> None:
+        def on_goodbye(message: LeaveJob) -> tuple[str, ...]:
             if self._members.table.is_evicted(name):
-                return  # another process may have replaced it
+                return ()  # another process may have replaced it
             self._members.say_goodbye(worker, message.failure)
             self.wake()
             if worker == CHIEF_WORKER:
                 for lost in set(message.without).intersection(self._members.names):
                     self._members.evict(self._members.names.index(lost))
+            with self._members.changed:
+                return self._members.table.evicted_tasks()
 
         why = ""
         try:

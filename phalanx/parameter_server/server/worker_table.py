@@ -97,6 +97,10 @@ class WorkerTable:
             self._evicted.add(self.process(worker))
         self._expected_until.pop(worker, None)
 
+    def evicted_tasks(self) -> tuple[str, ...]:
+        """The tasks whose process is evicted and has not left."""
+        return tuple(self._names[worker] for worker, (name, _) in self.links.items() if self.is_evicted(name))
+
     def is_evicted(self, name: str) -> bool:
         """Whether the process of the link of this name is evicted."""
         return incarnation_of(name) in self._evicted

@@ -125,6 +125,7 @@ class ParameterServerMerge(Merge):
                 self._end_epoch(response)
                 return response
             self._after = -1
+            self._heard_at = time.monotonic()
             tickets.add(response)
             if self._is_overlapped or (self._rows is not None and not self._is_synchronous):
                 # While a step's gradients are on their way, or to state which rows the next step needs, the next ticket
@@ -132,7 +133,6 @@ class ParameterServerMerge(Merge):
                 spare, _ = self._client.request(HEAD, messages.RequestTicket(fit, epoch, tickets.era, wait=False))
                 if isinstance(spare, Ticket):
                     tickets.add(spare)
-        self._heard_at = time.monotonic()
         return tickets.begin_step()
 
     def request_from_chief(
