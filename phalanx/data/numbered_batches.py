@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from phalanx.data.batch_split import LocalShare
 from phalanx.data.local_batch import LocalBatch
 from phalanx.data.sharded_input import ShardedInput
+from phalanx.data.source import StreamCursor
 
 
 class BatchNotAvailableError(Exception):
@@ -27,6 +28,12 @@ class NumberedBatches:
         self._stream: Iterator[LocalShare] = iter(())
         self._index = 0  # of the running epoch
         self._read = 0  # batches of the pass that were taken from the stream
+
+    @property
+    def passes(self) -> StreamCursor | None:
+        """The passes over a stream, where their order depends on their number."""
+        cursor = self._source.cursor
+        return None if cursor is None or cursor.opened is None else cursor
 
     @property
     def pass_key(self) -> int:
@@ -62,6 +69,8 @@ class NumberedBatches:
     def end_epoch(self, steps: int) -> None:
         """End the epoch, which had so many batches."""
         self.sharded.position.advance(steps, is_complete=True)
+        if self.sharded.position.next_start == 0 and self.passes is not None:
+            self.passes.leave_pass()
         self.sharded.position.leave(self._index, steps)
 
     def restart(self) -> None:

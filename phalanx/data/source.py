@@ -211,7 +211,10 @@ class OpenedPasses(Protocol):
 
     Attributes:
         count: how many were opened.
+        each: how many a whole pass opens: Keras may open another one when it ends.
     """
+
+    each: int
 
     @property
     def count(self) -> int: ...
@@ -262,6 +265,23 @@ class StreamCursor:
         """Of data that cannot be read twice, elements taken; of others, passes opened, where their order depends on
         it."""
         return self.taken if self.opened is None else self.opened.count
+
+    @property
+    def passes_before(self) -> int:
+        """Where orders depend on it: the passes opened before the one that the next `read` from the start yields."""
+        return self.taken_before if self._is_unread else self.total
+
+    @property
+    def passes_after(self) -> int:
+        """Likewise, the passes that are opened when the running one is over."""
+        return self.taken_before + (0 if self.opened is None else self.opened.each)
+
+    def leave_pass(self) -> None:
+        """The running pass is over, also if its end was not read here, or nothing of it."""
+        if self.opened is not None:
+            self.opened.skip_to(self.passes_after)
+            if self._is_unread:
+                self._running, self._is_unread = None, False
 
     def read_first(self) -> None:
         """Read what begins each pass over data that cannot be read twice, unless it is known."""

@@ -80,15 +80,12 @@ def make_source(request: InputRequest) -> StreamSource:
         is_read_alike=by_rows,
         fixed_size=_fixed_size(dataset.element_spec),
     )
-    opened = _OpenedIterators(request.x if any(part is request.x for part in _with_inputs(sharded)) else sharded)
-    opens_another = (
-        request.opens_as_keras and request.steps_per_epoch is None and data_adapters.opens_one_more_pass("tensorflow")
-    )
+    opened = _opened_iterators(request, sharded, length)
 
     # `dataset` is kept, as functions that a serialized graph calls live only as long.
     def open_pass(key: int, original: Any = dataset) -> Iterator[Any]:
         for number, element in enumerate(_elements(read_ahead, opened), 1):
-            if number == length and opens_another:
+            if number == length and opened.each > 1:
                 opened.iterate(read_ahead)
             yield element
 
@@ -228,11 +225,13 @@ class _OpenedIterators:
 
     Args:
         dataset: of which all are made that are iterated.
+        each: see `OpenedPasses`.
     """
 
     _counts: ClassVar[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, each: int) -> None:
+        self.each = each
         self._dataset = dataset
 
     @property
@@ -249,6 +248,14 @@ class _OpenedIterators:
     def skip_to(self, count: int) -> None:
         while self.count < count:
             self.iterate(self._dataset)
+
+
+def _opened_iterators(request: InputRequest, sharded: Any, length: int | None) -> _OpenedIterators:
+    """Those over what was made of the request's dataset, of this length."""
+    opens_another = length is not None and request.steps_per_epoch is None and request.opens_as_keras
+    each = 2 if opens_another and data_adapters.opens_one_more_pass("tensorflow") else 1
+    is_inside = any(part is request.x for part in _with_inputs(sharded))
+    return _OpenedIterators(request.x if is_inside else sharded, each)
 
 
 def _elements(dataset: Any, opened: _OpenedIterators) -> Iterator[Any]:

@@ -7,6 +7,7 @@ import pytest
 from phalanx.arrays.tree import leaves
 from phalanx.data import AutoShardPolicy, distribute_dataset
 from phalanx.data.distributed_dataset import DatasetDistribution
+from phalanx.data.numbered_batches import NumberedBatches
 from phalanx.errors import ConfigurationError, UnsupportedError
 from tests.data.merging import WORLD_SIZES, assert_same_batches, keras_batches, merged_epoch, ranks_of, shard_input
 from tests.launcher.conftest import wait_until
@@ -425,6 +426,26 @@ def test_one_that_comes_later_reads_the_order_of_that_pass(shuffle, epoch, done,
     later.position.resume_epoch(member.position.running, done)
     found = next(later.epoch(epoch, done))
     np.testing.assert_array_equal(found.data[1], expected.data[1])
+
+
+@pytest.mark.parametrize("opens_as_keras", [False, True])
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_one_that_reads_only_some_batches_reads_those_of_that_pass(shuffle, opens_as_keras):
+    """On parameter servers another worker may have the last batch of a pass, or all of them."""
+
+    def make():
+        request = {"is_read_by_all": True, "seed": 3, "opens_as_keras": opens_as_keras}
+        return NumberedBatches(shard_input(SHUFFLES[shuffle](), **request))
+
+    one, other = make(), make()
+    for epoch, taken in enumerate(((), (0, 2), (1,), (0, 3))):
+        for worker in (one, other):
+            worker.start_epoch(epoch)
+        expected = [one.batch(number).data[1] for number in range(5)]
+        for number in taken:
+            np.testing.assert_array_equal(other.batch(number).data[1], expected[number])
+        for worker in (one, other):
+            worker.end_epoch(5)
 
 
 def test_a_custom_loop_reads_shuffled_passes_in_the_order_of_the_dataset():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ import numpy as np
 import pytest
 
 from phalanx.errors import EvictedError, PeerLostError
-from tests.parameter_server.tasks import Tasks
+from tests.parameter_server.tasks import BOUND_S, Tasks
 from tests.parameter_server.test_faults import BATCHES, Start, ends_soon, made_enough, start, steps, trains
-from tests.support.backends import FIRST
+from tests.support.backends import BACKENDS, FIRST
 
 pytestmark = pytest.mark.timeout(600)
 __all__ = ["start"]
@@ -62,6 +64,30 @@ def test_logs_of_the_validation_arrive_though_a_task_is_killed_in_it(start: Star
     trains(tasks)
     trains(tasks, worker=1)
     ends_soon(tasks, *tasks.names)
+
+
+@pytest.mark.skipif(not find_spec("tensorflow"), reason="the data are a tf.data.Dataset")
+@pytest.mark.parametrize(
+    ("backend", "victim"),
+    [
+        *[pytest.param(backend, "", id=backend) for backend in BACKENDS],
+        *[pytest.param(FIRST, victim, marks=pytest.mark.slow, id=victim) for victim in ("worker/0", "worker/1")],
+    ],
+)
+def test_all_workers_read_the_same_pass_of_a_shuffled_dataset(tmp_path: Path, backend: str, victim: str) -> None:
+    epochs = 6 if victim else 3
+    program = ["-m", "tests.parameter_server.passes_program", str(tmp_path), str(epochs), victim]
+    with Tasks(tmp_path, program, servers=1, workers=2, backend=backend) as tasks:
+        if victim:
+            assert tasks.processes[victim].wait(BOUND_S) == -signal.SIGKILL, tasks.everything()
+            tasks.restart(victim)
+        assert set(tasks.ends().values()) == {0}, tasks.everything()
+    labels = json.loads((tmp_path / "0.labels").read_text())
+    # What a lost worker has counted of its epoch is lost, and a chief that was restarted has no history from before.
+    known = labels[2:] if victim == "worker/1" else labels
+    assert known == [pytest.approx(sum(range(200)))] * len(known)
+    for worker in range(2):
+        assert str(epochs - 1) in (tmp_path / f"{worker}.epochs").read_text().split()
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ class ParameterServerTrainer:
         fit = worker.next_fit()
         batches = TicketBatches(fit, worker, remote_model.merge)
         source = self._open_input(fit, state.arguments, batches)
-        batches.source = NumberedBatches(source)
+        batches.use(NumberedBatches(source))
         remote_model.prepare(source)
         state.use_callbacks(self._build_callbacks(state.arguments, source))
         if worker.is_chief and not self._is_announced and state.arguments.verbose != 0:
@@ -126,6 +126,7 @@ class ParameterServerTrainer:
             shuffle=arguments.shuffle,
             class_weight=arguments.class_weight,
             steps_per_execution=self._model.steps_per_execution,
+            is_read_by_all=worker.workers > 1,
             shuffling=OrderAgreement(worker.is_chief, from_chief=batches.agree_on_order),
             # `hash` would differ between processes.
             seed=zlib.crc32(f"{worker.seed} {fit}".encode()),

@@ -129,6 +129,10 @@ class ParameterServerWorker:
         self._broadcasts[subject] = (Broadcast(subject, fit), arrays)
         self.client.request(HEAD, *self._broadcasts[subject])
 
+    def has_broadcast(self, subject: str) -> bool:
+        """On the chief: whether this process, and no former one, has broadcast it."""
+        return subject in self._broadcasts
+
     def broadcast_first(self, subject: str, array: Array) -> memoryview:
         """On the chief: send an array to the other workers, unless the chief has sent one before a restart.
 

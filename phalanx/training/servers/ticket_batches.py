@@ -15,6 +15,7 @@ from phalanx.data.numbered_batches import BatchNotAvailableError, NumberedBatche
 from phalanx.parameter_server.client.parameter_client import HEAD
 from phalanx.parameter_server.server_messages import EndEpoch, EpochOver, FitOver, NoBatch, RequestSampleOrder, Ticket
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
+from phalanx.training.servers.stream_passes import StreamPasses
 from phalanx.training.steps.parameter_server_step import ParameterServerMerge
 
 Array = np.ndarray[Any, Any]
@@ -54,12 +55,14 @@ class TicketBatches:
     """Takes tickets, epoch after epoch, and cuts the batches that they name.
 
     Attributes:
-        source: the data, by the number of the batch; set once it was made with `agree_on_order`.
+        source: the data, by the number of the batch.
+        passes: see `StreamPasses`.
         drawn_order: on the chief, the order that it has drawn for the epoch that begins, until the servers have it.
         is_ended: whether the chief has ended the running epoch.
     """
 
     source: NumberedBatches
+    passes: StreamPasses
 
     def __init__(self, fit: int, worker: ParameterServerWorker, merge: ParameterServerMerge) -> None:
         self.drawn_order: Array | None = None
@@ -69,6 +72,10 @@ class TicketBatches:
         self._client = worker.client
         self._merge = merge
         self._ahead: dict[int, TicketBatch] = {}  # by serial of the ticket: batches of steps to come
+
+    def use(self, source: NumberedBatches) -> None:
+        """The data, which was made with `agree_on_order`."""
+        self.source, self.passes = source, StreamPasses(source, self._worker, self._fit)
 
     def agree_on_order(self, own: Array) -> Array:
         """The chief's order of the samples in the pass that begins.

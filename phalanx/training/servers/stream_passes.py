@@ -1,0 +1,59 @@
+"""Which pass over a dataset a worker among parameter servers reads, where each pass has another order.
+
+A shuffle of `tf.data` orders its n-th pass by its seed and n. Tickets name batches by number, so all workers must read
+the same pass. Each leaves one in every epoch, whatever it has read of it, and a process that is restarted goes through
+the epochs that are over without a batch. Only where a `fit` begins a number may differ: in a process that has not run
+the former calls of `fit`, and on a chief that was restarted, as the others cannot go back to former passes. So the
+chief says how many come before, and one that was restarted continues after those of the former process.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from phalanx.data.numbered_batches import NumberedBatches
+from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
+
+PASSES = "passes over the data"
+"""Subject of the chief's message: int64[2], the passes before this `fit`, and up to the end of the running one."""
+
+
+class StreamPasses:
+    """The passes of one `fit` on one worker.
+
+    Args:
+        source: the data of the `fit`.
+        fit: number of this call of `fit`.
+    """
+
+    def __init__(self, source: NumberedBatches, worker: ParameterServerWorker, fit: int) -> None:
+        self._cursor = source.passes
+        self._worker = worker
+        self._fit = fit
+        self._before = 0
+
+    def begin(self) -> None:
+        """All continue after the same pass: the `fit` begins, or the chief has gone back."""
+        cursor, worker = self._cursor, self._worker
+        if cursor is None:
+            return
+        if worker.is_chief:
+            self._before = cursor.passes_before
+            if not worker.has_broadcast(PASSES):
+                held = worker.broadcast_first(PASSES, np.zeros(2, np.int64))
+                self._before = max(self._before, int(np.frombuffer(held, np.int64)[1]))
+            self._send(self._before)
+        else:
+            received = worker.receive_broadcast(PASSES, self._fit)
+            if received is None:
+                return
+            self._before = int(np.frombuffer(received[0], np.int64)[0])
+        cursor.resume(0, 0, self._before)
+
+    def open(self) -> None:
+        """On the chief: an epoch opens, perhaps with another pass."""
+        if self._cursor is not None:
+            self._send(self._cursor.passes_after)
+
+    def _send(self, newest: int) -> None:
+        self._worker.broadcast(PASSES, [np.array([self._before, newest], np.int64)], self._fit)
