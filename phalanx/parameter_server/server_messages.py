@@ -350,6 +350,7 @@ class EpochReport(_Message, frozen=True):
         fit: number of the `fit` call.
         epoch: number of the epoch.
         samples: number of samples that the worker trained on.
+        steps: number of steps that it made.
         dtypes: dtypes of the buffers.
         weights: how each buffer is weighted: values of `MergeWeight`.
     """
@@ -530,7 +531,9 @@ class SharedMemoryMapped(_Message, frozen=True):
 
 
 class Acknowledged(_Message, frozen=True):
-    """The request is done."""
+    """The request is done. The answer to a goodbye names tasks that the server has `excluded`."""
+
+    excluded: tuple[str, ...] = ()
 
 
 class Decision(_Message, frozen=True):

@@ -387,11 +387,22 @@ def test_reports_are_merged_by_how_they_count() -> None:
     schedule = begun(1)
     weights = ("one", "share", "first")
     for worker, samples in ((0, 1), (1, 3)):
-        report = EpochReport(0, 0, samples, ("float32",) * 3, weights)
+        report = EpochReport(0, 0, samples, 1, ("float32",) * 3, weights)
         schedule.add_report(worker, report, [np.full(1, worker + 1, np.float32)] * 3)
     merged = schedule.collect_reports(BOUND_S)
     assert schedule.fit.reports.merged()[1] == 4
     assert [float(array[0]) for array in merged] == [3.0, 1.75, 1.0]
+
+
+def test_metrics_that_a_lost_worker_has_not_reported_are_noted() -> None:
+    schedule = begun(3)
+    for worker in (0, 1, 1):
+        schedule.complete_step(take(schedule, worker))
+    schedule.members.detach(1, "incarnation 1")
+    schedule.add_report(0, EpochReport(0, 0, 1, 1, ("float32",), ("one",)), [np.ones(1, np.float32)])
+    assert schedule.fit.reports.describe_lost() == "the metrics of 2 of 3 batches are lost with their worker"
+    schedule.add_report(1, EpochReport(0, 0, 2, 2, ("float32",), ("one",)), [np.ones(1, np.float32)])
+    assert schedule.fit.reports.describe_lost() == ""
 
 
 def test_many_workers_take_every_batch_once() -> None:
@@ -467,7 +478,7 @@ def test_the_report_of_one_that_took_no_part_is_not_waited_for() -> None:
     schedule = begun(1)
     schedule.complete_step(take(schedule, 0))
     schedule.members.attach(1, "just started")
-    schedule.add_report(0, EpochReport(0, 0, 1, ("float32",), ("one",)), [np.ones(1, np.float32)])
+    schedule.add_report(0, EpochReport(0, 0, 1, 1, ("float32",), ("one",)), [np.ones(1, np.float32)])
     merged, steps = schedule.collect_reports(BOUND_S), schedule.fit.steps_made
     assert (float(merged[0][0]), steps) == (1.0, 1)
     assert schedule.members.table.is_present(1)

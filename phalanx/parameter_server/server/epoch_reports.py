@@ -22,10 +22,12 @@ class EpochReports:
 
     Attributes:
         participants: the workers that took part in the epoch, whose reports are waited for.
+        completed: number of steps that the workers have completed, those of lost workers included.
     """
 
     def __init__(self) -> None:
         self.participants: set[Worker] = set()
+        self.completed = 0
         self._by_worker: dict[Worker, tuple[EpochReport, Sequence[Array]]] = {}
 
     def add(self, worker: Worker, report: EpochReport, arrays: Sequence[Array]) -> None:
@@ -36,6 +38,13 @@ class EpochReports:
     def missing(self) -> set[Worker]:
         """The participants that have not reported yet."""
         return self.participants - self._by_worker.keys()
+
+    def describe_lost(self) -> str:
+        """A note for the chief, if lost workers have not reported the metrics of steps that they completed."""
+        lost = self.completed - sum(report.steps for report, _ in self._by_worker.values())
+        if lost <= 0:
+            return ""
+        return f"the metrics of {lost} of {self.completed} batches are lost with their worker"
 
     def merged(self) -> tuple[list[Array], int]:
         """All reports as one, in the workers' order, and the number of samples.

@@ -187,6 +187,8 @@ class FitSchedule:
     def complete(self, ticket: Ticket) -> None:
         """The step of this ticket is over."""
         self.newest = max(self.newest, ticket.serial)
+        if self.is_open(ticket.fit, ticket.epoch):
+            self.reports.completed += 1
         self.staleness.count_step(ticket.member)
         self.tickets.settle(ticket.serial)
 

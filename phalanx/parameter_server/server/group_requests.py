@@ -195,7 +195,8 @@ class GroupRequests:
 
     def _collect_reports(self, sender: Sender, request: messages.CollectReports) -> Reply:
         merged = self._schedule.collect_reports(self._config.timeout_s)
-        note = self._schedule.fit.lost.describe()
+        fit = self._schedule.fit
+        note = "; ".join(filter(None, [fit.lost.describe(), fit.reports.describe_lost()]))
         return Values(0, dtypes=dtypes_of(merged), note=note, **self._step_count()), merged
 
     def _hold_steps(self, sender: Sender, request: messages.HoldSteps) -> Reply:

@@ -184,6 +184,7 @@ class ParameterServerCoordination:
         else:
             same_program.compare_input_with_chief(self._source.sharded, worker, self._fit)
             chief_state_sync.receive_state(worker, model, self._fit, layer_state)
+        self._batches.passes.begin()
         self._is_layer_state_sent = True
 
     def is_over(self) -> bool:
@@ -281,6 +282,7 @@ class ParameterServerCoordination:
             chief_state_sync.send_layer_state(worker, self._fit, layer_state)
         # Before the epoch opens, so that a worker that comes back in it finds the state that it began with.
         self._is_layer_state_sent = not layer_state  # it changes in the steps to come
+        self._batches.passes.open()
         opening = OpenEpoch(self._fit, epoch, -1 if steps is None else steps)
         worker.client.request(HEAD, opening, [] if order is None else [order])
 
@@ -370,7 +372,7 @@ class ParameterServerCoordination:
         rules = engine.metric_rules
         weights = tuple(weight.value for weight in rules.weights_over_steps)
         dtypes = tuple(value.dtype.name for value in values)
-        report = EpochReport(self._fit, epoch, self._epoch.samples, dtypes, weights)
+        report = EpochReport(self._fit, epoch, self._epoch.samples, self._epoch.steps, dtypes, weights)
         worker.client.request(HEAD, report, values)
         self.rejoin.report = (report, values)
         if not worker.is_chief:
