@@ -12,6 +12,7 @@ import logging
 import weakref
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +21,8 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.data.ops.options import ExternalStatePolicy
+from tensorflow.python.eager import context
+from tensorflow.python.framework import config, op_def_registry
 
 from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.data.dataset_elements import to_numpy
@@ -36,6 +39,11 @@ _KIND = "tf.data.Dataset"
 RESEED_LIMIT_BYTES = 1 << 30
 """Largest in-memory data for which a dataset is serialized to seed its shuffles: protobuf ends at 2 GiB, and
 the copies made on the way take some five times the data."""
+
+_DRAWS = ("Random", "Rng", "Stateful", "ParameterizedTruncatedNormal", "TruncatedNormal", "Multinomial")
+"""How operations begin that draw from random generators of TensorFlow."""
+_WRITES = "Assign"
+"""... and those that may write the seed of one of Keras's layers."""
 
 _LARGE_CONSTANT_BYTES = 1 << 16
 _READ_AHEAD = 2
@@ -152,8 +160,12 @@ def _divide(
         reason = "the dataset's options or the caller say DATA"
     else:
         reason = "so its batches are those of one process"
-    is_shared = world_size > 1 or request.is_read_by_all
-    return _same_everywhere(dataset, request.seed, is_shared), AutoShardPolicy.DATA, reason
+    return _same_everywhere(dataset, request.seed, _is_shared(request)), AutoShardPolicy.DATA, reason
+
+
+def _is_shared(request: InputRequest) -> bool:
+    """Whether other processes read the same."""
+    return request.world_size > 1 or request.is_read_by_all
 
 
 def _by_files(dataset: Any, files: list[str] | None, rank: int, world_size: int) -> Any:
@@ -226,13 +238,15 @@ class _OpenedIterators:
     Args:
         dataset: of which all are made that are iterated.
         each: see `OpenedPasses`.
+        in_order: whether random numbers must be drawn in the order of the elements, as other ranks read the same.
     """
 
     _counts: ClassVar[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, dataset: Any, each: int) -> None:
+    def __init__(self, dataset: Any, each: int, *, in_order: bool) -> None:
         self.each = each
         self._dataset = dataset
+        self._in_order = in_order
 
     @property
     def count(self) -> int:
@@ -241,7 +255,7 @@ class _OpenedIterators:
     def iterate(self, dataset: Any) -> Iterator[Any]:
         """An iterator over a dataset that is made of this one."""
         self._counts[self._dataset] = self.count + 1
-        with tf.device("CPU:0"):  # host memory, whatever accelerators TensorFlow sees
+        with _drawing_in_order(dataset, on=self._in_order), tf.device("CPU:0"):  # host memory, whatever GPUs there are
             iterator: Iterator[Any] = iter(dataset)
             return iterator
 
@@ -255,7 +269,42 @@ def _opened_iterators(request: InputRequest, sharded: Any, length: int | None) -
     opens_another = length is not None and request.steps_per_epoch is None and request.opens_as_keras
     each = 2 if opens_another and data_adapters.opens_one_more_pass("tensorflow") else 1
     is_inside = any(part is request.x for part in _with_inputs(sharded))
-    return _OpenedIterators(request.x if is_inside else sharded, each)
+    return _OpenedIterators(request.x if is_inside else sharded, each, in_order=_is_shared(request))
+
+
+@contextmanager
+def _drawing_in_order(dataset: Any, *, on: bool) -> Iterator[None]:
+    """Let iterators that are created inside draw random numbers in the order of the elements.
+
+    In `map(augment, num_parallel_calls=AUTOTUNE)`, threads race for them, so each rank would read something else. With
+    deterministic operations TensorFlow divides such a map into the random numbers, drawn by one thread, and the rest.
+    It does the same with maps that call Python, so this is not for all datasets.
+    """
+    operations = _operations_in_threads(dataset) if on else set()
+    draws = any(name.startswith(_DRAWS) for name in operations)
+    writes = any(name.startswith(_WRITES) for name in operations)
+    # Without a seed each process draws others anyway, and TensorFlow refuses to.
+    is_possible = not (draws and context.global_seed() is None) and not config.is_op_determinism_enabled()
+    if not (is_possible and (draws or writes)):
+        yield
+        return
+    config.enable_op_determinism()
+    try:
+        yield
+    finally:
+        config.disable_op_determinism()
+
+
+def _operations_in_threads(dataset: Any) -> set[str]:
+    """The operations with a state in the functions that a dataset calls in several threads."""
+    found: set[str] = set()
+    for part in _with_inputs(dataset):
+        if "Parallel" in type(part).__name__ and hasattr(part, "_map_func"):
+            graph = part._map_func.function.graph.as_graph_def()
+            bodies = [graph.node, *(function.node_def for function in graph.library.function)]
+            found |= {node.op for node in itertools.chain.from_iterable(bodies)}
+    known = {name: op_def_registry.get(name) for name in found}
+    return {name for name, definition in known.items() if definition is not None and definition.is_stateful}
 
 
 def _elements(dataset: Any, opened: _OpenedIterators) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 import itertools
 import time
 
+import keras
 import numpy as np
 import pytest
 
@@ -426,6 +427,42 @@ def test_one_that_comes_later_reads_the_order_of_that_pass(shuffle, epoch, done,
     later.position.resume_epoch(member.position.running, done)
     found = next(later.epoch(epoch, done))
     np.testing.assert_array_equal(found.data[1], expected.data[1])
+
+
+def flipped(x):
+    if tf.random.uniform(()) > 0.5:
+        x = -x
+    return x, x + tf.random.normal(())
+
+
+def mixed(layer):
+    def augment(x):
+        out = layer({"images": tf.reshape(tf.repeat(x, 8), (2, 2, 2)), "labels": tf.one_hot(tf.cast(x, tf.int32), 4)})
+        return out["images"], out["labels"]
+
+    return augment
+
+
+@pytest.mark.parametrize("kind", ["tensorflow", "keras"])
+def test_maps_in_threads_draw_random_numbers_in_the_order_of_the_elements(kind):
+    """The threads race for them, so ranks would read something else."""
+
+    def make(threads):
+        keras.utils.set_random_seed(3)
+        layer = keras.layers.MixUp(data_format="channels_last", seed=2)
+        options = tf.data.Options()
+        options.threading.private_threadpool_size = 8
+        data = tf.data.Dataset.range(400).map(lambda number: tf.cast(number % 4, tf.float32))
+        data = data.map(flipped if kind == "tensorflow" else mixed(layer), num_parallel_calls=threads)
+        return shard_input(data.batch(50).with_options(options), rank=0, world_size=2, seed=1)
+
+    def read(sharded):
+        return [leaf for epoch in range(2) for batch in sharded.epoch(epoch) for leaf in leaves(batch.data[:2])]
+
+    expected = read(make(None))
+    for _ in range(2):
+        for found, wanted in zip(read(make(8)), expected, strict=True):
+            np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("opens_as_keras", [False, True])
