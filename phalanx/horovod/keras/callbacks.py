@@ -15,6 +15,10 @@ from phalanx.horovod.horovod_job import current
 from phalanx.horovod.keras.keras_functions import broadcast_variables
 from phalanx.horovod.operation_request import OperationKind
 
+_MOMENTA = {keras.optimizers.SGD: "momentums", keras.optimizers.RMSprop: "_momentums"}
+"""Optimizers whose momenta are sums of steps, in which the learning rate is a factor, and where they are. Those of
+others (Muon, Adam) are sums of gradients."""
+
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Gives all ranks the weights and the optimizer state of one.
@@ -173,8 +177,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             return
         optimizer.learning_rate = now
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if self.momentum_correction and getattr(inner, "momentum", None) and before:
-            for momentum in getattr(inner, "momentums", ()):
+        if self.momentum_correction and before:
+            name = next((name for kind, name in _MOMENTA.items() if isinstance(inner, kind)), None)
+            for momentum in getattr(inner, name, ()) if name is not None else ():
                 momentum.assign(momentum * (now / before))
 
 

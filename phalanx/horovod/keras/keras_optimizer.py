@@ -6,8 +6,8 @@ import importlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
 
 import keras
 
@@ -22,7 +22,7 @@ from phalanx.horovod.operation_request import HorovodOp
 from phalanx.horovod.operations import Average
 from phalanx.keras_compat.global_batch.global_gradients import refuse_overwritten
 from phalanx.keras_compat.model_state import inner_optimizer
-from phalanx.keras_compat.patching import insert_mixin, remove_mixin, set_untracked
+from phalanx.keras_compat.patching import insert_mixin, remove_mixin
 
 _MODULES = {"jax": "jax", "tensorflow": "tensorflow.tape", "torch": "torch.gradients"}
 """Where a backend's `reduce_gradients` is."""
@@ -239,7 +239,15 @@ def distribute_optimizer(optimizer: Any, reduction: GradientReduction, aggregati
 def _insert_class(optimizer: Any, mixin: type, reduction: OptimizerReduction) -> None:
     """Put a class before the optimizer's own, and remember how gradients are reduced."""
     insert_mixin(optimizer, mixin)
-    set_untracked(optimizer, _hvd_reduction=reduction)
+    type(optimizer)._hvd_reduction = reduction
+
+
+def _reducing_like(kind: Any, optimizer: Any) -> Any:
+    """A plain optimizer, which now reduces as those of this class do."""
+    known: OptimizerReduction = kind._hvd_reduction
+    number = InstanceNumber("keras.optimizer", known.reduction.process_set)
+    _insert_class(optimizer, _ReducingOptimizer, replace(known, number=number, local=set(known.local)))
+    return optimizer
 
 
 def settle_reduction(optimizer: Any) -> OptimizerReduction | None:
@@ -255,7 +263,7 @@ def settle_reduction(optimizer: Any) -> OptimizerReduction | None:
         present = present.inner_optimizer
     if not isinstance(present, _ReducingOptimizer):
         return None
-    reduction: OptimizerReduction = vars(present)["_hvd_reduction"]
+    reduction: OptimizerReduction = type(present)._hvd_reduction
     inner = inner_optimizer(optimizer)
     # On JAX `fit_hook` does both, between two compiled functions.
     asks = inner is not optimizer and own_accumulation_steps(inner) > 1 and keras.backend.backend() != "jax"
@@ -290,7 +298,9 @@ def _reducing_at_update(optimizer: Any) -> Iterator[None]:
 
 
 class _ReducingOptimizer:
-    """Precedes a Keras optimizer's class among the bases."""
+    """Precedes a Keras optimizer's class among the bases. Each optimizer has a class of its own, with its reduction."""
+
+    _hvd_reduction: ClassVar[OptimizerReduction]
 
     def build(self, variables: Any) -> None:
         """See `keras.optimizers.Optimizer.build`."""
@@ -311,7 +321,7 @@ class _ReducingOptimizer:
         try:
             if steps == 1 or self._hvd_take_accumulated(grads, trainable_variables, steps):
                 variables = known if trainable_variables is None else list(trainable_variables)
-                grads = vars(self)["_hvd_reduction"].reduce(grads, variables)
+                grads = type(self)._hvd_reduction.reduce(grads, variables)
         except UnsupportedError as error:
             if keras.backend.backend() != "jax":
                 raise
@@ -327,7 +337,7 @@ class _ReducingOptimizer:
         """Reduce first. Keras calls this with the gradients of an update, accumulated or not; except on JAX, only in
         the branch that updates."""
         if getattr(_state, "updating", None) is self:
-            grads = vars(self)["_hvd_reduction"].reduce(grads, _state.variables)
+            grads = type(self)._hvd_reduction.reduce(grads, _state.variables)
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
@@ -338,7 +348,27 @@ class _ReducingOptimizer:
 
     def register_local_var(self, variable: Any) -> None:
         """Do not reduce the gradients of this variable."""
-        vars(self)["_hvd_reduction"].local.add(id(variable))
+        type(self)._hvd_reduction.local.add(id(variable))
+
+    @classmethod
+    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """See `keras.optimizers.Optimizer.from_config`. What it makes reduces as the optimizer of this class does."""
+        plain: Any = cls.__bases__[1]
+        return _reducing_like(cls, plain.from_config(*args, **kwargs))
+
+    def __reduce__(self) -> Any:
+        """As a saved optimizer, a pickled one is plain; the class of this one could not be found by its name."""
+        reduced: Any = super().__reduce__()
+        plain: Any = type(self).__bases__[1]
+        return plain._unpickle_model, reduced[1]
+
+    def __copy__(self) -> Any:
+        """A copy reduces, too. Keras would make a plain optimizer, with which each rank trains by itself."""
+        make, arguments = self.__reduce__()
+        return _reducing_like(type(self), make(*arguments))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__copy__()
 
     def _hvd_take_accumulated(self, grads: list[Any], trainable_variables: Any, steps: int) -> bool:
         """On JAX, outside of compiled functions: at the step that updates, move what was accumulated before from the
@@ -368,10 +398,12 @@ class _JointlyFinite:
     A batch whose gradients are not finite on one rank is left out on all, so that all update after the same batch.
     """
 
+    _hvd_reduction: ClassVar[OptimizerReduction]
+
     def check_finite(self, grads: Any) -> Any:
         """See `keras.optimizers.LossScaleOptimizer.check_finite`."""
         finite = super().check_finite(grads)  # type: ignore[misc]
-        reduction: OptimizerReduction = vars(self)["_hvd_reduction"]
+        reduction: OptimizerReduction = type(self)._hvd_reduction
         if not reduction.is_included:
             return finite
         hvd = importlib.import_module(f"phalanx.horovod.{keras.backend.backend()}")

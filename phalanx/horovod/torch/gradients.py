@@ -13,6 +13,7 @@ from phalanx.horovod.operation_request import OperationKind
 from phalanx.horovod.torch.torch_framework import start_collective
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def reduce_gradients(
     gradients: Sequence[torch.Tensor | None], reduction: GradientReduction, name: str | None = None
 ) -> list[torch.Tensor | None]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
+import pickle
 import tempfile
 
 import keras
@@ -227,15 +229,35 @@ def check_learning_rate_callbacks() -> None:
 
 
 def check_momentum_is_corrected_when_the_rate_changes() -> None:
-    model = _model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)))
-    _fit(model, epochs=1)
-    before = [keras.ops.convert_to_numpy(m) for m in model.optimizer.momentums]
-    callback = hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5)
-    callback.set_model(model)
-    callback.on_epoch_begin(1)
-    callback.on_train_batch_begin(0)
-    for old, new in zip(before, model.optimizer.momentums, strict=True):
-        np.testing.assert_allclose(keras.ops.convert_to_numpy(new), old * 0.5, rtol=1e-6)
+    for optimizer, name, factor in (
+        (keras.optimizers.SGD(0.1, momentum=0.9), "momentums", 0.5),
+        (keras.optimizers.RMSprop(0.1, momentum=0.9), "_momentums", 0.5),
+        (keras.optimizers.Muon(0.1), "momentums", 1.0),  # of gradients, in which there is no rate
+    ):
+        model = _model(hvd.DistributedOptimizer(optimizer))
+        _fit(model, epochs=1)
+        momenta = [m for m in getattr(model.optimizer, name) if m is not None]
+        before = [np.array(keras.ops.convert_to_numpy(m)) for m in momenta]
+        callback = hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5)
+        callback.set_model(model)
+        callback.on_epoch_begin(1)
+        callback.on_train_batch_begin(0)
+        for old, new in zip(before, momenta, strict=True):
+            np.testing.assert_allclose(keras.ops.convert_to_numpy(new), old * factor, rtol=1e-6)
+
+
+def check_copies_of_an_optimizer_reduce() -> None:
+    copies = (copy.copy, copy.deepcopy, lambda each: type(each).from_config(each.get_config()))
+    reference = _model(keras.optimizers.SGD(0.1))
+    _fit_alone(reference)
+    for make in copies:
+        original = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        for optimizer in (make(original), original):
+            model = _model(optimizer)
+            _fit(model)
+            _same(model, reference)
+    plain = pickle.loads(pickle.dumps(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))))
+    assert type(plain) is type(keras.optimizers.SGD(0.1))
 
 
 def check_metrics_that_differ_in_name_raise() -> None:
