@@ -123,7 +123,8 @@ class StepComparison:
                     f"{self._start}in the second {self.step}, {what}. So it uses what an earlier one "
                     f"has kept of its samples, of which each replica has seen its own part: a mean or a queue in an "
                     f"attribute or a list, a variable that is clipped. Keep a mean over the samples in a variable "
-                    f"(self.add_weight), and clip it where it is used."
+                    f"(self.add_weight), and clip it where it is used. If it keeps nothing, a condition of its loss (a "
+                    f"mask) was first met in that step: compute a ratio of sums with phalanx.losses.OverGlobalBatch."
                 )
         return ""
 
