@@ -82,6 +82,12 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.kind}({', '.join(filter(None, (*details, *arrays, *more)))})"
 
 
+_ON_GRADIENTS = (
+    " The gradient of an embedding may be sparse on one rank, and dense zeros where no batch has reached it yet: pass "
+    "sparse_as_dense=True."
+)
+
+
 def difference(name: str, requests: Sequence[tuple[int, Request]]) -> str:
     """How the ranks' requests of one name differ; empty if they do not.
 
@@ -106,7 +112,8 @@ def _what_differs(name: str, first_rank: int, first: Request, rank: int, other: 
         return f"Mismatched root ranks for {name!r}: {both}"
     if len(first.dtypes) != len(other.dtypes):
         counts = f"rank {first_rank} has {len(first.dtypes)} tensors, rank {rank} has {len(other.dtypes)}."
-        return f"Mismatched groups for {name!r}: {counts}"
+        advice = _ON_GRADIENTS if ".gradients." in name else ""
+        return f"Mismatched groups for {name!r}: {counts}{advice}"
     for index, (left, right) in enumerate(zip(first.dtypes, other.dtypes, strict=True)):
         if left != right:
             return f"Mismatched data types for {name!r}{_tensor(index, first)}: {both}"

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from phalanx.devices.pinned_memory import copy_to_device, copy_to_host
+from phalanx.errors import UnsupportedError
 
 Array = np.ndarray[Any, Any]
 
@@ -30,7 +31,17 @@ def to_host(tensor: torch.Tensor) -> Array:
 
 
 def all_to_host(tensors: Sequence[torch.Tensor]) -> list[Array]:
-    """As `to_host` of each tensor; from a GPU, much faster."""
+    """As `to_host` of each tensor; from a GPU, much faster.
+
+    Raises: TypeError for anything else than tensors; UnsupportedError for sparse ones.
+    """
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"This takes PyTorch tensors; got {type(tensor).__name__}. See also allgather_object.")
+        if tensor.is_sparse:
+            raise UnsupportedError(
+                "This takes dense tensors; got a sparse one. Use sparse_allreduce_async, or tensor.to_dense()."
+            )
     return [to_host(tensor) for tensor in copy_to_host(tensors)]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import phalanx.horovod.torch as hvd
+from phalanx.errors import UnsupportedError
 from tests.support.traces import Events, named, traced
 
 DTYPES = (
@@ -78,6 +79,14 @@ def check_grouped_and_other_operations() -> None:
     assert hvd.synchronize(hvd.reducescatter_async(torch.ones(size), op=hvd.Average)).tolist() == [1.0]
     hvd.barrier()
     assert hvd.join() in range(size)
+
+
+def check_what_is_no_dense_tensor_is_refused() -> None:
+    for wrong in (np.ones(2), [1.0], None):
+        with pytest.raises(TypeError, match="takes PyTorch tensors"):
+            hvd.allreduce(wrong)
+    with pytest.raises(UnsupportedError, match="sparse_allreduce_async"):
+        hvd.allreduce(torch.eye(2).to_sparse())
 
 
 def check_differences_raise_on_every_rank() -> None:
