@@ -149,6 +149,7 @@ def test_one_that_returns_draws_as_the_others_have_drawn(tmp_path):
     assert all(counts == [1] for counts in run.result["ledger"].values())
 
 
+@pytest.mark.slow
 def test_members_that_end_with_code_0_in_the_middle_return(tmp_path, undisturbed):
     """One exits, and the chief's handler of SIGTERM does. Three are needed; a later loss is made good as well."""
     leave = ("--exit", "worker/1:1:5", "--terminate", "worker/0:1:10", "--kill", "worker/2:1:15th")

@@ -154,6 +154,7 @@ def test_hosts_are_discovered_and_taken_back(run: Callable[..., Running], launch
     assert "is lost" not in job.output
 
 
+@pytest.mark.slow
 def test_all_hosts_are_replaced(run: Callable[..., Running], launcher: Launcher) -> None:
     """A worker that has the job's state stays until another one has it."""
     hosts(launcher.folder, f"{A}:2\n")
@@ -203,6 +204,7 @@ def test_a_chief_that_hangs_between_two_steps_is_evicted(run: Callable[..., Runn
     assert job.ends() == 0, job.output
 
 
+@pytest.mark.slow
 def test_members_that_the_launcher_ends_are_not_told_as_lost(run: Callable[..., Running], launcher: Launcher) -> None:
     (launcher.folder / "mute-0").touch()
     (launcher.folder / "linger-1").touch()

@@ -162,6 +162,7 @@ def test_ctrl_c_prints_no_traceback_of_programs_that_are_over(launcher: Launcher
     assert "KeyboardInterrupt" not in terminal.text
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_job_with_a_coordinator_is_one_line(launcher: Launcher) -> None:
     """Its workers end first, which is no news to who has pressed it."""
     script = launcher.script(

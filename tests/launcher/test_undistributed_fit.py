@@ -62,7 +62,7 @@ optimizer.apply([keras.ops.ones(v.shape) for v in model.trainable_variables])
 """
 
 
-@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("joins", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_custom_loop_without_a_strategy_is_warned_of_at_its_end(joins: bool, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(LOOP)
     command = [sys.executable, "-m", "phalanx", "run", "--workers", "2", str(tmp_path / "program.py")]

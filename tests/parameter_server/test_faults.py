@@ -110,6 +110,7 @@ def test_a_killed_server_ends_the_workers_with_its_name(start: Start) -> None:
     assert "worker/0 failed with an error: PeerLostError: lost ps/1" in tasks.said("ps/0")
 
 
+@pytest.mark.slow
 def test_a_killed_chief_ends_the_others_with_its_name(start: Start) -> None:
     tasks = start("asynchronous", epochs=10_000, timeout_s=10)
     trains(tasks)

@@ -70,7 +70,10 @@ def test_logs_of_the_validation_arrive_though_a_task_is_killed_in_it(start: Star
 @pytest.mark.parametrize(
     ("backend", "victim"),
     [
-        *[pytest.param(backend, "", id=backend) for backend in BACKENDS],
+        *[
+            pytest.param(backend, "", id=backend, marks=[pytest.mark.slow] if backend == "jax" else [])
+            for backend in BACKENDS
+        ],
         *[pytest.param(FIRST, victim, marks=pytest.mark.slow, id=victim) for victim in ("worker/0", "worker/1")],
     ],
 )

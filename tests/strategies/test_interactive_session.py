@@ -144,10 +144,8 @@ def test_a_session_survives_what_goes_wrong(backend: str, tmp_path: Path) -> Non
     assert "was replaced by a later one" in found["replaced"]
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [backend if n == 0 else pytest.param(backend, marks=pytest.mark.slow) for n, backend in enumerate(BACKENDS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_copies_have_what_the_program_has_set_or_are_refused(backend: str, tmp_path: Path) -> None:
     found = run(tmp_path, backend, short=True, session=COPIES)
     for name, (expected, results) in found["equal"].items():

@@ -136,7 +136,7 @@ def predictions_that_depend_on_their_batch(setting: Setting) -> dict[str, Any]:
     return found
 
 
-@scenario(quick=EACH_KIND, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "outside of training its outputs")))
+@scenario(quick=ONE_BACKEND, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "outside of training its outputs")))
 def evaluation_of_outputs_that_depend_on_their_batch(setting: Setting) -> dict[str, Any]:
     return {"loss": compiled(setting, lambda: _centered(CenteredOutsideOfTraining())).evaluate(features(), labels())}
 
@@ -157,7 +157,7 @@ class OwnPredictStep(keras.Sequential):
         return outputs / ops.sum(outputs, axis=0)
 
 
-@scenario(quick=EACH_KIND)
+@scenario(quick=ONE_BACKEND)
 def own_predict_step_that_relates_samples(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, lambda: OwnPredictStep([keras.Input((FEATURES,)), keras.layers.Dense(3, "sigmoid")]))
     return {"predicted": model.predict(features(), batch_size=BATCH, verbose=0)}

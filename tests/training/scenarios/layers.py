@@ -23,7 +23,7 @@ from tests.training.scenarios.common import (
     observed,
 )
 from tests.training.scenarios.metrics import Largest
-from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
 
 
 @scenario()
@@ -132,7 +132,7 @@ def dropout_differs_between_ranks_on_the_same_start(setting: Setting) -> dict[st
     return {"start": start, **found}
 
 
-@scenario(plain=False, quick=EACH_KIND)
+@scenario(plain=False, quick=ONE_BACKEND)
 def dropout_without_a_seed_differs_between_ranks(setting: Setting) -> dict[str, Any]:
     """On PyTorch Keras draws it from the generator of the whole process."""
 

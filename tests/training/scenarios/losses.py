@@ -305,7 +305,7 @@ def a_loss_that_is_a_ratio_of_two_sums(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, regressor, loss=masked), y=numbers())
 
 
-@scenario(quick=("jax", "torch"))
+@scenario(quick=ONE_BACKEND)
 def one_array_of_targets_for_two_outputs(setting: Setting) -> dict[str, Any]:
     """Some parts of a batch have as many samples as the model has outputs."""
 

@@ -9,7 +9,7 @@ import keras
 from keras import optimizers
 
 from tests.training.scenarios.common import BATCH, CLASSES, FEATURES, compiled, features, fitted, labels, observed
-from tests.training.scenarios.registry import BACKENDS, Setting, add, scenario
+from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, add, scenario
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "weight_decay": lambda: optimizers.AdamW(0.05, weight_decay=0.1),
@@ -96,7 +96,7 @@ def optimizer_accumulates_for_a_weight_without_axes(setting: Setting) -> dict[st
     return fitted(compiled(setting, build, optimizer=optimizers.SGD(0.2, gradient_accumulation_steps=2)))
 
 
-@scenario(quick=("tensorflow", "torch"))
+@scenario(quick=ONE_BACKEND)
 def optimizer_accumulates_for_weights_of_which_some_have_no_gradient(setting: Setting) -> dict[str, Any]:
     """The epoch ends between two updates, so what the replicas have summed goes to the optimizer, for a checkpoint."""
 

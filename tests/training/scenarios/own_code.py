@@ -280,7 +280,7 @@ def _of_at_most_sixteen(prediction: Any, y: Any) -> Any:
     return ops.mean(ops.top_k(losses, min(16, losses.shape[0] or 16))[0])
 
 
-@scenario(quick=EACH_KIND, error=_refused("Either its loss is no mean over the samples"))
+@scenario(quick=ONE_BACKEND, error=_refused("Either its loss is no mean over the samples"))
 def own_train_step_that_takes_at_most_sixteen_samples(setting: Setting) -> dict[str, Any]:
     """Fewer than that are what is tried first."""
     model = compiled(setting, _dense(_stepping(loss_of=_of_at_most_sixteen)), loss="mse")
@@ -537,7 +537,7 @@ def own_compute_loss_that_sums_weighed_data(setting: Setting) -> dict[str, Any]:
     return _validated(model, np.linspace(0.1, 3.0, BATCH).astype("float32"))
 
 
-@scenario(quick=("jax", "torch"), error=_refused("The loss 'weighed' of"))
+@scenario(quick=ONE_BACKEND, error=_refused("The loss 'weighed' of"))
 def own_loss_that_only_a_later_fit_weighs(setting: Setting) -> dict[str, Any]:
     """Fits from generators, of which nothing is read ahead."""
     model = compiled(setting, _dense(keras.Model), loss=WeighedByHand(name="weighed"))
@@ -702,7 +702,7 @@ def own_train_step_that_sets_the_learning_rate(setting: Setting) -> dict[str, An
     return _stepped(setting, log)
 
 
-@scenario(backends=EAGER_KINDS, quick=EAGER_KINDS)
+@scenario(backends=EAGER_KINDS, quick=ONE_BACKEND)
 def own_train_step_with_a_metric_named_loss(setting: Setting) -> dict[str, Any]:
     """As on keras.io, without the property `metrics`: Keras's own `loss`, which counts nothing, comes before it."""
 
@@ -727,7 +727,7 @@ def own_train_step_that_lowers_the_learning_rate(setting: Setting) -> dict[str, 
     return _stepped(setting, log)
 
 
-@scenario(backends=EAGER_KINDS, quick=EAGER_KINDS, error=_refused("belongs to no layer and no metric of the model"))
+@scenario(backends=EAGER_KINDS, quick=ONE_BACKEND, error=_refused("belongs to no layer and no metric of the model"))
 def own_train_step_with_a_variable_of_no_layer(setting: Setting) -> dict[str, Any]:
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf

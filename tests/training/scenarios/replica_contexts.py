@@ -23,7 +23,7 @@ from tests.training.scenarios.common import (
     observed,
     regressor,
 )
-from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, scenario
+from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, scenario
 
 
 class Centered(layers.Layer):
@@ -198,7 +198,7 @@ def losses_divided_by_the_number_of_replicas(setting: Setting) -> dict[str, Any]
     return fitted(compiled(setting, build))
 
 
-@scenario(error=dict.fromkeys(BACKENDS, ("UnsupportedError", "in predict()")), plain=False, quick=EACH_KIND)
+@scenario(error=dict.fromkeys(BACKENDS, ("UnsupportedError", "in predict()")), plain=False, quick=ONE_BACKEND)
 def values_merged_in_predictions(setting: Setting) -> dict[str, Any]:
     class Shared(layers.Layer):
         def call(self, inputs: Any) -> Any:
@@ -242,7 +242,7 @@ class CountedInRun(keras.callbacks.Callback):
         self.sums.append(float(metric.result()))
 
 
-@scenario(quick=EACH_KIND)
+@scenario(quick=ONE_BACKEND)
 def a_metric_counted_in_a_callback(setting: Setting) -> dict[str, Any]:
     counted = CountedInRun(setting)
     found = fitted(compiled(setting, metrics=["accuracy"]), callbacks=[counted], epochs=3)
