@@ -272,9 +272,14 @@ class StreamCursor:
         return self.taken_before if self._is_unread else self.total
 
     @property
+    def each(self) -> int:
+        """How many passes a whole one opens, where orders depend on their number; else 0."""
+        return 0 if self.opened is None else self.opened.each
+
+    @property
     def passes_after(self) -> int:
-        """Likewise, the passes that are opened when the running one is over."""
-        return self.taken_before + (0 if self.opened is None else self.opened.each)
+        """The passes that are opened when the running one is over."""
+        return self.taken_before + self.each
 
     def leave_pass(self) -> None:
         """The running pass is over, also if its end was not read here, or nothing of it."""

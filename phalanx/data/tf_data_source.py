@@ -40,7 +40,10 @@ RESEED_LIMIT_BYTES = 1 << 30
 """Largest in-memory data for which a dataset is serialized to seed its shuffles: protobuf ends at 2 GiB, and
 the copies made on the way take some five times the data."""
 
-_DRAWS = ("Random", "Rng", "Stateful", "ParameterizedTruncatedNormal", "TruncatedNormal", "Multinomial")
+_DRAWS = (
+    *("Random", "ParameterizedTruncatedNormal", "TruncatedNormal", "Multinomial"),
+    *("Rng", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal", "StatefulRandom"),
+)
 """How operations begin that draw from random generators of TensorFlow."""
 _WRITES = "Assign"
 """... and those that may write the seed of one of Keras's layers."""
@@ -238,7 +241,7 @@ class _OpenedIterators:
     Args:
         dataset: of which all are made that are iterated.
         each: see `OpenedPasses`.
-        in_order: whether random numbers must be drawn in the order of the elements, as other ranks read the same.
+        in_order: see `_drawing_in_order`.
     """
 
     _counts: ClassVar[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
@@ -255,7 +258,7 @@ class _OpenedIterators:
     def iterate(self, dataset: Any) -> Iterator[Any]:
         """An iterator over a dataset that is made of this one."""
         self._counts[self._dataset] = self.count + 1
-        with _drawing_in_order(dataset, on=self._in_order), tf.device("CPU:0"):  # host memory, whatever GPUs there are
+        with _drawing_in_order(on=self._in_order), tf.device("CPU:0"):  # host memory, whatever GPUs there are
             iterator: Iterator[Any] = iter(dataset)
             return iterator
 
@@ -269,23 +272,19 @@ def _opened_iterators(request: InputRequest, sharded: Any, length: int | None) -
     opens_another = length is not None and request.steps_per_epoch is None and request.opens_as_keras
     each = 2 if opens_another and data_adapters.opens_one_more_pass("tensorflow") else 1
     is_inside = any(part is request.x for part in _with_inputs(sharded))
-    return _OpenedIterators(request.x if is_inside else sharded, each, in_order=_is_shared(request))
+    in_order = _is_shared(request) and _draws_in_threads(sharded)
+    return _OpenedIterators(request.x if is_inside else sharded, each, in_order=in_order)
 
 
 @contextmanager
-def _drawing_in_order(dataset: Any, *, on: bool) -> Iterator[None]:
+def _drawing_in_order(*, on: bool) -> Iterator[None]:
     """Let iterators that are created inside draw random numbers in the order of the elements.
 
     In `map(augment, num_parallel_calls=AUTOTUNE)`, threads race for them, so each rank would read something else. With
     deterministic operations TensorFlow divides such a map into the random numbers, drawn by one thread, and the rest.
     It does the same with maps that call Python, so this is not for all datasets.
     """
-    operations = _operations_in_threads(dataset) if on else set()
-    draws = any(name.startswith(_DRAWS) for name in operations)
-    writes = any(name.startswith(_WRITES) for name in operations)
-    # Without a seed each process draws others anyway, and TensorFlow refuses to.
-    is_possible = not (draws and context.global_seed() is None) and not config.is_op_determinism_enabled()
-    if not (is_possible and (draws or writes)):
+    if not on or config.is_op_determinism_enabled():
         yield
         return
     config.enable_op_determinism()
@@ -293,6 +292,15 @@ def _drawing_in_order(dataset: Any, *, on: bool) -> Iterator[None]:
         yield
     finally:
         config.disable_op_determinism()
+
+
+def _draws_in_threads(dataset: Any) -> bool:
+    """Whether threads race for random numbers, with a seed: without one each process draws others anyway, and
+    TensorFlow refuses to draw in order."""
+    operations = _operations_in_threads(dataset)
+    if any(name.startswith(_DRAWS) for name in operations):
+        return context.global_seed() is not None
+    return any(name.startswith(_WRITES) for name in operations)
 
 
 def _operations_in_threads(dataset: Any) -> set[str]:

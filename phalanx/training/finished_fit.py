@@ -6,28 +6,50 @@ They have not run it. What the program does before its next call may depend on w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import keras
+import ml_dtypes
 import numpy as np
 
 from phalanx.checkpoint.callback_state import restore_states
 from phalanx.engines import buffers
 from phalanx.keras_compat.model_state import optimizers
 from phalanx.keras_compat.variables.host_values import to_host
-from phalanx.training.replica import MAX_STATE_BYTES
 from phalanx.transport.serialization import decode, encode
+
+MAX_STATE_BYTES = 2**26
+"""What a state may take: it is in the launcher's memory."""
+LARGE_BYTES = 2**20
+"""What an attribute of a callback may take of it: more are weights, such as the best ones."""
 
 
 def encode_finished_fit(model: Any, callbacks: Sequence[tuple[str, bytes]]) -> bytes:
-    """The state of the callbacks and of the model after a `fit`; without the model's if that is too large.
+    """The state of the callbacks and of the model after a `fit`; without the model's if that is too large, and without
+    what is too large of a callback.
 
     Args:
         callbacks: from `CallbackStateTracker.changes`.
     """
-    values = [[to_host(variable) for variable in variables] for variables in _variables(model)]
-    fits = sum(array.nbytes for arrays in values for array in arrays) < MAX_STATE_BYTES
-    return encode([list(callbacks), values if fits else None])
+    states = [(name, _without_large(content)) for name, content in callbacks]
+    variables = _variables(model)
+    needed = sum(_nbytes(variable) for part in variables for variable in part) + sum(len(each) for _, each in states)
+    values = [[to_host(variable) for variable in part] for part in variables] if needed < MAX_STATE_BYTES else None
+    return encode([states, values])
+
+
+def _without_large(content: bytes) -> bytes:
+    """What one callback has learnt, without weights that it keeps."""
+    if len(content) <= LARGE_BYTES:
+        return content
+    return encode({name: value for name, value in decode(content).items() if len(encode(value)) <= LARGE_BYTES})
+
+
+def _nbytes(variable: Any) -> int:
+    name = keras.backend.standardize_dtype(variable.dtype)
+    return int(math.prod(variable.shape) * np.dtype(getattr(ml_dtypes, name, name)).itemsize)
 
 
 def adopt_finished_fit(content: bytes, model: Any, callbacks: Any) -> bool:

@@ -55,7 +55,7 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
     Args:
         resumption: the checkpoints of this `fit`, if it was passed a `Checkpoint`.
 
-    Raises: DisagreementError on every rank, if the ranks were passed different data or arguments.
+    Raises: DisagreementError if the ranks were passed different data or arguments; see `RankComparison`.
     """
     # Invariant from here to the end of `fit`: all ranks go through the same collectives in the same order. A decision
     # that depends on what one rank was passed is a collective itself (`any_rank`), never an `if` of that rank.

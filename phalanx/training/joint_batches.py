@@ -15,7 +15,7 @@ from phalanx.data.batch_split import sample_checksum
 from phalanx.data.micro_batches import MicroBatch, cut_micro_batches, sizes_of_ranks
 from phalanx.errors import DisagreementError, UnsupportedError
 from phalanx.monitoring import timeline
-from phalanx.training.checks.rank_difference import find_difference
+from phalanx.training.checks.rank_difference import RankComparison
 from phalanx.training.replica import Replica, alone
 from phalanx.transport.serialization import decode, encode
 
@@ -94,7 +94,7 @@ class JointBatches:
         """The next batch; None at the end of the epoch.
 
         Raises:
-            DisagreementError: if the ranks should read the same stream but read different ones; see `find_difference`.
+            DisagreementError: if the ranks should read the same stream but read different ones; see `RankComparison`.
             MembershipChangedError: see `regroup`.
         """
         if self._peeked is not None:
@@ -158,8 +158,9 @@ class JointBatches:
         step, self._read = self._read, self._read + 1
         assert batch.global_size is not None
         if step < self._compared and self._source.fingerprint is not None:
+            comparison = RankComparison(self._replica)
             notes = self._replica.communicator.all_gather(np.array([self._source.fingerprint()], np.int64))
-            self._check_same(step, [int(note[0]) for note in notes])
+            self._check_same(step, [int(note[0]) for note in notes], comparison)
         sizes = self._cuts.get(batch.global_size)
         if sizes is None:
             world_size = self._replica.world_size
@@ -177,7 +178,8 @@ class JointBatches:
         if not source.is_uniform or step < self._compared:
             parts = leaves(batch.data) if batch and step < self._compared else []
             note = encode([batch.size, [*map(sample_checksum, parts)]] if batch else None)
-            self._check_same(step, [decode(each) for each in replica.communicator.all_gather_bytes(note)])
+            comparison = RankComparison(replica)
+            self._check_same(step, [decode(each) for each in replica.communicator.all_gather_bytes(note)], comparison)
         if batch is None:
             return None
         self._read += 1
@@ -196,24 +198,25 @@ class JointBatches:
             self._read += 1
         fingerprint = source.fingerprint() if batch and source.fingerprint and step < self._compared else 0
         # Every rank sends a note before each step, also one whose stream has ended: else the others would wait for it.
+        comparison = RankComparison(self._replica)
         note = np.array([batch is None, batch.size if batch else 0, fingerprint], np.int64)
         notes = np.stack(self._replica.communicator.all_gather(note))
         if notes[:, 0].all():
             return None
         if source.fingerprint:
-            self._check_same(step, [None if ended else each for ended, _, each in notes.tolist()])
+            self._check_same(step, [None if ended else each for ended, _, each in notes.tolist()], comparison)
             if batch is None:
                 return None  # only some that are late read on, and end
         data = (batch or source.stand_in()).data
         sizes = tuple(int(size) for size in notes[:, 1])
         return JointBatch(data, sizes, self._replica.rank, step, fixed_size=source.source.traits.fixed_size)
 
-    def _check_same(self, step: int, read: Sequence[Any]) -> None:
+    def _check_same(self, step: int, read: Sequence[Any], comparison: RankComparison) -> None:
         """Compare what tells the ranks' batches apart; None where the data of a rank have ended.
 
-        Raises: DisagreementError, see `find_difference`.
+        Raises: DisagreementError, see `RankComparison`.
         """
-        if find_difference(read, self._replica) is None:
+        if comparison.difference(read) is None:
             return
         advice = self._source.description.disagreement
         ended = ", ".join(str(rank) for rank, each in enumerate(read) if each is None)

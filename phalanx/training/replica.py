@@ -31,8 +31,6 @@ T = TypeVar("T")
 
 MAX_RESULT_BYTES = 2**28
 """What the result of one entry may take that is kept for processes that join later: it is in the launcher's memory."""
-MAX_STATE_BYTES = 2**26
-"""What the state of one entry may take."""
 SEED_BYTES = 8
 
 
@@ -254,9 +252,8 @@ class Replica:
             yield entry
             # Only if nothing was raised: an entry that failed has no result to hand on, and its job ends.
             result = entry.result if len(entry.result) <= MAX_RESULT_BYTES else NOT_KEPT
-            state = entry.state if len(entry.state) <= MAX_STATE_BYTES else b""
-            self._last_finished = EntryFinished(entry.number, result, state)
-            elastic.send_as_chief(self._last_finished)
+            self._last_finished = EntryFinished(entry.number, result)  # without the state, which takes time to send
+            elastic.send_as_chief(EntryFinished(entry.number, result, entry.state))
             is_finished = True
         finally:
             self._entry = None

@@ -250,7 +250,7 @@ class ReplicaModel:
         return self._predicts_samples_apart and self._has_row_outputs[known]
 
     def _make_engine(self, source: ShardedInput, method: str) -> None:
-        """Make the engine if there is none. Raises on every rank if the ranks were given different data."""
+        """Make the engine if there is none. Raises DisagreementError if the ranks were given different data."""
         if self.replica.micro_batches:
             check_deterministic(self.model, trains=method in ("fit", "train_on_batch"))
         if divides_batches(self.replica):

@@ -33,7 +33,7 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
         take: whether this rank takes the values over; else it only takes part.
 
     Raises:
-        DisagreementError: on every rank, if the models differ in structure; names the first difference.
+        DisagreementError: if the models differ in structure; names the first difference. See `RankComparison`.
     """
     if replica.is_alone and not replica.micro_batches:
         return

@@ -81,6 +81,8 @@ def main() -> None:
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(1e-4), "mse", metrics=[Labels()])
+    # Another dataset: a chief that is restarted comes to it first.
+    model.fit(tf.data.Dataset.from_tensor_slices((x, y)).shuffle(SAMPLES, seed=5).batch(50), epochs=2, verbose=0)
     backup = keras.callbacks.BackupAndRestore(folder / "backup")
     history = model.fit(
         data, epochs=epochs, verbose=0, callbacks=[backup, Disturb(folder, strategy.rank, victim)]

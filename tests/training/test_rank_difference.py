@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.training.checks.rank_difference import find_difference
+from phalanx.training.checks.rank_difference import RankComparison
 
 
 def found(values: str, late: set[int]) -> list[tuple[int, int] | None]:
@@ -17,7 +17,7 @@ def found(values: str, late: set[int]) -> list[tuple[int, int] | None]:
         elastic = SimpleNamespace(late_ranks=frozenset(late))
         return SimpleNamespace(rank=rank, world_size=len(values), elastic=elastic)
 
-    return [find_difference(values, replica(rank)) for rank in range(len(values))]
+    return [RankComparison(replica(rank)).difference(values) for rank in range(len(values))]
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ def test_who_raises(values: str, late: set[int], expected: list[Any]) -> None:
 
 def test_in_jobs_of_fixed_size_all_raise() -> None:
     replica: Any = SimpleNamespace(rank=0, world_size=2, elastic=None)
-    assert find_difference("ab", replica) == (0, 1)
+    assert RankComparison(replica).difference("ab") == (0, 1)

@@ -242,14 +242,6 @@ def _insert_class(optimizer: Any, mixin: type, reduction: OptimizerReduction) ->
     type(optimizer)._hvd_reduction = reduction
 
 
-def _reducing_like(kind: Any, optimizer: Any) -> Any:
-    """A plain optimizer, which now reduces as those of this class do."""
-    known: OptimizerReduction = kind._hvd_reduction
-    number = InstanceNumber("keras.optimizer", known.reduction.process_set)
-    _insert_class(optimizer, _ReducingOptimizer, replace(known, number=number, local=set(known.local)))
-    return optimizer
-
-
 def settle_reduction(optimizer: Any) -> OptimizerReduction | None:
     """Move the reduction to the optimizer that must do it, and return it; None if the optimizer does not reduce.
 
@@ -297,10 +289,50 @@ def _reducing_at_update(optimizer: Any) -> Iterator[None]:
         _state.updating = _state.variables = None
 
 
-class _ReducingOptimizer:
-    """Precedes a Keras optimizer's class among the bases. Each optimizer has a class of its own, with its reduction."""
+class _DistributedClass:
+    """Base of the classes that precede an optimizer's own. Each optimizer has one for itself, with its reduction."""
 
     _hvd_reduction: ClassVar[OptimizerReduction]
+
+    @classmethod
+    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """See `keras.optimizers.Optimizer.from_config`. What it makes reduces as the optimizer of this class does."""
+        return _reducing_like(cls, _plain_class(cls).from_config(*args, **kwargs))
+
+    def __reduce__(self) -> Any:
+        """As a saved optimizer, a pickled one is plain; the class of this one could not be found by its name."""
+        reduced: Any = super().__reduce__()
+        return _plain_class(type(self))._unpickle_model, reduced[1]
+
+    def __copy__(self) -> Any:
+        """A copy reduces, too. Keras would make a plain optimizer, with which each rank trains by itself."""
+        make, arguments = self.__reduce__()
+        return _reducing_like(type(self), make(*arguments))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__copy__()
+
+
+def _plain_class(kind: Any) -> Any:
+    while issubclass(kind, _DistributedClass):  # a `LossScaleOptimizer` may have two of them
+        kind = kind.__bases__[1]
+    return kind
+
+
+def _reducing_like(kind: Any, optimizer: Any) -> Any:
+    """A plain optimizer, which now reduces as those of this class do."""
+    known: OptimizerReduction = kind._hvd_reduction
+    number = InstanceNumber("keras.optimizer", known.reduction.process_set)
+    reduction = replace(known, number=number, local=set(known.local))
+    asks = issubclass(kind, _JointlyFinite)
+    _insert_class(inner_optimizer(optimizer) if asks else optimizer, _ReducingOptimizer, reduction)
+    if asks:
+        _insert_class(optimizer, _JointlyFinite, reduction)
+    return optimizer
+
+
+class _ReducingOptimizer(_DistributedClass):
+    """Precedes a Keras optimizer's class among the bases."""
 
     def build(self, variables: Any) -> None:
         """See `keras.optimizers.Optimizer.build`."""
@@ -350,26 +382,6 @@ class _ReducingOptimizer:
         """Do not reduce the gradients of this variable."""
         type(self)._hvd_reduction.local.add(id(variable))
 
-    @classmethod
-    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """See `keras.optimizers.Optimizer.from_config`. What it makes reduces as the optimizer of this class does."""
-        plain: Any = cls.__bases__[1]
-        return _reducing_like(cls, plain.from_config(*args, **kwargs))
-
-    def __reduce__(self) -> Any:
-        """As a saved optimizer, a pickled one is plain; the class of this one could not be found by its name."""
-        reduced: Any = super().__reduce__()
-        plain: Any = type(self).__bases__[1]
-        return plain._unpickle_model, reduced[1]
-
-    def __copy__(self) -> Any:
-        """A copy reduces, too. Keras would make a plain optimizer, with which each rank trains by itself."""
-        make, arguments = self.__reduce__()
-        return _reducing_like(type(self), make(*arguments))
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.__copy__()
-
     def _hvd_take_accumulated(self, grads: list[Any], trainable_variables: Any, steps: int) -> bool:
         """On JAX, outside of compiled functions: at the step that updates, move what was accumulated before from the
         optimizer into the gradients. Returns whether it is that step.
@@ -392,13 +404,11 @@ class _ReducingOptimizer:
         return True
 
 
-class _JointlyFinite:
+class _JointlyFinite(_DistributedClass):
     """Precedes the class of a `LossScaleOptimizer` around an optimizer that accumulates.
 
     A batch whose gradients are not finite on one rank is left out on all, so that all update after the same batch.
     """
-
-    _hvd_reduction: ClassVar[OptimizerReduction]
 
     def check_finite(self, grads: Any) -> Any:
         """See `keras.optimizers.LossScaleOptimizer.check_finite`."""

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -54,6 +55,7 @@ def writing_whole_files(callback: Any) -> Iterator[None]:
     place = callback._training_metadata_path
     callback._training_metadata_path = part = f"{place}.part"
     try:
+        Path(part).unlink(missing_ok=True)  # of a process that was killed
         if os.path.exists(place):  # of which it may make a copy first (`double_checkpoint`)
             shutil.copyfile(place, part)
         yield

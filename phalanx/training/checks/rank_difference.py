@@ -15,29 +15,31 @@ class RankDifference(NamedTuple):
     rank: int
 
 
-def expected_rank(replica: Replica) -> int:
-    """The rank that has what all should have: the lowest one that was there when the job began."""
-    late = _late_ranks(replica)
-    return next((rank for rank in range(replica.world_size) if rank not in late), 0)
+class RankComparison:
+    """Compares what the ranks have. Create it before they exchange that: a collective that meets a loss returns what
+    the former members had, when the ranks are those of the next membership.
 
-
-def find_difference(values: Sequence[Any], replica: Replica) -> RankDifference | None:
-    """The difference between the ranks because of which this one must raise an error; None if there is none.
-
-    Processes that joined when the job was running must not end it. Where they alone have something else, they alone
-    raise: the others lose them in their next collective, and continue.
-
-    Args:
-        values: what each rank has, in rank order; the same on all ranks.
+    Attributes:
+        expected: the rank that has what all should have: the lowest one that was there when the job began.
     """
-    expected = expected_rank(replica)
-    different = [rank for rank, value in enumerate(values) if value != values[expected]]
-    if not different:
-        return None
-    if not _late_ranks(replica).issuperset(different):
-        return RankDifference(expected, different[0])
-    return RankDifference(expected, replica.rank) if replica.rank in different else None
 
+    def __init__(self, replica: Replica) -> None:
+        self._own = replica.rank
+        self._late = frozenset() if replica.elastic is None else replica.elastic.late_ranks
+        self.expected = next((rank for rank in range(replica.world_size) if rank not in self._late), 0)
 
-def _late_ranks(replica: Replica) -> frozenset[int]:
-    return frozenset() if replica.elastic is None else replica.elastic.late_ranks
+    def difference(self, values: Sequence[Any]) -> RankDifference | None:
+        """The difference because of which this rank must raise an error; None if there is none.
+
+        Processes that joined when the job was running must not end it. Where they alone have something else, they alone
+        raise: the others lose them in their next collective, and continue.
+
+        Args:
+            values: what each rank has, in rank order; the same on all ranks.
+        """
+        different = [rank for rank, value in enumerate(values) if value != values[self.expected]]
+        if not different:
+            return None
+        if not self._late.issuperset(different):
+            return RankDifference(self.expected, different[0])
+        return RankDifference(self.expected, self._own) if self._own in different else None

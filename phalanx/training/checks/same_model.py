@@ -11,7 +11,7 @@ import msgspec
 
 from phalanx.cluster.task_comparison import describe_difference
 from phalanx.errors import DisagreementError
-from phalanx.training.checks.rank_difference import find_difference
+from phalanx.training.checks.rank_difference import RankComparison
 from phalanx.training.replica import Replica
 from phalanx.transport.decoding import decode_message
 
@@ -35,15 +35,16 @@ def check_same_model(variables: Sequence[Any], replica: Replica, *, with_paths: 
         variables: of the model and its optimizers.
         with_paths: see `structure_of`.
 
-    Raises: DisagreementError, naming the first difference between two ranks; see `find_difference`.
+    Raises: DisagreementError, naming the first difference between two ranks; see `RankComparison`.
     """
+    comparison = RankComparison(replica)
     encoded = msgspec.msgpack.encode(structure_of(variables, with_paths=with_paths))
     digests = replica.communicator.all_gather_bytes(hashlib.sha256(encoded).digest())
     if len(set(digests)) == 1:
         return
     # Rare and slow: all ranks get everything, so that all know who differs.
     structures = [decode_message(e) for e in replica.communicator.all_gather_bytes(encoded)]
-    difference = find_difference(structures, replica)
+    difference = comparison.difference(structures)
     if difference is not None:
         expected, rank = difference
         raise different_models(structures[expected], structures[rank], f"rank {expected}", f"rank {rank}")

@@ -13,7 +13,7 @@ from phalanx.data import ShardedInput
 from phalanx.errors import DisagreementError
 from phalanx.keras_compat.copies.object_config import configuration_of
 from phalanx.keras_compat.model_state import PLAIN, optimizers
-from phalanx.training.checks.rank_difference import expected_rank, find_difference
+from phalanx.training.checks.rank_difference import RankComparison
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.replica import Replica
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
@@ -33,10 +33,11 @@ _SEEDS = (
 def compare_inputs(source: ShardedInput, replica: Replica, method: str) -> None:
     """Compare lengths, shapes and dtypes of the data that the ranks passed to a method of the model.
 
-    Raises: DisagreementError, if they differ; see `find_difference`.
+    Raises: DisagreementError, if they differ; see `RankComparison`.
     """
+    comparison = RankComparison(replica)
     signatures = gather_of_method(replica, method, source.description.signature)
-    difference = find_difference(signatures, replica)
+    difference = comparison.difference(signatures)
     if difference is not None:
         expected, rank = difference
         raise DisagreementError(
@@ -49,15 +50,16 @@ def compare_inputs(source: ShardedInput, replica: Replica, method: str) -> None:
 def gather_of_method(replica: Replica, method: str, text: str) -> list[str]:
     """Every rank's text about the method of the model that it called.
 
-    Raises: DisagreementError, if they called different methods; see `find_difference`.
+    Raises: DisagreementError, if they called different methods; see `RankComparison`.
     """
+    comparison = RankComparison(replica)
     gathered = [
         each.decode().partition("\n") for each in replica.communicator.all_gather_bytes(f"{method}\n{text}".encode())
     ]
     # The method travels with the first comparison of every call: a rank in `evaluate` and one in `fit` learn it here,
     # and do not wait for each other in different collectives.
     methods = [name for name, _, _ in gathered]
-    difference = find_difference(methods, replica)
+    difference = comparison.difference(methods)
     if difference is not None:
         expected, rank = difference
         raise DisagreementError(
@@ -70,11 +72,11 @@ def gather_of_method(replica: Replica, method: str, text: str) -> list[str]:
 def compare_samples(source: ShardedInput, replica: Replica) -> None:
     """Compare a sample of the values in the ranks' data.
 
-    Raises: DisagreementError, if they differ, or come in another order; see `find_difference`.
+    Raises: DisagreementError, if they differ, or come in another order; see `RankComparison`.
     """
-    samples = replica.communicator.all_gather(source.probe)
-    expected = expected_rank(replica)
-    difference = find_difference([_same(sample, samples[expected]) for sample in samples], replica)
+    comparison = RankComparison(replica)
+    samples, expected = replica.communicator.all_gather(source.probe), comparison.expected
+    difference = comparison.difference([_same(sample, samples[expected]) for sample in samples])
     if difference is not None:
         raise DisagreementError(
             f"The ranks were given different data: the values of rank {difference.rank} differ from those of rank "
@@ -112,15 +114,16 @@ def _same(sample: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
 def check_same_configuration(model: Any, call: FitArguments, replica: Replica) -> None:
     """Compare the arguments of `fit` and `compile`.
 
-    Raises: DisagreementError, if they differ (see `find_difference`): gradients of two losses, or two kinds of updates,
+    Raises: DisagreementError, if they differ (see `RankComparison`): gradients of two losses, or two kinds of updates,
         make no model.
     """
-    own = json.dumps(_facts(model, call))
-    facts = [json.loads(text) for text in gather_of_method(replica, "fit", own)]
-    difference = find_difference(facts, replica)
+    comparison = RankComparison(replica)
+    # Compared as texts: one that came late, and called another method, has sent something else.
+    texts = gather_of_method(replica, "fit", json.dumps(_facts(model, call)))
+    difference = comparison.difference(texts)
     if difference is not None:
         expected, rank = difference
-        _compare_facts(facts[expected], facts[rank], f"rank {expected}", f"rank {rank}")
+        _compare_facts(json.loads(texts[expected]), json.loads(texts[rank]), f"rank {expected}", f"rank {rank}")
 
 
 def _compare_facts(first: Mapping[str, str], second: Mapping[str, str], who: str, other: str) -> None:

@@ -129,9 +129,9 @@ class ParameterServerWorker:
         self._broadcasts[subject] = (Broadcast(subject, fit), arrays)
         self.client.request(HEAD, *self._broadcasts[subject])
 
-    def has_broadcast(self, subject: str) -> bool:
-        """On the chief: whether this process, and no former one, has broadcast it."""
-        return subject in self._broadcasts
+    def last_broadcast(self, subject: str) -> list[Array] | None:
+        """On the chief: what this process, and no former one, has broadcast last; None if it has not."""
+        return self._broadcasts[subject][1] if subject in self._broadcasts else None
 
     def broadcast_first(self, subject: str, array: Array) -> memoryview:
         """On the chief: send an array to the other workers, unless the chief has sent one before a restart.

@@ -256,6 +256,15 @@ def check_copies_of_an_optimizer_reduce() -> None:
             model = _model(optimizer)
             _fit(model)
             _same(model, reference)
+    for passes in (1, 2):
+        distributed = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=passes)
+        original = _model(keras.optimizers.LossScaleOptimizer(distributed, initial_scale=1.0))
+        _fit(original, epochs=1)  # which says how the two optimizers share the work
+        for make in copies:
+            model = _model(make(original.optimizer))
+            _fit(model)
+            weights = hvd.allgather_object([w.tolist() for w in model.get_weights()])
+            assert weights[0] == weights[-1]
     plain = pickle.loads(pickle.dumps(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))))
     assert type(plain) is type(keras.optimizers.SGD(0.1))
 
