@@ -73,6 +73,16 @@ class Log:
             file.write(json.dumps({"event": event, "time": time.time(), **facts}) + "\n")
 
 
+def wait_for_end_of(log: Path) -> None:
+    """Return when the process that writes this log has ended."""
+    pid = json.loads(log.read_text().partition("\n")[0])["pid"]
+    until = time.monotonic() + GATE_BOUND_S
+    while Path(f"/proc/{pid}").exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"process {pid} did not end in time")
+        time.sleep(0.02)
+
+
 class Gate:
     """Opened by a file; closed to steps of this number and later ones."""
 
@@ -273,7 +283,7 @@ def main() -> None:
     evaluated = slice(100 if other == "evaluation" else None)
     loss = net.evaluate(x[evaluated], y[evaluated], verbose=0)
     if options.returns_with == "evaluation":
-        net.evaluate(x, y, verbose=0)  # in which they wait for the other, or lose it
+        wait_for_end_of(options.folder / "worker-1.2.log")  # while the job goes on, or the launcher ends it
     weights = np.concatenate([np.ravel(keras.ops.convert_to_numpy(v)) for v in net.weights])
     if strategy.is_chief:
         np.save(options.folder / "weights.npy", weights)

@@ -106,8 +106,8 @@ def test_two_are_killed_the_chief_among_them_and_return(tmp_path, undisturbed):
 def test_one_that_returns_with_another_program_leaves_and_the_others_continue(tmp_path, undisturbed, other, text):
     run = Run(tmp_path / "run", FIRST, "1:3", "--kill", "worker/1:1:5th", "--hold", "0.25", "--returns-with", other)
     run.is_like(undisturbed(FIRST))
-    assert "worker/1 ended with exit code 67; the others continue without it" in run.output
-    assert text in run.output
+    assert "worker/1 ended with exit code 67; the others continue without it" in run.output, run.output
+    assert text in run.output, run.output
 
 
 @pytest.mark.slow
