@@ -146,7 +146,7 @@ dist: .venv-dist/.installed
 	.venv-dist/bin/python -m build --quiet
 	.venv-dist/bin/python -m twine check --strict dist/*
 	@# Nothing but the package: a file that does not belong there would show.
-	test -z "$$(find dist -size +1200k -print | tee /dev/stderr)"
+	test -z "$$(find dist -name '*.gz' -size +1200k -o -name '*.whl' -size +1600k | tee /dev/stderr)"
 
 # The oldest versions that pyproject.toml allows, on one backend: make test-lowest LOWEST="torch==2.8.0"
 LOWEST ?= jax==0.7.0
