@@ -29,6 +29,7 @@ class EntryLog:
         self._results: dict[int, bytes] = {}  # of those that have finished, or NOT_KEPT
         self._kept = 0  # bytes
         self._states: dict[int, bytes] = {}  # by entry, the oldest first
+        self._state_bytes = 0  # of all of them
 
     def record(self, message: EntryBegan | EntryFinished) -> None:
         """The chief has begun or finished an entry. A new chief may repeat what the former one sent."""
@@ -75,5 +76,6 @@ class EntryLog:
 
     def _keep_state(self, entry: int, state: bytes) -> None:
         self._states[entry] = state
-        while sum(map(len, self._states.values())) > KEPT_STATE_BYTES:
-            del self._states[min(self._states)]
+        self._state_bytes += len(state)
+        while self._state_bytes > KEPT_STATE_BYTES:
+            self._state_bytes -= len(self._states.pop(next(iter(self._states))))

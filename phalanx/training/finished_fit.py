@@ -10,14 +10,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import ml_dtypes
 import numpy as np
 
 from phalanx.checkpoint.callback_state import restore_states
-from phalanx.engines import buffers
-from phalanx.keras_compat.model_state import optimizers
 from phalanx.keras_compat.variables.host_values import to_host
+from phalanx.training.checks.same_model import structure_of
+from phalanx.training.state_sync import variables_of
 from phalanx.transport.serialization import decode, encode
 
 MAX_STATE_BYTES = 2**26
@@ -34,10 +33,11 @@ def encode_finished_fit(model: Any, callbacks: Sequence[tuple[str, bytes]]) -> b
         callbacks: from `CallbackStateTracker.changes`.
     """
     states = [(name, _without_large(content)) for name, content in callbacks]
-    variables = _variables(model)
-    needed = sum(_nbytes(variable) for part in variables for variable in part) + sum(len(each) for _, each in states)
-    values = [[to_host(variable) for variable in part] for part in variables] if needed < MAX_STATE_BYTES else None
-    return encode([states, values])
+    variables = variables_of(model)
+    structure = structure_of(variables, with_paths=False)
+    needed = sum(_nbytes(shape, dtype) for _, shape, dtype in structure) + sum(len(each) for _, each in states)
+    values = [to_host(variable) for variable in variables] if needed < MAX_STATE_BYTES else None
+    return encode([states, structure, values])
 
 
 def _without_large(content: bytes) -> bytes:
@@ -47,9 +47,8 @@ def _without_large(content: bytes) -> bytes:
     return encode({name: value for name, value in decode(content).items() if len(encode(value)) <= LARGE_BYTES})
 
 
-def _nbytes(variable: Any) -> int:
-    name = keras.backend.standardize_dtype(variable.dtype)
-    return int(math.prod(variable.shape) * np.dtype(getattr(ml_dtypes, name, name)).itemsize)
+def _nbytes(shape: Sequence[int], dtype: str) -> int:
+    return math.prod(shape) * int(np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize)
 
 
 def adopt_finished_fit(content: bytes, model: Any, callbacks: Any) -> bool:
@@ -62,26 +61,15 @@ def adopt_finished_fit(content: bytes, model: Any, callbacks: Any) -> bool:
     """
     if not content:
         return False
-    states, values = decode(content)
+    states, structure, values = decode(content)
     restore_states(callbacks, states)
     if values is None or not model.built:
         return False
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    variables = _variables(model)
-    if [[_form(to_host(each)) for each in part] for part in variables] != [[*map(_form, part)] for part in values]:
+    variables = variables_of(model)
+    if structure_of(variables, with_paths=False) != structure:
         return False
-    for own, theirs in zip(variables, values, strict=True):
-        for variable, value in zip(own, theirs, strict=True):
-            variable.assign(value)
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
     return True
-
-
-def _variables(model: Any) -> list[list[Any]]:
-    """The variables of the model, and those of each optimizer."""
-    weights = [*model.trainable_variables, *model.non_trainable_variables, *buffers(model)]
-    return [weights, *(list(optimizer.variables) for optimizer in optimizers(model))]
-
-
-def _form(array: np.ndarray[Any, Any]) -> tuple[tuple[int, ...], str]:
-    return array.shape, array.dtype.name

@@ -178,8 +178,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         optimizer.learning_rate = now
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         if self.momentum_correction and before:
-            name = next((name for kind, name in _MOMENTA.items() if isinstance(inner, kind)), None)
-            for momentum in getattr(inner, name, ()) if name is not None else ():
+            found = (getattr(inner, name, ()) for kind, name in _MOMENTA.items() if isinstance(inner, kind))
+            for momentum in next(found, ()):
                 momentum.assign(momentum * (now / before))
 
 

@@ -9,15 +9,34 @@ chief says how many come before, and one that was restarted continues after thos
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from phalanx.data.numbered_batches import NumberedBatches
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
 PASSES = "passes over the data"
-"""Subject of the chief's message: int64[2], the passes before this `fit`, and the most that were opened."""
-FORMER_PASSES = "passes of the former chief"
-"""Subject of another: int64[1], the most that a former process of the chief has opened."""
+"""Subject of the chief's message: `_Passes` as int64[3]."""
+
+
+class _Passes(NamedTuple):
+    """What the chief says.
+
+    Attributes:
+        before: the passes before this `fit`.
+        newest: the most that were opened over any dataset, to the end of the running pass: a chief that is restarted
+            does not know over which.
+        former: the most that a former process of the chief has opened.
+    """
+
+    before: int
+    newest: int
+    former: int
+
+    @classmethod
+    def of(cls, content: Any) -> _Passes:
+        return cls(*np.frombuffer(content, np.int64).tolist())
 
 
 class StreamPasses:
@@ -32,7 +51,6 @@ class StreamPasses:
         self._cursor = source.passes
         self._worker = worker
         self._fit = fit
-        self._before = 0
 
     def begin(self) -> None:
         """All continue after the same pass: the `fit` begins, or the chief has gone back."""
@@ -40,29 +58,29 @@ class StreamPasses:
         if cursor is None:
             return
         if worker.is_chief:
-            self._before = max(cursor.passes_before, self._opened_by_former_chief())
-            cursor.resume(0, 0, self._before)
-            self._send(self._before + cursor.each)  # the others open a pass as soon as they know of this
-            return
-        received = worker.receive_broadcast(PASSES, self._fit)
-        if received is not None:
-            cursor.resume(0, 0, int(np.frombuffer(received[0], np.int64)[0]))
+            said = self._said()
+            before = max(cursor.passes_before, said.former)
+            cursor.resume(0, 0, before)
+            # The others open a pass as soon as they know of this.
+            self._say(_Passes(before, max(said.newest, before + cursor.each), said.former))
+        elif (received := worker.receive_broadcast(PASSES, self._fit)) is not None:
+            cursor.resume(0, 0, _Passes.of(received[0]).before)
 
     def open(self) -> None:
         """On the chief: an epoch opens, perhaps with another pass."""
-        if self._cursor is not None:
-            self._send(self._cursor.passes_after)
+        if self._cursor is None:
+            return
+        said = self._said()
+        if said.newest < self._cursor.passes_after:
+            self._say(said._replace(newest=self._cursor.passes_after))
 
-    def _opened_by_former_chief(self) -> int:
-        known = self._worker.last_broadcast(FORMER_PASSES)
-        if known is None:  # nothing was sent by this process yet: what the head holds is from a former one
-            held = np.frombuffer(self._worker.broadcast_first(PASSES, np.zeros(2, np.int64)), np.int64)
-            known = [held[1:]]
-            self._worker.broadcast(FORMER_PASSES, known)
-        return int(known[0][0])
+    def _said(self) -> _Passes:
+        """On the chief: what was said last, by this process or a former one."""
+        own = self._worker.last_broadcast(PASSES)
+        if own is not None:
+            return _Passes.of(own[0])
+        held = _Passes.of(self._worker.broadcast_first(PASSES, np.zeros(3, np.int64)))
+        return held._replace(former=held.newest)
 
-    def _send(self, newest: int) -> None:
-        sent = self._worker.last_broadcast(PASSES)
-        # Of all datasets: a chief that is restarted does not know of which one it was.
-        newest = newest if sent is None else max(newest, int(sent[0].view(np.int64)[1]))
-        self._worker.broadcast(PASSES, [np.array([self._before, newest], np.int64)], self._fit)
+    def _say(self, passes: _Passes) -> None:
+        self._worker.broadcast(PASSES, [np.array(passes, np.int64)], self._fit)
