@@ -87,7 +87,8 @@ def compare_samples(source: ShardedInput, replica: Replica) -> None:
 
 def send_input(source: ShardedInput, worker: ParameterServerWorker, fit: int) -> None:
     """On the chief among parameter servers: send what the others compare their data with."""
-    worker.broadcast(_INPUT, [np.frombuffer(source.description.signature.encode(), np.uint8), source.probe], fit)
+    signature = np.frombuffer(source.description.signature.encode(), np.uint8)
+    worker.broadcast(_INPUT, [signature, source.probe, np.array([fit], np.int64)], fit)
 
 
 def compare_input_with_chief(source: ShardedInput, worker: ParameterServerWorker, fit: int) -> None:
@@ -96,7 +97,8 @@ def compare_input_with_chief(source: ShardedInput, worker: ParameterServerWorker
     Raises: DisagreementError if they differ.
     """
     message = worker.receive_broadcast(_INPUT, fit)
-    if message is None:
+    # A late worker may get the message of a later `fit`, where this one is over.
+    if message is None or np.frombuffer(message[2], np.int64)[0] != fit:
         return
     own = source.description.signature, source.probe.tobytes()
     if why := _difference((bytes(message[0]).decode(), message[1]), own):
