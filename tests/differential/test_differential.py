@@ -107,6 +107,23 @@ def test_a_refusal_of_a_program_that_relates_no_samples_is_found():
     assert "refused without need" in found.value.kind
 
 
+class _RoundingPool(_RefusingPool):
+    """Plain Keras has other numbers with other rounding errors."""
+
+    def plain_again(self, source, seed):
+        return Outcome({"loss": {"": np.array(0.1 * (seed or 0))}})
+
+    def run(self, source, world_size):
+        refused = super().run(source, world_size)
+        return Result(Outcome({"loss": {"": np.array(0.0)}}), refused.ranks)
+
+
+def test_a_refusal_of_a_program_whose_numbers_are_rounding_errors_is_none():
+    tally = Tally()
+    Judge(_RoundingPool(), tally, None).check(Program("this program", 2, 1e-5))
+    assert list(tally.outcomes) == ["refused, as rounding errors alone change its numbers"]
+
+
 @pytest.mark.timeout(BOUND_S + 60)
 @pytest.mark.parametrize(
     ("backend", "programs"),
