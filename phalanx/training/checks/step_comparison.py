@@ -26,7 +26,8 @@ COARSE_TOLERANCE = 5e-2
 ROUNDING = 1e-6
 """Of a weight itself, and of the largest change of all, for gradients that are nothing but rounding."""
 NOISE = 10
-"""Times what a change of all weights by `ROUNDING` does to a gradient: where that is known, no more is allowed."""
+"""Times what a change of all weights by `ROUNDING` does to a result. Where it is known, it limits the differences of
+gradients; for everything else, it is added to the limit."""
 
 
 class StepResults(NamedTuple):
@@ -196,7 +197,9 @@ class StepComparison:
     def _allowed(self, kind: str, name: str) -> float:
         known = [getattr(each, kind).get(name, np.zeros(())) for each in (self.whole, self.before)]
         tolerance = COARSE_TOLERANCE if rounds_coarsely(self.model) else TOLERANCE
-        return tolerance * float(max(np.abs(each).max(initial=0) for each in known)) + ROUNDING
+        own = tolerance * float(max(np.abs(each).max(initial=0) for each in known))
+        # A metric may divide by what is almost zero, such as the sum of logits that it takes for probabilities.
+        return own + ROUNDING + NOISE * self._noise(kind, name)
 
     def _allowed_gradient(self, kind: str, name: str) -> float:
         own = np.abs(self.whole.gradients[name]).max(initial=0)
@@ -204,9 +207,16 @@ class StepComparison:
         tolerance, rounding = self._tolerances()
         allowed = tolerance * own
         if self.rounded is not None and name in self.rounded.gradients:
-            noise = np.abs(self.rounded.gradients[name] - self.whole.gradients[name]).max(initial=0)
-            allowed = min(allowed, TOLERANCE * own + NOISE * noise)
+            allowed = min(allowed, TOLERANCE * own + NOISE * self._noise("gradients", name))
         return float(allowed + rounding * largest + ROUNDING * self._loss)
+
+    def _noise(self, kind: str, name: str) -> float:
+        """What a change of all weights by `ROUNDING` does to a result; 0 where that is not known."""
+        whole = getattr(self.whole, kind)[name]
+        rounded = getattr(self.rounded, kind, {}).get(name)
+        if rounded is None or rounded.shape != whole.shape:
+            return 0.0
+        return float(np.nan_to_num(np.abs(rounded - whole)).max(initial=0))
 
     @cached_property
     def _loss(self) -> float:
