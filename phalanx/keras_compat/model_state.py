@@ -140,7 +140,8 @@ def own_method(thing: Any, method: str) -> Any:
     return None if (getattr(found, "__module__", None) or "").startswith(("keras.", "phalanx.")) else found
 
 
-_KNOWN_HOMES = ("keras.", "keras_hub.", "keras_nlp.", "keras_cv.", "phalanx.")
+_KNOWN_HOMES = ("keras.", "phalanx.")
+"""Not KerasHub: its heads of CLIP multiply all texts of a batch with all images, its VQ-VAE keeps sums over a batch."""
 _OPEN_LAYERS = {"Lambda", "TorchModuleWrapper", "JaxLayer", "FlaxLayer", "TFSMLayer"}
 """Layers of Keras's own that compute what the program says."""
 

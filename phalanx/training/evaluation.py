@@ -95,11 +95,14 @@ def _pass(
         timeline.current.leave()
 
 
-def evaluate_on_worker(evaluate: Callable[..., Any], arguments: FitArguments, callbacks: Any) -> dict[str, Any]:
-    """Evaluate on the validation data of a `fit` in this process alone; returns the logs.
+def evaluate_by_program(
+    evaluate: Callable[..., Any], arguments: FitArguments, callbacks: Any, **options: Any
+) -> dict[str, Any]:
+    """Evaluate on the validation data of a `fit` as Keras's `fit` does: by a model's `evaluate`; returns the logs.
 
     Args:
-        evaluate: Keras's own method.
+        options: passed on. Keras's own `fit` adds `_use_cached_eval_dataset`, with which its `evaluate` reads the data
+            that `fit` has opened; an `evaluate` of the program's own may look at it.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(arguments.validation_data)
     logs: dict[str, Any] = evaluate(
@@ -110,7 +113,7 @@ def evaluate_on_worker(evaluate: Callable[..., Any], arguments: FitArguments, ca
         steps=arguments.validation_steps,
         callbacks=callbacks,
         return_dict=True,
-        verbose=0,
+        **options,
     )
     return logs
 

@@ -239,12 +239,6 @@ def _refuse_own_functions(model: Any, member: Member, method: str, *, validates:
                 f"{method}() of {model.name!r}: the model has its own {name}(), which only Keras in one process calls. "
                 f"Say what a step does in {step}_step(), compute_loss() or call(), or train in a custom loop."
             )
-    if validates and isinstance(member, Replica) and type(model).evaluate is not keras_trainer().evaluate:
-        raise UnsupportedError(
-            f"fit() of {model.name!r} with validation data: the model has its own evaluate(), by which only Keras in "
-            f"one process validates. Say what is computed in test_step() or compute_metrics(), or call evaluate() in a "
-            f"callback."
-        )
 
 
 @contextmanager

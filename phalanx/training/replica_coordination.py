@@ -12,12 +12,12 @@ from phalanx.checkpoint.backup_and_restore import step_of_backup
 from phalanx.checkpoint.callback_state import append_to_log_files
 from phalanx.checkpoint.result_encoding import as_plain_value
 from phalanx.data.input_position import InputPlace
-from phalanx.keras_compat.model_state import logs_differ_from_metrics, logs_of_empty_epoch, plain_logs
+from phalanx.keras_compat.model_state import logs_differ_from_metrics, logs_of_empty_epoch, overrides, plain_logs
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import state_sync
 from phalanx.training.checks.model_checks import explaining_parts
-from phalanx.training.evaluation import evaluate_on_replicas
+from phalanx.training.evaluation import evaluate_by_program, evaluate_on_replicas
 from phalanx.training.fit_position import enter_epoch, restart_epoch
 from phalanx.training.fit_setup import ReplicaFit
 from phalanx.training.joint_batches import JointBatch, JointBatches
@@ -217,14 +217,26 @@ class ReplicaCoordination:
     def evaluate(self) -> dict[str, Any]:
         """See `Coordination.evaluate`."""
         state = self._state
-        assert state.validation is not None
-        return evaluate_on_replicas(
-            self._replica_model,
-            state.validation,
-            state.callbacks,
-            watched=state.watched_validation,
-            on_change=None if self._recovery is None else self._recovery.adapt,
-        )
+
+        def evaluate(callbacks: Any) -> dict[str, Any]:
+            assert state.validation is not None
+            return evaluate_on_replicas(
+                self._replica_model,
+                state.validation,
+                callbacks,
+                watched=state.watched_validation,
+                on_change=None if self._recovery is None else self._recovery.adapt,
+            )
+
+        if not overrides(self._model, "evaluate"):
+            return evaluate(state.callbacks)
+        self._replica_model.validation = evaluate
+        try:
+            return evaluate_by_program(
+                self._model.evaluate, state.arguments, state.callbacks, _use_cached_eval_dataset=True
+            )
+        finally:
+            self._replica_model.validation = None
 
     def merge_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
         """See `Coordination.merge_logs`. They are merged already."""

@@ -63,6 +63,8 @@ class ReplicaModel:
         policy: how the model is to be trained.
         merge: merges the arrays of a step over the ranks.
         probes: find out what replicas must know of the program.
+        validation: evaluates on what a `fit` validates with, for these callbacks, while an `evaluate` of the program's
+            own runs in it; else None.
     """
 
     def __init__(self, model: Any, replica: Replica, policy: TrainingPolicy = EVERY_STEP) -> None:
@@ -87,6 +89,7 @@ class ReplicaModel:
         self._steps_that_built: set[str] = set()
         self._has_row_outputs: dict[str, bool] = {}  # by the form of a batch
         self._predicts_samples_apart = True
+        self.validation: Callable[[Any], dict[str, Any]] | None = None
 
     @property
     def engine(self) -> Engine:

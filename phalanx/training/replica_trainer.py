@@ -107,6 +107,8 @@ class ReplicaTrainer:
     ) -> Any:
         """The metrics over all samples, the same on every rank."""
         self._model._assert_compile_called("evaluate")
+        # Only an `evaluate` of the program's own passes this on, which `fit` has called.
+        uses_data_of_fit = unknown.pop("_use_cached_eval_dataset", False)
         if unknown:
             raise ValueError(f"Arguments not recognized: {unknown}")
         replica, replica_model = self._replica, self._replica_model
@@ -122,7 +124,10 @@ class ReplicaTrainer:
             built = replica_model.build_callbacks(callbacks, verbose, epochs=1, steps=source.num_batches)
             return evaluate_on_replicas(replica_model, source, built, watched=watched)
 
-        logs = self._as_entry(run, encode, decode)
+        if uses_data_of_fit and replica_model.validation is not None:
+            logs = replica_model.validation(replica_model.build_callbacks(callbacks, verbose, epochs=1))
+        else:
+            logs = self._as_entry(run, encode, decode)
         return logs if return_dict else self._model._flatten_metrics_in_order(logs)
 
     def predict(

@@ -68,6 +68,20 @@ def _own_step(keras: Any) -> Any:
     return STEPS[keras.backend.backend()](inputs, keras.layers.Dense(CLASSES, activation="softmax")(hidden))
 
 
+def _own_evaluate(keras: Any) -> Any:
+    """A model whose class validates what `fit` has prepared otherwise than other data, as KerasHub's do."""
+
+    class Model(keras.Model):
+        def evaluate(self, x: Any = None, y: Any = None, **options: Any) -> Any:
+            if not options.get("_use_cached_eval_dataset"):
+                x = 2 * x
+            found = super().evaluate(x=x, y=y, **options)
+            return {**found, "twice": 2.0} if options.get("return_dict") else found
+
+    inputs = keras.Input((FEATURES,))
+    return Model(inputs, keras.layers.Dense(CLASSES, activation="softmax")(inputs))
+
+
 def _centering(keras: Any) -> Any:
     """A model that uses the mean of a batch."""
     from tests.training.scenarios.own_code import Centering
@@ -202,6 +216,7 @@ CASES = {
     ),
     "synchronous_class_weights": Case(2, {"synchronous": True}, fit={"class_weight": {0: 0.5, 1: 1.0, 2: 2.0}}),
     "synchronous_with_own_train_step": Case(2, {"synchronous": True}, model=_own_step),
+    "synchronous_with_own_evaluate": Case(2, {"synchronous": True}, model=_own_evaluate),
     "synchronous_with_a_loss_divided_by_weights": Case(
         2,
         {"synchronous": True},

@@ -259,8 +259,9 @@ class StepComparison:
 def advice_on_layers(model: Any) -> str:
     """What to write instead where the model, and no step of the program's own, relates samples."""
     own = model_state.own_layers(model)
-    names = ", ".join(dict.fromkeys(repr(layer.name) for layer in own))
-    what = f"a layer of the program ({names})" if names else "an operation between the layers"
+    names = list(dict.fromkeys(repr(layer.name) for layer in own))
+    listed = f"{'one of ' if len(names) > 1 else ''}{', '.join(names)}"
+    what = f"a layer that is not Keras's own ({listed})" if names else "an operation between the layers"
     advice = (
         f"So {what} computes something of all samples of a batch, such as their mean, and uses it. Compute it of each "
         f"sample; of sums over all replicas (phalanx.get_replica_context().all_reduce); with "

@@ -37,7 +37,7 @@ from phalanx.parameter_server.server_messages import (
 from phalanx.runtime import progress
 from phalanx.training import callback_hooks, chief_state_sync
 from phalanx.training.checks import same_program
-from phalanx.training.evaluation import evaluate_on_worker
+from phalanx.training.evaluation import evaluate_by_program
 from phalanx.training.fit_state import FitState
 from phalanx.training.servers import validation_logs
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
@@ -121,7 +121,7 @@ class ParameterServerCoordination:
 
     Args:
         fit: number of this call of `fit`.
-        evaluate: Keras's own method.
+        evaluate: Keras's own method, or one of the program's own.
 
     Attributes:
         rejoin: what a restarted server must be sent again.
@@ -397,7 +397,7 @@ class ParameterServerCoordination:
                 return received
             return None if self._follow_back(received) else {}
         self._remote_model.pull_tables()
-        logs = evaluate_on_worker(self._evaluate, self._state.arguments, self._state.callbacks)
+        logs = evaluate_by_program(self._evaluate, self._state.arguments, self._state.callbacks)
         if worker.workers > 1:
             # Kept before it is sent: if the head is lost on the way, its successor gets it with the rejoin.
             self.rejoin.validation = validation_logs.message(merge, self._fit, epoch, logs)

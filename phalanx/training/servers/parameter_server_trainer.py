@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from keras.callbacks import CallbackList
@@ -19,6 +20,7 @@ from phalanx.data.numbered_batches import NumberedBatches
 from phalanx.errors import PhalanxError, UnsupportedError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.keras_compat.keras_internals import print_msg
+from phalanx.keras_compat.model_state import overrides
 from phalanx.parameter_server.client.parameter_client import HEAD
 from phalanx.parameter_server.server_messages import RequestStop
 from phalanx.training import callback_list, saver_claims
@@ -94,6 +96,8 @@ class ParameterServerTrainer:
             print_msg(worker.describe())
         make_agreement = self._make_agreement or (lambda fit: ChiefAgreement(fit, worker, remote_model))
         evaluate = self._original("evaluate")
+        if overrides(model, "evaluate"):
+            evaluate = partial(model.evaluate, _use_cached_eval_dataset=True)
         coordination = ParameterServerCoordination(
             fit, remote_model, worker, state, batches, make_agreement(fit), evaluate
         )
@@ -151,6 +155,7 @@ class ParameterServerTrainer:
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras's method, on this worker alone, with the servers' newest weights; so do the methods below."""
+        kwargs.pop("_use_cached_eval_dataset", None)  # Keras's own `fit`, which fills that cache, has not run
         return self._run_locally("evaluate", *args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:

@@ -65,6 +65,19 @@ def layer_that_uses_the_mean_of_the_batch(setting: Setting) -> dict[str, Any]:
     return _trained(setting, _with(lambda: layers.Dense(4), Centering))
 
 
+@scenario(quick=ONE_BACKEND, error=_refused("'similarities') computes something of all samples"))
+def layer_of_another_library_that_relates_samples(setting: Setting) -> dict[str, Any]:
+    """As the head of KerasHub's CLIP, which multiplies the texts of a batch with its images."""
+
+    class Similarities(layers.Layer):
+        __module__ = "keras_hub.src.models.clip.clip_layers"
+
+        def call(self, inputs: Any) -> Any:
+            return ops.mean(inputs @ ops.transpose(inputs), axis=1, keepdims=True)
+
+    return _trained(setting, _with(lambda: layers.Dense(4), lambda: Similarities(name="similarities")))
+
+
 @scenario(error=_refused("'nearly') computes something of all samples"))
 def layer_that_uses_a_little_of_the_mean(setting: Setting) -> dict[str, Any]:
     """Less than gradients may differ by."""

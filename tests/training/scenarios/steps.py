@@ -894,16 +894,40 @@ def own_function_for_a_step(setting: Setting) -> dict[str, Any]:
     return fitted(compiled(setting, lambda: _body(Model)))
 
 
-@scenario(plain=False, error=dict.fromkeys(BACKENDS, ("UnsupportedError", "has its own evaluate()")))
-def own_evaluate_for_validation(setting: Setting) -> dict[str, Any]:
+def _with_own_evaluate(setting: Setting, *, passes_on: bool) -> dict[str, Any]:
+    """As KerasHub's models, whose `evaluate` prepares the data that `fit` has prepared already unless `fit` calls it.
+
+    Args:
+        passes_on: whether Keras's own method learns that `fit` called.
+    """
+
     class Model(keras.Model):
-        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-            return super().evaluate(*args, **kwargs)
+        def evaluate(self, x: Any = None, y: Any = None, **options: Any) -> Any:
+            if not options.get("_use_cached_eval_dataset"):
+                x = 2 * x
+            elif not passes_on:
+                del options["_use_cached_eval_dataset"]
+                x, y = x[: len(x) // 2], y[: len(y) // 2]
+            return {**super().evaluate(x=x, y=y, **options), "twice": 2.0}
+
+    class Stop(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_evaluating = batch == 1
 
     model = compiled(setting, lambda: _body(Model))
-    fitted(model)
-    model.evaluate(features(), labels(), verbose=0)
-    return fitted(model, validation_data=(features(), labels()))
+    data = {"validation_data": (features()[::-1].copy(), labels()[::-1].copy()), "validation_batch_size": 8}
+    found = fitted(model, epochs=2, callbacks=[Stop()], **data)
+    return {**found, "own": model.evaluate(features(), labels(), verbose=0, return_dict=True)}
+
+
+@scenario(quick=EACH_KIND)
+def own_evaluate_for_validation(setting: Setting) -> dict[str, Any]:
+    return _with_own_evaluate(setting, passes_on=True)
+
+
+@scenario(quick=ONE_BACKEND)
+def own_evaluate_for_validation_of_its_own_data(setting: Setting) -> dict[str, Any]:
+    return _with_own_evaluate(setting, passes_on=False)
 
 
 def _twins(one: Any) -> type:
