@@ -129,21 +129,6 @@ _EXPORTS = {
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 
-_SUBMODULES = [
-    "callbacks",
-    "cluster_resolver",
-    "compression",
-    "config",
-    "coordinator",
-    "data",
-    "elastic",
-    "errors",
-    "experimental",
-    "losses",
-    "tpu",
-    "tuning",
-]
-
 __all__ = ["__version__", *_MODULE_OF]
 
 

@@ -4,32 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.cluster.resolvers import (
-    ClusterResolver,
-    GCEClusterResolver,
-    KubernetesClusterResolver,
-    KubernetesExecutableLocation,
-    MPIClusterResolver,
-    SimpleClusterResolver,
-    SlurmClusterResolver,
-    TFConfigClusterResolver,
-    TPUClusterResolver,
-    UnionResolver,
-)
+from phalanx.cluster import resolvers
+from phalanx.cluster.resolvers import *  # noqa: F403
 from phalanx.compat.unsupported_names import missing_attribute
 
-__all__ = [
-    "ClusterResolver",
-    "GCEClusterResolver",
-    "KubernetesClusterResolver",
-    "KubernetesExecutableLocation",
-    "MPIClusterResolver",
-    "SimpleClusterResolver",
-    "SlurmClusterResolver",
-    "TFConfigClusterResolver",
-    "TPUClusterResolver",
-    "UnionResolver",
-]
+__all__ = [*resolvers.__all__]
 
 
 def __getattr__(name: str) -> Any:

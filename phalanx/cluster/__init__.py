@@ -12,8 +12,8 @@ from phalanx.cluster.resolvers import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
     TPUClusterResolver,
-    resolve,
 )
+from phalanx.cluster.resolvers.auto_resolver import resolve
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts
 

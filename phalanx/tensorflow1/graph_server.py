@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from phalanx.cluster.resolvers import resolve
+from phalanx.cluster.resolvers.auto_resolver import resolve
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError
 from phalanx.runtime import process_exit

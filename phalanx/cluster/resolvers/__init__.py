@@ -1,8 +1,7 @@
-"""Cluster resolvers, one per scheduler and file, and `resolve`, which picks one."""
+"""Cluster resolvers, one per scheduler and file; `auto_resolver` picks one."""
 
 from __future__ import annotations
 
-from phalanx.cluster.resolvers.auto_resolver import resolve
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.resolvers.gce import GCEClusterResolver
 from phalanx.cluster.resolvers.kubernetes import KubernetesClusterResolver
@@ -25,5 +24,4 @@ __all__ = [
     "TFConfigClusterResolver",
     "TPUClusterResolver",
     "UnionResolver",
-    "resolve",
 ]
