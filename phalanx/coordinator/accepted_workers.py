@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,6 +27,9 @@ from phalanx.runtime import progress
 from phalanx.transport.decoding import Decoder
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
+
+if TYPE_CHECKING:
+    from phalanx.coordinator.dispatcher import Dispatcher
 
 logger = logging.getLogger(__name__)
 
@@ -45,36 +48,12 @@ _ANSWERS = Decoder(Answer)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class WorkerEvents(Protocol):
-    """What happens to workers. `entered`, `left` and `feed` are called with the lock held."""
-
-    def entered(self, worker: WorkerConnection) -> None:
-        """A worker is there."""
-        ...
-
-    def left(self, worker: WorkerConnection) -> None:
-        """A worker is lost."""
-        ...
-
-    def feed(self, worker: WorkerConnection) -> bool:
-        """Put the next function into the outbox of a worker that has nothing else to do, if there is one."""
-        ...
-
-    def answered(self, worker: WorkerConnection, answer: Answer, buffers: list[memoryview]) -> None:
-        """A worker has answered."""
-        ...
-
-    def fail(self, error: Exception) -> None:
-        """A message for workers cannot be packed."""
-        ...
-
-
 class AcceptedWorkers:
     """Owns the listening port, the links to the workers and their threads.
 
     Args:
         me: this task.
-        changed: protects all state, here and in what handles `events`; notified when some has changed.
+        changed: protects all state, here and in the dispatcher; notified when some has changed.
         silent: names of workers that were lost because they did not answer, and have not returned. Kept up to date.
 
     Attributes:
@@ -82,10 +61,12 @@ class AcceptedWorkers:
         greeting: packs the first message to a worker that runs no program of its own.
     """
 
-    def __init__(self, me: TaskIdentity, changed: threading.Condition, events: WorkerEvents, silent: set[str]) -> None:
+    def __init__(
+        self, me: TaskIdentity, changed: threading.Condition, dispatcher: Dispatcher, silent: set[str]
+    ) -> None:
         self._me = me
         self._changed = changed
-        self._events = events
+        self._dispatcher = dispatcher
         self._silent = silent
         self.names = {rank: str(task) for rank, task in enumerate(me.tasks) if rank != me.rank}
         self.greeting: Callable[[], Message] | None = None
@@ -174,7 +155,7 @@ class AcceptedWorkers:
                 is_known = isinstance(error, LinkClosedError) and progress.has_launcher()
                 level = logging.INFO if is_known else logging.WARNING
                 logger.log(level, "Lost %s: %s Its function runs on another worker.", worker.name, why)
-            self._events.left(worker)
+            self._dispatcher.left(worker)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -216,7 +197,7 @@ class AcceptedWorkers:
                 worker.outbox.append((StopWorker(), ()))
             self._workers[number] = worker  # the threads of a former connection see that it is no longer theirs
             self._silent.discard(hello.task)
-            self._events.entered(worker)
+            self._dispatcher.entered(worker)
             self._changed.notify_all()
         if former is not None:
             former.link.close()
@@ -240,7 +221,7 @@ class AcceptedWorkers:
                 try:
                     order, buffers = message.packed() if isinstance(message, DeferredMessage) else message
                 except Exception as error:  # of whatever cannot travel
-                    self._events.fail(error)
+                    self._dispatcher.fail(error)
                     continue  # the worker stays: it can still run what needs no such object
                 worker.link.send(
                     _encode(order), buffers, deadline=time.monotonic() + self._me.config.timeout_s + PING_S
@@ -258,7 +239,7 @@ class AcceptedWorkers:
             while self._workers.get(worker.number) is worker:
                 if worker.outbox:
                     return worker.outbox.popleft()
-                if self._events.feed(worker):
+                if self._dispatcher.feed(worker):
                     continue
                 if time.monotonic() - worker.last_sent_at > PING_S:
                     return Ping(), ()
@@ -270,6 +251,6 @@ class AcceptedWorkers:
         try:
             while True:
                 header, buffers = worker.link.receive(deadline=time.monotonic() + limit_s)
-                self._events.answered(worker, _ANSWERS.decode(header), buffers)
+                self._dispatcher.answered(worker, _ANSWERS.decode(header), buffers)
         except (LinkClosedError, LinkTimeoutError, FrameError) as error:
             self.lose(worker, str(error), error)

@@ -146,18 +146,21 @@ class Dispatcher:
             self._calls.fail_all(_no_worker_error(names, limit_s, were_here=self._has_had_workers))
             self._changed.notify_all()
 
-    # See `WorkerEvents`.
+    # What happens to workers. `entered`, `left` and `feed` are called with the lock held.
 
     def entered(self, worker: WorkerConnection) -> None:
+        """A worker is there."""
         self._has_had_workers = True
         self._calls.give_up(self._calls.assignment.enter(worker.number, worker.incarnation), worker.name)
 
     def left(self, worker: WorkerConnection) -> None:
+        """A worker is lost."""
         if not self.workers:
             self._alone_since = time.monotonic()
         self._calls.give_up(self._calls.assignment.leave(worker.number, worker.incarnation), worker.name)
 
     def feed(self, worker: WorkerConnection) -> bool:
+        """Put the next function into the outbox of a worker that has nothing else to do, if there is one."""
         number = None if self._paused else self._calls.assignment.next_for(worker.number, worker.incarnation)
         if number is None:
             return False
@@ -172,6 +175,7 @@ class Dispatcher:
         return True
 
     def answered(self, worker: WorkerConnection, answer: Answer, buffers: list[memoryview]) -> None:
+        """A worker has answered."""
         if isinstance(answer, Pong):
             return
         if isinstance(answer, WorkerFailed):
@@ -199,6 +203,7 @@ class Dispatcher:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
+        """No function can run any more: a message for workers cannot be packed, or a worker has failed."""
         logger.error("%s", error)
         with self._changed:
             if not self._calls.has_failed:

@@ -34,7 +34,7 @@ _decoder: Decoder[messages.ToCoordinator] = Decoder(messages.ToCoordinator)
 
 class CoordinatorServer:
     """Serves a coordinator from a listening socket, in its own threads, until it is closed. Implements
-    `MembershipControl` for the launcher and the listener's `Service` for processes.
+    the listener's `Service` for processes; the methods for the launcher may be called from any thread.
 
     Args:
         sockets: listening sockets; the server closes them.
@@ -80,30 +80,51 @@ class CoordinatorServer:
         for sender in senders:
             sender.join(max(0.0, deadline - time.monotonic()))
 
-    # See `MembershipControl`.
+    # For the launcher.
 
     def lose(self, task: str) -> None:
+        """The process of this task has ended, and not successfully."""
         with self._lock:
             for incarnation in self.coordinator.table.of_task(task):
                 self.coordinator.lose(incarnation, LossCause.PROCESS_ENDED, time.monotonic())
 
     def has_left_early(self, task: str) -> bool:
+        """Whether the process of this task, which has exited with code 0, left in the middle of an entry of the others.
+        May wait a moment for what it sent last."""
         with self._has_received:
             # Its last message, or the end of its link, removes it from the table.
             self._has_received.wait_for(lambda: not self.coordinator.table.of_task(task), LAST_MESSAGES_S)
             return self.coordinator.early_exits.has_left_early(task)
 
     def withdraw(self, task: str) -> None:
+        """This task is to leave before a next training step, because its host is withdrawn."""
         with self._lock:
             self.coordinator.withdraw(task, time.monotonic())
 
     def readmit(self, task: str) -> None:
+        """The next process of this task may take part again."""
         with self._lock:
             self.coordinator.table.withdrawn.discard(task)
 
     def limit_processes(self, workers: int) -> None:
+        """There will never be more worker processes than this: the job need not wait for others."""
         with self._lock:
             self.coordinator.limit_processes(workers, time.monotonic())
+
+    def scale(self, workers: int) -> None:
+        """A user has requested this number of workers.
+
+        Raises: ConfigurationError if it is out of bounds.
+        """
+        with self._lock:
+            minimum = self.coordinator.table.limits.minimum
+            if not minimum <= workers <= self._slots:
+                raise ConfigurationError(
+                    f"{workers} workers are requested, but the job was started with --workers "
+                    f"{minimum}:{self._slots}: it accepts {minimum} to {self._slots}."
+                )
+            self.coordinator.resize(workers, time.monotonic())
+            self._job.resize(workers)
 
     # See `transport.listener.Service`.
 
@@ -129,21 +150,6 @@ class CoordinatorServer:
             self._senders[hello.incarnation] = sender  # before the first message is received, which may be answered
         receive = partial(self._receive, hello.incarnation, link, sender)
         threading.Thread(target=receive, name=f"phalanx-elastic-from-{hello.task}", daemon=True).start()
-
-    def scale(self, workers: int) -> None:
-        """Request another number of workers.
-
-        Raises: ConfigurationError if it is out of bounds.
-        """
-        with self._lock:
-            minimum = self.coordinator.table.limits.minimum
-            if not minimum <= workers <= self._slots:
-                raise ConfigurationError(
-                    f"{workers} workers are requested, but the job was started with --workers "
-                    f"{minimum}:{self._slots}: it accepts {minimum} to {self._slots}."
-                )
-            self.coordinator.resize(workers, time.monotonic())
-            self._job.resize(workers)
 
     # Threads.
 

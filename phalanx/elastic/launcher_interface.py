@@ -1,4 +1,4 @@
-"""The two directions between the elastic coordinator and the launcher that runs it, one small protocol each."""
+"""What the elastic coordinator requests of the launcher that runs it."""
 
 from __future__ import annotations
 
@@ -40,36 +40,4 @@ class ElasticJob(Protocol):
 
     def log(self, text: str) -> None:
         """Show one line to the user."""
-        ...
-
-
-class MembershipControl(Protocol):
-    """The launcher's requests to the coordinator. May be called from any thread."""
-
-    def lose(self, task: str) -> None:
-        """The process of this task has ended, and not successfully."""
-        ...
-
-    def has_left_early(self, task: str) -> bool:
-        """Whether the process of this task, which has exited with code 0, left in the middle of an entry of the others.
-        May wait a moment for what it sent last."""
-        ...
-
-    def withdraw(self, task: str) -> None:
-        """This task is to leave before a next training step, because its host is withdrawn."""
-        ...
-
-    def readmit(self, task: str) -> None:
-        """The next process of this task may take part again."""
-        ...
-
-    def limit_processes(self, workers: int) -> None:
-        """There will never be more worker processes than this: the job need not wait for others."""
-        ...
-
-    def scale(self, workers: int) -> None:
-        """A user has requested this number of workers.
-
-        Raises: ConfigurationError if it is out of the job's bounds.
-        """
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence, Set
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,9 +22,12 @@ from phalanx.horovod.negotiation import (
     refusal_reason,
 )
 from phalanx.horovod.operation_request import Request
-from phalanx.horovod.stall_inspector import PendingRequest, StallInspector
+from phalanx.horovod.stall_inspector import StallInspector
 from phalanx.monitoring import timeline
 from phalanx.transport.decoding import Decoder
+
+if TYPE_CHECKING:
+    from phalanx.horovod.controller import OperationHandle
 
 _log = logging.getLogger(__name__)
 
@@ -70,11 +73,11 @@ class Negotiator:
         self._bits = np.zeros(_FIRST_REQUEST + environment.cache_capacity, np.uint8)
         self._merged = np.empty_like(self._bits)
         self._joined: list[int] = []  # in the order in which they joined
-        self._waiting: Mapping[str, PendingRequest] = {}  # of the present round, for messages
+        self._waiting: Mapping[str, OperationHandle] = {}  # of the present round, for messages
         stalls = communicator.runner.stalls
         stalls.stall_s, stalls.on_stall = environment.stall_s, lambda call, ranks: self._warn_of_absent(ranks)
 
-    def negotiate(self, waiting: Mapping[str, PendingRequest], *, joins: bool) -> RoundResult:
+    def negotiate(self, waiting: Mapping[str, OperationHandle], *, joins: bool) -> RoundResult:
         """Take part in one round; returns when all ranks have.
 
         Args:
@@ -101,7 +104,7 @@ class Negotiator:
             self._note([NegotiationResult(request, refusal_reason(request, self._joined)) for request in ready])
         )
 
-    def _write_bits(self, waiting: Mapping[str, PendingRequest], *, joins: bool) -> list[Request | int]:
+    def _write_bits(self, waiting: Mapping[str, OperationHandle], *, joins: bool) -> list[Request | int]:
         """Set this rank's bits. A rank that has joined sets all of them. Returns the requests, by number if cached."""
         # `_joined` is what all ranks know; that this rank joins is news until it is there.
         has_joined = self._communicator.rank in self._joined
@@ -118,7 +121,7 @@ class Negotiator:
                 requests.append(number)
         return requests
 
-    def _exchange_requests(self, waiting: Mapping[str, PendingRequest], own: RankRequests) -> RoundResult:
+    def _exchange_requests(self, waiting: Mapping[str, OperationHandle], own: RankRequests) -> RoundResult:
         encoded = self._communicator.all_gather_bytes(_encode(own))
         ranks = [_DECODER.decode(item) for item in encoded]
         # Those of one round in rank order, so that the last one is the same on all ranks.

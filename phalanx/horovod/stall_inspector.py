@@ -8,22 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.errors import CollectiveTimeoutError
-from phalanx.horovod.operation_request import Request
 
-
-class PendingRequest(Protocol):
-    """An operation that a rank waits for."""
-
-    @property
-    def request(self) -> Request: ...
-
-    @property
-    def requested_at(self) -> float:
-        """When it was requested, by the inspector's clock."""
-        ...
+if TYPE_CHECKING:
+    from phalanx.horovod.controller import OperationHandle
 
 
 class Stall(NamedTuple):
@@ -54,7 +44,7 @@ class StallInspector:
         # from `warn_s` on, and each would be an exchange of all requests.
         self._warned: set[str] = set()
 
-    def is_due(self, waiting: Iterable[PendingRequest]) -> bool:
+    def is_due(self, waiting: Iterable[OperationHandle]) -> bool:
         """Whether an operation has waited so long that all ranks should send their requests in full."""
         now = self._clock()
         warn, end = now - self.warn_s, now - self.end_s
@@ -63,7 +53,7 @@ class StallInspector:
             for pending in waiting
         )
 
-    def inspect(self, waiting: Mapping[str, PendingRequest], absent: Mapping[str, Sequence[int]]) -> list[Stall]:
+    def inspect(self, waiting: Mapping[str, OperationHandle], absent: Mapping[str, Sequence[int]]) -> list[Stall]:
         """The operations to warn of now.
 
         Args:
@@ -80,7 +70,7 @@ class StallInspector:
             stalls.append(Stall(name, ranks))
         return stalls
 
-    def overdue(self, waiting: Iterable[PendingRequest]) -> dict[str, float]:
+    def overdue(self, waiting: Iterable[OperationHandle]) -> dict[str, float]:
         """Names of operations that have waited for longer than `end_s`, and for how many seconds; sent to all ranks."""
         now = self._clock()
         waited = {pending.request.name: now - pending.requested_at for pending in waiting}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as replace_fields
 
@@ -15,8 +16,10 @@ from phalanx.launcher.host_messages import Event, Exited, WorkerDiagnostics
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.restart_policy import RestartPolicy
 from phalanx.launcher.shutdown import ShutdownPlan
-from phalanx.launcher.slot_provider import SlotProvider
 from phalanx.launcher.task_table import TaskRecord, TaskState, TaskTable
+
+if TYPE_CHECKING:
+    from phalanx.launcher.elastic_hosts.host_pool import HostPool
 
 # Once the chief and all servers have finished, a worker that they excluded has nothing to do.
 EXCLUDED_GRACE_S = 10.0
@@ -35,7 +38,7 @@ class ExitHandler:
     policy: RestartPolicy
     tails: OutputTails
     observer: JobObserver
-    slots: SlotProvider | None
+    slots: HostPool | None
     evaluator_grace_s: float
     clock: Callable[[], float]
 

@@ -45,7 +45,7 @@ from phalanx.monitoring.console import Console, prefixes, width
 from phalanx.monitoring.startup_noise import LOUD
 
 if TYPE_CHECKING:
-    from phalanx.elastic.launcher_interface import MembershipControl
+    from phalanx.elastic.coordinator_server import CoordinatorServer
 
 # Before hosts that did not answer are tried again.
 GATHER_AGAIN_S = 10.0
@@ -241,7 +241,7 @@ class _JobRun:
 
     def _elastic_job(
         self, elastic: ElasticOptions
-    ) -> tuple[JobSupervisor, Callable[[], tuple[HostPool, MembershipControl]]]:
+    ) -> tuple[JobSupervisor, Callable[[], tuple[HostPool, CoordinatorServer]]]:
         """The job, and what begins to coordinate its members once it has been started."""
         pool = self._gathered_hosts(elastic)
         start_timeout_s = self._request.config.start_timeout_s
@@ -254,7 +254,7 @@ class _JobRun:
         )
         job = self._job(placements, pool)
 
-        def begin() -> tuple[HostPool, MembershipControl]:
+        def begin() -> tuple[HostPool, CoordinatorServer]:
             membership = supervisor.begin(job, elastic, _workers_in(placements), self._observer)
             pool.begin(job, membership)
             return pool, membership

@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.launcher.exit_handler import ExitHandler
@@ -24,8 +25,10 @@ from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.restart_policy import RestartPolicy
 from phalanx.launcher.shutdown import GIVE_UP_S, ShutdownPlan, ShutdownStep
-from phalanx.launcher.slot_provider import SlotProvider
 from phalanx.launcher.task_table import TaskState, TaskTable, exits_to_judge
+
+if TYPE_CHECKING:
+    from phalanx.launcher.elastic_hosts.host_pool import HostPool
 
 # A worker that has been released from an elastic job exits by itself, which takes seconds at most.
 RELEASE_S = 60.0
@@ -68,7 +71,7 @@ class JobSupervisor:
         config: LaunchConfig,
         *,
         merged: bool = False,
-        slots: SlotProvider | None = None,
+        slots: HostPool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._tasks = TaskTable(placements, elastic=slots is not None, restarts=config.restarts > 0)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from phalanx.storage.file_locks import lock, unlock
 from phalanx.storage.files import write_file
@@ -22,66 +22,19 @@ LOCK_S = 120.0
 POLL_S = 0.05
 
 
-class OwnerRecord(Protocol):
-    """Says who owns a directory."""
-
-    @property
-    def is_mine(self) -> bool:
-        """Whether this object has taken it, and not dropped it since."""
-        ...
-
-    @property
-    def path(self) -> StoragePath:
-        """The record, which `take` writes."""
-        ...
-
-    def locked(self) -> AbstractContextManager[None]:
-        """Inside, no other process changes the owner, as far as there are locks."""
-        ...
-
-    def is_alive(self) -> bool:
-        """Whether the owner is known to live."""
-        ...
-
-    def take(self, content: bytes) -> None:
-        """Write the record, and be alive until `drop`."""
-        ...
-
-    def drop(self) -> None:
-        """Be alive no more. Safe to call twice."""
-        ...
-
-
-def owner_record(directory: StoragePath, name: str) -> OwnerRecord:
+def owner_record(directory: StoragePath, name: str) -> OwnerFile | OwnerObject:
     """The record `.NAME.owner` of a directory."""
     if isinstance(directory, RemotePath):
         return OwnerObject(directory / f".{name}.owner")
     return OwnerFile(directory / f".{name}.owner", directory / f".{name}.lock")
 
 
-class OwnerObject:
-    """In a store, which has no locks: the last process that takes the record has it."""
-
-    def __init__(self, path: RemotePath) -> None:
-        self.path = path
-        self.is_mine = False
-
-    def locked(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def is_alive(self) -> bool:
-        return False
-
-    def take(self, content: bytes) -> None:
-        write_file(self.path, content)
-        self.is_mine = True
-
-    def drop(self) -> None:
-        self.is_mine = False
-
-
 class OwnerFile:
-    """In a file system: the owner's file is locked for as long as it lives, the lock's while it changes."""
+    """In a file system: the owner's file is locked for as long as it lives, the lock's while it changes.
+
+    Attributes:
+        path: the record, which `take` writes.
+    """
 
     def __init__(self, path: Path, lock_path: Path) -> None:
         self.path = path
@@ -91,11 +44,12 @@ class OwnerFile:
 
     @property
     def is_mine(self) -> bool:
+        """Whether this object has taken it, and not dropped it since."""
         return self._alive is not None and self._taken_by == os.getpid()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Raises OSError if another process keeps it locked for too long."""
+        """Inside, no other process changes the owner. Raises OSError if one keeps it locked for too long."""
         deadline = time.monotonic() + LOCK_S
         while True:
             with open(self._lock_path, "ab") as file:
@@ -116,10 +70,12 @@ class OwnerFile:
             time.sleep(POLL_S)
 
     def is_alive(self) -> bool:
+        """Whether the owner is known to live."""
         with open(self.path, "ab") as file:
             return not lock(file.fileno())
 
     def take(self, content: bytes) -> None:
+        """Write the record, and be alive until `drop`."""
         for left in self.path.parent.glob(f"{glob.escape(self.path.name)}.*"):  # of a killed process
             left.unlink(missing_ok=True)
         temporary = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")
@@ -137,8 +93,30 @@ class OwnerFile:
         self._alive, self._taken_by = file, os.getpid()
 
     def drop(self) -> None:
+        """Be alive no more. Safe to call twice."""
         if self._alive is not None:
             if self.is_mine:  # a fork would unlock it for its parent
                 unlock(self._alive.fileno())
             self._alive.close()
             self._alive = None
+
+
+class OwnerObject:
+    """In a store, which has no locks: the last process that takes the record has it. See `OwnerFile`."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self.path = path
+        self.is_mine = False
+
+    def locked(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def is_alive(self) -> bool:
+        return False
+
+    def take(self, content: bytes) -> None:
+        write_file(self.path, content)
+        self.is_mine = True
+
+    def drop(self) -> None:
+        self.is_mine = False

@@ -8,7 +8,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from phalanx.transport.encryption import RecordReader, RecordWriter, SessionKeys
 
@@ -18,8 +18,8 @@ _TLS_JOIN_BYTES = 16 * 1024
 """TLS has no sendmsg: small buffers are joined up to the size of one TLS record, larger ones are sent alone."""
 
 
-class Wire(Protocol):
-    """See the top of the file.
+class PlainWire:
+    """Bytes as they are. The other wires have the same attributes and methods.
 
     Attributes:
         is_encrypted: whether others can read or change what it carries.
@@ -27,28 +27,6 @@ class Wire(Protocol):
         send_waits_for, receive_waits_for: the poll event after which a call that would have blocked may succeed. TLS
             may have to read in order to write.
     """
-
-    is_encrypted: bool
-    send_waits_for: int
-    receive_waits_for: int
-
-    @property
-    def is_in_record(self) -> bool: ...
-
-    def send(self, buffers: Sequence[memoryview]) -> int:
-        """See `Link.try_send`. Raises: OSError, ValueError."""
-        ...
-
-    def receive_into(self, buffer: memoryview) -> int | None:
-        """The number of bytes read, 0 at the end of the stream; None if it would block.
-
-        Raises: OSError, ValueError; FrameError if what arrived is not what the other end sent.
-        """
-        ...
-
-
-class PlainWire:
-    """Bytes as they are."""
 
     is_encrypted = False
     is_in_record = False
@@ -59,12 +37,17 @@ class PlainWire:
         self._sock = sock
 
     def send(self, buffers: Sequence[memoryview]) -> int:
+        """See `Link.try_send`. Raises: OSError, ValueError."""
         try:
             return self._sock.sendmsg(buffers[:_MAX_PIECES]) if buffers else 0
         except BlockingIOError:
             return 0
 
     def receive_into(self, buffer: memoryview) -> int | None:
+        """The number of bytes read, 0 at the end of the stream; None if it would block.
+
+        Raises: OSError, ValueError; FrameError if what arrived is not what the other end sent.
+        """
         try:
             return self._sock.recv_into(buffer)
         except BlockingIOError:
@@ -187,6 +170,9 @@ class EncryptedWire:
                 return 0
             self._reader.buffer_updated(count)
         return self._reader.take(buffer)
+
+
+Wire = PlainWire | TLSWire | EncryptedWire
 
 
 def skip_bytes(pieces: Sequence[memoryview], count: int) -> list[memoryview]:

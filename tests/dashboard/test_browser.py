@@ -68,7 +68,7 @@ def job(environment: dict[str, str]) -> Iterator[tuple[JobRecorder, Job]]:
     for event in job_events(program="train.py <img src=x onerror=alert(1)>"):
         recorder.record(event)
     with registered("j0b", ["train.py"]), JobControl(socket_path("j0b"), recorder) as control:
-        control.job = job
+        control.job = job.running
         yield recorder, job
 
 

@@ -40,7 +40,7 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[J
     for event in job_events():
         recorder.record(event)
     with registered("j0b", ["train.py"]), JobControl(socket_path("j0b"), recorder) as control:
-        control.job = job
+        control.job = job.running
         yield recorder, job
 
 

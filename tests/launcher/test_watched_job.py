@@ -8,10 +8,10 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -22,7 +22,7 @@ from phalanx.launcher.failures.root_cause import WorkerExit
 from phalanx.launcher.host_messages import WorkerDiagnostics
 from phalanx.launcher.watching import job_follower
 from phalanx.launcher.watching.job_connection import ControlRequest, send_request, short_name
-from phalanx.launcher.watching.job_control import JobControl
+from phalanx.launcher.watching.job_control import JobControl, RunningJob
 from phalanx.launcher.watching.job_follower import JobFollower, read_events, read_view
 from phalanx.launcher.watching.job_recorder import MAX_RECENT, JobRecorder
 from phalanx.monitoring import job_events as events
@@ -34,10 +34,18 @@ TASKS = ["worker/0", "worker/1"]
 
 
 class Job:
-    """What is done with it."""
+    """What is done with it, its hosts and its members."""
 
     def __init__(self) -> None:
         self.done: list[object] = []
+        self.running = RunningJob(*[cast("Any", self)] * 3)
+
+    @property
+    def loop(self) -> Job:
+        return self
+
+    def run_soon(self, action: Callable[[], None]) -> None:
+        action()
 
     def stop(self, number: int) -> None:
         self.done.append(signal.Signals(number))
@@ -76,7 +84,7 @@ def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 def watched(path: Path) -> Iterator[tuple[JobRecorder, Job, JobControl]]:
     recorder, job = JobRecorder(), Job()
     with JobControl(path, recorder) as control:
-        control.job = job
+        control.job = job.running
         yield recorder, job, control
     assert not path.exists()
     assert not [thread for thread in threading.enumerate() if thread.name == "phalanx-job-control"]

@@ -15,7 +15,6 @@ from phalanx.transport.ports import listen_at
 
 if TYPE_CHECKING:
     from phalanx.elastic.coordinator_server import CoordinatorServer
-    from phalanx.elastic.launcher_interface import MembershipControl
 
 
 class ElasticSupervisor:
@@ -51,7 +50,7 @@ class ElasticSupervisor:
 
     def begin(
         self, job: JobSupervisor, members: ElasticOptions, started: int, observer: JobObserver
-    ) -> MembershipControl:
+    ) -> CoordinatorServer:
         """Serve the members of a job that has been started; returns how the launcher controls them.
 
         Args:

@@ -31,7 +31,7 @@ from phalanx.monitoring.job_events import HostStatus
 from phalanx.transport.address import LOOPBACK
 
 if TYPE_CHECKING:
-    from phalanx.elastic.launcher_interface import MembershipControl
+    from phalanx.elastic.coordinator_server import CoordinatorServer
 
 GATHER_POLL_S = 0.5
 NO_ADDRESS = "vacant-{}.invalid:1"
@@ -162,7 +162,7 @@ class HostPool:
         self._placements = ElasticPlacements(tasks, self._slots, self._connections)
         self._shares: dict[str, HostShare] = {}  # replaced and never changed: `drain` reads it in another thread
         self._job: JobSupervisor | None = None
-        self._membership: MembershipControl | None = None
+        self._membership: CoordinatorServer | None = None
         self._shown: list[HostStatus] = []
         self._discovery: HostDiscovery | None = None
         if (script := options.script) is not None:
@@ -233,7 +233,7 @@ class HostPool:
         evaluator = self._placements.evaluator(self.shares[-1].name) if self.shares else []
         return [*(self._placements.worker(rank, slot) for rank, slot in assigned), *evaluator]
 
-    def begin(self, job: JobSupervisor, membership: MembershipControl) -> None:
+    def begin(self, job: JobSupervisor, membership: CoordinatorServer) -> None:
         """The job has been started."""
         self._job, self._membership = job, membership
         self._connections.attach(job.loop)
@@ -264,17 +264,21 @@ class HostPool:
             self._discovery.close()
         self._connections.close(self._connections.names)
 
-    # See `SlotProvider`.
+    # What the job asks of it, in the thread that runs the job.
 
     def task_failed(self, task: str) -> None:
+        """The process of a task has failed. Called before it is decided whether it restarts."""
         # Closed links reveal most exits as well, but not where the network or the power of a host is cut.
         if self._membership is not None:
             self._membership.lose(task)
 
     def has_left_early(self, task: str) -> bool:
+        """Whether the process of a task, which has exited with code 0, left in the middle of the training."""
         return self._membership is not None and self._membership.has_left_early(task)
 
     def worker_exited(self, rank: int, *, failed: bool) -> bool:
+        """A worker has exited but may run again. Returns whether it can be restarted in its slot; otherwise the slot is
+        free and the worker waits for another one."""
         slot, now = self._slots.slot(rank), time.monotonic()
         if slot is None:
             return False
@@ -293,14 +297,18 @@ class HostPool:
         return False
 
     def retire(self, rank: int) -> None:
+        """A worker has exited for good."""
         self._slots.retire(rank)
         if self._membership is not None:
             self._membership.limit_processes(self._slots.max_workers)
 
     def set_target(self, workers: int) -> None:
+        """This number of workers is wanted from now on."""
         self._slots.target = workers
 
     def update(self) -> float | None:
+        """React to what has changed, and start workers where there is room. Called after every event. Returns the
+        seconds until the next call at the latest; None if that does not matter."""
         now = time.monotonic()
         while not self._events.empty():
             self._events.get()()
@@ -344,14 +352,14 @@ class HostPool:
             slots = share.workers + (self._placements.extra_slots if is_last else 0)
             self._connections.connect(share, name=name, slots=slots, loopback=is_fixed and share.is_loopback)
 
-    def _withdraw(self, membership: MembershipControl) -> None:
+    def _withdraw(self, membership: CoordinatorServer) -> None:
         for rank in self._slots.withdraw():
             slot = self._slots.slot(rank)
             host = slot.host if slot else ""
             self._log(f"{self._tasks[rank]} leaves before the next step: {host} is withdrawn")
             membership.withdraw(self._tasks[rank])
 
-    def _start_workers(self, membership: MembershipControl) -> None:
+    def _start_workers(self, membership: CoordinatorServer) -> None:
         """Start workers where there are free slots."""
         if self._job is None or not self._job.accepts_workers:
             return

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -24,8 +24,14 @@ from phalanx.launcher.watching.job_connection import (
     short_name,
 )
 from phalanx.launcher.watching.job_recorder import JobRecorder
+from phalanx.monitoring import job_events as events
 from phalanx.monitoring.job_view import ACTIONS, why_not
 from phalanx.transport.decoding import decode_json
+
+if TYPE_CHECKING:
+    from phalanx.elastic.coordinator_server import CoordinatorServer
+    from phalanx.launcher.elastic_hosts.host_pool import HostPool
+    from phalanx.launcher.job_supervisor import JobSupervisor
 
 REQUEST_S = 2.0
 """A client that does not send its request or read its answer in this time does not delay the next one for longer."""
@@ -34,22 +40,12 @@ LAST_LOOK_S = 2.5
 """How long those who follow the job have to learn of its end: they ask every two seconds, or more often."""
 
 
-class ControlledJob(Protocol):
-    """The operations on a job. Called in a thread of `JobControl`; no method may wait for the job."""
+class RunningJob(NamedTuple):
+    """What can be controlled: the tasks, and the hosts and members of an elastic job."""
 
-    def stop(self, number: int) -> None:
-        """End the job as this signal does."""
-        ...
-
-    def request_checkpoint(self) -> None: ...
-
-    def scale(self, workers: int) -> None:
-        """Raises: ConfigurationError if the number is out of the job's bounds."""
-        ...
-
-    def drain(self, host: str) -> None:
-        """Raises: ConfigurationError if the host is unknown, or the job cannot do without it."""
-        ...
+    supervisor: JobSupervisor
+    pool: HostPool | None = None
+    membership: CoordinatorServer | None = None
 
 
 class JobControl:
@@ -64,7 +60,7 @@ class JobControl:
     """
 
     def __init__(self, path: Path, recorder: JobRecorder):
-        self.job: ControlledJob | None = None
+        self.job: RunningJob | None = None
         self._path = path
         self._recorder = recorder
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -152,16 +148,21 @@ class JobControl:
             raise ConfigurationError("The job is just about to start or to end. Try again.")
         match request.action:
             case "stop":
-                job.stop(signal.SIGTERM)
+                job.supervisor.stop(signal.SIGTERM)
                 return "the job is asked to stop; a fit with a Checkpoint saves its state first"
             case "checkpoint":
-                job.request_checkpoint()
+                job.supervisor.loop.run_soon(job.supervisor.request_checkpoint)
                 return "a checkpoint is written after the next step"
             case "scale":
-                job.scale(request.workers)
+                assert job.membership is not None, "`why_not` has refused"
+                job.membership.scale(request.workers)
+                job.supervisor.loop.run_soon(
+                    lambda: self._recorder.record(events.WorkersRequested(time.time(), request.workers))
+                )
                 return f"{count_workers(request.workers)} requested; workers join or leave before the next step"
             case _:
-                job.drain(request.host)
+                assert job.pool is not None, "`why_not` has refused"
+                job.pool.drain(request.host)
                 return f"the workers of {request.host} leave before the next step, and none starts there again"
 
 

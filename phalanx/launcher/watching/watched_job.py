@@ -18,14 +18,14 @@ from phalanx.launcher.dashboard_process import DashboardProcess
 from phalanx.launcher.failures import failure_report
 from phalanx.launcher.job_request import JobRequest
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
-from phalanx.launcher.watching.job_control import JobControl
+from phalanx.launcher.watching.job_control import JobControl, RunningJob
 from phalanx.launcher.watching.job_recorder import JobRecorder
 from phalanx.launcher.watching.job_registry import registered, socket_path
 from phalanx.monitoring import job_events as events
 from phalanx.version import __version__
 
 if TYPE_CHECKING:
-    from phalanx.elastic.launcher_interface import MembershipControl
+    from phalanx.elastic.coordinator_server import CoordinatorServer
     from phalanx.launcher.elastic_hosts.host_pool import HostPool
 
 
@@ -95,7 +95,7 @@ class WatchedJob:
 
     @contextlib.contextmanager
     def controlled(
-        self, job: JobSupervisor, pool: HostPool | None = None, membership: MembershipControl | None = None
+        self, job: JobSupervisor, pool: HostPool | None = None, membership: CoordinatorServer | None = None
     ) -> Iterator[None]:
         """While inside, users may control this run of the job.
 
@@ -104,7 +104,7 @@ class WatchedJob:
             pool, membership: the hosts and the members of an elastic job.
         """
         if self._control is not None:
-            self._control.job = _RunningJob(job, pool, membership, self.recorder)
+            self._control.job = RunningJob(job, pool, membership)
         try:
             yield
         finally:
@@ -127,31 +127,3 @@ class WatchedJob:
 
     def _record_end(self, code: int, reason: str, task: str = "", page: str = "", folded: str = "") -> None:
         self.recorder.record(events.JobEnded(time.time(), code, reason, task, page, folded))
-
-
-class _RunningJob:
-    """See `ControlledJob`."""
-
-    def __init__(
-        self,
-        job: JobSupervisor,
-        pool: HostPool | None,
-        membership: MembershipControl | None,
-        recorder: JobRecorder,
-    ):
-        self._job, self._pool, self._membership, self._recorder = job, pool, membership, recorder
-
-    def stop(self, number: int) -> None:
-        self._job.stop(number)
-
-    def request_checkpoint(self) -> None:
-        self._job.loop.run_soon(self._job.request_checkpoint)
-
-    def scale(self, workers: int) -> None:
-        assert self._membership is not None, "`why_not` has refused"
-        self._membership.scale(workers)
-        self._job.loop.run_soon(lambda: self._recorder.record(events.WorkersRequested(time.time(), workers)))
-
-    def drain(self, host: str) -> None:
-        assert self._pool is not None, "`why_not` has refused"
-        self._pool.drain(host)
