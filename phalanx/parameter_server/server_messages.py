@@ -394,18 +394,12 @@ class RequestStop(_Message, frozen=True):
 # Requests to the head: what workers learn from the chief.
 
 
-class BeginSession(_Message, frozen=True):
-    """From the chief: the state that this managed session starts from is restored. From others: wait until it is."""
-
-    session: int
-
-
 class Broadcast(_Message, frozen=True):
     """From the chief: arrays for the other workers. Buffers: the arrays; in the response, those that now hold.
 
     Attributes:
         subject: what the arrays are.
-        fit: first `fit` for which they hold; -1: for the whole program.
+        fit: first `fit` (or managed session) for which they hold; -1: for the whole program.
         keep_first: if the chief has broadcast the `subject` before, perhaps before a restart, keep the earlier arrays.
     """
 
@@ -581,7 +575,6 @@ Request = (
     | HoldSteps
     | EndFit
     | RequestStop
-    | BeginSession
     | Broadcast
     | RequestBroadcast
     | ChiefAlive

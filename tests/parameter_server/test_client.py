@@ -23,12 +23,13 @@ from phalanx.parameter_server.server.group_leadership import LeaderOffer
 from phalanx.parameter_server.server.parameter_server import ParameterServer
 from phalanx.parameter_server.server.shard_group import ShardGroup
 from phalanx.parameter_server.server_messages import (
-    BeginSession,
+    Broadcast,
     Decision,
     OpenEpoch,
     PullValues,
     PushGradients,
     QueryJobOver,
+    RequestBroadcast,
     Ticket,
 )
 from phalanx.parameter_server.server_protocol import CHIEF_WORKER, LEAD, LEADING
@@ -85,7 +86,7 @@ def client(cluster: Cluster) -> ParameterServerClient:
 def test_a_link_that_breaks_is_mended_while_another_servers_answer_is_waited_for(cluster: Cluster) -> None:
     """That answer may wait for a worker which waits at the other server for this one."""
     servers, (chief, other) = cluster
-    waiting = threading.Thread(target=other.request, args=(0, BeginSession(0)))
+    waiting = threading.Thread(target=other.request, args=(0, RequestBroadcast("subject")))
     waiting.start()
     links = servers[1]._groups[0]._members.table.links
     wait_until(lambda: 1 in links)
@@ -93,7 +94,7 @@ def test_a_link_that_breaks_is_mended_while_another_servers_answer_is_waited_for
     broken.close()
     wait_until(lambda: links.get(1, (None, broken))[1] is not broken)
     assert waiting.is_alive()
-    chief.request(0, BeginSession(0))
+    chief.request(0, Broadcast("subject"))
     waiting.join(BOUND_S)
     assert not waiting.is_alive()
 

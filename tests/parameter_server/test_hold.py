@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import pytest
 
 from phalanx.errors import CollectiveTimeoutError, PeerLostError, RendezvousError
 from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncements
 from phalanx.parameter_server.server_messages import EpochOver
+from phalanx.training.servers.parameter_server_worker import SESSION
 from tests.launcher.conftest import wait_until
 from tests.parameter_server.test_schedule import (
     BOUND_S,
@@ -24,7 +26,7 @@ from tests.parameter_server.test_schedule import (
 SHORT_S = 0.1
 
 
-def runs(future: Future[None]) -> bool:
+def runs(future: Future[Any]) -> bool:
     """Whether it still waits after a moment."""
     return not wait([future], SHORT_S).done
 
@@ -112,15 +114,15 @@ def test_the_global_step_goes_on_from_a_checkpoint_and_never_back() -> None:
 def test_a_session_begins_on_others_when_it_has_on_the_chief() -> None:
     announcements = ChiefAnnouncements(begun(1).members)
     with ThreadPoolExecutor() as pool:
-        other = pool.submit(announcements.begin_session, 1, 0)
+        other = pool.submit(announcements.wait_for_broadcast, SESSION, 0)
         assert runs(other)
-        announcements.begin_session(0, 0)
+        announcements.broadcast(SESSION, 0, [], keep_first=False)
         other.result(BOUND_S)
-        later = pool.submit(announcements.begin_session, 1, 1)
+        later = pool.submit(announcements.wait_for_broadcast, SESSION, 1)
         assert runs(later), "the next session is another one"
-        announcements.begin_session(0, 1)
+        announcements.broadcast(SESSION, 1, [], keep_first=False)
         later.result(BOUND_S)
-    announcements.begin_session(1, 0)  # one that was started again does not wait
+    announcements.wait_for_broadcast(SESSION, 0)  # one that was started again does not wait
 
 
 def test_a_chief_that_does_not_begin_its_session_is_named() -> None:
@@ -128,13 +130,13 @@ def test_a_chief_that_does_not_begin_its_session_is_named() -> None:
     announcements = ChiefAnnouncements(schedule.members)
     schedule.members.attach(1, "incarnation 1")
     with pytest.raises(RendezvousError, match="worker/0 did not join the job in time"):
-        announcements.begin_session(1, 0)
+        announcements.wait_for_broadcast(SESSION, 0)
     schedule.members.attach(0, "incarnation 0")
     schedule.members.detach(0, "incarnation 0", why="its host has not answered.")
     with pytest.raises(
         PeerLostError, match=r"lost worker/0 .* the time set: its host has not answered\. See the end of"
     ):
-        announcements.begin_session(1, 1)
+        announcements.wait_for_broadcast(SESSION, 1)
     schedule.members.attach(0, "incarnation 0")
-    with pytest.raises(CollectiveTimeoutError, match="worker/0 did not begin its managed session"):
-        announcements.begin_session(1, 0)
+    with pytest.raises(CollectiveTimeoutError, match="worker/0 did not broadcast its managed session"):
+        announcements.wait_for_broadcast(SESSION, 0)

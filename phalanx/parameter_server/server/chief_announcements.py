@@ -1,4 +1,4 @@
-"""What the chief announces to the other workers through the head: broadcasts, and the beginning of managed sessions."""
+"""What the chief announces to the other workers through the head."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.parameter_server.server.worker_membership import WorkerMembership
-from phalanx.parameter_server.server_protocol import CHIEF_WORKER, Worker
+from phalanx.parameter_server.server_protocol import CHIEF_WORKER
 
 Array = np.ndarray[Any, Any]
 
@@ -17,21 +17,7 @@ class ChiefAnnouncements:
 
     def __init__(self, members: WorkerMembership):
         self._members = members
-        self._broadcasts: dict[str, tuple[int, list[Array]]] = {}  # by subject: the first `fit`, and the arrays
-        self._session = -1  # the newest session that has begun
-
-    def begin_session(self, worker: Worker, session: int) -> None:
-        """From the chief: the session begins. From another worker: wait until it has."""
-        members = self._members
-        with members.changed:
-            if worker == CHIEF_WORKER:
-                self._session = max(self._session, session)
-                members.changed.notify_all()
-            until = members.clock() + members.start_s
-            while self._session < session:
-                members.wait_for_chief(
-                    until, lambda: f"{members.names[CHIEF_WORKER]} did not begin its managed session"
-                )
+        self._broadcasts: dict[str, tuple[int, list[Array]]] = {}  # by subject: from when on they hold, and the arrays
 
     def broadcast(self, subject: str, fit: int, arrays: list[Array], *, keep_first: bool) -> list[Array]:
         """Store the chief's arrays; returns those that now hold: with `keep_first`, the ones broadcast first."""

@@ -88,7 +88,7 @@ class GroupRequests:
     def table(self) -> dict[type, Handler]:
         """The handler of each kind of request, connection requests excepted."""
         store, schedule, recovery = self._store, self._schedule, self._recovery
-        members, announcements, validation = schedule.members, self._announcements, EpochValidation(schedule)
+        members, validation = schedule.members, EpochValidation(schedule)
         return {
             messages.DeclareModel: lambda sender, request: recovery.declare(request, sender.buffers),
             messages.JoinFit: self._join,
@@ -114,7 +114,6 @@ class GroupRequests:
             messages.EndFit: self._end_fit,
             messages.ChiefAlive: lambda sender, request: members.chief_is_alive(),
             messages.QueryJobOver: lambda sender, request: (Decision(members.has_chief_left), ()),
-            messages.BeginSession: lambda sender, request: announcements.begin_session(sender.worker, request.session),
             messages.Broadcast: self._broadcast,
             messages.RequestBroadcast: self._wait_for_broadcast,
         }

@@ -46,7 +46,6 @@ BEFORE_REBUILD = frozenset(
         messages.Rejoin,
         messages.DeclareModel,
         messages.SetLearningRate,
-        messages.BeginSession,
         messages.Broadcast,
         messages.RequestBroadcast,
     }

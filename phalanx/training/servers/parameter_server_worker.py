@@ -14,18 +14,21 @@ from phalanx.errors import UnsupportedError
 from phalanx.parameter_server.client.parameter_client import HEAD, ParameterServerClient
 from phalanx.parameter_server.partitioners import Partitioner
 from phalanx.parameter_server.server_messages import (
-    BeginSession,
     Broadcast,
     FitOver,
     QueryJobOver,
     RequestBroadcast,
     UpdateRules,
 )
+from phalanx.parameter_server.server_protocol import peer_lost
 from phalanx.runtime.traffic_account import WorkerTraffic
 from phalanx.training.replica import ReplicaCalls
 from phalanx.training.scope_registry import ScopeRegistry
 
 Array = np.ndarray[Any, Any]
+
+SESSION = "managed session"
+"""The subject of the broadcast, without arrays, that a managed session has begun."""
 
 
 @dataclass
@@ -110,12 +113,9 @@ class ParameterServerWorker:
         """Let the next `fit` be that of this number."""
         self._last["fit"] = fit - 1
 
-    def requests_to_repeat(self) -> list[tuple[BeginSession | Broadcast, list[Array]]]:
-        """On the chief: its broadcasts and the beginning of its session, for a head that comes back."""
-        begun: list[tuple[BeginSession | Broadcast, list[Array]]] = []
-        if self._last["session"] >= 0:
-            begun.append((BeginSession(self._last["session"]), []))
-        return [*begun, *self._broadcasts.values()]
+    def requests_to_repeat(self) -> list[tuple[Broadcast, list[Array]]]:
+        """On the chief: its broadcasts, for a head that comes back."""
+        return [*self._broadcasts.values()]
 
     def broadcast(self, subject: str, arrays: list[Array], fit: int = -1) -> None:
         """On the chief: send arrays to the other workers.
@@ -162,7 +162,10 @@ class ParameterServerWorker:
         Raises: CollectiveTimeoutError or PeerLostError naming the chief.
         """
         self._last["session"] += 1
-        self.client.request(HEAD, BeginSession(self._last["session"]))
+        if self.is_chief:
+            self.broadcast(SESSION, [], self._last["session"])
+        elif self.receive_broadcast(SESSION, self._last["session"]) is None:
+            raise peer_lost("the chief", "the start of a managed session", "it has left the job.")
 
     @property
     def last_fit(self) -> int:
