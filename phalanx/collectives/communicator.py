@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from phalanx.cluster.membership import Membership
+from phalanx.runtime.traffic_account import Traffic
 
 Array = np.ndarray[Any, Any]
 
@@ -25,31 +26,6 @@ class ReduceOp(enum.Enum):
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
-
-
-class CommunicatorStatistics(NamedTuple):
-    """What one rank has done in collectives so far. May be read from any thread.
-
-    Attributes:
-        bytes_sent: bytes sent in collectives, through shared memory or links.
-        bytes_on_links: the part of `bytes_sent` that went over links, packet headers included.
-        collectives: collectives that this rank has started.
-        waited_s: seconds that this rank has spent in collectives, the running one included.
-    """
-
-    bytes_sent: int = 0
-    bytes_on_links: int = 0
-    collectives: int = 0
-    waited_s: float = 0.0
-
-    def plus(self, other: CommunicatorStatistics) -> CommunicatorStatistics:
-        """The sums of both."""
-        return CommunicatorStatistics(
-            self.bytes_sent + other.bytes_sent,
-            self.bytes_on_links + other.bytes_on_links,
-            self.collectives + other.collectives,
-            self.waited_s + other.waited_s,
-        )
 
 
 class Handle(Protocol):
@@ -92,7 +68,9 @@ class Communicator(Protocol):
     def world_size(self) -> int: ...
 
     @property
-    def statistics(self) -> CommunicatorStatistics: ...
+    def statistics(self) -> Traffic:
+        """What this rank has done in collectives so far. May be read from any thread."""
+        ...
 
     def all_reduce(
         self,

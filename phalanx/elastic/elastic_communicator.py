@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.cluster.membership import Membership
-from phalanx.collectives.communicator import Array, CommunicatorStatistics, ReduceOp
+from phalanx.collectives.communicator import Array, ReduceOp
 from phalanx.collectives.host.collective_thread import PendingHandle
 from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.elastic.elastic_group import ElasticGroup, copied
+from phalanx.runtime.traffic_account import Traffic
 
 
 class ElasticCommunicator:
@@ -43,7 +44,7 @@ class ElasticCommunicator:
         return self.group.inner.world_size
 
     @property
-    def statistics(self) -> CommunicatorStatistics:
+    def statistics(self) -> Traffic:
         """See `Communicator.statistics`; over all generations."""
         return self.group.statistics
 

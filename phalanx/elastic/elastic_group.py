@@ -21,7 +21,6 @@ import numpy as np
 
 from phalanx.cluster import timeline_relay
 from phalanx.cluster.membership_messages import EntryBegan, EntryFinished, EntryLeft, PastEntry
-from phalanx.collectives.communicator import CommunicatorStatistics
 from phalanx.collectives.communicator_factory import connect
 from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.collectives.options import CommunicationOptions
@@ -30,6 +29,7 @@ from phalanx.elastic.generation_loop import LOSSES, Position, form_next_generati
 from phalanx.elastic.join_points import JoinPoints
 from phalanx.errors import LinkClosedError, LinkTimeoutError, MembershipChangedError, PhalanxError
 from phalanx.monitoring import timeline
+from phalanx.runtime.traffic_account import Traffic
 from phalanx.transport.serialization import decode, encode
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class ElasticGroup:
         self.needs_state = node.is_candidate
         self._options = options
         self.inner: HostCommunicator = self._connect()
-        self._former = CommunicatorStatistics()  # in former generations
+        self._former = Traffic()  # in former generations
         self._completed = 0
         self._last: Any = None  # what `run` has kept of the last collective, for members that have not finished it
         # Of the collective that a loss has interrupted: whether others may join before it, and its result in a list of
@@ -108,7 +108,7 @@ class ElasticGroup:
         return frozenset(rank for rank, address in enumerate(self.node.addresses) if address.is_late)
 
     @property
-    def statistics(self) -> CommunicatorStatistics:
+    def statistics(self) -> Traffic:
         """See `Communicator.statistics`; over all generations."""
         return self._former.plus(self.inner.statistics)
 

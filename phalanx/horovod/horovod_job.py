@@ -38,7 +38,7 @@ from phalanx.horovod.horovod_environment import HorovodEnvironment
 from phalanx.horovod.operation_request import OperationKind, Request
 from phalanx.monitoring import timeline
 from phalanx.runtime import process_exit, telemetry
-from phalanx.runtime.traffic_account import WorkerTraffic
+from phalanx.runtime.traffic_account import Traffic
 
 ENTRY = 0
 """All members of an elastic job take part in a single entry, from `init` on (see `elastic.entry_results`)."""
@@ -137,12 +137,12 @@ class HorovodJob:
         self.controllers, self._memberships, self._lost = {}, {}, None
 
     @property
-    def traffic(self) -> WorkerTraffic:
+    def traffic(self) -> Traffic:
         """The bytes sent and the time waited by this process, for monitoring. May be read from any thread."""
         # A copy, made in one step of the interpreter: the program's thread adds and removes process sets.
         statistics = [controller.communicator.statistics for controller in [*self.controllers.values()]]
         sent, on_links = sum(each.bytes_sent for each in statistics), sum(each.bytes_on_links for each in statistics)
-        return WorkerTraffic(sent, on_links, step_reports.waited_s())
+        return Traffic(sent, on_links, step_reports.waited_s())
 
     @property
     def has_secret(self) -> bool:

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 
-class WorkerTraffic(NamedTuple):
-    """See `Traffic`."""
+class Traffic(NamedTuple):
+    """What one process has sent and waited for so far.
 
-    bytes_sent: int
-    bytes_on_links: int
-    waited_s: float
+    Attributes:
+        bytes_sent: bytes sent to the others, through shared memory or links.
+        bytes_on_links: the part of `bytes_sent` that went over links, packet headers included.
+        waited_s: seconds spent in collectives or waiting for servers, those of the running one included.
+        collectives: collectives that this rank has started.
+    """
 
+    bytes_sent: int = 0
+    bytes_on_links: int = 0
+    waited_s: float = 0.0
+    collectives: int = 0
 
-class Traffic(Protocol):
-    """The bytes sent and the time waited so far, as in `WorkerFigures`; `CommunicatorStatistics` is one."""
-
-    @property
-    def bytes_sent(self) -> int: ...
-
-    @property
-    def bytes_on_links(self) -> int: ...
-
-    @property
-    def waited_s(self) -> float: ...
+    def plus(self, other: Traffic) -> Traffic:
+        """The sums of both."""
+        return Traffic._make(map(sum, zip(self, other, strict=True)))
 
 
 class TrafficAccount:
@@ -56,7 +55,7 @@ class TrafficAccount:
         read = self._read  # once: the main thread may leave the job meanwhile
         now, traffic = time.monotonic(), None if read is None else read()
         passed_s, self._last_at = now - self._last_at, now
-        before, self._last = self._last or WorkerTraffic(0, 0, 0.0), traffic
+        before, self._last = self._last or Traffic(), traffic
         if traffic is None:
             self.computed_s += passed_s
             return

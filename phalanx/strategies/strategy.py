@@ -167,7 +167,7 @@ class Strategy:
 
     def communication_summary(self) -> str:
         """The communication of this replica so far, as one line of text."""
-        sent, network, collectives, _ = self._replica.communicator.statistics
+        sent, network, _, collectives = self._replica.communicator.statistics
         way = "shared memory" if not network else "the network" if network == sent else "network and shared memory"
         period = self._policy.period
         rhythm = "" if period is None else f", weights exchanged every {period.steps} steps"

@@ -18,7 +18,7 @@ from phalanx.launcher.hosts.worker_files import WorkerFiles
 from phalanx.monitoring.worker_figures import FinishedEpoch, GpuFigures, WorkerFigures
 from phalanx.runtime import progress, telemetry
 from phalanx.runtime.telemetry import Telemetry
-from phalanx.runtime.traffic_account import TrafficAccount, WorkerTraffic
+from phalanx.runtime.traffic_account import Traffic, TrafficAccount
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_steps_count_over_epochs_that_are_shorter_than_a_beat(now: list[float]) 
 
 def test_time_is_computing_or_waiting_and_the_job_may_be_joined_again(now: list[float]) -> None:
     own, waited = Telemetry(), [5.0]
-    own.traffic.watch(lambda: WorkerTraffic(10, 3, waited[0]))
+    own.traffic.watch(lambda: Traffic(10, 3, waited[0]))
     now[0] += 2.0
     own.measure()  # what was waited before it was watched counts too, as far as it fits
     now[0] += 1.0
@@ -56,7 +56,7 @@ def test_time_is_computing_or_waiting_and_the_job_may_be_joined_again(now: list[
     now[0] += 1.0
     figures = own.measure()
     assert (figures.computed_s, figures.bytes_sent, figures.bytes_on_links) == (1.75, 10, 3)
-    own.traffic.watch(lambda: WorkerTraffic(2, 1, waited[0]))
+    own.traffic.watch(lambda: Traffic(2, 1, waited[0]))
     figures = own.measure()
     assert (figures.bytes_sent, figures.bytes_on_links) == (12, 4)
 
@@ -67,7 +67,7 @@ def test_what_was_sent_just_before_a_process_leaves_its_job_counts(
     own = Telemetry()
     monkeypatch.setattr(telemetry, "current", own)
     monkeypatch.setattr(telemetry, "_announcing_pid", os.getpid())
-    own.traffic.watch(lambda: WorkerTraffic(10, 3, 0.5))
+    own.traffic.watch(lambda: Traffic(10, 3, 0.5))
     now[0] += 2.0
     telemetry.leave()
     figures = own.measure()
@@ -98,7 +98,7 @@ class LeavingAccount(TrafficAccount):
     @property
     def _read(self) -> Any:
         self.looks += 1
-        return None if self.looks > 1 else lambda: WorkerTraffic(7, 7, 0.0)
+        return None if self.looks > 1 else lambda: Traffic(7, 7, 0.0)
 
     @_read.setter
     def _read(self, value: object) -> None:

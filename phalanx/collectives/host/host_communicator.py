@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from phalanx.cluster.membership import Membership
-from phalanx.collectives.communicator import Array, CommunicatorStatistics, ReduceOp
+from phalanx.collectives.communicator import Array, ReduceOp
 from phalanx.collectives.fusion_layout import byte_view
 from phalanx.collectives.host.algorithm import CollectiveAlgorithm, broadcast, exchange_sizes
 from phalanx.collectives.host.argument_checks import (
@@ -31,6 +31,7 @@ from phalanx.collectives.host.mesh import Mesh
 from phalanx.collectives.operation import CollectiveCall, kinds_of, prepare, varying_kind
 from phalanx.collectives.reduction import cast, check_reducible, merge_rows, wire_dtype
 from phalanx.errors import ConfigurationError
+from phalanx.runtime.traffic_account import Traffic
 
 T = TypeVar("T")
 
@@ -62,11 +63,11 @@ class HostCommunicator:
         return self.runner.mesh.membership.world_size
 
     @property
-    def statistics(self) -> CommunicatorStatistics:
+    def statistics(self) -> Traffic:
         """See `Communicator.statistics`."""
         mesh = self.runner.mesh
         on_links = mesh.bytes_sent
-        return CommunicatorStatistics(on_links + mesh.bytes_shared, on_links, self.runner.started, self.runner.waited_s)
+        return Traffic(on_links + mesh.bytes_shared, on_links, self.runner.waited_s, self.runner.started)
 
     @property
     def waited_s(self) -> float:

@@ -21,7 +21,7 @@ from phalanx.parameter_server.server_messages import (
     UpdateRules,
 )
 from phalanx.parameter_server.server_protocol import peer_lost
-from phalanx.runtime.traffic_account import WorkerTraffic
+from phalanx.runtime.traffic_account import Traffic
 from phalanx.training.replica import ReplicaCalls
 from phalanx.training.scope_registry import ScopeRegistry
 
@@ -72,11 +72,11 @@ class ParameterServerWorker:
     _broadcasts: dict[str, tuple[Broadcast, list[Array]]] = field(default_factory=dict)
 
     @property
-    def traffic(self) -> WorkerTraffic:
+    def traffic(self) -> Traffic:
         """The bytes sent and the time waited by this worker, for monitoring. May be read from any thread."""
         client = self.client
         on_links = sum(each.bytes_sent for each in client.reconnection.connections if each.channel is None)
-        return WorkerTraffic(client.bytes_sent, on_links, client.waited_s)
+        return Traffic(client.bytes_sent, on_links, client.waited_s)
 
     @property
     def is_chief(self) -> bool:
