@@ -25,6 +25,58 @@ class Meaning:
     check: str
 
 
+_ERRORS: dict[type[errors.PhalanxError | errors.PreemptedError], tuple[str, str]] = {
+    errors.ConfigurationError: (
+        "the job is described wrongly: TF_CONFIG, arguments or environment",
+        "the message, which says what to write instead; `phalanx doctor`",
+    ),
+    errors.UnsupportedError: (
+        "this backend or strategy cannot do what was requested",
+        "the message, which names what can",
+    ),
+    errors.RendezvousError: (
+        "the tasks of the job did not find each other in time",
+        "that the tasks named in the message run, that their addresses can be reached (`phalanx doctor`), "
+        "and that all have the same PHALANX_SECRET (and, with TLS, certificates of one PHALANX_TLS_CA)",
+    ),
+    errors.DisagreementError: (
+        "the tasks of the job differ in what must be equal",
+        "both values in the message: the same program, versions, backend and seed must run on every task",
+    ),
+    errors.CollectiveMismatchError: (
+        "the ranks called different collectives, or the same one with other shapes or dtypes",
+        "what the program does on some ranks only (`if rank == 0: ...`), and data of unequal shape",
+    ),
+    errors.CollectiveTimeoutError: (
+        "a rank is connected but did not arrive at the collective in time",
+        "the stack of the rank that hung, its load, its input; PHALANX_TIMEOUT if it is only slow",
+    ),
+    errors.PhalanxError: ("a defect in Phalanx", "please report it with this page and the log directory"),
+    errors.PeerLostError: (
+        "another member of the job died or left",
+        "the end of the lost task's output: it is the cause, this is the consequence; if its host did not answer, "
+        "the network between the two",
+    ),
+    errors.FrameError: (
+        "bytes on a connection between two tasks are not what Phalanx sends",
+        "that all tasks run the same version of Phalanx, and that nothing on the network alters the traffic",
+    ),
+    errors.EvictedError: (
+        "the task made no progress for too long, and the others continued without it",
+        "what stopped it: its stack, its load, its input; `phalanx run` starts it again in jobs with parameter servers",
+    ),
+    errors.SupersededError: (
+        "another process has claimed the directory to which the task wrote its checkpoints",
+        "nothing, if the task was cut off from its job, which continues elsewhere; otherwise that each job has its "
+        "own directory",
+    ),
+    errors.PreemptedError: (
+        "the job was asked to stop, and saved a checkpoint first",
+        "nothing: started again, it continues from the checkpoint that the last line names",
+    ),
+}
+"""One sentence on each error, and what to check."""
+
 MEANINGS: dict[int, Meaning] = {
     0: Meaning("success", "the program ended without error", "nothing"),
     1: Meaning(
@@ -33,67 +85,7 @@ MEANINGS: dict[int, Meaning] = {
         "the traceback; whether the program fails in the same way on one process",
     ),
     2: Meaning("usage", "the command line was not understood", "`phalanx run --help`"),
-    errors.ConfigurationError.exit_code: Meaning(
-        "ConfigurationError",
-        "the job is described wrongly: TF_CONFIG, arguments or environment",
-        "the message, which says what to write instead; `phalanx doctor`",
-    ),
-    errors.UnsupportedError.exit_code: Meaning(
-        "UnsupportedError",
-        "this backend or strategy cannot do what was requested",
-        "the message, which names what can",
-    ),
-    errors.RendezvousError.exit_code: Meaning(
-        "RendezvousError",
-        "the tasks of the job did not find each other in time",
-        "that the tasks named in the message run, that their addresses can be reached (`phalanx doctor`), "
-        "and that all have the same PHALANX_SECRET (and, with TLS, certificates of one PHALANX_TLS_CA)",
-    ),
-    errors.DisagreementError.exit_code: Meaning(
-        "DisagreementError",
-        "the tasks of the job differ in what must be equal",
-        "both values in the message: the same program, versions, backend and seed must run on every task",
-    ),
-    errors.CollectiveMismatchError.exit_code: Meaning(
-        "CollectiveMismatchError",
-        "the ranks called different collectives, or the same one with other shapes or dtypes",
-        "what the program does on some ranks only (`if rank == 0: ...`), and data of unequal shape",
-    ),
-    errors.CollectiveTimeoutError.exit_code: Meaning(
-        "CollectiveTimeoutError",
-        "a rank is connected but did not arrive at the collective in time",
-        "the stack of the rank that hung, its load, its input; PHALANX_TIMEOUT if it is only slow",
-    ),
-    errors.PhalanxError.exit_code: Meaning(
-        "PhalanxError", "a defect in Phalanx", "please report it with this page and the log directory"
-    ),
-    errors.PeerLostError.exit_code: Meaning(
-        "PeerLostError",
-        "another member of the job died or left",
-        "the end of the lost task's output: it is the cause, this is the consequence; if its host did not answer, "
-        "the network between the two",
-    ),
-    errors.FrameError.exit_code: Meaning(
-        "FrameError",
-        "bytes on a connection between two tasks are not what Phalanx sends",
-        "that all tasks run the same version of Phalanx, and that nothing on the network alters the traffic",
-    ),
-    errors.EvictedError.exit_code: Meaning(
-        "EvictedError",
-        "the task made no progress for too long, and the others continued without it",
-        "what stopped it: its stack, its load, its input; `phalanx run` starts it again in jobs with parameter servers",
-    ),
-    errors.SupersededError.exit_code: Meaning(
-        "SupersededError",
-        "another process has claimed the directory to which the task wrote its checkpoints",
-        "nothing, if the task was cut off from its job, which continues elsewhere; otherwise that each job has its "
-        "own directory",
-    ),
-    errors.PreemptedError.exit_code: Meaning(
-        "PreemptedError",
-        "the job was asked to stop, and saved a checkpoint first",
-        "nothing: started again, it continues from the checkpoint that the last line names",
-    ),
+    **{error.exit_code: Meaning(error.__name__, *texts) for error, texts in _ERRORS.items()},
     SIGNAL_BASE + signal.SIGINT: Meaning("interrupted", "Ctrl-C was pressed", "nothing"),
     SIGNAL_BASE + signal.SIGTERM: Meaning(
         "terminated", "SIGTERM was received", "who ended the job: the scheduler, a time limit, `kill`"
