@@ -15,7 +15,6 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from phalanx.cluster.peer_identification import PROBE
 from phalanx.cluster.spec import PS, ClusterSpec, Task
@@ -41,36 +40,24 @@ class JobLiveness(enum.Enum):
     GONE = "no task listens"
 
 
-@dataclass(frozen=True)
-class EndOfJobPatience:
-    """Time limits, in seconds.
-
-    Attributes:
-        start_s: until the first answer or checkpoint.
-        gone_s: after the last listening task is gone.
-        silent_s: after the last answer or checkpoint, while a task does not answer.
-        idle_s: until the next checkpoint, if nothing else says whether the job continues.
-    """
-
-    start_s: float
-    gone_s: float
-    silent_s: float
-    idle_s: float
-
-
 class JobEndDetector:
     """Decides from probe results and times whether the job is over. Probes nothing itself.
 
     Args:
+        config: says how long tasks may take, and whether `phalanx run` has opened all ports before.
+        idle_s: seconds until the next checkpoint, if nothing else says whether the job continues.
         now: when the evaluator started (monotonic seconds).
-        launched: whether all ports were open before, so that the job is known to have existed.
     """
 
-    def __init__(self, patience: EndOfJobPatience, now: float, *, launched: bool = False):
-        self._patience = patience
+    def __init__(self, config: JobConfig, idle_s: float, now: float):
+        self._start_s = config.rendezvous_timeout_s  # until the first answer or checkpoint
+        self._gone_s = GONE_LAUNCHED_S if config.has_explicit_job_id else GONE_BY_HAND_S
+        # After the last answer or checkpoint, while a task does not answer.
+        self._silent_s = max(config.timeout_s, config.rendezvous_timeout_s)
+        self._idle_s = idle_s
         # All times by the clock of `now`.
         self._began = now
-        self._has_existed = launched  # whether the job is known to have existed
+        self._has_existed = config.has_explicit_job_id  # whether the job is known to have existed
         self._last_seen_at = now  # of the job's life: an answer, or a checkpoint
         self._gone_since: float | None = None  # None while anything may listen
         self._last_checkpoint: float | None = None
@@ -91,7 +78,6 @@ class JobEndDetector:
         Args:
             announced: whether a file says so; None if that is not known now.
         """
-        patience = self._patience
         self._was_unannounced |= announced is False
         if found is not JobLiveness.GONE:
             self._has_existed, self._gone_since = True, None
@@ -101,17 +87,17 @@ class JobEndDetector:
         if announced and self._was_unannounced:
             return True
         if found is JobLiveness.SILENT:
-            return now - self._last_seen_at >= patience.silent_s
+            return now - self._last_seen_at >= self._silent_s
         if self._gone_since is None:
             self._gone_since = now
         # A job that was seen is over once its ports stay closed; one that was not may have none.
         if self._has_existed:
-            return now - self._gone_since >= patience.gone_s
+            return now - self._gone_since >= self._gone_s
         if self._last_checkpoint is None:
-            return now - self._began >= patience.start_s
+            return now - self._began >= self._start_s
         # There were checkpoints, perhaps of an earlier job: this one still has the time to start.
-        idle_s = 0.0 if announced else patience.idle_s
-        return now - self._last_checkpoint >= max(idle_s, patience.start_s)
+        idle_s = 0.0 if announced else self._idle_s
+        return now - self._last_checkpoint >= max(idle_s, self._start_s)
 
 
 class JobProbe:
@@ -157,13 +143,3 @@ class JobProbe:
             self.trouble = str(error)
             return JobLiveness.GONE
         return JobLiveness.ALIVE
-
-
-def patience(config: JobConfig, idle_s: float) -> EndOfJobPatience:
-    """As the environment says."""
-    return EndOfJobPatience(
-        start_s=config.rendezvous_timeout_s,
-        gone_s=GONE_LAUNCHED_S if config.has_explicit_job_id else GONE_BY_HAND_S,
-        silent_s=max(config.timeout_s, config.rendezvous_timeout_s),
-        idle_s=idle_s,
-    )

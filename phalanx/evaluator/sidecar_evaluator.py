@@ -20,7 +20,7 @@ from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.evaluator import best_checkpoint, completion_marker
 from phalanx.evaluator.best_checkpoint import BestCheckpoint
 from phalanx.evaluator.checkpoint_watcher import CheckpointWatcher, FoundCheckpoint
-from phalanx.evaluator.end_of_job import JobEndDetector, JobProbe, patience
+from phalanx.evaluator.end_of_job import JobEndDetector, JobProbe
 from phalanx.keras_compat.model_state import inner_optimizer
 from phalanx.monitoring.event_writer import EventWriter
 from phalanx.runtime import progress
@@ -143,7 +143,7 @@ class SidecarEvaluator:
             OSError: the best checkpoint cannot be written.
         """
         config = JobConfig.from_environment()
-        end = JobEndDetector(patience(config, self._patience_s), time.monotonic(), launched=config.has_explicit_job_id)
+        end = JobEndDetector(config, self._patience_s, time.monotonic())
         probe = JobProbe(self._spec, self._task, config, time.monotonic)
         over = False
         with temporary_directory() as copies:

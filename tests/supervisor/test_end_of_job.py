@@ -16,11 +16,13 @@ from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
-from phalanx.evaluator.end_of_job import EndOfJobPatience, JobEndDetector, JobLiveness, JobProbe, patience
+from phalanx.evaluator.end_of_job import JobEndDetector, JobLiveness, JobProbe
 from phalanx.transport.credentials import Credentials
 from phalanx.transport.listener import Listener
 
-PATIENCE = EndOfJobPatience(start_s=100, gone_s=10, silent_s=50, idle_s=1000)
+BY_HAND = JobConfig(rendezvous_timeout_s=100, timeout_s=50)
+LAUNCHED = JobConfig(rendezvous_timeout_s=100, timeout_s=50, has_explicit_job_id=True)
+IDLE_S = 1000
 EVALUATOR = Task("evaluator", 0)
 SECRET = b"0123456789abcdef"
 
@@ -30,46 +32,50 @@ def over(end: JobEndDetector, *signs: tuple[JobLiveness, float], announced: bool
 
 
 def test_a_job_that_lives_is_not_over_however_long_it_takes() -> None:
-    assert over(JobEndDetector(PATIENCE, 0), (JobLiveness.ALIVE, 1), (JobLiveness.ALIVE, 99_999)) == [False, False]
+    assert over(JobEndDetector(BY_HAND, IDLE_S, 0), (JobLiveness.ALIVE, 1), (JobLiveness.ALIVE, 99_999)) == [
+        False,
+        False,
+    ]
 
 
 def test_a_job_that_was_seen_is_over_when_nobody_listens_for_a_while() -> None:
-    signs = [(JobLiveness.ALIVE, 5), (JobLiveness.GONE, 6), (JobLiveness.GONE, 15.9), (JobLiveness.GONE, 16)]
-    assert over(JobEndDetector(PATIENCE, 0), *signs) == [False, False, False, True]
+    signs = [(JobLiveness.ALIVE, 5), (JobLiveness.GONE, 6), (JobLiveness.GONE, 65.9), (JobLiveness.GONE, 66)]
+    assert over(JobEndDetector(BY_HAND, IDLE_S, 0), *signs) == [False, False, False, True]
 
 
 def test_somebody_who_comes_back_in_time_goes_on() -> None:
-    signs = [(JobLiveness.ALIVE, 5), (JobLiveness.GONE, 14), (JobLiveness.ALIVE, 15), (JobLiveness.GONE, 24)]
-    assert over(JobEndDetector(PATIENCE, 0), *signs) == [False] * 4
+    signs = [(JobLiveness.ALIVE, 5), (JobLiveness.GONE, 14), (JobLiveness.ALIVE, 73), (JobLiveness.GONE, 132)]
+    assert over(JobEndDetector(BY_HAND, IDLE_S, 0), *signs) == [False] * 4
 
 
 def test_somebody_who_does_not_answer_is_waited_for_longer() -> None:
-    signs = [(JobLiveness.ALIVE, 5), (JobLiveness.SILENT, 54), (JobLiveness.SILENT, 55)]
-    assert over(JobEndDetector(PATIENCE, 0), *signs) == [False, False, True]
+    signs = [(JobLiveness.ALIVE, 5), (JobLiveness.SILENT, 104), (JobLiveness.SILENT, 105)]
+    assert over(JobEndDetector(BY_HAND, IDLE_S, 0), *signs) == [False, False, True]
 
 
 def test_who_does_not_answer_but_saves_is_there() -> None:
-    end = JobEndDetector(PATIENCE, 0)
-    assert over(end, (JobLiveness.SILENT, 49)) == [False]
-    end.record_checkpoint(49)
-    assert over(end, (JobLiveness.SILENT, 98), (JobLiveness.GONE, 99), (JobLiveness.GONE, 109)) == [False, False, True]
+    end = JobEndDetector(BY_HAND, IDLE_S, 0)
+    assert over(end, (JobLiveness.SILENT, 99)) == [False]
+    end.record_checkpoint(99)
+    signs = [(JobLiveness.SILENT, 198), (JobLiveness.GONE, 199), (JobLiveness.GONE, 259)]
+    assert over(end, *signs) == [False, False, True]
 
 
 def test_a_job_that_never_came_is_over_after_the_time_to_start() -> None:
-    end = JobEndDetector(PATIENCE, 0)
+    end = JobEndDetector(BY_HAND, IDLE_S, 0)
     assert over(end, (JobLiveness.GONE, 99), (JobLiveness.GONE, 100)) == [False, True]
     assert end.saw_nothing
 
 
 def test_a_job_of_the_launcher_that_ended_before_the_first_look_is_over() -> None:
-    end = JobEndDetector(PATIENCE, 0, launched=True)
+    end = JobEndDetector(LAUNCHED, IDLE_S, 0)
     end.record_checkpoint(20)
-    assert over(end, (JobLiveness.GONE, 21), (JobLiveness.GONE, 30), (JobLiveness.GONE, 31)) == [False, False, True]
+    assert over(end, (JobLiveness.GONE, 21), (JobLiveness.GONE, 23), (JobLiveness.GONE, 24)) == [False, False, True]
     assert not end.saw_nothing
 
 
 def test_a_job_without_ports_is_over_when_it_saves_no_more() -> None:
-    end = JobEndDetector(PATIENCE, 0)
+    end = JobEndDetector(BY_HAND, IDLE_S, 0)
     end.record_checkpoint(90)
     assert over(end, (JobLiveness.GONE, 1089), (JobLiveness.GONE, 1090)) == [False, True]
     assert not end.saw_nothing
@@ -77,14 +83,14 @@ def test_a_job_without_ports_is_over_when_it_saves_no_more() -> None:
 
 def test_what_a_file_says_counts_only_where_nobody_answers() -> None:
     for sign, ends in ((JobLiveness.ALIVE, False), (JobLiveness.SILENT, True), (JobLiveness.GONE, True)):
-        end = JobEndDetector(PATIENCE, 0)
+        end = JobEndDetector(BY_HAND, IDLE_S, 0)
         assert over(end, (JobLiveness.ALIVE, 1)) == [False]
         assert over(end, (sign, 2), announced=True) == [ends]
 
 
 def test_a_file_of_a_former_job_does_not_end_one_that_is_starting() -> None:
     """The launcher has opened its ports, and its chief does not answer before it has joined the job."""
-    end = JobEndDetector(PATIENCE, 0, launched=True)
+    end = JobEndDetector(LAUNCHED, IDLE_S, 0)
     assert over(end, (JobLiveness.SILENT, 1), (JobLiveness.SILENT, 2), announced=True) == [False, False]
     assert over(end, (JobLiveness.SILENT, 3)) == [False], "the chief has withdrawn it"
     assert over(end, (JobLiveness.SILENT, 4), announced=True) == [True]
@@ -92,24 +98,20 @@ def test_a_file_of_a_former_job_does_not_end_one_that_is_starting() -> None:
 
 def test_a_file_of_a_former_job_without_ports_does_not_end_one_that_is_starting() -> None:
     """No port says that its chief is about to begin, to withdraw the file and to save."""
-    end = JobEndDetector(PATIENCE, 0)
+    end = JobEndDetector(BY_HAND, IDLE_S, 0)
     end.record_checkpoint(1)  # the newest of the former job
     assert over(end, (JobLiveness.GONE, 2), (JobLiveness.GONE, 100.9), announced=True) == [False, False]
     assert over(end, (JobLiveness.GONE, 101), announced=True) == [True], "no other job has begun"
-    end = JobEndDetector(PATIENCE, 0)
+    end = JobEndDetector(BY_HAND, IDLE_S, 0)
     assert over(end, (JobLiveness.GONE, 2), announced=True) == [False]
     assert over(end, (JobLiveness.GONE, 3)) == [False], "the chief has withdrawn it"
     assert over(end, (JobLiveness.GONE, 4), announced=True) == [True]
 
 
 def test_a_store_that_does_not_answer_has_not_withdrawn_the_file() -> None:
-    end = JobEndDetector(PATIENCE, 0, launched=True)
+    end = JobEndDetector(LAUNCHED, IDLE_S, 0)
     assert over(end, (JobLiveness.SILENT, 1), announced=None) == [False]
     assert over(end, (JobLiveness.SILENT, 2), announced=True) == [False], "it may be of a former job"
-
-
-def test_jobs_of_the_launcher_end_sooner() -> None:
-    assert patience(JobConfig(has_explicit_job_id=True), 10).gone_s < patience(JobConfig(), 10).gone_s
 
 
 # Ports.
