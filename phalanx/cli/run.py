@@ -258,19 +258,6 @@ _OPTIONS = (
 )
 
 
-_OF_LAUNCH = (
-    "backend",
-    "log_dir",
-    "devices_per_worker",
-    "start_timeout_s",
-    "restarts",
-    "max_restarts",
-    "preemption_signal",
-    "verbose",
-)
-"""The options that `LaunchConfig` takes as they are."""
-
-
 def _add_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(_OPTIONS):
         command = option(command)
@@ -305,7 +292,7 @@ def run(**options: Any) -> None:
     from phalanx.launcher.job_runner import run_job
     from phalanx.launcher.worker_placement import check_start_timeout
 
-    launch_options = {name: options.pop(name) for name in _OF_LAUNCH}
+    launch_options = {name: options.pop(name) for name in LaunchConfig.__dataclass_fields__ if name in options}
     ssh_options = horovodrun_options.ssh_variables(options.pop("ssh_port"), options.pop("ssh_identity_file"))
     chosen = RunOptions(**{name: options.pop(name) for name in RunOptions.__dataclass_fields__})
     launch_options["start_timeout_s"] = check_start_timeout(launch_options["start_timeout_s"])
