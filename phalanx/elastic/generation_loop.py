@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from phalanx.cluster.member_links import NotFormedError
 from phalanx.cluster.membership_messages import LossReport, PastEntry
@@ -29,9 +28,8 @@ LOSSES = (PeerLostError, CollectiveTimeoutError, LinkClosedError)
 """These errors end a generation, but not the job."""
 
 
-@dataclass(frozen=True)
-class Position:
-    """Where a process stands when its generation ends; the fields are those of `LossReport`."""
+class Position(NamedTuple):
+    """Where a process stands when its generation ends; the fields are those of `LossReport`, in their order."""
 
     completed: int
     boundary: bool
@@ -88,12 +86,9 @@ def _follow(node: ElasticNode, participant: Participant, error: Exception) -> No
     while True:
         logger.debug("%s leaves generation %d: %s", node.task, node.generation, error)
         participant.abandon(error)  # first: the others then leave at once, and not when they notice
-        position = participant.position()
         report = LossReport(
             node.generation,  # the last one that was ordered, formed or not: the coordinator waits for its reports
-            position.completed,
-            position.boundary,
-            position.needs_state,
+            *participant.position(),
             late=str(error) if isinstance(error, CollectiveTimeoutError) else "",
             missing=node.links.take_unreachable(),
             linked=not isinstance(error, NotFormedError),
