@@ -43,7 +43,9 @@ class Decoder(Generic[T]):
         try:
             return self._decode(content)
         except DECODE_ERRORS as error:
-            raise FrameError(_describe(error)) from error
+            raise FrameError(
+                f"the message cannot be read ({error}): it is damaged, or its sender runs another version of Phalanx"
+            ) from error
 
 
 @overload
@@ -56,10 +58,7 @@ def decode_message(content: Content, kind: Any = ...) -> Any: ...
 
 def decode_message(content: Content, kind: Any = Any) -> Any:
     """The value of this type in these bytes of MessagePack. Raises: FrameError."""
-    try:
-        return msgspec.msgpack.decode(content, type=kind)
-    except DECODE_ERRORS as error:
-        raise FrameError(_describe(error)) from error
+    return Decoder(kind).decode(content)
 
 
 @overload
@@ -72,11 +71,4 @@ def decode_json(content: Content, kind: Any) -> Any: ...
 
 def decode_json(content: Content, kind: Any) -> Any:
     """The value of this type in these bytes of JSON. Raises: FrameError."""
-    try:
-        return msgspec.json.decode(content, type=kind)
-    except DECODE_ERRORS as error:
-        raise FrameError(_describe(error)) from error
-
-
-def _describe(error: Exception) -> str:
-    return f"the message cannot be read ({error}): it is damaged, or its sender runs another version of Phalanx"
+    return Decoder(kind, json=True).decode(content)

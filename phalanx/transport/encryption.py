@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from phalanx.errors import FrameError
+from phalanx.transport.throttle import first_bytes
 
 KEY_BYTES = 32
 TAG_BYTES = 16
@@ -73,7 +74,8 @@ class RecordWriter:
 
         The record has used up its number, so the caller must send all of it before the next one.
         """
-        plain = _first_bytes(pieces)
+        found = first_bytes(pieces, MAX_PLAIN_BYTES)
+        plain = found[0] if len(found) == 1 else b"".join(found)  # a piece that fills the record is not copied
         size = len(plain)
         record = bytearray(_LENGTH.size + size + TAG_BYTES)
         _LENGTH.pack_into(record, 0, size + TAG_BYTES)
@@ -142,17 +144,3 @@ class RecordReader:
         target[:count] = self._plain[:count]
         self._plain = self._plain[count:]
         return count
-
-
-def _first_bytes(pieces: Sequence[memoryview]) -> memoryview | bytes:
-    """The first bytes of the pieces, as many as fit into a record. A first piece that fills it is not copied."""
-    if len(pieces) == 1 or len(pieces[0]) >= MAX_PLAIN_BYTES:
-        return pieces[0][:MAX_PLAIN_BYTES]
-    joined: list[memoryview] = []
-    room = MAX_PLAIN_BYTES
-    for piece in pieces:
-        joined.append(piece[:room])
-        room -= len(joined[-1])
-        if not room:
-            break
-    return b"".join(joined)

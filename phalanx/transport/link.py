@@ -284,5 +284,4 @@ def _close_inherited_links() -> None:
         link._sock.close()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_inherited_links)
+os.register_at_fork(after_in_child=_close_inherited_links)

@@ -245,5 +245,4 @@ def _close_inherited_listeners() -> None:
         listener._release()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_inherited_listeners)
+os.register_at_fork(after_in_child=_close_inherited_listeners)

@@ -114,8 +114,7 @@ def _close_inherited_sockets() -> None:
     _inherited_sockets.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_inherited_sockets)
+os.register_at_fork(after_in_child=_close_inherited_sockets)
 
 
 def _listen_on_loopback(address: Address) -> list[socket.socket]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.transport.encryption import RecordReader, RecordWriter, SessionKeys
 
-_MAX_PIECES = os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 1024
+_MAX_PIECES = os.sysconf("SC_IOV_MAX")
 """Buffers that one sendmsg accepts."""
 _TLS_JOIN_BYTES = 16 * 1024
 """TLS has no sendmsg: small buffers are joined up to the size of one TLS record, larger ones are sent alone."""
