@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from phalanx.errors import CollectiveTimeoutError, PeerLostError, RendezvousError
 from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncements
-from phalanx.parameter_server.server_messages import EpochOver
-from phalanx.training.servers.parameter_server_worker import SESSION
+from phalanx.parameter_server.server_messages import EpochOver, FitOver
+from phalanx.training.servers.parameter_server_worker import SESSION, ParameterServerWorker
 from tests.launcher.conftest import wait_until
 from tests.parameter_server.test_schedule import (
     BOUND_S,
@@ -140,3 +141,10 @@ def test_a_chief_that_does_not_begin_its_session_is_named() -> None:
     schedule.members.attach(0, "incarnation 0")
     with pytest.raises(CollectiveTimeoutError, match="worker/0 did not broadcast its managed session"):
         announcements.wait_for_broadcast(SESSION, 0)
+
+
+def test_a_worker_does_not_begin_a_session_that_the_chief_has_left_out() -> None:
+    client: Any = SimpleNamespace(request=lambda server, message: (FitOver(), []))
+    worker = ParameterServerWorker(client, 1, 2, rules(), None, None, "")
+    with pytest.raises(PeerLostError, match="lost the chief during the start of a managed session"):
+        worker.begin_session()
