@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.data.batch_split import LocalShare, local_range, should_be_aligned
 from phalanx.data.dataset_elements import Array, describe, to_numpy
 from phalanx.data.input_request import InputRequest
-from phalanx.data.source import PassOrder, SourceTraits
+from phalanx.data.source import Source, SourceTraits
 from phalanx.data.source_registry import unaccepted
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat import data_adapters
@@ -85,16 +86,18 @@ def numbers_of(taken: Sequence[Array]) -> Array:
     return np.concatenate(numbers)
 
 
-class ArraySource:
+class ArraySource(Source):
     """Arrays of equal length, cut into global batches.
 
     With `shuffle=True` all rows come in another order in each pass, with "batch" only the rows within each batch.
     Without a `shuffling` the orders follow from `seed` and the pass.
     """
 
-    cursor = None
+    num_batches: int
+    samples: int
 
     def __init__(self, request: InputRequest):
+        super().__init__(request)
         if request.batch_size is not None and request.batch_size < 1:
             raise ConfigurationError(f"batch_size must be at least 1; got {request.batch_size}.")
         sliceables, self.samples, self._batch_size = data_adapters.standardize_arrays(
@@ -111,11 +114,8 @@ class ArraySource:
         self._shuffle = request.shuffle
         self._seed = request.seed
         self._shuffling = request.shuffling
-        self._rank = request.rank
-        self._world_size = request.world_size
-        self.order = PassOrder()
         self._keras_orders: Iterator[Array] | None = None  # of pass after pass; drawn from the program's generators
-        self.num_batches: int | None = -(-self.samples // self._batch_size)
+        self.num_batches = -(-self.samples // self._batch_size)
         self.traits = SourceTraits(
             "arrays",
             signature=f"{self.samples} samples of {describe(self._data)} in global batches of {self._batch_size}, "
@@ -125,16 +125,16 @@ class ArraySource:
             is_compared=False,
             is_random_access=True,
             fixed_size=None if self.samples % self._batch_size else self._batch_size,
+            is_in_memory=True,
+            describe_share=partial(_describe_share, self.samples, self._batch_size, request.shuffle),
         )
 
     @property
     def probe(self) -> Array:
-        """See `IndexedSource.probe`."""
         rows = sampled_rows(self.samples)
         return numbers_of([np.asarray(leaf[rows]) for leaf in leaves(self._data)])
 
     def rows(self, key: int, batch: int) -> Array:
-        """The numbers of the samples of a global batch, in the order of its rows."""
         first = batch * self._batch_size
         stop = min(first + self._batch_size, self.samples)
         return self._permutation(key)[first:stop] if self._shuffle else np.arange(first, stop)
@@ -164,29 +164,6 @@ class ArraySource:
                 part = map_leaves(lambda array, i=indices: _gathered(array, i), data)  # type: ignore[misc]
             yield LocalShare(part, size, global_size, None)
 
-    def on_epoch_begin(self) -> None:
-        pass
-
-    def on_epoch_end(self) -> None:
-        pass
-
-    def shares(self, world_size: int) -> list[str]:
-        full = min(self._batch_size, self.samples)
-        order = "in an order shuffled alike on every rank" if self._shuffle else "in order"
-        phrases = []
-        for rank in range(world_size):
-            low, high = local_range(full, rank, world_size)
-            phrases.append(
-                f"indexes samples {low} to {high - 1} of each {full} of the {self.samples}, {order}"
-                if high > low
-                else f"gets nothing: the global batch of {full} is smaller than the {world_size} replicas"
-            )
-        return phrases
-
-    def regroup(self, rank: int, world_size: int) -> None:
-        """See `Source.regroup`."""
-        self._rank, self._world_size = rank, world_size
-
     def _permutation(self, key: int) -> Array:
         order: Array = self.order.get(key, self._new_order)
         return order
@@ -205,6 +182,16 @@ class ArraySource:
 
     def _orders(self, *, peeked: bool) -> Iterator[Array]:
         return data_adapters.shuffled_orders(self.samples, self._batch_size, self._shuffle, peeked=peeked)
+
+
+# No method: with a reference to itself, the source would keep its data until a garbage collection.
+def _describe_share(samples: int, batch_size: int, shuffle: bool | str, rank: int, world_size: int) -> str:
+    full = min(batch_size, samples)
+    low, high = local_range(full, rank, world_size)
+    if low == high:
+        return f"gets nothing: the global batch of {full} is smaller than the {world_size} replicas"
+    order = "in an order shuffled alike on every rank" if shuffle else "in order"
+    return f"indexes samples {low} to {high - 1} of each {full} of the {samples}, {order}"
 
 
 def make_source(request: InputRequest) -> ArraySource:

@@ -16,8 +16,8 @@ from phalanx.keras_compat import data_adapters
 from phalanx.transport.serialization import decode, encode
 
 
-class DataLoaderOrder:
-    """The sample indices of each global batch of a pass, from the loader's own samplers (`SampleOrders`).
+class DataLoaderOrder(PassOrder):
+    """The sample indices of each global batch of a pass, from the loader's own samplers.
 
     Samplers draw from torch's generator as in plain Keras, on all ranks from the state that it has on the chief.
     Without a `shuffling`, torch's generator is seeded for this from `seed` and the pass. A sampler with a generator of
@@ -30,6 +30,7 @@ class DataLoaderOrder:
     """
 
     def __init__(self, request: InputRequest):
+        super().__init__()
         self._loader = loader = request.x
         self.is_by_sample = loader.batch_sampler is not None
         self.batches = loader.batch_sampler if self.is_by_sample else loader.sampler
@@ -37,7 +38,6 @@ class DataLoaderOrder:
         self._seed = request.seed
         self._is_pass_an_epoch = request.steps_per_epoch is None
         self._opens_as_keras = request.opens_as_keras
-        self._kept = PassOrder()
         self._before: tuple[bool, list[Any]] = True, []  # when the running pass began: `_is_first`, the generators
         self._rest: Iterator[Any] | None = None  # batches of the running pass that are not drawn yet
         self._rest_state: Any = None  # torch's, after those that are, without a `shuffling`
@@ -53,16 +53,13 @@ class DataLoaderOrder:
 
         A generator of the program draws no more than what is read, and its workers fetch ahead: a pass may end there.
         """
-        drawn: list[Any] = self._kept.get(key, self._begin_pass)
+        drawn: list[Any] = self.get(key, self._begin_pass)
         loader, count = self._loader, len(self.batches)
         if stop is not None and _generators_of(self._loader):
             count = min(count, stop + loader.num_workers * (loader.prefetch_factor or 0))
         if len(drawn) < count and not self._is_exhausted:
             drawn += self._draw(key, count - len(drawn), ends_pass=count == len(self.batches))
         return drawn
-
-    def forget(self) -> None:
-        self._kept.forget()
 
     def peek(self, *, restart: bool) -> Any:
         """The indices of the first batch of a pass.
@@ -79,11 +76,9 @@ class DataLoaderOrder:
         return first
 
     def reset(self) -> None:
-        """See `SampleOrders.reset`."""
         self._opened = None
 
     def end_pass(self, next_key: int) -> None:
-        """See `SampleOrders.end_pass`."""
         if self._draws_as_keras and data_adapters.opens_one_more_pass("torch"):
             states = _states_of(self._loader)
             with self._seeded(next_key):
@@ -94,7 +89,7 @@ class DataLoaderOrder:
                     next(opened)  # its workers ask for batches at once
 
     def randomness(self, key: int | None) -> bytes:
-        is_first, states = self._before if self._kept.is_of(key) else (self._is_first, self._next_states())
+        is_first, states = self._before if self.is_of(key) else (self._is_first, self._next_states())
         return encode([is_first, [state.numpy() for state in states]]) if states else b""
 
     def continue_with(self, randomness: bytes) -> bool:

@@ -23,7 +23,7 @@ from phalanx.data.dataset_elements import Array, to_numpy
 from phalanx.data.input_request import InputRequest
 from phalanx.data.rank_local_reads import drawing_samples
 from phalanx.data.sharding_policy import AutoShardPolicy
-from phalanx.data.source import SourceTraits, StreamSource, same_stream
+from phalanx.data.source import Source, SourceTraits, StreamSource
 from phalanx.errors import ConfigurationError
 
 _KIND = "torch DataLoader"
@@ -55,14 +55,10 @@ def make_source(request: InputRequest) -> MapStyleSource | StreamSource:
             is_compared=False,
             is_read_alike=False,
             draws_as_keras=True,
+            describe_share=lambda rank, _: f"reads the samples of its sampler, shard {rank} of {world_size}",
         )
-        shares = [f"reads the samples of its sampler, shard {r} of {world_size}" for r in range(world_size)]
         return StreamSource(
-            lambda key: _elements_apart(loader, _opened_apart(loader)),
-            traits,
-            request,
-            num_batches=len(loader),
-            shares=shares,
+            lambda key: _elements_apart(loader, _opened_apart(loader)), traits, request, num_batches=len(loader)
         )
     batches = sampler if loader.batch_sampler is None else loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or not hasattr(batches, "__len__"):
@@ -76,7 +72,7 @@ def make_source(request: InputRequest) -> MapStyleSource | StreamSource:
     return MapStyleSource(request)
 
 
-class MapStyleSource:
+class MapStyleSource(Source):
     """A DataLoader over a dataset with `__getitem__`.
 
     `DataLoaderOrder` says which samples form each global batch. This rank's loader gets only its own part of their
@@ -84,17 +80,17 @@ class MapStyleSource:
     longest sample, or drop some.
     """
 
-    cursor = None
+    order: DataLoaderOrder
 
     def __init__(self, request: InputRequest):
+        super().__init__(request)
         self._loader = loader = request.x
         self.order = DataLoaderOrder(request)
         self._loads_own_samples = self.order.is_by_sample and loader.collate_fn is default_collate
-        self._rank = request.rank
-        self._world_size = request.world_size
-        self.num_batches: int | None = len(self.order.batches)
+        self.num_batches = len(self.order.batches)
         if self.num_batches == 0:
             raise ConfigurationError("The DataLoader is empty. Expected at least one batch.")
+        self.samples = len(loader.dataset) if self.order.is_by_sample else None  # else the dataset makes whole batches
         self.traits = SourceTraits(
             _KIND,
             signature=f"{_KIND} of {self.num_batches} batches over {len(loader.dataset)} items",
@@ -107,16 +103,12 @@ class MapStyleSource:
             is_uniform=True,
             draws_as_keras=True,
             may_end_early=not _has_known_samplers(loader),
+            describe_share=_describe_own_samples if self._loads_own_samples else None,
         )
 
     @property
-    def samples(self) -> int | None:
-        """See `IndexedSource.samples`; None if the dataset makes whole batches."""
-        return len(self._loader.dataset) if self.order.is_by_sample else None
-
-    @property
     def probe(self) -> Array:
-        """See `IndexedSource.probe`: which items a `Subset` has, as after a random split, and a few values of tensors.
+        """See `Source.probe`: which items a `Subset` has, as after a random split, and a few values of tensors.
         Other datasets may give another value each time they are read, so nothing of them is compared."""
         dataset, chosen = self._loader.dataset, None
         while isinstance(dataset, Subset):
@@ -136,33 +128,14 @@ class MapStyleSource:
         return numbers
 
     def rows(self, key: int, batch: int) -> list[Any]:
-        """See `IndexedSource.rows`."""
         keys: list[Any] = self.order.of_pass(key, batch + 1)[batch]
         return keys
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
-        """See `Source.read`."""
         return self._load(self.order.of_pass(key, stop)[start:stop], start)
 
     def peek(self, *, restart: bool = False) -> LocalShare:
-        """See `Source.peek`."""
         return next(self._load([self.order.peek(restart=restart)], 0, num_workers=0))
-
-    def on_epoch_begin(self) -> None:
-        pass
-
-    def on_epoch_end(self) -> None:
-        pass
-
-    def regroup(self, rank: int, world_size: int) -> None:
-        """See `Source.regroup`."""
-        self._rank, self._world_size = rank, world_size
-
-    def shares(self, world_size: int) -> list[str]:
-        """See `Source.shares`."""
-        if not self._loads_own_samples:
-            return same_stream(_KIND, world_size)
-        return [f"loads part {rank + 1} of {world_size} of each batch's samples" for rank in range(world_size)]
 
     def _load(self, chosen: list[Any], start: int, num_workers: int | None = None) -> Iterator[LocalShare]:
         """This rank's shares of global batches from batch `start` on, given by their samples' indices."""
@@ -201,6 +174,10 @@ class MapStyleSource:
         if self.order.is_by_sample:
             return DataLoader(loader.dataset, batch_sampler=batches, **options)
         return DataLoader(loader.dataset, batch_size=None, sampler=batches, **options)
+
+
+def _describe_own_samples(rank: int, world_size: int) -> str:
+    return f"loads part {rank + 1} of {world_size} of each batch's samples"
 
 
 def _has_known_samplers(loader: DataLoader[Any]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.data import source_registry
-from phalanx.data.distributed_dataset import PerRankSource
+from phalanx.data.distributed_dataset import make_per_rank_source
 from phalanx.data.input_request import InputRequest
 from phalanx.data.sharding_policy import InputContext, InputOptions
 from phalanx.data.source import Source
@@ -59,4 +59,4 @@ def make_source(request: InputRequest) -> Source:
             f"DataLoader, a PyDataset, or another dataset that has batches."
         )
     own = source_registry.make_source(InputRequest(dataset, seed=request.seed + rank, repeated=0))
-    return own if world_size == 1 else PerRankSource(own)
+    return own if world_size == 1 else make_per_rank_source(own)

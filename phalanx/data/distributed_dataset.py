@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,48 +23,23 @@ INFINITE_CARDINALITY = -1
 UNKNOWN_CARDINALITY = -2
 
 
-class PerRankSource:
-    """A source all of whose elements belong to this rank, as its input function created it."""
-
-    def __init__(self, source: Source):
-        self._source = source
-        self.cursor = source.cursor
-        self.traits = replace(
-            source.traits,
-            signature="a dataset of each rank's own",
-            reason="distribute_datasets_from_function: each replica reads what its function returned",
-            policy=AutoShardPolicy.OFF,
-            is_uniform=False,
-            is_compared=False,
-            is_read_alike=False,
-            draws_as_keras=False,
-        )
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._source.num_batches
-
-    def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
-        return map(_own, self._source.read(key, start, stop))
-
-    def peek(self, *, restart: bool = False) -> LocalShare:
-        return _own(self._source.peek(restart=restart))
-
-    def on_epoch_begin(self) -> None:
-        self._source.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        self._source.on_epoch_end()
-
-    def regroup(self, rank: int, world_size: int) -> None:
-        pass  # It reads what its function returned, whatever other ranks there are.
-
-    def shares(self, world_size: int) -> list[str]:
-        return [f"reads all of the {self.traits.kind} that its own function returned" for _ in range(world_size)]
-
-
-def _own(share: LocalShare) -> LocalShare:
-    return share._replace(global_size=None, fingerprint=None)
+def make_per_rank_source(source: Source) -> Source:
+    """The same source, all of whose elements belong to this rank, as its input function created them."""
+    own = copy.copy(source)  # the function may have returned a distributed dataset, which keeps its source
+    kind = source.traits.kind
+    own.traits = replace(
+        source.traits,
+        signature="a dataset of each rank's own",
+        reason="distribute_datasets_from_function: each replica reads what its function returned",
+        policy=AutoShardPolicy.OFF,
+        is_uniform=False,
+        is_compared=False,
+        is_read_alike=False,
+        draws_as_keras=False,
+        is_in_memory=False,
+        describe_share=lambda *_: f"reads all of the {kind} that its own function returned",
+    )
+    return own
 
 
 class Members(NamedTuple):
@@ -299,7 +275,7 @@ def distribute_from_function(
     dataset = function(InputContext(world_size, rank, world_size))
     _check_dataset(dataset)
     request = InputRequest(dataset, seed=distribution.seed + rank, repeated=0, opens_as_keras=False)
-    source = PerRankSource(source_registry.make_source(request))
+    source = make_per_rank_source(source_registry.make_source(request))
     return distribution.kind(source, dataset, distribution, _element_spec(dataset))
 
 

@@ -43,8 +43,13 @@ class InputDescription:
 
     def explain(self) -> str:
         """The policy line, then one line for each rank that says what it reads."""
-        shares = self.source.shares(self.world_size)
-        return "\n".join([self.policy_line, *(f"  rank {rank} {share}" for rank, share in enumerate(shares))])
+        describe = self.source.traits.describe_share or self._describe_part
+        lines = [f"  rank {rank} {describe(rank, self.world_size)}" for rank in range(self.world_size)]
+        return "\n".join([self.policy_line, *lines])
+
+    def _describe_part(self, rank: int, world_size: int) -> str:
+        whole = f"reads every batch of the {self.source.traits.kind}"
+        return whole if world_size == 1 else f"{whole} and keeps its part {rank + 1} of {world_size}"
 
     @property
     def disagreement(self) -> str:

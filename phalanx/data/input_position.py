@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from phalanx.data.source import PassOrder, SampleOrders, Source
+from phalanx.data.sharding_policy import AutoShardPolicy
+from phalanx.data.source import PassOrder, Source
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat import data_adapters
 
@@ -66,7 +67,8 @@ class InputPosition:
         self.start = 0
         self.counted: int | None = None
         self._source = source
-        self._order: SampleOrders = getattr(source, "order", None) or PassOrder()
+        # Another rank, which resumes from this one's place, has data and random numbers of its own.
+        self._order = source.order if source.traits.policy is AutoShardPolicy.DATA else PassOrder()
         self.next_start = 0
         self._draws = draws
         self._is_open = False  # Keras opens the next pass when one ends

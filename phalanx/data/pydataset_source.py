@@ -16,7 +16,7 @@ from phalanx.arrays.tree import map_leaves
 from phalanx.data.batch_split import LocalShare, cut
 from phalanx.data.dataset_elements import Array, to_numpy
 from phalanx.data.input_request import TWO_WEIGHTS, InputRequest
-from phalanx.data.source import PassOrder, SourceTraits, same_stream
+from phalanx.data.source import Source, SourceTraits
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat import data_adapters
 
@@ -93,7 +93,7 @@ def standardize(batch: Any, class_weight: dict[int, float] | None) -> Any:
     return batch
 
 
-class PyDatasetSource:
+class PyDatasetSource(Source):
     """A PyDataset of known or unknown length.
 
     `workers`, `use_multiprocessing` and `max_queue_size` mean what they mean in Keras. With `shuffle` the batches of
@@ -101,14 +101,10 @@ class PyDatasetSource:
     `seed` and the pass.
     """
 
-    cursor = None
-
     def __init__(self, request: InputRequest):
+        super().__init__(request)
         self._dataset = dataset = request.x
         self._request = request
-        self._rank = request.rank
-        self._world_size = request.world_size
-        self.order = PassOrder()
         self._knows_shapes = not data_adapters.loaders_are_read_by_tf_data()
         self._is_pooled = dataset.workers > 1 or (dataset.workers > 0 and dataset.use_multiprocessing)
         length = self.num_batches
@@ -124,7 +120,7 @@ class PyDatasetSource:
         )
 
     @property
-    def num_batches(self) -> int | None:
+    def num_batches(self) -> int | None:  # type: ignore[override]
         # Read each time, because `on_epoch_end` may change it.
         length = self._dataset.num_batches
         return None if length is None else int(length)
@@ -199,13 +195,6 @@ class PyDatasetSource:
 
     def on_epoch_end(self) -> None:
         self._dataset.on_epoch_end()
-
-    def shares(self, world_size: int) -> list[str]:
-        return same_stream(_KIND, world_size)
-
-    def regroup(self, rank: int, world_size: int) -> None:
-        """See `Source.regroup`."""
-        self._rank, self._world_size = rank, world_size
 
 
 make_source = PyDatasetSource

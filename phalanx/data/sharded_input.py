@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.data.array_source import ArraySource
 from phalanx.data.batch_split import LocalShare, stand_in
 from phalanx.data.dataset_elements import Array, ElementStructure, unpack
 from phalanx.data.input_description import InputDescription
@@ -59,8 +58,6 @@ class ShardedInput:
         structure: what the dataset's elements are, as far as they have been read.
         form: what they are for Keras, if it is not what they are.
         may_be_empty: whether data without a single batch is no error, as Keras's `fit` has it for validation data.
-        is_in_memory: whether it can be looked at without a trace: other data may draw random numbers when they are
-            read.
     """
 
     def __init__(self, source: Source, request: InputRequest):
@@ -74,11 +71,16 @@ class ShardedInput:
         self.structure = ElementStructure.PARTS
         self.form: ElementStructure | None = None
         self.may_be_empty = False
-        self.is_in_memory = isinstance(source, ArraySource)
+        self._is_divided = source.traits.policy is AutoShardPolicy.DATA  # else each rank has data of its own
         self._rank, self._world_size = request.rank, request.world_size
         self._last: LocalShare | None = None  # read last; None before the first, which tells data without any batch
 
     # What the data is.
+
+    @property
+    def is_in_memory(self) -> bool:
+        """See `SourceTraits`."""
+        return self.source.traits.is_in_memory
 
     @property
     def num_batches(self) -> int | None:
@@ -98,20 +100,16 @@ class ShardedInput:
     def probe(self) -> Array:
         """Numbers from all over the data, by which ranks compare what they were given; empty for data that cannot be
         looked at."""
-        found: Array = getattr(self.source, "probe", np.zeros(0))
-        return found
+        return self.source.probe if self._is_divided else np.zeros(0)
 
     @property
     def samples(self) -> int | None:
         """Samples in a pass; None for data whose samples have no numbers."""
-        found: int | None = getattr(self.source, "samples", None)
-        return found
+        return self.source.samples if self._is_divided else None
 
     def rows(self, step: int) -> Array | list[Any]:
-        """The numbers of the samples of a global batch of the running epoch, for an `IndexedSource`."""
-        source: Any = self.source
-        rows: Array | list[Any] = source.rows(self.position.pass_key, self.position.start + step)
-        return rows
+        """The numbers of the samples of a global batch of the running epoch, where they have any."""
+        return self.source.rows(self.position.pass_key, self.position.start + step)
 
     @property
     def fingerprint(self) -> Callable[[], int] | None:
@@ -170,7 +168,7 @@ class ShardedInput:
         self.structure, data = unpack(share.data)
         if self.form is not None:
             self.structure = self.form
-        return LocalBatch(data, share.size, share.global_size)
+        return LocalBatch(data, share.size, share.global_size if self._is_divided else None)
 
     def enter(self, index: int) -> None:
         """Start epoch `index`, whose batches `epoch` then gives after 0 of them."""
@@ -228,7 +226,7 @@ class ShardedInput:
 
     def _check_end(self, index: int, seen: int) -> None:
         """Warn of an epoch that ended early; raise ConfigurationError if there was no data at all."""
-        if self.source.traits.policy is not AutoShardPolicy.DATA:  # Per-rank data may end anywhere.
+        if not self._is_divided:  # per-rank data may end anywhere
             return
         steps = self._steps
         if seen == 0 and self._last is None and not self.may_be_empty:
@@ -257,7 +255,8 @@ class ShardedInput:
         """
         self._rank, self._world_size = rank, world_size
         self.description = replace(self.description, world_size=world_size)
-        self.source.regroup(rank, world_size)
+        if self._is_divided:
+            self.source.regroup(rank, world_size)
         if repeat and self.source.cursor is not None:
             self.source.cursor.repeat()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from phalanx.data.dataset_elements import Array
 from phalanx.data.input_request import InputRequest
 from phalanx.data.sharding_policy import AutoShardPolicy
 from phalanx.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from phalanx.data.tf_data_source import OpenedIterators
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,9 @@ class SourceTraits:
         draws_as_keras: whether it draws all random numbers itself that Keras would draw to open a pass.
         fixed_size: the size of every global batch, if Keras on TensorFlow knows it before it reads one.
         may_end_early: whether a pass may have fewer batches than `num_batches`, which the program's own code says.
+        is_in_memory: whether it can be looked at without a trace: other data may draw random numbers when they are
+            read.
+        describe_share: what a rank of so many reads, in a phrase; None for every batch, of which it keeps its part.
     """
 
     kind: str
@@ -49,26 +56,31 @@ class SourceTraits:
     draws_as_keras: bool = False
     fixed_size: int | None = None
     may_end_early: bool = False
+    is_in_memory: bool = False
+    describe_share: Callable[[int, int], str] | None = None
 
 
-class Source(Protocol):
+class Source(ABC):
     """One input seen from one rank: it yields this rank's share of each global batch.
 
-    Sources may have the further capabilities of `IndexedSource` and `OrderedSource`.
+    Attributes:
+        traits: its properties.
+        order: the orders of its passes.
+        cursor: the place in data that can only be read in order; None for sources with random access.
+        num_batches: batches in one pass over the data; None if unknown.
+        samples: samples in a pass; None if they have no numbers.
     """
 
     traits: SourceTraits
+    cursor: StreamCursor | None = None
+    num_batches: int | None = None
+    samples: int | None = None
 
-    @property
-    def cursor(self) -> StreamCursor | None:
-        """The place in data that can only be read in order; None for sources with random access."""
-        ...
+    def __init__(self, request: InputRequest):
+        self.order = PassOrder()
+        self._rank, self._world_size = request.rank, request.world_size
 
-    @property
-    def num_batches(self) -> int | None:
-        """Batches in one pass over the data; None if unknown."""
-        ...
-
+    @abstractmethod
     def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
         """The shares of batches `start` to `stop` of one pass over the data.
 
@@ -78,8 +90,8 @@ class Source(Protocol):
                 other value.
             stop: the batch to stop before; None to read to the end.
         """
-        ...
 
+    @abstractmethod
     def peek(self, *, restart: bool = False) -> LocalShare:
         """The first share of a pass, which `read` will yield again.
 
@@ -89,84 +101,34 @@ class Source(Protocol):
 
         Raises: StopIteration if there is no data.
         """
-        ...
-
-    def on_epoch_begin(self) -> None: ...
-
-    def on_epoch_end(self) -> None: ...
-
-    def regroup(self, rank: int, world_size: int) -> None:
-        """Cut the shares that are read from here on for another rank of another number of ranks. No `read` is open."""
-        ...
-
-    def shares(self, world_size: int) -> list[str]:
-        """What each rank reads: one phrase for each, in rank order."""
-        ...
-
-
-class IndexedSource(Source, Protocol):
-    """A source whose samples have numbers."""
-
-    @property
-    def samples(self) -> int | None:
-        """Samples in a pass; None if the samples of this source have no numbers after all."""
-        ...
 
     @property
     def probe(self) -> Array:
-        """Numbers from all over the data, shape (n,), float64, by which ranks compare what they were given."""
-        ...
+        """Numbers from all over the data, shape (n,), float64, by which ranks compare what they were given; empty for
+        data that cannot be looked at."""
+        return np.zeros(0)
 
     def rows(self, key: int, batch: int) -> Array | list[Any]:
         """The numbers of the samples of a global batch, in the order of its rows; `key` as for `read`.
 
         A list contains what a sampler gives: keys of any kind, if the dataset takes other keys than numbers.
         """
-        ...
+        raise NotImplementedError  # without `samples`
 
+    def on_epoch_begin(self) -> None:  # noqa: B027 (most data know no epochs)
+        """An epoch begins."""
 
-class OrderedSource(Source, Protocol):
-    """A source that draws the order of each pass when the pass starts."""
+    def on_epoch_end(self) -> None:  # noqa: B027 (likewise)
+        """An epoch has ended, or the next one starts a new pass."""
 
-    @property
-    def order(self) -> SampleOrders: ...
-
-
-class SampleOrders(Protocol):
-    """The orders of the passes of a source."""
-
-    def forget(self) -> None:
-        """Draw the order of the running pass again when it is next needed."""
-        ...
-
-    def reset(self) -> None:
-        """Drop what was opened of the next pass: what it has drawn stays drawn."""
-        ...
-
-    def end_pass(self, next_key: int) -> None:
-        """The running pass has ended: draw what Keras draws then.
-
-        Args:
-            next_key: of the next pass, if no `reset` comes before it.
-        """
-        ...
-
-    def randomness(self, key: int | None) -> bytes:
-        """The states of the program's generators, from which orders follow, before a pass; empty if there are none.
-
-        Args:
-            key: the pass that runs or is about to start; None for the next one.
-        """
-        ...
-
-    def continue_with(self, randomness: bytes) -> bool:
-        """Give the next pass the order of one that another process read, whose `randomness` this was; returns False,
-        and does nothing, if that one's order followed from other generators."""
-        ...
+    def regroup(self, rank: int, world_size: int) -> None:
+        """Cut the shares that are read from here on for another rank of another number of ranks. No `read` is open."""
+        self._rank, self._world_size = rank, world_size
 
 
 class PassOrder:
-    """The order of the running pass (`SampleOrders`), kept because a pass may last for several epochs."""
+    """The orders of the passes of a source. That of the running pass is kept, because a pass may last for several
+    epochs."""
 
     def __init__(self) -> None:
         self._kept: tuple[int, Any] | None = None
@@ -178,50 +140,36 @@ class PassOrder:
         return self._kept[1]
 
     def is_of(self, key: int | None) -> bool:
+        """Whether pass `key` is the running one."""
         return self._kept is not None and self._kept[0] == key
 
     def forget(self) -> None:
+        """Draw the order of the running pass again when it is next needed."""
         self._kept = None
 
     def reset(self) -> None:
-        pass
+        """Drop what was opened of the next pass: what it has drawn stays drawn."""
 
     def end_pass(self, next_key: int) -> None:
-        pass
+        """The running pass has ended: draw what Keras draws then.
+
+        Args:
+            next_key: of the next pass, if no `reset` comes before it.
+        """
 
     def randomness(self, key: int | None) -> bytes:
+        """The states of the program's generators, from which orders follow, before a pass; empty if there are none.
+
+        Args:
+            key: the pass that runs or is about to start; None for the next one.
+        """
         del key  # the order follows from the seed, or from the chief's
         return b""
 
     def continue_with(self, randomness: bytes) -> bool:
+        """Give the next pass the order of one that another process read, whose `randomness` this was; returns False,
+        and does nothing, if that one's order followed from other generators."""
         return not randomness
-
-
-def same_stream(kind: str, world_size: int) -> list[str]:
-    """What each rank reads under DATA if it must read everything to find its part."""
-    if world_size == 1:
-        return [f"reads every batch of the {kind}"]
-    return [
-        f"reads every batch of the {kind} and keeps its part {rank + 1} of {world_size}" for rank in range(world_size)
-    ]
-
-
-class OpenedPasses(Protocol):
-    """Opens passes over data that choose another order for each, and counts them.
-
-    Attributes:
-        count: how many were opened.
-        each: how many a whole pass opens: Keras may open another one when it ends.
-    """
-
-    each: int
-
-    @property
-    def count(self) -> int: ...
-
-    def skip_to(self, count: int) -> None:
-        """Open passes until there were so many; nothing of them is read."""
-        ...
 
 
 class StreamCursor:
@@ -249,7 +197,7 @@ class StreamCursor:
         open_first: Callable[[], Iterator[Any]] | None = None,
     ):
         self.taken = self.taken_before = 0
-        self.opened: OpenedPasses | None = None
+        self.opened: OpenedIterators | None = None
         self._open_pass = open_pass
         self._open_first = open_first
         self._is_once = is_once
@@ -400,7 +348,7 @@ def _pass_over(elements: Iterator[Any], count: int) -> None:
     collections.deque(itertools.islice(elements, count), maxlen=0)
 
 
-class StreamSource:
+class StreamSource(Source):
     """A source that can only be read in order: a generator, a dataset of unknown length.
 
     Args:
@@ -411,8 +359,9 @@ class StreamSource:
         num_batches: elements in a pass; None if unknown.
         is_once, open_first: see `StreamCursor`.
         copies: see `cut`.
-        shares: what each rank reads, see `Source.shares`; None for what `same_stream` says.
     """
+
+    cursor: StreamCursor
 
     def __init__(
         self,
@@ -424,38 +373,22 @@ class StreamSource:
         is_once: bool = False,
         open_first: Callable[[], Iterator[Any]] | None = None,
         copies: bool = True,
-        shares: list[str] | None = None,
     ):
+        super().__init__(request)
         self.traits = traits
         self.num_batches = num_batches
         self.cursor = StreamCursor(open_pass, is_once=is_once, repeated=request.repeated, open_first=open_first)
-        self._rank, self._world_size = request.rank, request.world_size
         self._copies = copies
-        self._shares = shares
+        # Also of a rank's own data, see `make_per_rank_source`: of arrays that are filled again, `cut` makes copies.
+        self._is_cut = traits.policy is AutoShardPolicy.DATA
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
-        """See `Source.read`."""
         return map(self._share, self.cursor.read(key, start, stop))
 
     def peek(self, *, restart: bool = False) -> LocalShare:
-        """See `Source.peek`."""
         return self._share(self.cursor.peek(restart=restart))
 
-    def on_epoch_begin(self) -> None:
-        pass
-
-    def on_epoch_end(self) -> None:
-        pass
-
-    def regroup(self, rank: int, world_size: int) -> None:
-        """See `Source.regroup`."""
-        self._rank, self._world_size = rank, world_size
-
-    def shares(self, world_size: int) -> list[str]:
-        """See `Source.shares`."""
-        return same_stream(self.traits.kind, world_size) if self._shares is None else self._shares
-
     def _share(self, element: Any) -> LocalShare:
-        if self.traits.policy is not AutoShardPolicy.DATA:
-            return whole(element, self.traits.kind)
-        return cut(element, self._rank, self._world_size, self.traits.kind, copies=self._copies)
+        if self._is_cut:
+            return cut(element, self._rank, self._world_size, self.traits.kind, copies=self._copies)
+        return whole(element, self.traits.kind)

@@ -13,6 +13,7 @@ import weakref
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -90,6 +91,7 @@ def make_source(request: InputRequest) -> StreamSource:
         is_compared=by_rows,
         is_read_alike=by_rows,
         fixed_size=_fixed_size(dataset.element_spec),
+        describe_share=None if by_rows else partial(_describe_share, policy, files, world_size),
     )
     opened = _opened_iterators(request, sharded, length)
 
@@ -107,21 +109,18 @@ def make_source(request: InputRequest) -> StreamSource:
         open_first=lambda: _elements(_read_in_turn(sharded), opened),
         num_batches=length,
         copies=False,
-        shares=_shares(policy, files, world_size),
     )
     source.cursor.opened = opened
     return source
 
 
-def _shares(policy: AutoShardPolicy, files: list[str] | None, world_size: int) -> list[str] | None:
-    """What each rank reads, see `Source.shares`; None under DATA."""
-    if policy is AutoShardPolicy.DATA:
-        return None
+def _describe_share(policy: AutoShardPolicy, files: list[str] | None, divided_by: int, rank: int, _: int) -> str:
+    """What a rank reads, of files that were divided by so many ranks; see `SourceTraits`."""
     if policy is AutoShardPolicy.FILE and files is not None:
-        return [_name_files(files[rank::world_size]) for rank in range(world_size)]
+        return _name_files(files[rank::divided_by])
     if policy is AutoShardPolicy.OFF:
-        return ["reads every element of its dataset"] * world_size
-    return [f"reads shard {rank} of what names SHARD_HINT, else every element" for rank in range(world_size)]
+        return "reads every element of its dataset"
+    return f"reads shard {rank} of what names SHARD_HINT, else every element"
 
 
 def _check_batches(element_spec: Any) -> None:
@@ -234,13 +233,13 @@ def _read_in_turn(dataset: Any) -> Any:
     return dataset.with_options(options)
 
 
-class _OpenedIterators:
+class OpenedIterators:
     """The iterators that were created over a dataset, also in former calls: a shuffle chooses another order for each,
-    which follows from its seed and their number. See `OpenedPasses`.
+    which follows from its seed and their number.
 
     Args:
         dataset: of which all are made that are iterated.
-        each: see `OpenedPasses`.
+        each: how many a whole pass opens: Keras may open another one when it ends.
         in_order: see `_drawing_in_order`.
     """
 
@@ -263,17 +262,18 @@ class _OpenedIterators:
             return iterator
 
     def skip_to(self, count: int) -> None:
+        """Open iterators until there were so many; nothing of them is read."""
         while self.count < count:
             self.iterate(self._dataset)
 
 
-def _opened_iterators(request: InputRequest, sharded: Any, length: int | None) -> _OpenedIterators:
+def _opened_iterators(request: InputRequest, sharded: Any, length: int | None) -> OpenedIterators:
     """Those over what was made of the request's dataset, of this length."""
     opens_another = length is not None and request.steps_per_epoch is None and request.opens_as_keras
     each = 2 if opens_another and data_adapters.opens_one_more_pass("tensorflow") else 1
     is_inside = any(part is request.x for part in _with_inputs(sharded))
     in_order = _is_shared(request) and _draws_in_threads(sharded)
-    return _OpenedIterators(request.x if is_inside else sharded, each, in_order=in_order)
+    return OpenedIterators(request.x if is_inside else sharded, each, in_order=in_order)
 
 
 @contextmanager
@@ -315,7 +315,7 @@ def _operations_in_threads(dataset: Any) -> set[str]:
     return {name for name, definition in known.items() if definition is not None and definition.is_stateful}
 
 
-def _elements(dataset: Any, opened: _OpenedIterators) -> Iterator[Any]:
+def _elements(dataset: Any, opened: OpenedIterators) -> Iterator[Any]:
     already_exists = tf.errors.AlreadyExistsError  # the module may be gone when the interpreter closes the generator
     try:
         for element in opened.iterate(dataset):

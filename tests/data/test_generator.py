@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from phalanx.data import ShardedInput
-from phalanx.data.distributed_dataset import PerRankSource
+from phalanx.data.distributed_dataset import make_per_rank_source
 from phalanx.data.input_position import InputPlace
 from phalanx.data.input_request import InputRequest
 from phalanx.data.source import SourceTraits, StreamCursor, StreamSource
@@ -267,7 +267,7 @@ def test_whether_batches_are_compared_follows_the_number_of_ranks():
 def test_so_can_what_an_input_function_of_this_rank_made():
     stream = StreamSource(lambda key: source, SourceTraits("generator", "generator"), InputRequest(None), is_once=True)
     source = endless()
-    sharded = ShardedInput(PerRankSource(stream), InputRequest(None, rank=0, world_size=2, steps_per_epoch=3))
+    sharded = ShardedInput(make_per_rank_source(stream), InputRequest(None, rank=0, world_size=2, steps_per_epoch=3))
     with sharded.recording() as rewind:
         walk = sharded.epoch(0)
         assert [next(walk).data[0][0, 0] for _ in range(2)] == [0, 1]
