@@ -1,6 +1,6 @@
 """What each rank reads: every input that Keras takes, cut into local batches."""
 
-from phalanx.data.batch_split import local_range
+from phalanx.data.batch_split import LocalBatch, local_range
 from phalanx.data.dataset_creator import DatasetCreator
 from phalanx.data.distributed_dataset import (
     DistributedDataset,
@@ -8,7 +8,6 @@ from phalanx.data.distributed_dataset import (
     distribute_dataset,
     distribute_from_function,
 )
-from phalanx.data.local_batch import LocalBatch
 from phalanx.data.sample_ledger import ledger
 from phalanx.data.sharded_input import ShardedInput, shard_input
 from phalanx.data.sharding_policy import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode

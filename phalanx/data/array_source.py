@@ -15,7 +15,7 @@ import numpy as np
 
 from phalanx.arrays import allocation
 from phalanx.arrays.tree import leaves, map_leaves
-from phalanx.data.batch_split import LocalShare, local_range, should_be_aligned
+from phalanx.data.batch_split import LocalBatch, local_range, should_be_aligned
 from phalanx.data.dataset_elements import Array, describe, to_numpy
 from phalanx.data.input_request import InputRequest
 from phalanx.data.source import Source, SourceTraits
@@ -139,16 +139,16 @@ class ArraySource(Source):
         stop = min(first + self._batch_size, self.samples)
         return self._permutation(key)[first:stop] if self._shuffle else np.arange(first, stop)
 
-    def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
+    def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalBatch]:
         assert stop is not None, "the length of arrays is known"
         return self._slices(self._permutation(key) if self._shuffle else None, start, stop)
 
-    def peek(self, *, restart: bool = False) -> LocalShare:
+    def peek(self, *, restart: bool = False) -> LocalBatch:
         if restart and self._shuffle and self._shuffling is not None:
             self._keras_orders = self._orders(peeked=True)
         return next(self._slices(None, 0, 1))
 
-    def _slices(self, order: Array | None, start: int, stop: int) -> Iterator[LocalShare]:
+    def _slices(self, order: Array | None, start: int, stop: int) -> Iterator[LocalBatch]:
         data, rank, world_size = self._data, self._rank, self._world_size
         batch_size, samples = self._batch_size, self.samples
         for first in range(start * batch_size, stop * batch_size, batch_size):
@@ -162,7 +162,7 @@ class ArraySource(Source):
             else:
                 indices = order[rows]
                 part = map_leaves(lambda array, i=indices: _gathered(array, i), data)  # type: ignore[misc]
-            yield LocalShare(part, size, global_size, None)
+            yield LocalBatch(part, size, global_size, None)
 
     def _permutation(self, key: int) -> Array:
         order: Array = self.order.get(key, self._new_order)

@@ -20,13 +20,16 @@ FINGERPRINT_BYTES = 4096
 microseconds of work."""
 
 
-class LocalShare(NamedTuple):
-    """One rank's part of one element of a source, in the element's own structure.
+class LocalBatch(NamedTuple):
+    """One rank's contiguous part of one global batch.
 
     Attributes:
-        data: the part; if `size` is 0, one sample as a stand-in.
-        size: number of samples in the part.
-        global_size: number of samples over all ranks; None for per-rank pipelines.
+        data: structures of NumPy arrays: an element of a source, or what Keras unpacks it to, `(x, y, sample_weight)`
+            with None for what is missing. If `size` is 0, the arrays still hold one sample: a stand-in of the right
+            shapes and dtypes (taken from the global batch) that is computed with weight zero.
+        size: number of samples in this part, 0 or more.
+        global_size: number of samples in the global batch over all ranks, or None if only the ranks together know it
+            (per-rank pipelines).
         fingerprint: a checksum of the whole element, equal on all ranks that read the same data in the same order. None
             if there is nothing to compare.
     """
@@ -88,7 +91,7 @@ def stand_in(element: Any) -> Any:
     return map_leaves(one, element)
 
 
-def cut(element: Any, rank: int, world_size: int, source: str, *, copies: bool) -> LocalShare:
+def cut(element: Any, rank: int, world_size: int, source: str, *, copies: bool) -> LocalBatch:
     """A rank's share of an element that all ranks hold in full.
 
     Args:
@@ -105,7 +108,7 @@ def cut(element: Any, rank: int, world_size: int, source: str, *, copies: bool) 
         part = stand_in(element)
     else:
         part = element if world_size == 1 else map_leaves(lambda array: array[start:stop], element)
-    return LocalShare(map_leaves(_copy, part) if copies else part, stop - start, global_size, fingerprint)
+    return LocalBatch(map_leaves(_copy, part) if copies else part, stop - start, global_size, fingerprint)
 
 
 def should_be_aligned(size: int, dtype: np.dtype[Any]) -> bool:
@@ -121,11 +124,11 @@ def _copy(array: Array) -> Array:
     return block
 
 
-def whole(element: Any, source: str) -> LocalShare:
+def whole(element: Any, source: str) -> LocalBatch:
     """The share of an element of a per-rank pipeline: all of it belongs to this rank. Only the ranks together know
     the global size."""
     size = batch_size_of(element, source)
-    return LocalShare(element if size else stand_in(element), size, None, None)
+    return LocalBatch(element if size else stand_in(element), size, None, None)
 
 
 def fingerprint_of(element: Any) -> int:

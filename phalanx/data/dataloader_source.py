@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from phalanx.arrays.tree import map_leaves
 from phalanx.data.array_source import numbers_of, sampled_rows
-from phalanx.data.batch_split import LocalShare, cut, local_range
+from phalanx.data.batch_split import LocalBatch, cut, local_range
 from phalanx.data.dataloader_order import DataLoaderOrder
 from phalanx.data.dataset_elements import Array, to_numpy
 from phalanx.data.input_request import InputRequest
@@ -131,13 +131,13 @@ class MapStyleSource(Source):
         keys: list[Any] = self.order.of_pass(key, batch + 1)[batch]
         return keys
 
-    def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
+    def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalBatch]:
         return self._load(self.order.of_pass(key, stop)[start:stop], start)
 
-    def peek(self, *, restart: bool = False) -> LocalShare:
+    def peek(self, *, restart: bool = False) -> LocalBatch:
         return next(self._load([self.order.peek(restart=restart)], 0, num_workers=0))
 
-    def _load(self, chosen: list[Any], start: int, num_workers: int | None = None) -> Iterator[LocalShare]:
+    def _load(self, chosen: list[Any], start: int, num_workers: int | None = None) -> Iterator[LocalBatch]:
         """This rank's shares of global batches from batch `start` on, given by their samples' indices."""
         rank, world_size = self._rank, self._world_size
         if not self._loads_own_samples:
@@ -153,7 +153,7 @@ class MapStyleSource(Source):
         elements = _elements_apart(loader, iter(loader))
         # The fingerprint is of the indices, since no rank has the whole batch.
         for element, indices, (low, high) in zip(elements, chosen, parts, strict=True):
-            yield LocalShare(element, high - low, len(indices), _checksum(indices))
+            yield LocalBatch(element, high - low, len(indices), _checksum(indices))
 
     def _loader_of(self, batches: list[Any], start: int, num_workers: int | None) -> Any:
         """A DataLoader like the program's, over these batches, the first of which is batch `start`."""

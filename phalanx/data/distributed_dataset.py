@@ -12,7 +12,7 @@ import numpy as np
 
 from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.data import source_registry
-from phalanx.data.batch_split import LocalShare, stand_in
+from phalanx.data.batch_split import LocalBatch, stand_in
 from phalanx.data.input_request import InputRequest
 from phalanx.data.sharded_input import ShardedInput
 from phalanx.data.sharding_policy import AutoShardPolicy, InputContext
@@ -105,10 +105,10 @@ class DistributedDataset:
     def _converted(self, element: Any) -> Any:
         return element if self._convert is None else map_leaves(self._convert, element)
 
-    def _jointly(self, shares: Iterator[LocalShare]) -> Iterator[LocalShare]:
+    def _jointly(self, shares: Iterator[LocalBatch]) -> Iterator[LocalBatch]:
         """Equally many shares on every rank: ranks whose data has ended get shares of size 0 until that of all has."""
         assert self._any_rank is not None
-        last: LocalShare | None = None
+        last: LocalBatch | None = None
         while True:
             # Every rank asks before each element, those without data too: the question is a collective.
             share = next(shares, None)
@@ -117,7 +117,7 @@ class DistributedDataset:
             last = share or (last or self._example())._replace(size=0)
             yield last
 
-    def _example(self) -> LocalShare:
+    def _example(self) -> LocalBatch:
         """A share with the structure of the others', for a rank without any data."""
         try:
             return self.source.peek()
@@ -134,7 +134,7 @@ class DistributedDataset:
             kind = "S1" if spec.dtype.name == "string" else spec.dtype.as_numpy_dtype
             return np.zeros([1, *(length or 0 for length in spec.shape[1:])], kind)
 
-        return LocalShare(map_leaves(one, self.element_spec), 0, None, None)
+        return LocalBatch(map_leaves(one, self.element_spec), 0, None, None)
 
     def __len__(self) -> int:
         """Batches per epoch. Raises: TypeError if unknown."""
@@ -156,7 +156,7 @@ class DistributedDataset:
         return self._sharded.description.explain()
 
 
-def _of_one_generation(shares: Iterator[LocalShare], members: Members, began: tuple[int, int]) -> Iterator[LocalShare]:
+def _of_one_generation(shares: Iterator[LocalBatch], members: Members, began: tuple[int, int]) -> Iterator[LocalBatch]:
     """The shares, as long as this rank has the part of each batch with which their iteration began."""
     for share in shares:
         if members.part() != began:
@@ -168,7 +168,7 @@ def _of_one_generation(shares: Iterator[LocalShare], members: Members, began: tu
         yield share
 
 
-def _arrays(share: LocalShare) -> Any:
+def _arrays(share: LocalBatch) -> Any:
     return share.data if share.size else map_leaves(lambda array: array[:0], stand_in(share.data))
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from phalanx.data.batch_split import LocalShare
-from phalanx.data.local_batch import LocalBatch
+from phalanx.data.batch_split import LocalBatch
 from phalanx.data.sharded_input import ShardedInput
 from phalanx.data.source import StreamCursor
 
@@ -25,7 +24,7 @@ class NumberedBatches:
     def __init__(self, sharded: ShardedInput):
         self.sharded = sharded
         self._source = sharded.source
-        self._stream: Iterator[LocalShare] = iter(())
+        self._stream: Iterator[LocalBatch] = iter(())
         self._index = 0  # of the running epoch
         self._read = 0  # batches of the pass that were taken from the stream
 

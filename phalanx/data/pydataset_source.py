@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.arrays.tree import map_leaves
-from phalanx.data.batch_split import LocalShare, cut
+from phalanx.data.batch_split import LocalBatch, cut
 from phalanx.data.dataset_elements import Array, to_numpy
 from phalanx.data.input_request import TWO_WEIGHTS, InputRequest
 from phalanx.data.source import Source, SourceTraits
@@ -57,13 +57,13 @@ class _Reader:
     def num_batches(self) -> int:
         return len(self._positions)
 
-    def __getitem__(self, index: int) -> LocalShare | _Failure:
+    def __getitem__(self, index: int) -> LocalBatch | _Failure:
         try:
             return self.share(index)
         except Exception as error:
             return _Failure(error, self._across_processes)
 
-    def share(self, index: int) -> LocalShare:
+    def share(self, index: int) -> LocalBatch:
         batch = standardize(self._dataset[int(self._positions[index])], self._class_weight)
         return cut(map_leaves(to_numpy, batch), self._rank, self._world_size, _KIND, copies=True)
 
@@ -125,7 +125,7 @@ class PyDatasetSource(Source):
         length = self._dataset.num_batches
         return None if length is None else int(length)
 
-    def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
+    def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalBatch]:
         self._learn_shapes(0)
         positions: Sequence[int] | Array
         if self.num_batches is None:
@@ -142,7 +142,7 @@ class PyDatasetSource(Source):
         class_weight = self._request.class_weight
         return _Reader(self._dataset, positions, self._rank, self._world_size, class_weight, across_processes)
 
-    def _pool(self, reader: _Reader, count: int) -> Iterator[LocalShare]:
+    def _pool(self, reader: _Reader, count: int) -> Iterator[LocalBatch]:
         dataset = self._dataset
         enqueuer = data_adapters.ordered_enqueuer(
             reader, dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size
@@ -170,7 +170,7 @@ class PyDatasetSource(Source):
         # Every process draws, so that what a seeded program draws after it is the same everywhere.
         return shuffling.from_chief(_shuffled(count))
 
-    def peek(self, *, restart: bool = False) -> LocalShare:
+    def peek(self, *, restart: bool = False) -> LocalBatch:
         request, count = self._request, self.num_batches
         if restart and request.shuffle and request.shuffling is not None and count is not None:
             _shuffled(count)  # before the model is built, which may draw from the same generator

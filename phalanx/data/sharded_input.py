@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.data.batch_split import LocalShare, stand_in
+from phalanx.data.batch_split import LocalBatch, stand_in
 from phalanx.data.dataset_elements import Array, ElementStructure, unpack
 from phalanx.data.input_description import InputDescription
 from phalanx.data.input_position import InputPosition
 from phalanx.data.input_request import InputRequest
-from phalanx.data.local_batch import LocalBatch
 from phalanx.data.rank_local_reads import reading_rank_local_data
 from phalanx.data.sharding_policy import AutoShardPolicy
 from phalanx.data.source import Source
@@ -73,7 +72,7 @@ class ShardedInput:
         self.may_be_empty = False
         self._is_divided = source.traits.policy is AutoShardPolicy.DATA  # else each rank has data of its own
         self._rank, self._world_size = request.rank, request.world_size
-        self._last: LocalShare | None = None  # read last; None before the first, which tells data without any batch
+        self._last: LocalBatch | None = None  # read last; None before the first, which tells data without any batch
 
     # What the data is.
 
@@ -161,14 +160,14 @@ class ShardedInput:
                 share = self.source.peek()
             except StopIteration:
                 raise self.description.empty_error(self._rank) from None
-        return self.local_batch(LocalShare(stand_in(share.data), 0, None, None))
+        return self.local_batch(LocalBatch(stand_in(share.data), 0, None, None))
 
-    def local_batch(self, share: LocalShare) -> LocalBatch:
+    def local_batch(self, share: LocalBatch) -> LocalBatch:
         """A share in the form in which training takes it."""
         self.structure, data = unpack(share.data)
         if self.form is not None:
             self.structure = self.form
-        return LocalBatch(data, share.size, share.global_size if self._is_divided else None)
+        return share._replace(data=data, global_size=share.global_size if self._is_divided else None)
 
     def enter(self, index: int) -> None:
         """Start epoch `index`, whose batches `epoch` then gives after 0 of them."""
@@ -191,7 +190,7 @@ class ShardedInput:
         for share in self.shares(index, done):
             yield self.local_batch(share)
 
-    def shares(self, index: int, done: int | None = None) -> Iterator[LocalShare]:
+    def shares(self, index: int, done: int | None = None) -> Iterator[LocalBatch]:
         """As `epoch`, with the elements in the dataset's own structure."""
         position = self.position
         if done is None:
@@ -208,7 +207,7 @@ class ShardedInput:
         position.leave(index, seen)
         self._check_end(index, seen)
 
-    def _read(self, done: int) -> Iterator[LocalShare]:
+    def _read(self, done: int) -> Iterator[LocalBatch]:
         start = self.position.start
         # In the caller's thread, and no sooner than asked, as in Keras: what is read may be bound to a thread, call a
         # model of the job, or depend on what the step before has changed.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from phalanx.arrays.tree import map_leaves
-from phalanx.data.batch_split import LocalShare, cut, whole
+from phalanx.data.batch_split import LocalBatch, cut, whole
 from phalanx.data.dataset_elements import Array
 from phalanx.data.input_request import InputRequest
 from phalanx.data.sharding_policy import AutoShardPolicy
@@ -81,7 +81,7 @@ class Source(ABC):
         self._rank, self._world_size = request.rank, request.world_size
 
     @abstractmethod
-    def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
+    def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalBatch]:
         """The shares of batches `start` to `stop` of one pass over the data.
 
         Args:
@@ -92,7 +92,7 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def peek(self, *, restart: bool = False) -> LocalShare:
+    def peek(self, *, restart: bool = False) -> LocalBatch:
         """The first share of a pass, which `read` will yield again.
 
         Args:
@@ -382,13 +382,13 @@ class StreamSource(Source):
         # Also of a rank's own data, see `make_per_rank_source`: of arrays that are filled again, `cut` makes copies.
         self._is_cut = traits.policy is AutoShardPolicy.DATA
 
-    def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalShare]:
+    def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalBatch]:
         return map(self._share, self.cursor.read(key, start, stop))
 
-    def peek(self, *, restart: bool = False) -> LocalShare:
+    def peek(self, *, restart: bool = False) -> LocalBatch:
         return self._share(self.cursor.peek(restart=restart))
 
-    def _share(self, element: Any) -> LocalShare:
+    def _share(self, element: Any) -> LocalBatch:
         if self._is_cut:
             return cut(element, self._rank, self._world_size, self.traits.kind, copies=self._copies)
         return whole(element, self.traits.kind)
