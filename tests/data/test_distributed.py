@@ -166,6 +166,34 @@ def test_fit_takes_a_distributed_dataset(own):
     assert len(sharded.description.explain().splitlines()) == 3
 
 
+def test_what_one_rank_reads_alone_tells_the_others_nothing():
+    torch = pytest.importorskip("torch")
+
+    def function(context: InputContext):
+        data = torch.utils.data.TensorDataset(torch.arange(11))
+        return torch.utils.data.DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(1))
+
+    data = distribute_from_function(function, DatasetDistribution(rank=1, world_size=2, seed=0))
+    sharded = shard_input(data, rank=1, world_size=2, seed=0)
+    assert (sharded.samples, sharded.probe.size, sharded.is_in_memory) == (None, 0, False)
+    assert sharded.position.next_pass.randomness == b""
+    sharded.regroup(0, 3)
+    assert [batch.size for batch in sharded.epoch(0)] == [4, 4, 3]
+    text = sharded.description.explain()
+    assert "rank 2 reads all of the torch DataLoader that its own function returned" in text
+
+
+def test_one_rank_alone_may_read_a_generator_that_fills_its_arrays_again():
+    def function(context: InputContext):
+        array = np.zeros((2, 1))
+        for number in range(3):
+            array[:] = number
+            yield (array,)
+
+    data = distribute_from_function(function, DatasetDistribution(rank=1, world_size=2, seed=0))
+    assert [x[0, 0] for (x,) in list(data)] == [0, 1, 2]
+
+
 def test_the_context_is_that_of_tf_distribute():
     context = InputContext(num_input_pipelines=3, input_pipeline_id=1, num_replicas_in_sync=3)
     assert context.get_per_replica_batch_size(6) == 2
