@@ -39,7 +39,7 @@ LONGEST = (
     *("parameter_server/test_training", "parameter_server/test_faults", "keras_compat/test_contract"),
     *("strategies/test_mirrored_strategy", "collectives/test_contract", "strategies/test_interface"),
     *("compression/test_scenarios", "strategies/test_interactive_session", "launcher/test_terminal"),
-    *("parameter_server/test_embedding_rows", "parameter_server/test_central_storage", "launcher/test_host_pool"),
+    *("parameter_server/test_embedding_rows", "launcher/test_host_pool"),
 )
 """Modules that take half a minute or more, the longest first: one that comes late keeps a core waiting at the end."""
 

@@ -35,7 +35,7 @@ COVERED_BY = {
     ],
     "[`ClusterCoordinator`]": ["tests/coordinator/test_jobs.py::test_one_worker_trains_as_one_process"],
     "[`CentralStorageStrategy`]": [
-        "tests/parameter_server/test_central_storage.py::test_the_numbers_are_those_of_one_process"
+        "tests/strategies/test_mirrored_strategy.py::test_central_storage_trains_as_one_process"
     ],
     "[supervisor]": [
         "tests/supervisor/test_jobs.py::test_an_evaluator_evaluates_each_checkpoint_once_and_ends_with_the_job"

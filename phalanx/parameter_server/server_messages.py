@@ -73,7 +73,6 @@ class UpdateRules(msgspec.Struct, frozen=True):
         staleness: in asynchronous training, how many steps a worker may be ahead of the slowest; -1: no bound.
         refuse_nan: discard and count updates that are not finite; otherwise apply them.
         timeout_s: seconds to wait for a connected worker before it is evicted.
-        all_required: losing any worker ends the training; otherwise the others continue without it.
         overlap: in asynchronous training, workers compute the next step while their gradients are on their way.
     """
 
@@ -82,7 +81,6 @@ class UpdateRules(msgspec.Struct, frozen=True):
     staleness: int
     refuse_nan: bool
     timeout_s: float
-    all_required: bool = False
     overlap: bool = False
 
     @property

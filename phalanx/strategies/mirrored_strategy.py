@@ -77,10 +77,11 @@ class MirroredStrategy(Strategy):
             placement = _place(devices, merges=merges)
             super().__init__(on_mesh(replica, placement), policy=TrainingPolicy(placement=placement))
             return
-        check_one_device("MirroredStrategy with replicas", process_environment())
+        name = type(self).__name__
+        check_one_device(f"{name} with replicas", process_environment())
         policy = TrainingPolicy(resolve_compression(compression), synchronized_batch_norm=synchronized_batch_norm)
         ops = cross_device_ops_of(cross_device_ops)
-        self._devices = devices_of(devices, "MirroredStrategy", process_environment())
+        self._devices = devices_of(devices, name, process_environment())
         is_started = JOB_ID in process_environment()  # by a launcher, or by the user's own process
         if not is_started and len(self._devices) > 1 and not is_program():
             self.job = _interactive(self._devices).job
@@ -94,8 +95,8 @@ class MirroredStrategy(Strategy):
         workers = len(resolver.cluster_spec().ranked_tasks)
         if devices is not None and workers > 1 and len(self._devices) != workers:
             raise ConfigurationError(
-                f"MirroredStrategy was given {len(self._devices)} devices, and the job was started with {workers} "
-                f"workers. Leave `devices` out, or give `phalanx run --workers` the same number."
+                f"{name} was given {len(self._devices)} devices, and the job was started with {workers} "
+                f"workers. Leave the devices out, or give `phalanx run --workers` the same number."
             )
         self.job = join_job(resolver, None, ops)
         super().__init__(self.job.replica, resolver, policy)

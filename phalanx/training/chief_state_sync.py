@@ -8,7 +8,8 @@ worker's number, so that workers draw different masks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -19,7 +20,7 @@ from phalanx.cluster.task_comparison import describe_difference
 from phalanx.engines import buffers
 from phalanx.engines.random_state import draw_own_numbers, random_state
 from phalanx.errors import CollectiveTimeoutError, DisagreementError
-from phalanx.keras_compat.variables.host_values import to_host
+from phalanx.keras_compat.variables.host_values import host_copy, to_host
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 from phalanx.training.state_sync import seed_generators, shifted_seed
 from phalanx.transport.decoding import decode_message
@@ -89,13 +90,35 @@ def receive_state(worker: ParameterServerWorker, model: Any, fit: int, changing:
     draw_own_numbers(random_state(), worker.number)
 
 
-def send_final_weights(worker: ParameterServerWorker, fit: int, changed: Mapping[int, Any]) -> None:
+@contextmanager
+def sharing_final_weights(worker: ParameterServerWorker, fit: int, variables: Sequence[Any]) -> Iterator[None]:
+    """Around the callbacks at the end of a `fit`: what those of the chief make of the trained variables holds for all
+    workers; what those of the others make of them, by logs of their own, is undone."""
+    # Copies: a callback may write into the same memory (PyTorch).
+    before = [host_copy(variable) for variable in variables]
+    yield
+    changed = {
+        number: variable
+        for number, (variable, value) in enumerate(zip(variables, before, strict=True))
+        if not np.array_equal(to_host(variable), value)
+    }
+    if worker.is_chief:
+        _send_final_weights(worker, fit, changed)
+        return
+    chiefs = _receive_final_weights(worker, fit)
+    # The chief's value where it has set one; else back to what the servers have, because this worker's callbacks saw
+    # only its own logs.
+    for number in {*changed, *chiefs}:
+        variables[number].assign(chiefs.get(number, before[number]))
+
+
+def _send_final_weights(worker: ParameterServerWorker, fit: int, changed: Mapping[int, Any]) -> None:
     """On the chief: broadcast the trained variables, by number, that callbacks have set at the end of the `fit`."""
     worker.broadcast(FINAL, [np.array([fit, *changed], np.int64), *_packed([*changed.values()])], fit)
 
 
-def receive_final_weights(worker: ParameterServerWorker, fit: int) -> dict[int, Array]:
-    """On the others: the variables of `send_final_weights`; none, with a warning, if the chief takes too long."""
+def _receive_final_weights(worker: ParameterServerWorker, fit: int) -> dict[int, Array]:
+    """On the others: the variables of `_send_final_weights`; none, with a warning, if the chief takes too long."""
     try:
         received = worker.receive_broadcast(FINAL, fit)
     except CollectiveTimeoutError as error:
@@ -119,7 +142,7 @@ def are_chiefs_averages_in_weights(worker: ParameterServerWorker, fit: int, own:
     if received is None:
         return False
     of, exchanged = np.frombuffer(received[0], np.int64).tolist()
-    return of == fit and bool(exchanged)  # as in `receive_final_weights`
+    return of == fit and bool(exchanged)  # as in `_receive_final_weights`
 
 
 def _frozen(model: Any, changing: Sequence[Any]) -> list[Any]:

@@ -198,7 +198,7 @@ class ElasticRecovery:
         content, flags = self._receive_state()
         self._elastic.needs_state = False
         self._generation = replica.generation
-        self._model.set_synchronised(True)
+        self._model.note_synchronised()
         position = FitPosition(**content)
         self._regroup_inputs()
         state.watched, state.watched_validation, state.stop_requested, state.chief_adds_logs = flags

@@ -29,7 +29,6 @@ from phalanx.training.program_effects import program_random_state
 from phalanx.training.program_effects.per_rank_random_numbers import running_method
 from phalanx.training.replica import Replica, alone, divides_batches
 from phalanx.training.replica_trainer import ReplicaTrainer
-from phalanx.training.servers.central_storage_trainer import CentralStorageTrainer, CentralStorageWorker
 from phalanx.training.servers.parameter_server_trainer import ParameterServerTrainer
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 from phalanx.training.state_sync import metrics_kept
@@ -172,7 +171,7 @@ def request_stop(model: Any) -> None:
     Replicas need no such request: they agree on `model.stop_training`.
     """
     trainer = vars(model).get(_TRAINER)
-    if isinstance(trainer, ParameterServerTrainer | CentralStorageTrainer):
+    if isinstance(trainer, ParameterServerTrainer):
         trainer.request_stop()
 
 
@@ -184,7 +183,7 @@ def update_variables(model: Any) -> None:
     """
     sync_jax_state(model)
     member, trainer = member_of(model), vars(model).get(_TRAINER)
-    if isinstance(trainer, ParameterServerTrainer | CentralStorageTrainer):
+    if isinstance(trainer, ParameterServerTrainer):
         trainer.pull_consistent()
     if isinstance(member, ParameterServerWorker) and member.is_chief and member.coordinator is not None:
         member.coordinator.refresh()
@@ -269,8 +268,8 @@ def _trains_alone(model: Any, replica: Replica) -> bool:
     return not divides_batches(replica) and policy.period is None and policy.placement is None
 
 
-def _trainer_of(model: Any, member: Member) -> ReplicaTrainer | ParameterServerTrainer | CentralStorageTrainer:
-    trainer: ReplicaTrainer | ParameterServerTrainer | CentralStorageTrainer | None = vars(model).get(_TRAINER)
+def _trainer_of(model: Any, member: Member) -> ReplicaTrainer | ParameterServerTrainer:
+    trainer: ReplicaTrainer | ParameterServerTrainer | None = vars(model).get(_TRAINER)
     if trainer is None:
 
         def keras_method(name: str) -> Callable[..., Any]:
@@ -278,8 +277,6 @@ def _trainer_of(model: Any, member: Member) -> ReplicaTrainer | ParameterServerT
 
         if isinstance(member, Replica):
             trainer = ReplicaTrainer(model, member, policy_of(model))
-        elif isinstance(member, CentralStorageWorker):
-            trainer = CentralStorageTrainer(model, member, keras_method)
         else:
             trainer = ParameterServerTrainer(model, member, keras_method)
         set_untracked(model, **{_TRAINER: trainer})

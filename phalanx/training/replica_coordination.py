@@ -64,7 +64,7 @@ class ReplicaCoordination:
             self._start_from_chief()
         else:
             self._is_over = snapshot.is_over and (snapshot.stopped or snapshot.epoch >= state.arguments.epochs)
-        self._replica_model.set_synchronised(True)
+        self._replica_model.note_synchronised()
 
     def _start_from_chief(self) -> None:
         """All start alike, from the chief's state: it may just have restored a backup (`BackupAndRestore`)."""

@@ -275,9 +275,9 @@ class ReplicaModel:
 
     # `fit`, `evaluate` and `predict` synchronise at their beginning in any case. Only `*_on_batch` rely on the flag: a
     # broadcast of the whole state for each batch would cost more than the batch.
-    def set_synchronised(self, value: bool) -> None:
-        """Whether all ranks are known to have the same state; else `single_batch` begins with the chief's."""
-        self._is_synchronised = value
+    def note_synchronised(self) -> None:
+        """All ranks are known to have the same state; else `single_batch` begins with the chief's."""
+        self._is_synchronised = True
 
     def agree_on_learning_rate(self, retry: RetryOnMembershipChange) -> None:
         """The chief's learning rates on every rank, where callbacks may have set them."""

@@ -50,10 +50,6 @@ class ReplicaTrainer:
         self._replica = replica
         self._replica_model = ReplicaModel(model, replica, policy)
 
-    def resynchronise(self) -> None:
-        """Others have trained the model: `*_on_batch` must begin with the chief's state again."""
-        self._replica_model.set_synchronised(False)
-
     def fit(self, **arguments: Any) -> Any:
         """Takes `FitArguments`."""
         self._model._assert_compile_called("fit")

@@ -44,16 +44,13 @@ BOUND_S = 20.0
 NAMES = ("worker/0", "worker/1", "worker/2")
 
 
-def rules(
-    *, synchronous: bool = False, staleness: int = -1, timeout_s: float = BOUND_S, all_required: bool = False
-) -> UpdateRules:
+def rules(*, synchronous: bool = False, staleness: int = -1, timeout_s: float = BOUND_S) -> UpdateRules:
     return UpdateRules(
         synchronous=synchronous,
         replicas_to_aggregate=0,
         staleness=staleness,
         refuse_nan=True,
         timeout_s=timeout_s,
-        all_required=all_required,
     )
 
 
@@ -482,36 +479,6 @@ def test_the_report_of_one_that_took_no_part_is_not_waited_for() -> None:
     merged, steps = schedule.collect_reports(BOUND_S), schedule.fit.steps_made
     assert (float(merged[0][0]), steps) == (1.0, 1)
     assert schedule.members.table.is_present(1)
-
-
-# Where no worker can be done without.
-
-
-def test_a_lost_worker_that_is_needed_ends_the_training_for_all() -> None:
-    schedule = begun(5, synchronous=True, all_required=True)
-    take(schedule, 0)
-    schedule.members.detach(1, "incarnation 1")
-    for call in (lambda: request_ticket(schedule, 0), schedule.members.check):
-        with pytest.raises(PeerLostError, match=r"lost worker/1 during training"):
-            call()
-
-
-def test_a_worker_that_says_goodbye_is_missed_only_by_the_next_fit() -> None:
-    schedule = begun(1, synchronous=True, all_required=True)
-    schedule.complete_step(take(schedule, 0))
-    schedule.members.say_goodbye(1)
-    schedule.members.detach(1, "incarnation 1")
-    assert isinstance(request_ticket(schedule, 0), EpochOver)
-    schedule.begin_fit(rules(synchronous=True, all_required=True), 1)
-    with pytest.raises(PeerLostError, match=r"lost worker/1 during the start of `fit`"):
-        schedule.open_epoch(1, 0, 1, None)
-
-
-def test_a_needed_worker_that_does_not_come_ends_the_training_for_all() -> None:
-    schedule = begun(5, synchronous=True, all_required=True)
-    schedule.members.evict(1)
-    with pytest.raises(CollectiveTimeoutError, match=r"worker/1 did not make its part of a step in time"):
-        request_ticket(schedule, 0)
 
 
 WAIT_S = 0.5

@@ -1,4 +1,4 @@
-"""A program as guides have it: `python mirrored_program.py [plain] OUT`. The rest is in its environment."""
+"""A program as guides have it: `python mirrored_program.py plain|mirrored|central OUT`; see its environment, too."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from tests.support.seeds import set_random_seed
 
 
 def main(kind: str, out: Path) -> None:
-    strategy = None
-    if kind != "plain":
+    strategy: phalanx.Strategy | None = None
+    if kind == "central":
+        strategy = phalanx.CentralStorageStrategy(json.loads(os.environ["DEVICES"]))
+    elif kind != "plain":
         strategy = phalanx.MirroredStrategy(
             devices=json.loads(os.environ["DEVICES"]), cross_device_ops=eval(os.environ.get("OPS", "None"))
         )

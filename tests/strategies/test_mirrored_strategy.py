@@ -53,8 +53,10 @@ def plain_of(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     return functools.cache(lambda backend: run(tmp_path_factory.mktemp("plain"), backend, "plain")[1])
 
 
-def check(folder: Path, backend: str, plain: dict[str, Any], devices: str, ops: str, words: str) -> None:
-    output, found = run(folder, backend, "mirrored", DEVICES=devices, OPS=ops)
+def check(
+    folder: Path, backend: str, plain: dict[str, Any], devices: str, ops: str, words: str, kind: str = "mirrored"
+) -> None:
+    output, found = run(folder, backend, kind, DEVICES=devices, OPS=ops)
     assert output.splitlines()[-1] == words  # and the other replicas print nothing
     assert [*found["history"]] == [*plain["history"]]
     for name in plain:
@@ -69,6 +71,11 @@ def check(folder: Path, backend: str, plain: dict[str, Any], devices: str, ops: 
 @pytest.mark.parametrize("backend", slow_after_the_first())
 def test_a_program_started_by_python_trains_as_one_process(backend: str, tmp_path: Path, plain_of: Plain) -> None:
     check(tmp_path, backend, plain_of(backend), *ONE_OF_EACH_FORM[0])
+
+
+@pytest.mark.parametrize("backend", slow_after_the_first())
+def test_central_storage_trains_as_one_process(backend: str, tmp_path: Path, plain_of: Plain) -> None:
+    check(tmp_path, backend, plain_of(backend), *ONE_OF_EACH_FORM[0], kind="central")
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,6 @@ class EpochValidation:
                     return over, ()
                 if fit.epoch is not None and fit.epoch.number > request.epoch:
                     return Acknowledged(), ()
-                members.check()
                 heard_at = max(requested_at, schedule.last_progress, members.chief_heard_at)
                 members.wait_for_chief(
                     heard_at + timeout_s,

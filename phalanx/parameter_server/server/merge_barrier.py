@@ -104,7 +104,6 @@ class MergeBarrier:
         pending.is_finite &= message.finite or not message.share  # what has no samples has no weight in the merge
         until = self._members.clock() + rules.timeout_s
         while pending.extras is None:
-            self._members.check()
             if pending.is_abandoned:
                 return part.extras, "the chief has declared this `fit` again"
             if pending.disagreement:

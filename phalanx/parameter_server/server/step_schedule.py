@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 
 _UNDECLARED = messages.UpdateRules(
-    synchronous=False, replicas_to_aggregate=0, staleness=-1, refuse_nan=True, timeout_s=0.0, all_required=False
+    synchronous=False, replicas_to_aggregate=0, staleness=-1, refuse_nan=True, timeout_s=0.0
 )
 
 
@@ -74,7 +74,6 @@ class StepSchedule:
             self.global_step = step if went_back else max(self.global_step, step)
             self._declared_by = chief
             self.counted = CountedSteps()
-            self.members.all_required = rules.all_required
             era = self.fit.era + 1 if era is None else era
             self.fit = FitSchedule(fit, era, rules, self.members.table.connected, self.fit.last_serial)
             self.changed.notify_all()
@@ -131,7 +130,6 @@ class StepSchedule:
         with self.changed:
             requested_at = self.clock()
             while True:
-                self.members.check()
                 if (over := self.fit.superseded(fit, era)) is not None:
                     return over
                 if fit == self.fit.number and self.fit.order.epoch >= number:
@@ -171,7 +169,7 @@ class StepSchedule:
 
         Raises:
             EvictedError: the worker was evicted, or has another link by now.
-            PeerLostError: the chief, or a required worker, was lost.
+            PeerLostError: the chief was lost.
             CollectiveTimeoutError: the chief does not open the epoch.
         """
         with self.changed:
@@ -180,7 +178,6 @@ class StepSchedule:
             requested_at = since = self.clock()
             blocked_since: float | None = None
             while True:
-                self.members.check()
                 if not self.members.table.has_link(worker, link):
                     name = self.members.names[worker]
                     raise EvictedError(f"{name} was evicted, or started again in another process.")

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from phalanx.errors import CollectiveTimeoutError, PhalanxError, RendezvousError
+from phalanx.errors import CollectiveTimeoutError, RendezvousError
 from phalanx.parameter_server.server.worker_table import WorkerTable
 from phalanx.parameter_server.server_protocol import CHIEF_WORKER, Worker
 from phalanx.transport.link import Link
@@ -43,7 +43,6 @@ class WorkerMembership:
 
     Attributes:
         changed: the schedule's lock; notified at every change.
-        all_required: losing any worker ends the training (`UpdateRules.all_required`).
         chief_heard_at: when the chief last reported that it is still working, by `clock`.
     """
 
@@ -53,10 +52,7 @@ class WorkerMembership:
         self.table = table
         self.clock = clock
         self.changed = threading.Condition()
-        self.all_required = False
         self.chief_heard_at = 0.0
-        # What has ended the training for all: makes an error for each thread that raises it.
-        self._failure: Callable[[], PhalanxError] | None = None
         self._observers: list[MembershipObserver] = []
 
     def add_observer(self, observer: MembershipObserver) -> None:
@@ -93,7 +89,6 @@ class WorkerMembership:
                 self._leave(worker)
                 if worker not in self.table.left:
                     self.table.expect_return(worker, why)
-                    self._fail(lambda: self.table.lost(worker, "training"))
                 self.changed.notify_all()
             return is_present
 
@@ -101,10 +96,7 @@ class WorkerMembership:
         """Continue without a worker that makes no progress; what its process still sends is refused."""
         with self.changed:
             if self.table.is_present(worker):
-                if self.all_required:
-                    self._fail(lambda: busy_error(f"{self.names[worker]} did not make its part of a step"))
-                else:
-                    logger.warning("%s makes no progress: training continues without it.", self.names[worker])
+                logger.warning("%s makes no progress: training continues without it.", self.names[worker])
             self.table.evict(worker)
             self._leave(worker)
             self.changed.notify_all()
@@ -119,15 +111,6 @@ class WorkerMembership:
         """Whether the chief has finished; waiting for it fails."""
         return CHIEF_WORKER in self.table.left
 
-    def _fail(self, failure: Callable[[], PhalanxError]) -> None:
-        if self.all_required and self._failure is None:
-            self._failure = failure
-
-    def check(self) -> None:
-        """Raise the error that has ended the training for all: a required worker was lost."""
-        if self._failure is not None:
-            raise self._failure()
-
     # The chief.
 
     def chief_is_alive(self) -> None:
@@ -137,14 +120,11 @@ class WorkerMembership:
     def wait_for_all(self) -> None:
         """Wait, with the lock held, until every worker has connected once.
 
-        Raises: PeerLostError if a required one is lost again; as for `wait_for_chief`.
+        Raises: as for `wait_for_chief`.
         """
         until = self.clock() + self.start_s
         while self.table.never_connected():
             self.wait_for_chief(until, lambda: f"{self.table.never_connected()} did not call `fit`")
-        absent = self.table.seen - self.table.connected
-        if absent and self.all_required:
-            raise self.table.lost(min(absent), "the start of `fit`")
 
     def wait_for_chief(self, until: float, reason: Callable[[], str]) -> None:
         """Wait for a change, with the lock held.
@@ -168,12 +148,8 @@ class WorkerMembership:
                 )
             if CHIEF_WORKER not in self.table.connected:
                 raise self.table.lost(CHIEF_WORKER, "fit; it did not return within the time set")
-            raise busy_error(reason())
+            raise CollectiveTimeoutError(
+                f"{reason()} in time (PHALANX_TIMEOUT). It is connected, so it is busy, stopped or waiting for "
+                f"something else."
+            )
         self.changed.wait(min(remaining, POLL_S))
-
-
-def busy_error(reason: str) -> CollectiveTimeoutError:
-    """The error for a connected worker that does not respond; `reason` is the beginning of its message."""
-    return CollectiveTimeoutError(
-        f"{reason} in time (PHALANX_TIMEOUT). It is connected, so it is busy, stopped or waiting for something else."
-    )

@@ -43,7 +43,6 @@ from phalanx.training.servers import validation_logs
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 from phalanx.training.servers.remote_model import RemoteModel, count_steps
 from phalanx.training.servers.ticket_batches import OrderUnavailableError, TicketBatch, TicketBatches
-from phalanx.training.servers.worker_agreement import WorkerAgreement
 from phalanx.training.steps.parameter_server_stepper import ParameterServerStepper
 
 logger = logging.getLogger(__name__)
@@ -136,7 +135,6 @@ class ParameterServerCoordination:
         worker: ParameterServerWorker,
         state: FitState,
         batches: TicketBatches,
-        agreement: WorkerAgreement,
         evaluate: Any,
     ) -> None:
         self._fit = fit
@@ -145,14 +143,13 @@ class ParameterServerCoordination:
         self._state = state
         self._batches = batches
         self._source = batches.source
-        self._agreement = agreement
         self._evaluate = evaluate
         self.rejoin = FitRejoin(fit, worker, remote_model)
         state.stepper = ParameterServerStepper(remote_model, batches)
         self._first_epoch: int | None = None  # None: the chief is in a later `fit`
         self._answer: EpochOver | FitOver | None = None  # why the running epoch has no more steps
         self._epoch = _EpochCount()
-        # Whether no further epoch begins: the agreement's decision, or this `fit` is over elsewhere.
+        # Whether no further epoch begins: the chief has decided so, or this `fit` is over elsewhere.
         self._stops = False
         self._is_layer_state_sent = False  # whether the head has what the chief's layers keep
 
@@ -160,7 +157,6 @@ class ParameterServerCoordination:
         """See `Coordination.begin`."""
         state, remote_model = self._state, self._remote_model
         state.callbacks.on_train_begin()
-        self._agreement.synchronise()
         first_epoch = remote_model.model._initial_epoch or state.arguments.initial_epoch
         epoch = remote_model.attach(self._fit, first_epoch, state.callbacks)
         if epoch is None:
@@ -338,10 +334,7 @@ class ParameterServerCoordination:
         """See `Coordination.end_group`."""
         if self._worker.is_chief and self._remote_model.model.stop_training and not self._batches.is_ended:
             self.rejoin.steps = self._batches.end_epoch(self._state.epoch).steps
-        if not self._agreement.stops_within_epoch():
-            return False
-        self._epoch.length, self._answer = self._epoch.steps, FitOver()
-        return True
+        return False
 
     def epoch_logs(self) -> dict[str, Any] | None:
         """See `Coordination.epoch_logs`. The chief's are those of all workers."""
@@ -406,14 +399,16 @@ class ParameterServerCoordination:
 
     def merge_logs(self, logs: dict[str, Any]) -> dict[str, Any] | None:
         """See `Coordination.merge_logs`."""
-        merged = self._agreement.merge_logs(logs)
         # A worker without a step has counted nothing, of which Keras makes 0: the best of all losses.
-        return merged if self._epoch.steps or self._worker.is_chief else None
+        return logs if self._epoch.steps or self._worker.is_chief else None
 
     def end_epoch(self) -> None:
         """See `Coordination.end_epoch`."""
         self._state.epoch += 1
-        self._stops = self._agreement.stops_after_epoch(is_fit_over=isinstance(self._answer, FitOver))
+        self._stops = isinstance(self._answer, FitOver)
+        if self._worker.is_chief:  # what other workers see is only a part
+            others_stop = self._worker.client.ask_head(RequestStop(self._fit, stop=False))
+            self._stops |= others_stop or bool(self._remote_model.model.stop_training)
 
     @contextmanager
     def end(self) -> Iterator[None]:
@@ -443,7 +438,10 @@ class ParameterServerCoordination:
                     # As in one process: a `fit` that ends early finds in the averages what `SwapEMAWeights` put there.
                     remote_model.variables.forget_averages()
             model.optimizer.finalize_variable_values(model.trainable_weights)
-        with self._agreement.final_callbacks(state.callbacks):
+        if worker.workers == 1 or not callback_hooks.may_set_weights_at_train_end(state.callbacks):
+            yield
+            return
+        with chief_state_sync.sharing_final_weights(worker, self._fit, remote_model.variables.variables):
             yield
 
 

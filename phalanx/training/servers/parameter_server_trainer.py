@@ -35,7 +35,6 @@ from phalanx.training.servers.parameter_server_coordination import (
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 from phalanx.training.servers.remote_model import RemoteModel
 from phalanx.training.servers.ticket_batches import TicketBatches
-from phalanx.training.servers.worker_agreement import ChiefAgreement, WorkerAgreement
 
 OriginalMethod = Callable[[str], Callable[..., Any]]
 """Keras's own method of a name, bound to the model."""
@@ -46,28 +45,15 @@ class ParameterServerTrainer:
 
     Args:
         original: gives Keras's own methods.
-        make_agreement: what the workers of a `fit` of this number decide together; None: the chief decides.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        worker: ParameterServerWorker,
-        original: OriginalMethod,
-        make_agreement: Callable[[int], WorkerAgreement] | None = None,
-    ) -> None:
+    def __init__(self, model: Any, worker: ParameterServerWorker, original: OriginalMethod) -> None:
         self._model = model
         self._worker = worker
         self._original = original
-        self._make_agreement = make_agreement
         self._remote_model = RemoteModel(model, worker)
         self._rejoin: FitRejoin | None = None  # of the `fit` that runs
         self._is_announced = False
-
-    @property
-    def is_training(self) -> bool:
-        """Whether a `fit` runs."""
-        return self._remote_model.is_training
 
     def fit(self, **arguments: Any) -> Any:
         """Takes `FitArguments`."""
@@ -94,13 +80,10 @@ class ParameterServerTrainer:
         if worker.is_chief and not self._is_announced and state.arguments.verbose != 0:
             self._is_announced = True
             print_msg(worker.describe())
-        make_agreement = self._make_agreement or (lambda fit: ChiefAgreement(fit, worker, remote_model))
         evaluate = self._original("evaluate")
         if overrides(model, "evaluate"):
             evaluate = partial(model.evaluate, _use_cached_eval_dataset=True)
-        coordination = ParameterServerCoordination(
-            fit, remote_model, worker, state, batches, make_agreement(fit), evaluate
-        )
+        coordination = ParameterServerCoordination(fit, remote_model, worker, state, batches, evaluate)
         # From here on `request_stop` of any callback knows which `fit` to stop, and a head that comes back is told
         # again.
         self._rejoin = coordination.rejoin
