@@ -11,8 +11,8 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import keras
@@ -22,6 +22,7 @@ from phalanx.arrays.tree import map_leaves
 from phalanx.collectives.host.recording_algorithm import RecordedCall, RecordingAlgorithm
 from phalanx.config.plan_request import PlanRequest
 from phalanx.errors import UnsupportedError
+from phalanx.keras_compat.patching import override_methods
 from phalanx.planning.accelerators import DeviceTopology, parse_topology
 from phalanx.planning.program_measurement import ProgramMeasurement
 from phalanx.planning.step_measurement import StepMeasurement, write_result
@@ -33,7 +34,6 @@ from phalanx.training.replica import Replica
 from phalanx.training.replica_coordination import ReplicaCoordination
 from phalanx.training.replica_model import ReplicaModel
 from phalanx.training.steps.optimizer_properties import accumulation_steps
-from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChange
 
 WARM_UP_STEPS = 4
 """The first compile; of the next some still allocate."""
@@ -70,8 +70,13 @@ def _compile_step(replica_model: ReplicaModel, arguments: FitArguments, topology
     source = shard_training_data(replica_model, arguments, seed=0)
     part = source.peek()
     samples = part.global_size or part.size * replica_model.replica.world_size
-    data = map_leaves(lambda array: ArrayShape.with_rows(array, samples), part.data)
+    data = map_leaves(lambda array: _with_rows(array, samples), part.data)
     return measure_step(replica_model.model, replica_model.policy.placement, data, topology)
+
+
+def _with_rows(array: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
+    """An array of zeros of this kind with so many rows, which takes no memory; of a single value as it is."""
+    return np.broadcast_to(np.zeros((), array.dtype), (rows, *array.shape[1:]) if array.ndim else ())
 
 
 def _measure_steps(replica_model: ReplicaModel, arguments: FitArguments) -> StepMeasurement:
@@ -85,8 +90,8 @@ def _measure_steps(replica_model: ReplicaModel, arguments: FitArguments) -> Step
     epochs = arguments.initial_epoch + MANY_EPOCHS
     fit = prepare_fit(replica_model, replace(arguments, epochs=epochs, **nothing_else), None)
     period = 1 if policy.period is None else policy.period.steps
-    timer = StepTimer(fit.state.stepper, recording, cycle=period * accumulation_steps(replica_model.model))
-    fit.state.stepper = timer
+    timer = StepTimer(fit.state.stepper.train, recording, cycle=period * accumulation_steps(replica_model.model))
+    override_methods(fit.state.stepper, train=timer.train)
     try:
         FitLoop(replica_model.model, fit.state, ReplicaCoordination(fit)).run()
     except _Measured:
@@ -97,37 +102,20 @@ def _measure_steps(replica_model: ReplicaModel, arguments: FitArguments) -> Step
     )
 
 
-@dataclass(frozen=True)
-class ArrayShape:
-    """The properties of an array that the compiler must know.
-
-    Attributes:
-        shape: of it.
-        dtype: of its values.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-    @classmethod
-    def with_rows(cls, array: np.ndarray[Any, Any], rows: int) -> ArrayShape:
-        """That of an array with so many rows; of a single value as it is."""
-        return cls((rows, *array.shape[1:]) if array.ndim else (), array.dtype)
-
-
 class _Measured(BaseException):
     """Enough steps. No `except Exception` of the program's may stop it."""
 
 
-class StepTimer(ReplicaStepper):
-    """Takes the steps of another stepper, and notes how long they compute, how large they are and what they merge.
+class StepTimer:
+    """Stands for a stepper's `train`, and notes how long steps compute, how large they are and what they merge.
 
     Args:
+        take: the stepper's own `train`.
         cycle: number of steps after which the collectives repeat.
     """
 
-    def __init__(self, stepper: ReplicaStepper, recording: RecordingAlgorithm, cycle: int) -> None:
-        self._stepper = stepper
+    def __init__(self, take: Callable[..., None], recording: RecordingAlgorithm, cycle: int) -> None:
+        self._take = take
         self._recording = recording
         self.cycle = cycle
         self.steps = 0
@@ -135,14 +123,6 @@ class StepTimer(ReplicaStepper):
         self.seconds: list[float] = []
         self.calls: list[list[RecordedCall]] = []
         self._began_at = 0.0
-        self.merges_every_step = stepper.merges_every_step
-
-    @property
-    def is_merged(self) -> bool:
-        return self._stepper.is_merged
-
-    def begin(self, *, watched: bool, entering: bool = False) -> None:
-        self._stepper.begin(watched=watched, entering=entering)
 
     def train(self, batch: JointBatch, *, last: bool | None = None) -> None:
         now = time.perf_counter()  # from entry to entry: reading a batch and the epoch's own work count as well
@@ -155,7 +135,7 @@ class StepTimer(ReplicaStepper):
         self._recording.reset()
         self.steps += 1
         self.sizes[batch.size, batch.global_size] += 1
-        self._stepper.train(batch, last=last)
+        self._take(batch, last=last)
 
     def _is_enough(self) -> bool:
         taken = len(self.seconds)
@@ -171,18 +151,6 @@ class StepTimer(ReplicaStepper):
         seconds = statistics.median(sum(self.seconds[start : start + self.cycle]) for start in starts) / self.cycle
         cycles = [tuple(call for calls in self.calls[start : start + self.cycle] for call in calls) for start in starts]
         return seconds, Counter(cycles).most_common(1)[0][0]
-
-    def merge_if_due(self, retry: RetryOnMembershipChange) -> Sequence[str]:
-        return self._stepper.merge_if_due(retry)
-
-    def finish(self, retry: RetryOnMembershipChange) -> Sequence[str]:
-        return self._stepper.finish(retry)
-
-    def logs(self) -> Mapping[str, Any]:
-        return self._stepper.logs()
-
-    def end(self, retry: RetryOnMembershipChange) -> None:
-        self._stepper.end(retry)
 
 
 def _measurement(timer: StepTimer, fit: ReplicaFit) -> StepMeasurement:
