@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -108,19 +108,26 @@ class Merge(ABC):
         """
 
 
-class ModelValues(Protocol):
-    """Where the newest values of a model's variables are; see `Engine` for what each method does."""
+class ModelValues(ABC):
+    """Where the newest values of a model's variables are; see `Engine` for what each method does. Where they are in the
+    variables themselves, there is nothing to fetch or to put back."""
 
     @property
-    def in_variables(self) -> bool: ...
+    def in_variables(self) -> bool:
+        return True
 
-    def begin(self) -> None: ...
+    def begin(self) -> None:  # noqa: B027
+        pass
 
+    @abstractmethod
     def read(self, variables: Sequence[Any]) -> list[Array]: ...
 
-    def write(self, variables: Sequence[Any], values: Sequence[Array]) -> None: ...
+    @abstractmethod
+    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Give variables new values, arrays or tensors of the backend."""
 
-    def end(self) -> None: ...
+    def end(self) -> None:  # noqa: B027
+        pass
 
 
 class Engine(ABC):

@@ -11,7 +11,6 @@ import numpy as np
 
 from phalanx.data import DistributedDataset
 from phalanx.engines.engine import GradientRows
-from phalanx.keras_compat.global_batch.tensorflow_replica_count import Contexts
 from phalanx.keras_compat.variables.merged_variables import ReplicaParts
 
 Array = np.ndarray[Any, Any]
@@ -92,7 +91,7 @@ class Tensors(ABC):
         whether to merge may depend on the key."""
 
     @staticmethod  # noqa: B027 (most have no such functions)
-    def count_replicas(contexts: Contexts) -> None:
+    def count_replicas(contexts: Any) -> None:
         """Let the backend's own functions that divide by the number of replicas ask `contexts` for it."""
 
     @staticmethod

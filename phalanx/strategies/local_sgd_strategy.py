@@ -11,7 +11,7 @@ from phalanx.collectives.options import CommunicationOptions
 from phalanx.compression import Compression
 from phalanx.errors import ConfigurationError
 from phalanx.strategies.multi_worker_strategy import MultiWorkerMirroredStrategy
-from phalanx.training.steps.outer_optimizer import AverageOuterOptimizer, OuterOptimizer, OuterSGD
+from phalanx.training.steps.outer_optimizer import AVERAGE, OuterOptimizer, OuterSGD
 from phalanx.training.training_policy import SyncPeriod, TrainingPolicy
 
 INNER_STEPS = 500
@@ -50,9 +50,7 @@ class LocalSGDStrategy(MultiWorkerMirroredStrategy):
         _check_options(communication_options, type(self).__name__)
         super().__init__(cluster_resolver, communication_options, compression=compression)
         # Nothing reads the policy before a model is made in the scope.
-        self._policy = TrainingPolicy(
-            self._policy.compression, SyncPeriod(sync_every, AverageOuterOptimizer(), overlap)
-        )
+        self._policy = TrainingPolicy(self._policy.compression, SyncPeriod(sync_every, AVERAGE, overlap))
 
 
 class DiLoCoStrategy(MultiWorkerMirroredStrategy):

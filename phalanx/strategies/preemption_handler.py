@@ -159,7 +159,7 @@ class PreemptionCheckpointHandler:
     def _watch(self) -> None:
         watcher = self._config.termination_watcher_fn
         if watcher is None:
-            self._watches.enter_context(notified_by_signals(self._notice))
+            self._watches.enter_context(notified_by_signals(self._notice.signal))
         else:
             self._watches.enter_context(_watching(watcher, self._notice))
 

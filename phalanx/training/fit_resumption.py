@@ -259,7 +259,7 @@ def resumable(callbacks: Any, model: Any, replica: Replica) -> Iterator[FitResum
     former = replica.notice  # of a `fit` in whose callbacks this one runs
     checkpoint.driven, replica.notice = True, resumption.notice
     try:
-        with notified_by_signals(resumption.notice):
+        with notified_by_signals(resumption.notice.signal):
             yield resumption
             # Only if `fit` has returned: one that raised is tried again under the same number.
             _finished[directory] = number + 1

@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -70,18 +70,10 @@ class PreemptionNotice:
         self._requests_save = False
 
 
-class Signalled(Protocol):
-    """What takes a note of the signal to stop."""
-
-    def signal(self) -> None:
-        """This rank got it. May be called by a signal handler."""
-        ...
-
-
 @contextmanager
-def notified_by_signals(notice: Signalled) -> Iterator[None]:
-    """While inside, the first of `preemption_signals()` gives notice; the second has its former effect. Does nothing in
-    other threads than the main one, which get no signals."""
+def notified_by_signals(notify: Callable[[], None]) -> Iterator[None]:
+    """While inside, the first of `preemption_signals()` calls `notify`, and the second has its former effect. Does
+    nothing in other threads than the main one, which get no signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -96,7 +88,7 @@ def notified_by_signals(notice: Signalled) -> Iterator[None]:
             # process: a user who sends a second signal does not want to wait.
             signal.signal(number, previous[number] if callable(previous[number]) else signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        notice.signal()
+        notify()
 
     for number in numbers:
         signal.signal(number, on_signal)

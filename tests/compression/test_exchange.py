@@ -14,7 +14,7 @@ from phalanx.errors import ConfigurationError, PeerLostError
 from phalanx.strategies import local_sgd_strategy
 from phalanx.strategies.local_sgd_strategy import DiLoCoStrategy, LocalSGDStrategy
 from phalanx.training.replica import Replica
-from phalanx.training.steps.outer_optimizer import AverageOuterOptimizer, OuterSGD
+from phalanx.training.steps.outer_optimizer import AVERAGE, OuterSGD
 from phalanx.training.steps.weight_exchange import WeightExchange
 from tests.support.processes import run_threads
 
@@ -81,7 +81,7 @@ def test_progress_counts_by_samples() -> None:
     """Rank 0 with 3 samples, rank 1 with 1; and without any samples, no rank moves."""
 
     def body(replica: Replica) -> tuple[Any, Any]:
-        exchange = WeightExchange(AverageOuterOptimizer())
+        exchange = WeightExchange(AVERAGE)
         exchange.begin(values(0, 0), 1)
         exchange.took_step(3 if replica.rank == 0 else 1)
         merged = exchange.run(values(replica.rank, 1), replica, overlap=False)

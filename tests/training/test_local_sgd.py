@@ -13,7 +13,7 @@ import pytest
 from phalanx.errors import MembershipChangedError
 from phalanx.training.replica import Replica
 from phalanx.training.steps.local_sgd import LocalSGDStepper
-from phalanx.training.steps.outer_optimizer import AverageOuterOptimizer
+from phalanx.training.steps.outer_optimizer import AVERAGE
 from phalanx.training.training_policy import SyncPeriod
 
 
@@ -47,7 +47,7 @@ def test_moving_averages_are_merged_also_if_a_member_is_lost_meanwhile(are_insid
     communicator: Any = TwoRanks()
     replica = Replica(communicator)
     model, merge = SimpleNamespace(optimizer=optimizer), SimpleNamespace()
-    period = SyncPeriod(2, AverageOuterOptimizer())
+    period = SyncPeriod(2, AVERAGE)
     stepper = LocalSGDStepper(model, engine, merge, replica, period, None)  # type: ignore[arg-type]
     stepper._averaged = 8
     replica.retry(stepper._merge_moving_averages)
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_a_job_that_merged_every_step_is_continued_within_its_ep
     model = kind(optimizer=optimizer, trainable_variables=[weight])
     merge: Any = SimpleNamespace(in_mode=lambda mode: nullcontext())
     communicator: Any = SimpleNamespace(all_gather=lambda own: [own])
-    stepper = LocalSGDStepper(model, engine, merge, Replica(communicator), SyncPeriod(9, AverageOuterOptimizer()), None)
+    stepper = LocalSGDStepper(model, engine, merge, Replica(communicator), SyncPeriod(9, AVERAGE), None)
     stepper.load_pooled({})
     stepper.begin(watched=False, entering=True)
     stepper._trained = 4  # as if steps had been taken and exchanged

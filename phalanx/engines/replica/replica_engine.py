@@ -88,3 +88,9 @@ def _number(result: Any) -> Any:
     """A metric's result, which does not change when the metric counts on; some results are arrays."""
     value = host_copy(result)
     return value if value.ndim else float(value)
+
+
+def variables_of_optimizers(model: Any) -> list[Any]:
+    """The variables that a custom `train_step` has changed if it fails after its gradients were merged and applied."""
+    optimizers = model_state.optimizers(model)
+    return [*model.trainable_variables, *(v for optimizer in optimizers for v in optimizer.variables)]

@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 
@@ -32,13 +32,6 @@ MIN_SHARDED_SIZE = 1024
 
 AUTO = "auto"
 DATA, MODEL, REPLICA, SHARD = "data", "model", "replica", "shard"
-
-
-class PlaceableVariable(Protocol):
-    """An object with a place on the mesh: a Keras variable."""
-
-    path: str
-    shape: Shape
 
 
 @dataclass(frozen=True)
@@ -77,7 +70,7 @@ class Placement:
         """The number of devices along an axis of the mesh."""
         return int(self.mesh.shape[self.mesh.axis_names.index(axis)])
 
-    def at_rest(self, variable: PlaceableVariable) -> Axes:
+    def at_rest(self, variable: Any) -> Axes:
         """The layout of a weight between the steps.
 
         Raises: ConfigurationError if the program's layout does not fit the variable.
@@ -85,7 +78,7 @@ class Placement:
         axes = self.in_step(variable)
         return self._sharded(variable, axes) if self.level >= 3 else axes
 
-    def in_step(self, variable: PlaceableVariable) -> Axes:
+    def in_step(self, variable: Any) -> Axes:
         """The layout of a weight while the model computes; raises as `at_rest`."""
         whole: Axes = (None,) * len(variable.shape)
         if self.layout_map is None:
@@ -100,12 +93,12 @@ class Placement:
         self._check(variable, layout.axes)
         return tuple(layout.axes) + (None,) * (len(variable.shape) - len(layout.axes))
 
-    def of_slot(self, variable: PlaceableVariable) -> Axes:
+    def of_slot(self, variable: Any) -> Axes:
         """The layout of a variable of an optimizer that belongs to this weight."""
         axes = self.in_step(variable)
         return self._sharded(variable, axes) if self.level >= 1 else axes
 
-    def of_gradient(self, variable: PlaceableVariable) -> Axes:
+    def of_gradient(self, variable: Any) -> Axes:
         """The layout in which the gradient of this weight is summed up."""
         return self.of_slot(variable) if self.level >= 2 else self.in_step(variable)
 
@@ -134,7 +127,7 @@ class Placement:
             layout_map[key] = tuple(layout.axes)
         return replace(self, mesh=mesh, layout_map=layout_map)
 
-    def check_names(self, variables: Iterable[PlaceableVariable]) -> None:
+    def check_names(self, variables: Iterable[Any]) -> None:
         """Check that each key of the layout map is the path of a variable, or matches one.
 
         Raises: ConfigurationError naming the nearest paths.
@@ -155,7 +148,7 @@ class Placement:
                 f"or an expression such as '.*{near[0].rpartition('/')[2]}'."
             )
 
-    def check_divides(self, variables: Sequence[PlaceableVariable]) -> None:
+    def check_divides(self, variables: Sequence[Any]) -> None:
         """Check that something is divided of a model whose weights or optimizer state are to be.
 
         Args:
@@ -174,7 +167,7 @@ class Placement:
             f"devices. Choose such widths, another mesh_shape, or MirroredStrategy(engine='spmd')."
         )
 
-    def _sharded(self, variable: PlaceableVariable, axes: Axes) -> Axes:
+    def _sharded(self, variable: Any, axes: Axes) -> Axes:
         """The layout, with its longest free axis that is a multiple of the shard axis divided over that."""
         size, shape = self.axis_size(self.shard_axis), tuple(variable.shape)
         free = [axis for axis, taken in enumerate(axes) if taken is None and shape[axis] % size == 0 and shape[axis]]
@@ -184,7 +177,7 @@ class Placement:
         chosen = max(free, key=lambda axis: shape[axis])
         return (*axes[:chosen], self.shard_axis, *axes[chosen + 1 :])
 
-    def _check(self, variable: PlaceableVariable, axes: Sequence[str | None]) -> None:
+    def _check(self, variable: Any, axes: Sequence[str | None]) -> None:
         shape = tuple(variable.shape)
         if len(axes) > len(shape):
             raise ConfigurationError(

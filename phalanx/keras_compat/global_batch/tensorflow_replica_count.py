@@ -9,27 +9,17 @@ averaged. What they ask for it is the module `distribute_lib` in
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol
+from typing import Any
 
 from phalanx.keras_compat.global_batch.step_means import is_in_step
 
 logger = logging.getLogger(__name__)
 
 
-class Contexts(Protocol):
-    """What stands for TensorFlow's module inside our scopes."""
-
-    def has_strategy(self) -> bool: ...
-
-    def in_cross_replica_context(self) -> bool: ...
-
-    def current_strategy(self) -> Any: ...
-
-
 class _InScopes:
     """TensorFlow's module outside of our scopes, ours inside."""
 
-    def __init__(self, tensorflows: Any, ours: Contexts) -> None:
+    def __init__(self, tensorflows: Any, ours: Any) -> None:
         self._tensorflows, self._ours = tensorflows, ours
 
     def get_strategy(self) -> Any:
@@ -49,7 +39,7 @@ class _InScopes:
         return getattr(self._tensorflows, name)
 
 
-def count_replicas(contexts: Contexts) -> None:
+def count_replicas(contexts: Any) -> None:
     """Let the two functions ask `contexts` from now on. Safe to call twice."""
     try:
         from tensorflow.python.ops import nn_impl_distribute

@@ -32,15 +32,6 @@ class OuterOptimizer(Protocol):
 
 
 @dataclass(frozen=True)
-class AverageOuterOptimizer:
-    """The replicas' mean itself (Stich 2019, "Local SGD Converges Fast and Communicates Little")."""
-
-    def step(self, anchor: Arrays, progress: Arrays, velocity: Arrays) -> tuple[list[Array], list[Array]]:
-        """See `OuterOptimizer.step`."""
-        return [a - p for a, p in zip(anchor, progress, strict=True)], []
-
-
-@dataclass(frozen=True)
 class OuterSGD:
     """SGD with momentum on the replicas' progress (Douillard et al. 2023, DiLoCo), with Keras's formulas:
 
@@ -67,9 +58,15 @@ class OuterSGD:
     def step(self, anchor: Arrays, progress: Arrays, velocity: Arrays) -> tuple[list[Array], list[Array]]:
         """See `OuterOptimizer.step`."""
         rate, momentum = np.float32(self.learning_rate), np.float32(self.momentum)
+        if not momentum:
+            return [a - rate * p for a, p in zip(anchor, progress, strict=True)], []
         velocity = velocity or [np.zeros_like(a) for a in anchor]
         moved = [momentum * v - rate * p for v, p in zip(velocity, progress, strict=True)]
         if self.nesterov:
             ahead = zip(anchor, moved, progress, strict=True)
             return [a + momentum * v - rate * p for a, v, p in ahead], moved
         return [a + v for a, v in zip(anchor, moved, strict=True)], moved
+
+
+AVERAGE = OuterSGD(1.0, 0.0)
+"""The replicas' mean itself (Stich 2019, "Local SGD Converges Fast and Communicates Little")."""

@@ -15,7 +15,7 @@ from phalanx.collectives.keyed_collectives import broadcast_named
 from phalanx.compression import CompressedReducer, Compression
 from phalanx.compression.base_compression import State, strip_prefix
 from phalanx.training.replica import Replica
-from phalanx.training.steps.outer_optimizer import AverageOuterOptimizer, OuterOptimizer
+from phalanx.training.steps.outer_optimizer import OuterOptimizer
 
 Arrays = Sequence[Array]
 
@@ -150,7 +150,7 @@ class WeightExchange:
             return anchor, velocity
         count = self._weights
         weights, velocity = self._outer.step(anchor[:count], merged[:count], velocity)
-        return [*weights, *AverageOuterOptimizer().step(anchor[count:], merged[count:], [])[0]], velocity
+        return [*weights, *(a - p for a, p in zip(anchor[count:], merged[count:], strict=True))], velocity
 
     def _merge(self, progress: Arrays, samples: int, replica: Replica) -> list[Array] | None:
         """The mean progress, weighted by samples; None if there were no samples."""

@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx.engines.engine import ModelValues
 from phalanx.keras_compat.patching import set_untracked
 
 Array = np.ndarray[Any, Any]
@@ -23,8 +24,8 @@ def _copy_to_device(array: Any, value: Array) -> Any:
     return jnp.array(value)  # a copy: steps may donate it
 
 
-class ModelArguments:
-    """The values of a model's variables, as arguments for the next step; see `phalanx.engines.engine.ModelValues`.
+class ModelArguments(ModelValues):
+    """The values of a model's variables, as arguments for the next step; see `ModelValues`.
 
     Args:
         fetch: copies an array into host memory.
@@ -46,16 +47,13 @@ class ModelArguments:
 
     @property
     def in_variables(self) -> bool:
-        """See `Engine.in_variables`."""
         return bool(self._model._jax_state_synced)
 
     def begin(self) -> None:
-        """See `Engine.begin`."""
         self._model._jax_state_synced = True
         self._places = {}
 
     def end(self) -> None:
-        """See `Engine.end`."""
         self._model.jax_state_sync()
         self._model._jax_state = None
 
@@ -100,14 +98,12 @@ class ModelArguments:
         set_untracked(self._model, _jax_state=state, _jax_state_synced=False)
 
     def read(self, variables: Sequence[Any]) -> list[Array]:
-        """See `Engine.read`."""
         if self.in_variables:
             return [self._fetch(variable.value) for variable in variables]
         lists = self._lists()
         return [self._fetch(lists[kind][index]) for kind, index in map(self._place, variables)]
 
     def write(self, variables: Sequence[Any], values: Sequence[Array]) -> None:
-        """See `Engine.write`."""
         if self.in_variables:
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)

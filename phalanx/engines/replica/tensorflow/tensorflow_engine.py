@@ -24,9 +24,8 @@ from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
 from phalanx.engines.accelerations import registry
 from phalanx.engines.accelerations.tensorflow_fused_adam import fused_adam
-from phalanx.engines.engine import Batch, Merge, MicroBatchKept
-from phalanx.engines.replica.model_variables import ModelVariables, variables_of_optimizers
-from phalanx.engines.replica.replica_engine import ReplicaEngine
+from phalanx.engines.engine import Batch, Merge, MicroBatchKept, ModelValues
+from phalanx.engines.replica.replica_engine import ReplicaEngine, variables_of_optimizers
 from phalanx.engines.replica.tensorflow.batch_functions import BatchFunction, runs_eagerly
 from phalanx.engines.replica.tensorflow.graph_merge import GraphMerge, HostCallNeeded, complete
 from phalanx.engines.replica.tensorflow.host_calls import take_failure
@@ -303,10 +302,11 @@ class TensorFlowEngine(ReplicaEngine):
         return merged, dict(zip(logs, averages, strict=True))
 
 
-class TensorFlowVariables(ModelVariables):
-    """See `ModelVariables`."""
+class TensorFlowVariables(ModelValues):
+    """See `ModelValues`."""
 
     def copies(self, variables: Sequence[Any]) -> list[Any]:
+        """Tensors that keep the present values."""
         return [tf.identity(variable.value) for variable in variables]
 
     def read(self, variables: Sequence[Any]) -> list[Array]:

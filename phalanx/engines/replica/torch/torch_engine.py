@@ -21,10 +21,9 @@ from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
 from phalanx.engines.accelerations import registry
 from phalanx.engines.accelerations.torch_onednn_matmul import OneDNNMatmul
-from phalanx.engines.engine import Batch, Merge
+from phalanx.engines.engine import Batch, Merge, ModelValues
 from phalanx.engines.merge_collectives import MergeCollectives
-from phalanx.engines.replica.model_variables import ModelVariables, variables_of_optimizers
-from phalanx.engines.replica.replica_engine import ReplicaEngine
+from phalanx.engines.replica.replica_engine import ReplicaEngine, variables_of_optimizers
 from phalanx.engines.replica.torch.accelerated_updates import AcceleratedUpdates
 from phalanx.engines.replica.torch.host_copies import all_to_host, cut_merged, from_host, to_host
 from phalanx.engines.replica.torch.module_buffers import buffers
@@ -248,10 +247,11 @@ class TorchEngine(ReplicaEngine):
         return tree.map_structure(to_host, outputs)
 
 
-class TorchVariables(ModelVariables):
-    """See `ModelVariables`."""
+class TorchVariables(ModelValues):
+    """See `ModelValues`."""
 
     def copies(self, variables: Sequence[Any]) -> list[Any]:
+        """Tensors that keep the present values."""
         return [variable.value.clone() for variable in variables]
 
     def read(self, variables: Sequence[Any]) -> list[Array]:
