@@ -50,6 +50,13 @@ def empty_aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any,
     return block[start : start + size].view(dtype).reshape(shape)
 
 
+def aligned_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A copy of an array of plain numbers, aligned so that backends can use it as it is."""
+    block = empty_aligned(array.shape, array.dtype)
+    np.copyto(block, array)
+    return block
+
+
 def copy_arrays(arrays: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
     """Copies of all arrays."""
     return [array.copy() for array in arrays]

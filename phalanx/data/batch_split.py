@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from phalanx.arrays import allocation
+from phalanx.arrays.allocation import aligned_copy
 from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.data.dataset_elements import Array, unpack
 from phalanx.errors import ConfigurationError
@@ -117,11 +117,7 @@ def should_be_aligned(size: int, dtype: np.dtype[Any]) -> bool:
 
 
 def _copy(array: Array) -> Array:
-    if not should_be_aligned(array.nbytes, array.dtype):
-        return array.copy()
-    block = allocation.empty_aligned(array.shape, array.dtype)
-    np.copyto(block, array)
-    return block
+    return aligned_copy(array) if should_be_aligned(array.nbytes, array.dtype) else array.copy()
 
 
 def whole(element: Any, source: str) -> LocalBatch:

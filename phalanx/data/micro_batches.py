@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from phalanx.arrays import allocation
+from phalanx.arrays.allocation import aligned_copy
 from phalanx.arrays.tree import map_leaves
 
 Array = np.ndarray[Any, Any]
@@ -79,8 +79,4 @@ def _rows(data: tuple[Any, Any, Any], low: int, high: int) -> tuple[Any, Any, An
 
 def _aligned(rows: Array) -> Array:
     """A copy at an address like any other's: some libraries round by where an array begins."""
-    if rows.dtype.kind not in "biufc":
-        return rows
-    block = allocation.empty_aligned(rows.shape, rows.dtype)
-    np.copyto(block, rows)
-    return block
+    return aligned_copy(rows) if rows.dtype.kind in "biufc" else rows

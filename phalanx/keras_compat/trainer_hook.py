@@ -122,12 +122,14 @@ def install(dispatcher: KerasDispatcher) -> None:
     if _keras_methods:
         return
     trainer = keras_trainer()
+    registering_model = functools.partial(_followed_by, lambda model: _dispatcher.register_model(model))
+    forgetting_functions = functools.partial(_followed_by, lambda model: _dispatcher.forget_functions(model))
     # Runs after the trainer's own part of the constructor, before the program's class has made its layers.
-    _patches.replace(trainer, "__init__", _registering_model)
+    _patches.replace(trainer, "__init__", registering_model)
     # Where it is defined: Keras takes a `compile` that differs from the base trainer's for one of the model's own, and
     # then `load_model` does not compile the model.
-    _patches.replace(defining_class(trainer, "compile"), "compile", _registering_model)
-    _patches.replace(keras.Model, "quantize", _forgetting_functions)
+    _patches.replace(defining_class(trainer, "compile"), "compile", registering_model)
+    _patches.replace(keras.Model, "quantize", forgetting_functions)
     for name in DISPATCHED:
         _keras_methods[name] = KerasMethod.of(getattr(trainer, name))
         _patches.replace(trainer, name, _dispatching)
@@ -187,14 +189,6 @@ def _followed_by(act: Callable[[Any], None], original: Callable[..., Any]) -> Ca
         return result
 
     return method
-
-
-def _registering_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    return _followed_by(lambda model: _dispatcher.register_model(model), original)
-
-
-def _forgetting_functions(original: Callable[..., Any]) -> Callable[..., Any]:
-    return _followed_by(lambda model: _dispatcher.forget_functions(model), original)
 
 
 def _registering_object(original: Callable[..., Any]) -> Callable[..., Any]:

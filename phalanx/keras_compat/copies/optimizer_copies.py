@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from phalanx.keras_compat.model_state import optimizers
+from phalanx.keras_compat.model_state import inner_optimizer, optimizers
 
 
 class FormerVariable(NamedTuple):
@@ -42,7 +42,9 @@ class OptimizerCopy(NamedTuple):
         """Let a copy decay what the original decays. It must not be built."""
         if (self.undecayed or self.undecayed_names) and not optimizer.built:
             names = [self.undecayed_names] if self.undecayed_names else None
-            inner_of(optimizer).exclude_from_weight_decay([variables[number] for number in self.undecayed], names)
+            inner_optimizer(optimizer).exclude_from_weight_decay(
+                [variables[number] for number in self.undecayed], names
+            )
 
     def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Build a copy for what the original was built for; no effect if it is built."""
@@ -64,13 +66,8 @@ def copies_of_optimizers(model: Any) -> tuple[OptimizerCopy, ...]:
     return tuple(_copy_of(optimizer, model.variables, numbers) for optimizer in optimizers(model))
 
 
-def inner_of(optimizer: Any) -> Any:
-    """The optimizer that updates; another one may scale the loss around it."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
 def _copy_of(optimizer: Any, variables: Sequence[Any], numbers: Mapping[int, int]) -> OptimizerCopy:
-    inner = inner_of(optimizer)
+    inner = inner_optimizer(optimizer)
     excluded = getattr(inner, "_exclude_from_weight_decay", ())
     pattern = getattr(inner, "_exclude_from_weight_decay_pattern", None)
     return OptimizerCopy(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.copies.object_config import clone_from_config
+from phalanx.keras_compat.model_state import PLAIN
 from phalanx.keras_compat.patching import overridden_methods
 
 
@@ -103,5 +104,4 @@ def set_decaying(optimizer: Any, decays: Sequence[bool], variables: Sequence[Any
 
 def plain_settings(optimizer: Any) -> dict[str, Any]:
     """The hyper-parameters of an optimizer that are plain values, by the names of its attributes."""
-    plain = (bool, int, float, str, type(None))
-    return {k: v for k, v in vars(optimizer).items() if type(v) in plain and not k.startswith("_") and k != "built"}
+    return {k: v for k, v in vars(optimizer).items() if type(v) in PLAIN and not k.startswith("_") and k != "built"}

@@ -306,7 +306,7 @@ class ParameterServerCoordination:
         """The chief has opened the epoch, and sent what its callbacks have changed."""
         engine, values = self._remote_model.engine, self._remote_model.merge.pull()
         engine.end()
-        self._remote_model.assign(values)
+        self._remote_model.variables.assign(values)
         engine.begin()
 
     def begin_group(self) -> None:

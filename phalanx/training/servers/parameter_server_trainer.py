@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 from keras.callbacks import CallbackList
@@ -136,23 +136,16 @@ class ParameterServerTrainer:
             add_history=True,
         )
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras's method, on this worker alone, with the servers' newest weights; so do the methods below."""
-        kwargs.pop("_use_cached_eval_dataset", None)  # Keras's own `fit`, which fills that cache, has not run
-        return self._run_locally("evaluate", *args, **kwargs)
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_locally("predict", *args, **kwargs)
-
-    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_locally("test_on_batch", *args, **kwargs)
-
-    def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_locally("predict_on_batch", *args, **kwargs)
-
     def _run_locally(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As Keras's method, on this worker alone, with the servers' newest weights."""
+        kwargs.pop("_use_cached_eval_dataset", None)  # Keras's own `fit`, which fills that cache, has not run
         self._remote_model.refresh()
         return self._original(method)(*args, **kwargs)
+
+    evaluate = partialmethod(_run_locally, "evaluate")
+    predict = partialmethod(_run_locally, "predict")
+    test_on_batch = partialmethod(_run_locally, "test_on_batch")
+    predict_on_batch = partialmethod(_run_locally, "predict_on_batch")
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Not supported."""

@@ -149,13 +149,7 @@ class RemoteModel:
 
     def pull(self) -> None:
         """Put the servers' newest weights into the model, embedding tables excepted."""
-        self.assign(self.merge.pull())
-
-    def assign(self, values: Sequence[Array | None]) -> None:
-        """Give the trainable variables these values; where there is None, they keep theirs."""
-        for variable, value in zip(self.model.trainable_variables, values, strict=True):
-            if value is not None:
-                variable.assign(value)
+        self.variables.assign(self.merge.pull())
 
     def pull_optimizer(self, *, tables: bool = True) -> None:
         """Put the servers' optimizer state into the model's optimizer; without `tables`, not that of these."""
