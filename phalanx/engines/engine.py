@@ -1,9 +1,8 @@
 """The contract of an engine: computes the steps of a compiled Keras model on this process's devices.
 
 The training loops see a stepper (`phalanx.training.steps`), and only steppers see an engine. An engine of another
-kind, in which one compiled program spans many devices, therefore needs a stepper of its own and may keep its arrays
-where they are: NumPy arrays are what *replica* engines exchange with a merge over processes, not what a loop computes
-with.
+kind, in which one compiled program spans many devices, may therefore keep its arrays where they are: NumPy arrays are
+what *replica* engines exchange with a merge over processes, not what a loop computes with.
 """
 
 from __future__ import annotations
@@ -142,12 +141,14 @@ class Engine(ABC):
         values: where its values are between the steps.
 
     Attributes:
+        merges: whether ranks merge what they contribute to a step; one program for many devices has nothing to merge.
         metric_rules: how the variables of the metrics are merged, and their values; known after `build`.
         origins: what the logs of training steps are made of.
         drawing_apart: makes the context around a step, where its layers draw from a random state of the whole process
             (`engines.random_state`).
     """
 
+    merges = True
     drawing_apart: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(self, model: Any, values: ModelValues) -> None:

@@ -1,8 +1,7 @@
 """How the processes of one job coordinate a `fit`: the interface between the loop and the kind of job.
 
 `ReplicaCoordination` agrees through collectives between replicas; `ParameterServerCoordination` follows the schedule of
-the parameter servers. A program that compiles one step for many devices needs a stepper (`steps/stepper.py`) and a
-coordination that has nothing to agree on.
+the parameter servers.
 """
 
 from __future__ import annotations

@@ -38,7 +38,6 @@ from phalanx.training.steps.deterministic import DeterministicStepper, check_det
 from phalanx.training.steps.float16_overflow import Float16Overflow
 from phalanx.training.steps.gradient_merge import StepMerge
 from phalanx.training.steps.local_sgd import LocalSGDStepper
-from phalanx.training.steps.one_program import OneProgramStepper
 from phalanx.training.steps.optimizer_properties import (
     accumulation_steps,
     constant_loss_scale,
@@ -297,22 +296,22 @@ class ReplicaModel:
 
     # Steppers.
 
-    def stepper(self, *, repeats: bool, accumulates: bool) -> ReplicaStepper:
+    def stepper(self, *, repeats: bool = False, accumulates: bool = False, is_single: bool = False) -> ReplicaStepper:
         """What takes the training steps of this model.
 
         Args:
             repeats: whether another process may have to continue between any two steps.
             accumulates: whether a rank may hold back gradients that the optimizer accumulates.
+            is_single: whether it takes the step of `train_on_batch`, and so holds nothing back: the program may save
+                the model after it.
         """
         model, replica, period = self.model, self.replica, self.policy.period
         repeats = repeats or replica.elastic is not None
         if (deterministic := self.deterministic) is not None:
             return deterministic
-        if self.policy.placement is not None:
-            return OneProgramStepper(self.model, self.engine, self.merge, self.replica)
-        if period is None:
+        if period is None or is_single:
             # Gradients that a rank holds are in no checkpoint, and would be lost with it.
-            accumulates = accumulates and not repeats
+            accumulates = accumulates and not repeats and self.engine.merges
             return SynchronousStepper(model, self.engine, self.merge, replica, accumulates=accumulates)
         if self._local_sgd is None:
             compression = self.policy.compression
@@ -320,14 +319,6 @@ class ReplicaModel:
         # What is in flight between two exchanges is in no checkpoint, and would be lost with a replica.
         self._local_sgd.overlaps = period.overlap and not repeats
         return self._local_sgd
-
-    def stepper_of_single_batches(self) -> ReplicaStepper:
-        """What takes the steps of `train_on_batch`. It holds nothing back: the program may save the model after it."""
-        if self.policy.placement is not None:
-            return OneProgramStepper(self.model, self.engine, self.merge, self.replica)
-        return self.deterministic or SynchronousStepper(
-            self.model, self.engine, self.merge, self.replica, accumulates=False
-        )
 
     @property
     def deterministic(self) -> DeterministicStepper | None:

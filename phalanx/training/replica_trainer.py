@@ -167,7 +167,7 @@ class ReplicaTrainer:
         batch = _only(self._batches_of_one("train_on_batch", x, y, sample_weight))
         self._reset_metrics_of_a_single_batch()
         with self._running_engine(batch) as engine:
-            stepper = self._replica_model.stepper_of_single_batches()
+            stepper = self._replica_model.stepper(is_single=True)
             stepper.begin(watched=True)
             timeline.current.enter("forward/backward")
             stepper.train(batch, last=True)

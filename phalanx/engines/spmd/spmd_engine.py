@@ -33,6 +33,8 @@ Array = np.ndarray[Any, Any]
 class SpmdEngine(Engine):
     """Steps of one Keras model on a mesh; see `phalanx.engines.engine.Engine`."""
 
+    merges = False
+
     def __init__(self, model: Any, placement: Placement) -> None:
         self._arguments = ModelArguments(model, fetch, put_like)
         super().__init__(model, self._arguments)

@@ -25,8 +25,8 @@ class RetryOnMembershipChange(Protocol):
 class Stepper(Protocol):
     """Takes the training steps of one model: the seam between the loop and what computes.
 
-    It does not say what a step consists of: engine and merge (`SynchronousStepper`), parameter servers
-    (`ParameterServerStepper`), or a single program that is compiled for many devices.
+    It does not say what a step consists of: engine and merge, or a single program for many devices
+    (`SynchronousStepper`), or parameter servers (`ParameterServerStepper`).
     """
 
     def train(self, batch: Any, *, last: bool | None = None) -> None:

@@ -48,6 +48,8 @@ class SynchronousStepper(ReplicaStepper):
         self._merge.expect(batch.global_size, batch.fixed_size)
         with self._merge.in_mode(self._mode(last)):
             self._engine.train(batch.data, batch.share)
+        if not self._engine.merges and self._replica.notice is not None:  # one program, in a `fit` that saves itself
+            self._merge.merge_notice()
 
     def finish(self, retry: RetryOnMembershipChange) -> Sequence[str]:
         """See `ReplicaStepper.finish`. Accumulated gradients go to the optimizer, where they can be saved."""
