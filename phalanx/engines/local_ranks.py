@@ -14,6 +14,7 @@ import numpy as np
 
 from phalanx.engines.engine import Merge
 from phalanx.engines.step_layout import EXTREMES, MergeWeight, StepLayout
+from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
 
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
@@ -58,12 +59,14 @@ class LocalRanks(Merge):
         # By rank, what each was interrupted at. An attempt leaves one at most: nothing runs after the interruption.
         self._open: dict[int, _Part] = {}
 
-    def be_whole(self) -> None:
-        """From here on, compute the step of the whole batch."""
+    def whole(self, step: Callable[[], T]) -> T:
+        """The result of the step of the whole batch; its code sees one replica."""
         self._rank, self.merged = None, []
+        with simulated_ranks(1):
+            return step()
 
     def compute(self, ranks: int, step: Callable[[int], T], restore: Callable[[], None]) -> list[T]:
-        """The results of so many ranks, in their order.
+        """The results of so many ranks, in their order; their code sees as many replicas.
 
         Args:
             ranks: number of ranks.
@@ -80,7 +83,8 @@ class LocalRanks(Merge):
                 restore()
                 self._rank, self._calls, self.merged = rank, 0, []
                 try:
-                    finished.append(step(rank))
+                    with simulated_ranks(ranks):
+                        finished.append(step(rank))
                 except Unanswered:
                     continue
             if len(finished) == ranks:

@@ -24,14 +24,12 @@ def build_parts(model: Any, data: Any, form: ElementStructure, step: str) -> Non
         form: its structure.
         step: "train_step" or "test_step".
     """
-    ranks = LocalRanks()
     with ProgramState(model).kept(), running_eagerly(model):
-        engine = make_engine(model, ranks)
+        engine = make_engine(model, LocalRanks())
         engine.expect(form)
         engine.build(data)
         # What the variables declare will do: nothing that is computed here stays.
         engine.metric_rules.decide(engine.metric_rules.rules)
-        ranks.be_whole()
         engine.begin()
         try:
             (engine.train if step == "train_step" else engine.test)(data, 1.0)

@@ -79,9 +79,7 @@ def counts_more(model, step):
 
 scenario = globals()[sys.argv[1]]
 model, plain = made(), made()
-ranks = LocalRanks()
-ranks.be_whole()
-engine = make_engine(model, ranks)
+engine = make_engine(model, LocalRanks())
 engine.build((x, y, weight))
 engine.metric_rules.decide(engine.metric_rules.rules)
 for step in range(4):

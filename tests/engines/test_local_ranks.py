@@ -33,10 +33,12 @@ def test_ranks_meet_at_each_collective_in_turn():
 
 def test_the_whole_batch_meets_no_one():
     ranks = LocalRanks()
-    ranks.be_whole()
     layout = StepLayout.of([np.ones(2)], [MergeWeight.GRADIENT])
-    assert ranks.total(np.ones(1), 1.0) == 1
-    assert ranks(layout, [np.full(2, 3.0)], 1.0)[0].tolist() == [3.0, 3.0]
+
+    def step():
+        return ranks.total(np.ones(1), 1.0)[0], ranks(layout, [np.full(2, 3.0)], 1.0)[0].tolist()
+
+    assert ranks.whole(step) == (1.0, [3.0, 3.0])
 
 
 def test_steps_that_do_not_meet_are_told_apart():

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-from keras import ops
 
+from phalanx.engines import make_tensors
 from phalanx.engines.local_ranks import LocalRanks
+from phalanx.engines.merge_collectives import MergeCollectives
 from phalanx.keras_compat.global_batch.global_losses import GloballyScaledLosses, is_noted_sum, note_sum
-from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
 from phalanx.keras_compat.global_batch.step_collectives import InStep
 from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 from phalanx.keras_compat.variables.host_values import to_host
@@ -85,29 +85,14 @@ def compute_as_ranks(function: Callable[[Any], T], parts: Sequence[Any], rows: S
     Raises: as `LocalRanks.compute`.
     """
     ranks = LocalRanks()
-    collectives = _LocalCollectives(ranks)
+    collectives = MergeCollectives(ranks, make_tensors().call)
 
     def compute(rank: int) -> T:
         means = WeightedStepMeans(partial(float, rows[rank] / sum(rows)))
-        with GloballyScaledLosses(rows[rank]), means, InStep(collectives), simulated_ranks(len(parts)):
+        with GloballyScaledLosses(rows[rank]), means, InStep(collectives):
             return function(parts[rank])
 
     return ranks.compute(len(parts), compute, restore=lambda: None)
-
-
-class _LocalCollectives:
-    """The collectives of a step (`step_collectives`) of `LocalRanks`."""
-
-    weights_gradients = synchronizes_batch_norm = may_lack_samples = False
-
-    def __init__(self, ranks: LocalRanks) -> None:
-        self._ranks = ranks
-
-    def all_reduce(self, tensors: list[Any]) -> list[Any]:
-        return [ops.convert_to_tensor(self._ranks.total(to_host(each), 1.0), each.dtype) for each in tensors]
-
-    def all_gather(self, tensors: list[Any]) -> list[Any]:
-        return [ops.convert_to_tensor(self._ranks.all_gather(to_host(each), 1.0)[0], each.dtype) for each in tensors]
 
 
 def combination_of_values(whole: float, parts: Sequence[float], rows: Sequence[int], tolerance: float) -> Combination:

@@ -20,7 +20,6 @@ from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import make_engine
 from phalanx.engines.local_ranks import LocalRanks
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
 from phalanx.training.checks.step_comparison import COARSE_TOLERANCE, advice_on_layers, rounds_coarsely
 from phalanx.training.checks.step_probe import can_be_tried
 from phalanx.training.checks.tried_samples import RANKS, few_samples, part_of, sizes_of_parts
@@ -106,19 +105,10 @@ def _compare(
     samples: Any,
     part: int,
 ) -> Outputs:
-    def whole() -> list[Array]:
-        ranks.be_whole()
-        with simulated_ranks(1):
-            return predict(samples, 1.0)
-
-    def of_part(rank: int) -> list[Array]:
-        with simulated_ranks(RANKS):
-            return predict(part_of(samples, rank, part), 1.0 / RANKS)
-
-    first = whole()
+    first = ranks.whole(lambda: predict(samples, 1.0))
     state.change_seeds()
-    other = whole()
-    parts = ranks.compute(RANKS, of_part, state.restore)
+    other = ranks.whole(lambda: predict(samples, 1.0))
+    parts = ranks.compute(RANKS, lambda rank: predict(part_of(samples, rank, part), 1.0 / RANKS), state.restore)
     tolerance = COARSE_TOLERANCE if rounds_coarsely(model) else TOLERANCE
     found = Outputs.ROWS
     for number, output in enumerate(first):

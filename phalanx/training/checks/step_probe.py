@@ -31,7 +31,6 @@ from phalanx.engines.metric_rules import MetricRule
 from phalanx.engines.step_layout import MergeWeight
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
 from phalanx.keras_compat.observation.metric_uses import MetricUses
 from phalanx.keras_compat.observation.trial_conditions import TrialConditions
 from phalanx.keras_compat.variables.host_values import host_copy
@@ -195,10 +194,8 @@ class _Trial:
     def _whole(self, batches: Sequence[Any], change: Callable[[], None] = lambda: None) -> list[StepResults]:
         self._state.restore()
         change()
-        self._ranks.be_whole()
         self._engine = self._whole_engine
-        with simulated_ranks(1):
-            return self._steps(batches, 1.0)
+        return self._ranks.whole(lambda: self._steps(batches, 1.0))
 
     def _round_weights(self) -> None:
         """Change all weights by what rounding may change in them."""
@@ -208,12 +205,9 @@ class _Trial:
             variable.assign(value * (1 + ROUNDING * signs.choice((-1.0, 1.0), value.shape)).astype(value.dtype))
 
     def _of_ranks(self, parts: Sequence[Sequence[Any]]) -> list[list[StepResults]]:
-        def steps(rank: int) -> list[StepResults]:
-            with simulated_ranks(len(parts)):
-                return self._steps(parts[rank], 1.0 / len(parts))
-
         self._engine = self._ranks_engine
-        return self._ranks.compute(len(parts), steps, self._state.restore)
+        share = 1.0 / len(parts)
+        return self._ranks.compute(len(parts), lambda rank: self._steps(parts[rank], share), self._state.restore)
 
     def _steps(self, batches: Sequence[Any], share: float) -> list[StepResults]:
         results: list[StepResults] = []
