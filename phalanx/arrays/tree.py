@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,3 +32,9 @@ def leaves(structure: Any) -> list[Any]:
     found: list[Any] = []
     map_leaves(found.append, structure)
     return found
+
+
+def map_present(function: Callable[[list[Any]], Sequence[Any]], values: Sequence[Any]) -> list[Any]:
+    """The values, those that are not None replaced by what `function` makes of the list of these."""
+    mapped = iter(function([value for value in values if value is not None]))
+    return [None if value is None else next(mapped) for value in values]

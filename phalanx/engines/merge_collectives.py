@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.arrays.tree import map_present
 from phalanx.engines.engine import Merge
 from phalanx.engines.step_layout import StepLayout, gradient_weights
 from phalanx.engines.tensors import Array, Shape
@@ -56,19 +57,13 @@ class MergeCollectives:
 
     def merge_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """The gradients of variables, merged as at the end of a step; of no gradient: None stays None."""
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        own = [variables[i] for i in present]
-        weights = gradient_weights(own)
+        own = [variable for variable, gradient in zip(variables, gradients, strict=True) if gradient is not None]
 
         def merge(arrays: Sequence[Array]) -> list[Array]:
-            layout = StepLayout.of(arrays, weights, own)
+            layout = StepLayout.of(arrays, gradient_weights(own), own)
             return [np.array(array) for array in layout.cut(self._merge(layout, arrays, self.share))]
 
-        merged = list(gradients)
-        if present:
-            for i, value in zip(present, self._call(merge, [gradients[i] for i in present]), strict=True):
-                merged[i] = value
-        return merged
+        return map_present(lambda present: self._call(merge, present) if present else [], gradients)
 
     def global_samples(self, own: int) -> int:
         """The number of samples of the global batch; all ranks must call."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +46,3 @@ class GradientReduction:
         """
         divisor = self.gradient_predivide_factor if self.op is Average else 1.0
         return Arguments(name, self.process_set, self.op, 1.0 / divisor, divisor * factor)
-
-
-def reduce_present(gradients: Sequence[Any], reduce: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
-    """The gradients, those that are not None replaced by what `reduce` makes of them."""
-    present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-    reduced = list(gradients)
-    for index, result in zip(present, reduce([gradients[index] for index in present]), strict=True):
-        reduced[index] = result
-    return reduced

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx.arrays.tree import map_present
 from phalanx.horovod import elastic, exported_names, operations, step_reports
 from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.compressors import Compression
@@ -24,7 +25,7 @@ from phalanx.horovod.framework_bindings import (
     poll,
     synchronize,
 )
-from phalanx.horovod.gradient_reduction import GradientReduction, reduce_present
+from phalanx.horovod.gradient_reduction import GradientReduction
 from phalanx.horovod.jax_tracers import refuse_tracer
 from phalanx.horovod.operation_request import Array, HorovodOp, OperationKind
 from phalanx.horovod.operations import Average, barrier, join
@@ -149,7 +150,7 @@ def reduce_gradients(gradients: Sequence[Any], reduction: GradientReduction, nam
             lambda: _framework.run(OperationKind.ALLREDUCE, present, arguments, reduction.compression)
         )
 
-    return reduce_present(gradients, reduce)
+    return map_present(reduce, gradients)
 
 
 __all__ = [

@@ -94,3 +94,11 @@ def variables_of_optimizers(model: Any) -> list[Any]:
     """The variables that a custom `train_step` has changed if it fails after its gradients were merged and applied."""
     optimizers = model_state.optimizers(model)
     return [*model.trainable_variables, *(v for optimizer in optimizers for v in optimizer.variables)]
+
+
+def complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+    """The gradients, zero where the loss does not depend on a weight."""
+    return [
+        keras.ops.zeros(weight.shape, weight.dtype) if gradient is None else gradient
+        for gradient, weight in zip(gradients, weights, strict=True)
+    ]

@@ -7,9 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from phalanx.arrays.tree import map_present
 from phalanx.horovod import step_reports
 from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.gradient_reduction import GradientReduction, reduce_present
+from phalanx.horovod.gradient_reduction import GradientReduction
 from phalanx.horovod.operation_request import HorovodOp, OperationKind
 from phalanx.horovod.operations import Average
 from phalanx.horovod.tensorflow.compression import Compression
@@ -38,7 +39,7 @@ def reduce_gradients(gradients: Sequence[Any], reduction: GradientReduction, nam
             around=step_reports.report_reduction,
         )
 
-    return reduce_present(gradients, reduce)
+    return map_present(reduce, gradients)
 
 
 def reduce_shared(

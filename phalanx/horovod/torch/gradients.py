@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from phalanx.arrays.tree import map_present
 from phalanx.horovod import step_reports
 from phalanx.horovod.compressors import compressed
-from phalanx.horovod.gradient_reduction import GradientReduction, reduce_present
+from phalanx.horovod.gradient_reduction import GradientReduction
 from phalanx.horovod.operation_request import OperationKind
 from phalanx.horovod.torch.torch_framework import start_collective
 
@@ -34,7 +35,7 @@ def reduce_gradients(
         dense = [_writable((each.to_dense() if each.is_sparse else each).detach()) for each in present]
         return compressed(reduction.compression, dense, reduce)
 
-    return reduce_present(gradients, reduce_dense)
+    return map_present(reduce_dense, gradients)
 
 
 def _writable(gradient: torch.Tensor) -> torch.Tensor:

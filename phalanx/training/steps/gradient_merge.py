@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from phalanx.arrays.tree import map_present
 from phalanx.collectives.communicator import ReduceOp
 from phalanx.compression import CompressedReducer, Compression
 from phalanx.compression.base_compression import State, strip_prefix
@@ -229,10 +230,9 @@ class StepMerge(Merge):
         """The accumulated gradients of these variables, summed over all ranks, and forgotten; None for a variable that
         had no gradient. All ranks must call."""
         own = [self._kept.gradients.get(id(variable)) for variable in variables]
-        present = [array for array in own if array is not None]
-        merged = iter(self._replica.all_reduce(present) if present else ())
+        merged = map_present(lambda present: self._replica.all_reduce(present) if present else [], own)
         self._kept.gradients.clear()
-        return [None if array is None else next(merged) for array in own]
+        return merged
 
     def reset_counts(self) -> None:
         """Metrics were reset: forget what they have counted since the last merge."""

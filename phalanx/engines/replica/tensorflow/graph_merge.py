@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from phalanx.engines.engine import GradientRows, Merge, MicroBatchKept
 from phalanx.engines.merge_collectives import MergeCollectives
+from phalanx.engines.replica.replica_engine import complete
 from phalanx.engines.replica.tensorflow.host_calls import call_on_host, take_failure
 from phalanx.engines.replica.tensorflow.indexed_slices import is_of_any_batch, merge_slices, slices_of
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
@@ -145,14 +146,6 @@ class GraphMerge:
         *flats, self.is_kept_in_graph = call_on_host(merge_or_keep, tensors, [*dtypes, tf.bool])
         self.is_kept_in_graph.set_shape([])
         return _cut(tensors, flats)
-
-
-def complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
-    """The gradients, zero where the loss does not depend on a weight."""
-    return [
-        tf.zeros(weight.shape, weight.dtype) if gradient is None else gradient
-        for gradient, weight in zip(gradients, weights, strict=True)
-    ]
 
 
 def _cut(like: Sequence[Any], flats: Sequence[Any]) -> list[Any]:

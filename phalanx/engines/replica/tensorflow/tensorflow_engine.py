@@ -25,9 +25,9 @@ from phalanx.engines import step_logs
 from phalanx.engines.accelerations import registry
 from phalanx.engines.accelerations.tensorflow_fused_adam import fused_adam
 from phalanx.engines.engine import Batch, Merge, MicroBatchKept, ModelValues
-from phalanx.engines.replica.replica_engine import ReplicaEngine, variables_of_optimizers
+from phalanx.engines.replica.replica_engine import ReplicaEngine, complete, variables_of_optimizers
 from phalanx.engines.replica.tensorflow.batch_functions import BatchFunction, runs_eagerly
-from phalanx.engines.replica.tensorflow.graph_merge import GraphMerge, HostCallNeeded, complete
+from phalanx.engines.replica.tensorflow.graph_merge import GraphMerge, HostCallNeeded
 from phalanx.engines.replica.tensorflow.host_calls import take_failure
 from phalanx.engines.replica.tensorflow.keras_traces import FunctionsByTrace, KerasTraces
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors

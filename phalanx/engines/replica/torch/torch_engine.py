@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from keras import tree
 
-from phalanx.arrays.tree import map_leaves
+from phalanx.arrays.tree import map_leaves, map_present
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
 from phalanx.engines.accelerations import registry
 from phalanx.engines.accelerations.torch_onednn_matmul import OneDNNMatmul
 from phalanx.engines.engine import Batch, Merge, ModelValues
 from phalanx.engines.merge_collectives import MergeCollectives
-from phalanx.engines.replica.replica_engine import ReplicaEngine, variables_of_optimizers
+from phalanx.engines.replica.replica_engine import ReplicaEngine, complete, variables_of_optimizers
 from phalanx.engines.replica.torch.accelerated_updates import AcceleratedUpdates
 from phalanx.engines.replica.torch.host_copies import all_to_host, cut_merged, from_host, to_host
 from phalanx.engines.replica.torch.module_buffers import buffers
@@ -113,11 +113,8 @@ class TorchEngine(ReplicaEngine):
         weights, gradients, logs = self._backward(data)
         if self._merge.updates:
             gradients = complete(gradients, weights)
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        own = [weights[i] for i in present]
-        merged = self._merge_all(own, [gradients[i] for i in present], logs, metrics_before)
-        for i, gradient in zip(present, merged, strict=True):
-            gradients[i] = gradient
+        own = [weight for weight, gradient in zip(weights, gradients, strict=True) if gradient is not None]
+        gradients = map_present(lambda present: self._merge_all(own, present, logs, metrics_before), gradients)
         if self._merge.updates:
             _assign_known(gradients, weights)
         elif weights:  # as in Keras: loss scaling would count a step without any as one without an overflow
@@ -161,14 +158,15 @@ class TorchEngine(ReplicaEngine):
         """The gradients of some weights, merged, or what replaces them; see `merging_applies`."""
         if self._merge.updates:
             gradients = complete(gradients, weights)
-        merged = list(gradients)
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        if present:
-            arrays, own = all_to_host([gradients[i] for i in present]), [weights[i] for i in present]
-            layout = StepLayout.of(arrays, gradient_weights(own), own)
-            for i, tensor in zip(present, self._merged(layout, arrays)[1], strict=True):
-                merged[i] = tensor
-        return merged
+        own = [weight for weight, gradient in zip(weights, gradients, strict=True) if gradient is not None]
+
+        def merge(present: list[Any]) -> list[Any]:
+            if not present:
+                return []
+            arrays = all_to_host(present)
+            return self._merged(StepLayout.of(arrays, gradient_weights(own), own), arrays)[1]
+
+        return map_present(merge, gradients)
 
     def _merged(self, layout: StepLayout, arrays: Sequence[Array]) -> tuple[list[Array], list[Any]]:
         """The merged arrays, and the same as tensors; they are overwritten by a later merge."""
@@ -262,14 +260,6 @@ class TorchVariables(ModelValues):
             for variable, value in zip(variables, values, strict=True):
                 # NumPy's arithmetic gives a number for arrays without axes, which is none to PyTorch.
                 variable.value.copy_(value if isinstance(value, torch.Tensor) else from_host(np.asarray(value)))
-
-
-def complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
-    """The gradients, zero where the loss does not depend on a weight."""
-    return [
-        torch.zeros_like(weight.value) if gradient is None else gradient
-        for gradient, weight in zip(gradients, weights, strict=True)
-    ]
 
 
 def _layer_state(model: Any) -> list[Any]:
