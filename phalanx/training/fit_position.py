@@ -57,23 +57,28 @@ class FitPosition:
 
 
 class FitRecorder:
-    """Records, in jobs that another process may continue, what it would need: positions and the sample ledger.
+    """Records what another process would need to continue a `fit`: positions and the sample ledger.
+
+    Args:
+        is_continuable: whether another process may continue it; else callbacks and samples are not looked at.
 
     Attributes:
-        ledger: None where the samples have no numbers.
+        ledger: None where the samples have no numbers, or are not looked at.
         applied: steps in all epochs so far.
     """
 
-    def __init__(self, replica_model: ReplicaModel, state: ReplicaFitState) -> None:
-        self.ledger = SampleLedger.of(state.source)
+    def __init__(self, replica_model: ReplicaModel, state: ReplicaFitState, *, is_continuable: bool) -> None:
+        self.ledger = SampleLedger.of(state.source) if is_continuable else None
         self.applied = 0
         self._model = replica_model
         self._state = state
+        self._is_continuable = is_continuable
         self._callback_states: CallbackStateTracker | None = None
 
     def track_callbacks(self) -> None:
         """The callbacks have their model and parameters: what they know from here on they have learnt."""
-        self._callback_states = CallbackStateTracker(self._state.arguments.callbacks)
+        if self._is_continuable:
+            self._callback_states = CallbackStateTracker(self._state.arguments.callbacks)
 
     def record_step(self, batch: JointBatch) -> None:
         """A step was taken; where the stepper does not merge every step, only by each rank for itself."""

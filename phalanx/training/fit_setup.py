@@ -33,14 +33,14 @@ class ReplicaFit:
     Attributes:
         model: this rank's copy of the model.
         state: where the `fit` stands.
-        recorder: records positions, if another process may continue this `fit`; else None.
+        recorder: records positions, so that another process may continue this `fit`.
         recovery: follows the membership in elastic jobs; else None.
         checkpointing: restores and saves, if `fit` was passed a `Checkpoint`; else None.
     """
 
     model: ReplicaModel
     state: ReplicaFitState
-    recorder: FitRecorder | None = None
+    recorder: FitRecorder
     recovery: ElasticRecovery | None = None
     checkpointing: FitCheckpointing | None = None
 
@@ -90,8 +90,7 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
     state.chief_adds_logs = any_rank(callback_hooks.chief_may_add_logs(arguments.callbacks))
     try:
         build_fit_callbacks(replica_model, state, arguments.callbacks)
-        if fit.recorder is not None:
-            fit.recorder.track_callbacks()
+        fit.recorder.track_callbacks()
         if overrides(model, "train_step") and state.stepper.merges_every_step and divides_batches(replica):
             check_clipping(model)
     except BaseException:  # a lost peer, Ctrl-C: the callbacks are the program's own again
@@ -105,9 +104,7 @@ def _begin_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption:
     elastic = replica_model.replica.elastic
     source = shard_training_data(replica_model, arguments, _shuffle_seed(replica_model, arguments, resumption))
     state = ReplicaFitState(arguments=arguments, source=source)
-    if elastic is None and resumption is None:
-        return ReplicaFit(replica_model, state)
-    recorder = FitRecorder(replica_model, state)
+    recorder = FitRecorder(replica_model, state, is_continuable=elastic is not None or resumption is not None)
     recovery = None if elastic is None else ElasticRecovery(replica_model, elastic, state, recorder)
     fit = ReplicaFit(replica_model, state, recorder, recovery)
     if resumption is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,9 +85,6 @@ class JointBatches:
         self.done = self._read = done or 0
         self._batches = source.epoch(epoch, self.done)
         self._compared = self.done + COMPARED_BATCHES  # batches before this one are compared
-        # By global size, the sizes of all ranks' parts in the present membership. There are two as a rule: that of most
-        # batches, and the last one's.
-        self._cuts: dict[int, tuple[int, ...]] = {}
         self._current: JointBatch | None = None
         self._peeked: JointBatch | None = None
 
@@ -101,6 +99,7 @@ class JointBatches:
             peeked, self._peeked = self._peeked, None
             return peeked
         timeline.current.enter("data")
+        self._comparison = RankComparison(self._replica)  # before what this step exchanges
         if self._replica.micro_batches:
             self._current = self._next_whole(self._replica.micro_batches)
         else:
@@ -145,7 +144,6 @@ class JointBatches:
         self._read = self.done
         self._compared = self.done + COMPARED_BATCHES
         self._current = self._peeked = None
-        self._cuts.clear()
 
     def close(self) -> None:
         """Read no further. In its next epoch the source continues here where Keras's would."""
@@ -158,15 +156,9 @@ class JointBatches:
         step, self._read = self._read, self._read + 1
         assert batch.global_size is not None
         if step < self._compared and self._source.fingerprint is not None:
-            comparison = RankComparison(self._replica)
             notes = self._replica.communicator.all_gather(np.array([self._source.fingerprint()], np.int64))
-            self._check_same(step, [int(note[0]) for note in notes], comparison)
-        sizes = self._cuts.get(batch.global_size)
-        if sizes is None:
-            world_size = self._replica.world_size
-            ranges = [local_range(batch.global_size, rank, world_size) for rank in range(world_size)]
-            sizes = self._cuts[batch.global_size] = tuple(stop - start for start, stop in ranges)
-        return JointBatch(batch.data, sizes, self._replica.rank, step, fixed_size=self._source.source.traits.fixed_size)
+            self._check_same(step, [int(note[0]) for note in notes])
+        return self._joint(batch.data, _sizes(batch.global_size, self._replica.world_size), step)
 
     def _next_whole(self, count: int) -> JointBatch | None:
         """Each rank reads the global batch, and computes some of its micro-batches."""
@@ -178,17 +170,12 @@ class JointBatches:
         if not source.is_uniform or step < self._compared:
             parts = leaves(batch.data) if batch and step < self._compared else []
             note = encode([batch.size, [*map(sample_checksum, parts)]] if batch else None)
-            comparison = RankComparison(replica)
-            self._check_same(step, [decode(each) for each in replica.communicator.all_gather_bytes(note)], comparison)
+            self._check_same(step, [decode(each) for each in replica.communicator.all_gather_bytes(note)])
         if batch is None:
             return None
         self._read += 1
-        rank, world_size, size = replica.rank, replica.world_size, batch.size
-        sizes = self._cuts.get(size)
-        if sizes is None:
-            sizes = self._cuts[size] = sizes_of_ranks(size, count, world_size)
-        micro_batches = cut_micro_batches(batch.data, size, count, rank, world_size)
-        return JointBatch(batch.data, sizes, rank, step, micro_batches, source.source.traits.fixed_size)
+        micro_batches = cut_micro_batches(batch.data, batch.size, count, replica.rank, replica.world_size)
+        return self._joint(batch.data, sizes_of_ranks(batch.size, count, replica.world_size), step, micro_batches)
 
     def _next_of_streams(self) -> JointBatch | None:
         source = self._source
@@ -198,25 +185,27 @@ class JointBatches:
             self._read += 1
         fingerprint = source.fingerprint() if batch and source.fingerprint and step < self._compared else 0
         # Every rank sends a note before each step, also one whose stream has ended: else the others would wait for it.
-        comparison = RankComparison(self._replica)
         note = np.array([batch is None, batch.size if batch else 0, fingerprint], np.int64)
         notes = np.stack(self._replica.communicator.all_gather(note))
         if notes[:, 0].all():
             return None
         if source.fingerprint:
-            self._check_same(step, [None if ended else each for ended, _, each in notes.tolist()], comparison)
+            self._check_same(step, [None if ended else each for ended, _, each in notes.tolist()])
             if batch is None:
                 return None  # only some that are late read on, and end
-        data = (batch or source.stand_in()).data
-        sizes = tuple(int(size) for size in notes[:, 1])
-        return JointBatch(data, sizes, self._replica.rank, step, fixed_size=source.source.traits.fixed_size)
+        return self._joint((batch or source.stand_in()).data, tuple(notes[:, 1].tolist()), step)
 
-    def _check_same(self, step: int, read: Sequence[Any], comparison: RankComparison) -> None:
+    def _joint(
+        self, data: Any, sizes: tuple[int, ...], step: int, micro_batches: tuple[MicroBatch, ...] = ()
+    ) -> JointBatch:
+        return JointBatch(data, sizes, self._replica.rank, step, micro_batches, self._source.source.traits.fixed_size)
+
+    def _check_same(self, step: int, read: Sequence[Any]) -> None:
         """Compare what tells the ranks' batches apart; None where the data of a rank have ended.
 
         Raises: DisagreementError, see `RankComparison`.
         """
-        if comparison.difference(read) is None:
+        if self._comparison.difference(read) is None:
             return
         advice = self._source.description.disagreement
         ended = ", ".join(str(rank) for rank, each in enumerate(read) if each is None)
@@ -226,6 +215,12 @@ class JointBatches:
                 f"{advice}"
             )
         raise DisagreementError(f"Batch {step} of epoch {self._epoch}: {advice}")
+
+
+@functools.lru_cache(maxsize=8)  # that of most batches, and the last one's
+def _sizes(global_size: int, world_size: int) -> tuple[int, ...]:
+    ranges = [local_range(global_size, rank, world_size) for rank in range(world_size)]
+    return tuple(stop - start for start, stop in ranges)
 
 
 def fit_to_mesh(batch: JointBatch, replica: Replica, parts: int) -> JointBatch:

@@ -128,9 +128,7 @@ class ReplicaCoordination:
             # Not after an exception: the ranks may be at different steps then, and must not wait for each other.
             if batches.done % self.steps_per_group:  # else `end_group` was called after the last step
                 self._stops_within_epoch()
-            merged = stepper.finish(self._retry)
-            if self._recorder is not None:
-                self._recorder.record_merge(merged)
+            self._recorder.record_merge(stepper.finish(self._retry))
         finally:
             batches.close()
             state.batches = None
@@ -182,11 +180,8 @@ class ReplicaCoordination:
         # Before anything else of this step: from here on, a change of the membership must not repeat it.
         state.batches.done = step + 1
         self._has_trained = True
-        if self._recorder is not None:
-            self._recorder.record_step(batch)
-        merged = stepper.merge_if_due(self._retry)
-        if self._recorder is not None:
-            self._recorder.record_merge(merged)
+        self._recorder.record_step(batch)
+        self._recorder.record_merge(stepper.merge_if_due(self._retry))
         return batch
 
     def end_group(self, step: int) -> bool:
@@ -202,8 +197,7 @@ class ReplicaCoordination:
 
     def epoch_logs(self) -> dict[str, Any]:
         """See `Coordination.epoch_logs`."""
-        if self._recorder is not None:
-            self._recorder.end_epoch()
+        self._recorder.end_epoch()
         if self._is_empty_epoch:
             return logs_of_empty_epoch(self._model, self._step_logs)
         # A process that resumed after the last step of an epoch knows what the metrics have counted. And of its own

@@ -85,7 +85,7 @@ class ReplicaTrainer:
             history = FitLoop(self._model, fit.state, ReplicaCoordination(fit)).run()
         finally:
             fit.state.undo.close()
-        if self._replica.elastic is not None and self._replica.is_chief and fit.recorder is not None:
+        if self._replica.elastic is not None and self._replica.is_chief:
             self._replica.present_entry.state = encode_finished_fit(self._model, fit.recorder.callback_states())
         return history
 

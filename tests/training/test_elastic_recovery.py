@@ -34,7 +34,7 @@ def test_the_chiefs_own_callbacks_continue_on_its_successor_with_what_they_have_
     others: Any = {"is_chief": False, "replicas": 2, "verbose": 0, "add_history": True}
     state.use_callbacks(callback_list.build_callback_list(callbacks, model, **others))
     state.callbacks.on_train_begin()
-    recorder = FitRecorder(replica_model, state)
+    recorder = FitRecorder(replica_model, state, is_continuable=True)
     recorder.track_callbacks()
     recovery = ElasticRecovery(replica_model, SimpleNamespace(), state, recorder)  # type: ignore[arg-type]
     restore_states([stopping], [("EarlyStopping", encode({"wait": 2, "best": 0.5}))])  # after the last epoch
