@@ -6,28 +6,18 @@ import json
 import logging
 import math
 import os
-import threading
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
-from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, Snapshot
+from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.keras_compat.callback_bases import ChiefCallback
-from phalanx.keras_compat.keras_internals import serialize_weights
-from phalanx.monitoring import timeline
-from phalanx.monitoring.worker_figures import SavedCheckpoint
-from phalanx.runtime import telemetry
-from phalanx.runtime.exit_codes import sendable
 from phalanx.storage.files import write_file
 from phalanx.storage.paths import StoragePath
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_KEEP = 3
-NOT_WRITTEN = "%s. Training continues; the next checkpoint is tried as usual."
-
-State = Callable[[], Mapping[str, Any]]
-"""Gives what is saved besides the model; called in the background."""
 
 
 class Checkpoint(ChiefCallback):
@@ -94,102 +84,6 @@ class Checkpoint(ChiefCallback):
                 "import it at the top (`from phalanx.callbacks import Checkpoint`), before any line that refers to "
                 "`model.fit`. With parameter servers use `phalanx.Supervisor` or snapshots (snapshot_dir=...)."
             )
-
-
-class FitWriter(Protocol):
-    """Writes the checkpoints of a `fit` one after the other, next to the thread that trains.
-
-    Attributes:
-        needs_all: whether all processes call its methods together, each for its part; else the chief alone does.
-    """
-
-    needs_all: bool
-
-    @property
-    def busy(self) -> bool:
-        """Whether a checkpoint is being written."""
-
-    def begin(self, model: Any, step: int, state: State) -> None:
-        """Copy the model and write a checkpoint in the background.
-
-        Args:
-            step: global step of the model.
-            state: see `State`.
-        """
-
-    def write(self, model: Any, step: int, state: State) -> StoragePath | None:
-        """Write a checkpoint now, after one that is being written; None, after a warning, if it cannot be written."""
-
-    def check(self) -> None:
-        """Raise the error that the last checkpoint in the background ended with: SupersededError if this process may
-        not write any more, ConfigurationError if another job has the directory, or what the state cannot be written
-        for."""
-
-    def wait(self) -> object:
-        """Until the checkpoint that is being written is finished. Raises: as `check`."""
-
-
-class CheckpointWriter:
-    """The chief's `FitWriter`: one file holds all of the model."""
-
-    needs_all = False
-
-    def __init__(self, checkpoints: CheckpointDirectory):
-        self._checkpoints = checkpoints
-        self._thread: threading.Thread | None = None
-        # Written by the thread, read by the one that trains. Without a `join` before, None only means "not yet".
-        self._error: Exception | None = None  # of any checkpoint in the background; stays, as `fit` ends with it
-
-    @property
-    def busy(self) -> bool:
-        """See `FitWriter.busy`."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def begin(self, model: Any, step: int, state: State) -> None:
-        """See `FitWriter.begin`. Only when not `busy`."""
-        # Not a daemon: a program that ends right after `fit` waits for its last checkpoint.
-        self._thread = threading.Thread(
-            target=self._write_apart,
-            args=(serialize_weights(model), step, state),
-            name="phalanx-checkpoint",
-            daemon=False,
-        )
-        self._thread.start()
-
-    def check(self) -> None:
-        """See `FitWriter.check`."""
-        if self._error is not None:
-            raise self._error
-
-    def write(self, model: Any, step: int, state: State) -> StoragePath | None:
-        """See `FitWriter.write`."""
-        self.wait()
-        return self._write(serialize_weights(model), step, state)
-
-    def wait(self) -> None:
-        """See `FitWriter.wait`."""
-        if self._thread is not None:
-            self._thread.join()  # as long as the disk or the store takes
-            self._thread = None
-        self.check()
-
-    def _write_apart(self, content: Snapshot, step: int, state: State) -> None:
-        try:
-            self._write(content, step, state)
-        except Exception as error:  # it belongs to the thread that trains
-            self._error = error
-
-    def _write(self, content: Snapshot, step: int, state: State) -> StoragePath | None:
-        try:
-            with timeline.current.span(timeline.CHECKPOINTS, "checkpoint", {"step": step}):
-                path = self._checkpoints.write(content, step, state())
-                telemetry.current.checkpoint = SavedCheckpoint(step, sendable(str(path)))
-                return path
-        except OSError as error:
-            # Time may mend a full disk. Everything else ends the `fit`: SupersededError must, because the directory
-            # belongs to another process.
-            logger.warning(NOT_WRITTEN, error.strerror or error)
-            return None
 
 
 def write_ledger(path: StoragePath, content: Mapping[str, Any]) -> None:

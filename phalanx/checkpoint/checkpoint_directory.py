@@ -32,6 +32,7 @@ from typing import Any, BinaryIO
 
 import keras
 
+from phalanx.checkpoint.background_save import BackgroundSave, State
 from phalanx.checkpoint.checkpoint_series import CheckpointSeries
 from phalanx.checkpoint.step_names import STEP_DIGITS, WEIGHTS_SUFFIX, check_keep
 from phalanx.errors import ConfigurationError
@@ -92,6 +93,7 @@ class CheckpointDirectory:
 
     Attributes:
         claim: this process's right to write there; acquired by the first method that writes, unless earlier.
+        background: what `begin` writes.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class CheckpointDirectory:
         self._keep = keep
         self._series = CheckpointSeries(self.directory, basename, WEIGHTS_SUFFIX)
         self.claim = WriteClaim(self.directory, basename, generation)
+        self.background = BackgroundSave("phalanx-checkpoint")
 
     def is_at(self, path: StoragePath) -> bool:
         """Whether a path consists of this directory and basename."""
@@ -132,6 +135,11 @@ class CheckpointDirectory:
             ConfigurationError, SupersededError: see `WriteClaim.acquire`.
         """
         return self.write(serialize_weights(model), step, state)
+
+    def begin(self, model: Any, step: int, state: State) -> None:
+        """As `save`, in the background; only after the one before has ended."""
+        content = serialize_weights(model)
+        self.background.start(step, lambda: self.write(content, step, state()))
 
     def write(self, content: Snapshot, step: int, state: Mapping[str, Any] | None = None) -> StoragePath:
         """As `save`, from a snapshot of the model; in any thread, one at a time."""

@@ -15,12 +15,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import logging
 import os
 import re
 import secrets
 import shutil
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,22 +26,16 @@ from typing import Any
 import keras
 import numpy as np
 
-from phalanx.checkpoint.checkpoint_callback import NOT_WRITTEN, State
+from phalanx.checkpoint.background_save import BackgroundSave, State
 from phalanx.checkpoint.checkpoint_directory import StoredCheckpoint, remove_partial
 from phalanx.checkpoint.checkpoint_series import CheckpointSeries
 from phalanx.checkpoint.step_names import check_keep, names_by_step
 from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
 from phalanx.keras_compat.saving.weight_entry_names import load_weight_entries, weight_entries
-from phalanx.monitoring import timeline
-from phalanx.monitoring.worker_figures import SavedCheckpoint
-from phalanx.runtime import telemetry
-from phalanx.runtime.exit_codes import sendable
 from phalanx.runtime.write_claim import WriteClaim
 from phalanx.storage.files import sync_directory
 from phalanx.storage.paths import StoragePath, local_path
 from phalanx.version import __version__
-
-logger = logging.getLogger(__name__)
 
 SUFFIX = ".orbax"
 WEIGHTS, ENTRIES = "weights", "entries.json"
@@ -90,16 +82,14 @@ class ShardedCheckpoint:
         self._orbax = _import_orbax()
         # Orbax's; made by the first `save`, and kept: it knows what is still being written.
         self._writer: Any = None
-        self._thread: threading.Thread | None = None
-        # Of the thread; only valid after it was joined. `wait` raises it once: the next checkpoint is tried again.
-        self._error: Exception | None = None
+        self.background = BackgroundSave("phalanx-sharded-checkpoint")
 
     # Writing.
 
     @property
     def busy(self) -> bool:
         """Whether this process is writing a checkpoint."""
-        return self._thread is not None and self._thread.is_alive()
+        return self.background.busy
 
     def save(self, model: Any, step: int, state: Mapping[str, Any] | State | None = None) -> None:
         """Save weights, layer state and optimizer state; returns when they are copied, and writes in the background.
@@ -116,7 +106,7 @@ class ShardedCheckpoint:
                 one. Orbax raises other errors too.
             ConfigurationError, SupersededError: see `WriteClaim.acquire`.
         """
-        problem = self._ended()
+        problem = self.background.ended()
         _build_optimizer(model)
         entries = weight_entries(model)
         # From here on all processes must come to the same collectives in the same order: the one about the token, then
@@ -130,23 +120,11 @@ class ShardedCheckpoint:
         def describe() -> Mapping[str, Any]:
             return {**described, "state": dict((state() if callable(state) else state) or {})}
 
-        self._thread = threading.Thread(
-            target=self._finish, args=(staging, step, describe), name="phalanx-sharded-checkpoint", daemon=False
-        )
-        self._thread.start()
+        self.background.start(step, lambda: self._finish(staging, step, describe))
 
     def wait(self) -> None:
         """Until the checkpoint that is being written is finished. Raises: see `save`; on this process alone."""
-        if (error := self._ended()) is not None:
-            raise error
-
-    def _ended(self) -> Exception | None:
-        """Wait as `wait` does; the error."""
-        if self._thread is not None:
-            self._thread.join()  # as long as the disk or the store takes
-            self._thread = None
-        error, self._error = self._error, None
-        return error
+        self.background.wait()
 
     def _open_staging(self, problem: Exception | None) -> Path:
         """A folder for the parts of all processes, which the first one makes. Raises on all of them if one cannot.
@@ -159,7 +137,7 @@ class ShardedCheckpoint:
         if self._is_primary and problem is None:
             try:
                 with self.claim.writing():
-                    # Safe here: this process's own has ended (`_ended`), and the claim keeps all other writers out.
+                    # Safe here: this process's own has ended (`save`), and the claim keeps all other writers out.
                     remove_partial(self.directory, self._basename)
                     self._staging(token).mkdir()
             except (OSError, PhalanxError) as error:
@@ -178,19 +156,18 @@ class ShardedCheckpoint:
     def _staging(self, token: int) -> Path:
         return self.directory / self._series.hidden_name(token)
 
-    def _finish(self, staging: Path, step: int, describe: Callable[[], Mapping[str, Any]]) -> None:
-        path = self.path_of(step)
+    def _finish(self, staging: Path, step: int, describe: Callable[[], Mapping[str, Any]]) -> Path | None:
         try:
-            with timeline.current.span(timeline.CHECKPOINTS, "checkpoint", {"step": step}):
-                # Orbax's own barrier: when it returns on the first process, the parts of all are on the disk.
-                self._writer.wait_until_finished()  # in all processes
-                if self._is_primary:
-                    self._commit(staging, step, describe())
-                    telemetry.current.checkpoint = SavedCheckpoint(step, sendable(str(path)))
-        except Exception as error:  # of Orbax's own kinds too: it is raised where the save is awaited
-            self._error = error
+            # Orbax's own barrier: when it returns on the first process, the parts of all are on the disk.
+            self._writer.wait_until_finished()  # in all processes
+            if not self._is_primary:
+                return None
+            self._commit(staging, step, describe())
+        except Exception:  # of Orbax's own kinds too
             if self._is_primary:
                 shutil.rmtree(staging, ignore_errors=True)
+            raise
+        return self.path_of(step)
 
     def _commit(self, staging: Path, step: int, description: Mapping[str, Any]) -> None:
         with open(staging / ENTRIES, "w") as file:
@@ -235,7 +212,7 @@ class ShardedCheckpoint:
         Returns: what `save` got, with the keys `step` and `state`; None if there is no checkpoint.
         Raises: ConfigurationError naming the variables, if it is a checkpoint of another model.
         """
-        problem = self._ended()
+        problem = self.background.ended()
         # Also where the step is given: the first process, which puts the checkpoint in its place, may be later than the
         # others with it, and comes here after that.
         chosen = self._of_primary((self.steps or [_NONE])[-1] if step is None else step, problem)
@@ -269,48 +246,6 @@ class ShardedCheckpoint:
     @property
     def _is_primary(self) -> bool:
         return bool(_jax().process_index() == 0)
-
-
-class ShardedWriter:
-    """The `FitWriter` of a program that spans several processes."""
-
-    needs_all = True
-
-    def __init__(self, checkpoints: ShardedCheckpoint):
-        self._checkpoints = checkpoints
-
-    @property
-    def busy(self) -> bool:
-        """See `FitWriter.busy`."""
-        return self._checkpoints.busy
-
-    def begin(self, model: Any, step: int, state: State) -> None:
-        """See `FitWriter.begin`. Waits for a checkpoint that is being written."""
-        self.wait()
-        self._warned(lambda: self._checkpoints.save(model, step, state))
-
-    def write(self, model: Any, step: int, state: State) -> Path | None:
-        """See `FitWriter.write`."""
-        self.begin(model, step, state)
-        return self._checkpoints.path_of(step) if self.wait() else None
-
-    def check(self) -> None:
-        """See `FitWriter.check`."""
-        if not self.busy:
-            self.wait()
-
-    def wait(self) -> bool:
-        """See `FitWriter.wait`. Returns whether this process has written its part."""
-        return self._warned(self._checkpoints.wait)
-
-    def _warned(self, action: Callable[[], object]) -> bool:
-        """Do something; whether the file system let it."""
-        try:
-            action()
-        except OSError as error:
-            logger.warning(NOT_WRITTEN, error.strerror or error)
-            return False
-        return True
 
 
 def newest_sharded(directory: StoragePath, basename: str) -> StoredCheckpoint | None:

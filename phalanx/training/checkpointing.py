@@ -8,7 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.checkpoint.checkpoint_callback import State, write_ledger
+from phalanx.checkpoint.background_save import State
+from phalanx.checkpoint.checkpoint_callback import write_ledger
 from phalanx.data.sample_ledger import SampleLedger
 from phalanx.engines.random_state import random_state
 from phalanx.errors import ConfigurationError, PreemptedError

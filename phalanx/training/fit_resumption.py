@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint import checkpoint_directory
-from phalanx.checkpoint.checkpoint_callback import Checkpoint, CheckpointWriter, FitWriter
+from phalanx.checkpoint.checkpoint_callback import Checkpoint
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, StoredCheckpoint
-from phalanx.checkpoint.sharded_checkpoint import ShardedCheckpoint, ShardedWriter, newest_sharded
+from phalanx.checkpoint.fit_writer import FitWriter
+from phalanx.checkpoint.sharded_checkpoint import ShardedCheckpoint, newest_sharded
 from phalanx.engines.random_state import set_random_state
 from phalanx.errors import ConfigurationError, FrameError, PhalanxError, SupersededError
 from phalanx.keras_compat.callback_bases import flatten_callbacks
@@ -84,7 +85,7 @@ class FitResumption:
             checkpoint.directory, basename=basename, keep=checkpoint.keep, generation=lambda: replica.generation
         )
         self.ledger = self.directory.directory / f"{basename}-{checkpoint_directory.LEDGER}"
-        self.writer: FitWriter = CheckpointWriter(self.directory)
+        self.writer = FitWriter(self.directory)
         # Whether one program spans all ranks, so that each writes and reads its part.
         self._spans = replica.mesh_parts is not None
         if self._spans:
@@ -92,7 +93,7 @@ class FitResumption:
             # One claim for both formats, with the generation of elastic jobs, which a ShardedCheckpoint does not know;
             # `resumable` releases it.
             sharded.claim = self.directory.claim
-            self.writer = ShardedWriter(sharded)
+            self.writer = FitWriter(sharded)
         self.notice = PreemptionNotice()
         self._model = model
         self._replica = replica

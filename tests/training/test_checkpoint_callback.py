@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.checkpoint.checkpoint_callback import CheckpointWriter
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
+from phalanx.checkpoint.fit_writer import FitWriter
 from phalanx.errors import ConfigurationError, PreemptedError
 from phalanx.training import checkpointing, fit_resumption
 from tests.support.seeds import set_random_seed
@@ -56,7 +56,8 @@ def fresh() -> Any:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No checkpoint is left out because the one before is still being written."""
-    monkeypatch.setattr(CheckpointWriter, "begin", CheckpointWriter.write)
+    begin = FitWriter.begin
+    monkeypatch.setattr(FitWriter, "begin", lambda self, *saved: begin(self, *saved) and self.wait())
 
 
 def data(samples: int = SAMPLES) -> tuple[Any, Any]:
@@ -291,7 +292,7 @@ def test_a_job_that_ends_while_the_disk_is_full_says_where_it_resumes(
 
 
 def test_what_ends_the_thread_that_writes_is_raised_in_the_one_that_trains(tmp_path: Path) -> None:
-    writer = CheckpointWriter(CheckpointDirectory(tmp_path))
+    writer = FitWriter(CheckpointDirectory(tmp_path))
     writer.begin(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]), 1, lambda: {"state": object()})
     with pytest.raises(TypeError, match="not JSON"):
         writer.wait()
@@ -300,15 +301,15 @@ def test_what_ends_the_thread_that_writes_is_raised_in_the_one_that_trains(tmp_p
 def first_write_waits(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[int]]:
     """Lets the first checkpoint in the background wait for the event; the steps of all that have begun."""
     go_on, begun = threading.Event(), []
-    original = CheckpointWriter._write
+    original = CheckpointDirectory.write
 
-    def write(self: CheckpointWriter, content: Any, step: int, state: Any) -> Any:
+    def write(self: CheckpointDirectory, content: Any, step: int, state: Any) -> Any:
         begun.append(step)
         if len(begun) == 1:
             assert go_on.wait(60)
         return original(self, content, step, state)
 
-    monkeypatch.setattr(CheckpointWriter, "_write", write)
+    monkeypatch.setattr(CheckpointDirectory, "write", write)
     return go_on, begun
 
 

@@ -1,0 +1,65 @@
+"""Checkpoints that a thread writes next to the one that trains."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from phalanx.monitoring import timeline
+from phalanx.monitoring.worker_figures import SavedCheckpoint
+from phalanx.runtime import telemetry
+from phalanx.runtime.exit_codes import sendable
+from phalanx.storage.paths import StoragePath
+
+State = Callable[[], Mapping[str, Any]]
+"""Gives what is saved besides the model; called in the background."""
+
+
+class BackgroundSave:
+    """Writes one checkpoint after the other in the background.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None  # of the thread; only valid after it was joined
+
+    @property
+    def busy(self) -> bool:
+        """Whether this process is writing a checkpoint."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, step: int, write: Callable[[], StoragePath | None]) -> None:
+        """Write the checkpoint of a step; only after `ended`.
+
+        Args:
+            write: returns the path of the checkpoint; None if another process completes it.
+        """
+        # Not a daemon: a program that ends right after `fit` waits for its last checkpoint.
+        self._thread = threading.Thread(target=self._run, args=(step, write), name=self._name, daemon=False)
+        self._thread.start()
+
+    def ended(self) -> Exception | None:
+        """Wait until the checkpoint is written; returns its error, once: the next one is tried again."""
+        if self._thread is not None:
+            self._thread.join()  # as long as the disk or the store takes
+            self._thread = None
+        error, self._error = self._error, None
+        return error
+
+    def wait(self) -> None:
+        """As `ended`. Raises: the error."""
+        if (error := self.ended()) is not None:
+            raise error
+
+    def _run(self, step: int, write: Callable[[], StoragePath | None]) -> None:
+        try:
+            with timeline.current.span(timeline.CHECKPOINTS, "checkpoint", {"step": step}):
+                if (path := write()) is not None:
+                    telemetry.current.checkpoint = SavedCheckpoint(step, sendable(str(path)))
+        except Exception as error:  # it belongs to the thread that trains
+            self._error = error

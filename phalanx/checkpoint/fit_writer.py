@@ -1,0 +1,76 @@
+"""Writes the checkpoints of a `fit`, in either format."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.checkpoint.background_save import State
+from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory
+from phalanx.checkpoint.sharded_checkpoint import ShardedCheckpoint
+from phalanx.storage.paths import StoragePath
+
+logger = logging.getLogger(__name__)
+
+
+class FitWriter:
+    """Writes the checkpoints of a `fit` one after the other, next to the thread that trains.
+
+    Args:
+        checkpoints: where they are.
+
+    Attributes:
+        needs_all: whether all processes call its methods together, each for its part; else the chief alone does.
+    """
+
+    def __init__(self, checkpoints: CheckpointDirectory | ShardedCheckpoint) -> None:
+        self.needs_all = isinstance(checkpoints, ShardedCheckpoint)
+        self._begin = checkpoints.save if isinstance(checkpoints, ShardedCheckpoint) else checkpoints.begin
+        self._background = checkpoints.background
+        self._path_of: Callable[[int], StoragePath] = checkpoints.path_of
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._background.busy
+
+    def begin(self, model: Any, step: int, state: State) -> bool:
+        """Copy the model and write a checkpoint in the background, after one that is being written.
+
+        Args:
+            step: global step of the model.
+            state: see `State`.
+
+        Returns: False, after a warning, if it cannot be written.
+        """
+        self.wait()
+        return self._warned(lambda: self._begin(model, step, state))
+
+    def write(self, model: Any, step: int, state: State) -> StoragePath | None:
+        """Write a checkpoint now, after one that is being written; None, after a warning, if it cannot be written."""
+        return self._path_of(step) if self.begin(model, step, state) and self.wait() else None
+
+    def check(self) -> None:
+        """Raise the error that the last checkpoint in the background ended with: SupersededError if this process may
+        not write any more, ConfigurationError if another job has the directory, or what the state cannot be written
+        for."""
+        if not self.busy:
+            self.wait()
+
+    def wait(self) -> bool:
+        """Until the checkpoint that is being written is finished. Returns whether this process has written its part.
+        Raises: as `check`."""
+        return self._warned(self._background.wait)
+
+    def _warned(self, action: Callable[[], None]) -> bool:
+        """Do something; whether the file system let it."""
+        try:
+            action()
+        except OSError as error:
+            # Time may mend a full disk. Everything else ends the `fit`: SupersededError must, because the directory
+            # belongs to another process.
+            text = "%s. Training continues; the next checkpoint is tried as usual."
+            logger.warning(text, error.strerror or error)
+            return False
+        return True
