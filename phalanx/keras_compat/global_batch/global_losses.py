@@ -119,10 +119,11 @@ def relates_samples(loss: Any, y_pred: Any) -> bool:
     function, arguments = getattr(loss, "fn", None), getattr(loss, "_fn_kwargs", {})
     if not (getattr(function, "__module__", None) or "").startswith("keras."):
         return False
+    # Several outputs, which the program compiles one loss for, are stacked: the axis of the samples is the second then.
+    rank = max(len(each.shape) for each in tree.flatten(y_pred))
     if "axis" not in arguments:
-        is_flat = len(y_pred.shape) == 1
-        return function is keras_losses.circle or (is_flat and relates_last_axis(function))
-    axes, first = arguments["axis"], {0, -len(y_pred.shape)}  # None: all of them
+        return function is keras_losses.circle or (rank == 1 and relates_last_axis(function))
+    axes, first = arguments["axis"], {int(tree.is_nested(y_pred)), -rank}  # None: all of them
     return axes is None or not first.isdisjoint(axes if isinstance(axes, tuple | list) else (axes,))
 
 

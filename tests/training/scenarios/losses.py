@@ -34,6 +34,18 @@ def loss_reduction_sum(setting: Setting) -> dict[str, Any]:
     return fitted(model, y=numbers(), sample_weight=weights()) | observed(model, y=numbers())
 
 
+@scenario(quick=ONE_BACKEND)
+def loss_of_keras_over_several_outputs(setting: Setting) -> dict[str, Any]:
+    """Which it stacks."""
+
+    def two() -> Any:
+        inputs = keras.Input((FEATURES,))
+        return keras.Model(inputs, {"pair": (layers.Dense(1)(inputs), layers.Dense(1)(inputs))})
+
+    model = compiled(setting, two, loss={"pair": keras.losses.MeanSquaredError()}, optimizer=keras.optimizers.SGD(0.05))
+    return fitted(model, y={"pair": (numbers(), numbers(seed=1))})
+
+
 @scenario()
 def loss_function_of_one_number_with_weights(setting: Setting) -> dict[str, Any]:
     model = compiled(setting, regressor, loss=lambda y, y_pred: ops.mean(ops.square(y - y_pred)))
