@@ -30,6 +30,8 @@ CHIEF_ONLY = (
 
 def runs_on_chief(callback: Any) -> bool:
     """Whether the chief alone runs this callback."""
+    if isinstance(callback, keras.callbacks.TerminateOnNaN) and getattr(callback, "raise_error", False):
+        return False  # it raises instead of printing, and a program that catches its error goes on: on all ranks
     return isinstance(callback, CHIEF_ONLY) or logger_class(callback) is not None or is_wrapped(callback)
 
 

@@ -142,6 +142,24 @@ def terminate_on_nan(setting: Setting) -> dict[str, Any]:
 
 
 @scenario(quick=ONE_BACKEND)
+def terminate_on_nan_by_an_error(setting: Setting) -> dict[str, Any]:
+    """Which the program catches, on all ranks, and trains on with good data."""
+    x, caught = features(), []
+    x[20] = np.nan
+    model = compiled(setting)
+    before = model.get_weights()
+    if not hasattr(stop := callbacks.TerminateOnNaN(), "raise_error"):  # older versions of Keras
+        return {}
+    stop.raise_error = True
+    try:
+        model.fit(x, labels(), batch_size=8, shuffle=False, verbose=0, callbacks=[stop])
+    except RuntimeError as error:
+        caught.append(str(error))
+    model.set_weights(before)
+    return {"caught": len(caught), "text": caught, **fitted(model)}
+
+
+@scenario(quick=ONE_BACKEND)
 def one_rank_stops_all(setting: Setting) -> dict[str, Any]:
     """The last rank alone asks for the end, after batch 1 of epoch 1."""
 
