@@ -1,7 +1,7 @@
-"""Engines compute the steps of Keras models: one package for each backend, imported only when Keras runs on it.
+"""Engines compute the steps of Keras models: one package per backend, imported only when Keras runs on it.
 
-`replica/` has engines that compute one replica in this process and merge with other processes. `spmd/` has one that
-computes on many devices with one compiled program. `accelerations/` are optional.
+The engines in `replica/` compute one replica in this process and merge with other processes. The engine in `spmd/`
+runs one compiled program on many devices. `accelerations/` are optional.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def prepare(*, deterministic: bool = False) -> None:
     """Prepare a process that takes part in a job; call once, before anything is computed.
 
     Args:
-        deterministic: whether the bits of a result must not depend on the number of cores.
+        deterministic: Whether the bits of a result must not depend on the number of cores.
 
     Raises:
         UnsupportedError: Keras runs on a backend that Phalanx does not know.
@@ -49,7 +49,7 @@ def set_memory_growth(enable: bool = True) -> None:
     """Allocate GPU memory as needed, instead of nearly all of it at the start (as
     `tf.config.experimental.set_memory_growth`).
 
-    Several processes can then share a GPU. Call it at the beginning of the program; PyTorch always does so.
+    Several processes can then share a GPU. Call it at the beginning of the program. PyTorch always does so.
 
     Raises: ConfigurationError if the backend already uses its devices.
     """
@@ -57,20 +57,20 @@ def set_memory_growth(enable: bool = True) -> None:
 
 
 def make_engine(model: Any, merge: Merge) -> Engine:
-    """The engine for a compiled model on the backend that Keras runs on."""
+    """Return the engine for a compiled model on the backend that Keras runs on."""
     engine: Engine = _of_backend("Engine")(model, merge)
     return engine
 
 
 def make_spmd_engine(model: Any, placement: Placement) -> Engine:
-    """The engine for a compiled model that is divided over a mesh of devices; JAX alone has one."""
+    """Return the engine for a compiled model that is divided over a mesh of devices. Only JAX has one."""
     from phalanx.engines.spmd.spmd_engine import SpmdEngine
 
     return SpmdEngine(model, placement)
 
 
 def making_placed(placement: Placement | None) -> AbstractContextManager[None]:
-    """A context in which variables are made where the placement says; None: on the default device."""
+    """Context in which variables are created where `placement` says; with None, on the default device."""
     if placement is None:
         return nullcontext()
     from phalanx.engines.spmd import placed_model
@@ -79,7 +79,7 @@ def making_placed(placement: Placement | None) -> AbstractContextManager[None]:
 
 
 def running_placed(placement: Placement | None) -> AbstractContextManager[None]:
-    """A context for a step of the program's own on the devices of a mesh; None: it is not on a mesh."""
+    """Context for a custom step on the devices of a mesh; with None, it does nothing."""
     if placement is None:
         return nullcontext()
     from phalanx.engines.spmd import placed_program
@@ -88,25 +88,25 @@ def running_placed(placement: Placement | None) -> AbstractContextManager[None]:
 
 
 def put_on_mesh(placement: Placement, part: Any) -> Any:
-    """A global array for a custom loop, from this process's part of its rows."""
+    """Return a global array for a custom loop, from this process's part of its rows."""
     from phalanx.engines.spmd import placed_program
 
     return placed_program.put_on_mesh(placement, part)
 
 
 def make_updater(optimizer: str, pieces: Sequence[UpdaterPiece], apart: Collection[int] = ()) -> Updater:
-    """An optimizer and the variables that it updates, on the backend that Keras runs on.
+    """Create an optimizer and the variables that it updates, on the backend that Keras runs on.
 
     Args:
-        optimizer: its Keras config, as JSON.
-        pieces: the variables, or shards of them.
-        apart: indices of pieces that are loaded and fetched at every update.
+        optimizer: Keras config of the optimizer, as JSON.
+        pieces: The variables, or shards of them.
+        apart: Indices of the pieces that are loaded and fetched at every update.
     """
     return make_vector_updater(_of_backend("Updater"), optimizer, pieces, apart)
 
 
 def buffers(model: Any) -> list[Any]:
-    """The buffers of PyTorch modules among the layers, with the interface of Keras variables; elsewhere none."""
+    """Return the buffers of PyTorch modules among the layers, with the interface of Keras variables; elsewhere none."""
     if keras.backend.backend() != "torch":
         return []
     from phalanx.engines.replica.torch import module_buffers
@@ -115,17 +115,17 @@ def buffers(model: Any) -> list[Any]:
 
 
 def make_tensors() -> Tensors:
-    """How tensors of the backend that Keras runs on travel to the host and back."""
+    """Return the conversions between host arrays and tensors of the backend that Keras runs on."""
     tensors: Tensors = _of_backend("Tensors")()
     return tensors
 
 
-# Each backend has a package of its name in `replica`, with a module for each kind of class. These begin their names.
+# Each backend has a package of its name in `replica`, with one module per kind of class. Class names start with these.
 _PREFIXES = {"jax": "Jax", "tensorflow": "TensorFlow", "torch": "Torch"}
 
 
 def _of_backend(kind: str) -> Any:
-    """The class of this kind for the backend that Keras runs on; only its module is imported."""
+    """Return the class of this kind for the backend that Keras runs on. Only its module is imported."""
     name, prefix = _backend()
     return getattr(importlib.import_module(f"phalanx.engines.replica.{name}.{name}_{kind.lower()}"), prefix + kind)
 

@@ -1,8 +1,8 @@
-"""The contract of an engine: computes the steps of a compiled Keras model on this process's devices.
+"""The contract of an engine: it computes the steps of a compiled Keras model on this process's devices.
 
-The training loops see a stepper (`phalanx.training.steps`), and only steppers see an engine. An engine of another
-kind, in which one compiled program spans many devices, may therefore keep its arrays where they are: NumPy arrays are
-what *replica* engines exchange with a merge over processes, not what a loop computes with.
+The training loops see a stepper (`phalanx.training.steps`), and only steppers see an engine. An engine whose compiled
+program spans many devices can therefore keep its arrays where they are: NumPy arrays are what *replica* engines
+exchange with a merge across processes, not what a loop computes with.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from phalanx.keras_compat.observation.log_origins import LogOrigins
 
 Array = np.ndarray[Any, Any]
 Batch = tuple[Any, Any, Any]
-"""`(x, y, sample_weight)`, nested structures of arrays; None where there is none."""
+"""`(x, y, sample_weight)`, nested structures of arrays; absent entries are None."""
 
 
 class GradientRows(NamedTuple):
-    """Single rows of a variable's gradient.
+    """Some rows of a variable's gradient.
 
     Attributes:
-        numbers: indices of the rows; one may occur several times.
-        gradients: one row for each index.
-        of_any_batch: whether these rows are looked up in every batch: positions, a table that is read whole.
+        numbers: Indices of the rows. An index may occur several times.
+        gradients: One row for each index.
+        of_any_batch: Whether every batch looks up these rows, such as positions or a table that is read whole.
     """
 
     numbers: Array
@@ -42,7 +42,7 @@ class GradientRows(NamedTuple):
 
 
 class MicroBatchKept(Exception):
-    """A merge has what it needs of this micro-batch: the engine leaves everything as before, and gets the next one."""
+    """The merge has what it needs of this micro-batch. The engine undoes its changes and receives the next one."""
 
 
 Gather = Callable[[Sequence[GradientRows], float], list[GradientRows]]
@@ -50,20 +50,19 @@ Gather = Callable[[Sequence[GradientRows], float], list[GradientRows]]
 
 
 class Merge(ABC):
-    """Merges the arrays of one step over all ranks. It is all that an engine knows of the other replicas.
+    """Merges the arrays of one step over all ranks. It is all that an engine sees of the other replicas.
 
     Attributes:
-        updates: whether the merge also updates the weights, as parameter servers do. It then returns the new weights
-            instead of gradients, and must be given a gradient for every trainable variable, in their order.
-        once_per_step: whether it can only be called once in a step, with the gradients of all trainable variables.
-        repeats: whether a step whose merge fails is repeated. Then a failed step must leave nothing behind.
-        in_micro_batches: whether a step may have several calls, one for each micro-batch; the same for all steps of a
-            model.
-        synchronizes_batch_norm: whether all batch normalization is over the batches of all ranks; set before an engine
-            is made.
-        global_size: the number of samples of the step's global batch (see `expect`); None if each rank takes steps on
+        updates: Whether the merge also updates the weights, as parameter servers do. It then returns the new weights
+            instead of gradients, and needs a gradient for every trainable variable, in order.
+        once_per_step: Whether it can only be called once per step, with the gradients of all trainable variables.
+        repeats: Whether a step whose merge fails is repeated. A failed step must then leave no trace.
+        in_micro_batches: Whether a step may have several calls, one per micro-batch. The same for all steps of a model.
+        synchronizes_batch_norm: Whether all batch normalization is over the batches of all ranks. Set before the engine
+            is created.
+        global_size: Number of samples in the step's global batch (see `expect`); None if each rank takes steps on
             batches of its own.
-        fixed_size: the size of every global batch of the step's input, if Keras on TensorFlow would know it in advance.
+        fixed_size: Size of every global batch of the step's input, if Keras on TensorFlow would know it in advance.
     """
 
     updates = once_per_step = repeats = in_micro_batches = synchronizes_batch_norm = False
@@ -71,45 +70,45 @@ class Merge(ABC):
     fixed_size: int | None = None
 
     def expect(self, global_size: int | None, fixed_size: int | None = None) -> None:
-        """The next step, of training, evaluation or prediction, is on such a batch."""
+        """Set the sizes for the next step of training, evaluation or prediction."""
         self.global_size, self.fixed_size = global_size, fixed_size
 
     @property
     def separate(self) -> bool:
-        """Whether gradients must come one by one, in the shapes of their variables."""
+        """Whether gradients must arrive one by one, in the shapes of their variables."""
         return False
 
     @property
     def gather(self) -> Gather | None:
-        """Merges gradients that are single rows (`tf.IndexedSlices`) as rows; None if they must be dense.
+        """Merges row gradients (`tf.IndexedSlices`) as rows; None if gradients must be dense.
 
-        It returns for each variable the rows of all ranks, weighted by their shares: one rank's after the other's,
-        except that rows which every batch looks up are summed.
+        For each variable, it returns the rows of all ranks in rank order, weighted by the ranks' shares. Rows that
+        every batch looks up are summed instead.
         """
         return None
 
     @abstractmethod
     def total(self, own: Array, share: float) -> Array:
-        """The sum of an array over all ranks, in the middle of a step; a rank with share 0 does not count."""
+        """Sum an array over all ranks, in the middle of a step. A rank with share 0 does not count."""
 
     @abstractmethod
     def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
-        """The rows of all ranks in rank order, and where this rank's begin; in the middle of a step. A rank with share
-        0 has none."""
+        """Return the rows of all ranks in rank order, and where this rank's rows begin, in the middle of a step. A rank
+        with share 0 has none."""
 
     @abstractmethod
     def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:
-        """The flat buffers of `layout`, merged over all ranks.
+        """Return the flat buffers of `layout`, merged over all ranks.
 
-        They belong to the merge and are overwritten by the call after the next one with the same layout.
+        They belong to the merge. The call after the next one with the same layout overwrites them.
 
-        Raises: MicroBatchKept where another micro-batch of the same step follows.
+        Raises: MicroBatchKept if another micro-batch of the same step follows.
         """
 
 
 class ModelValues(ABC):
-    """Where the newest values of a model's variables are; see `Engine` for what each method does. Where they are in the
-    variables themselves, there is nothing to fetch or to put back."""
+    """Holds the newest values of a model's variables; see `Engine` for its methods. If the variables hold them
+    themselves, there is nothing to fetch or put back."""
 
     @property
     def in_variables(self) -> bool:
@@ -123,7 +122,7 @@ class ModelValues(ABC):
 
     @abstractmethod
     def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        """Give variables new values, arrays or tensors of the backend."""
+        """Assign new values to variables, as arrays or tensors of the backend."""
 
     def end(self) -> None:  # noqa: B027
         pass
@@ -132,20 +131,20 @@ class ModelValues(ABC):
 class Engine(ABC):
     """Runs the steps of one compiled Keras model on this replica.
 
-    `share` is this rank's fraction of the global batch. After each training step weights, optimizer state, floating
-    non-trainable state and metrics are the same on every rank. If a step raises (a peer is lost), they are as before
-    it, apart from random seeds. The same holds for `MicroBatchKept`.
+    `share` is this rank's fraction of the global batch. After each training step, weights, optimizer state, floating
+    non-trainable state and metrics are the same on every rank. If a step raises (a peer is lost, or `MicroBatchKept`),
+    they are as before it, apart from random seeds.
 
     Args:
-        model: compiled.
-        values: where its values are between the steps.
+        model: A compiled model.
+        values: Where its values are between steps.
 
     Attributes:
-        merges: whether ranks merge what they contribute to a step; one program for many devices has nothing to merge.
-        metric_rules: how the variables of the metrics are merged, and their values; known after `build`.
-        origins: what the logs of training steps are made of.
-        drawing_apart: makes the context around a step, where its layers draw from a random state of the whole process
-            (`engines.random_state`).
+        merges: Whether ranks merge their contributions to a step. One program for many devices has nothing to merge.
+        metric_rules: How the metrics' variables are merged, and their values. Available after `build`.
+        origins: What the logs of training steps consist of.
+        drawing_apart: Creates the context around a step in which its layers draw from a random state of the whole
+            process (`engines.random_state`).
     """
 
     merges = True
@@ -160,12 +159,12 @@ class Engine(ABC):
 
     @property
     def builds_from_a_batch(self) -> bool:
-        """Whether Keras's own `fit` would now read a batch ahead, to build model or metrics from it."""
+        """Whether Keras's own `fit` would now read a batch ahead, to build the model or its metrics from it."""
         return model_state.is_unbuilt(self._model)
 
     @property
     def runs_python(self) -> bool:
-        """Whether each step runs the program's Python code, which can then keep more than variables."""
+        """Whether each step runs the program's Python code, which may keep state outside of variables."""
         return True
 
     @cached_property
@@ -180,74 +179,73 @@ class Engine(ABC):
 
     @abstractmethod
     def build(self, data: Batch) -> None:
-        """Create all variables of model, metrics and optimizer for batches like `data`."""
+        """Create all variables of the model, its metrics and its optimizer for batches like `data`."""
 
     def expect(self, form: ElementStructure) -> None:
-        """Set the structure in which custom steps get the next batches to train and test with."""
+        """Set the structure in which custom steps receive the next batches for training and testing."""
         self._batches.form = form
 
     def begin(self) -> None:
-        """Call before the first step of an epoch or an evaluation."""
+        """Prepare for the first step of an epoch or an evaluation."""
         self._values.begin()
 
     @abstractmethod
     def train(self, data: Batch, share: float) -> None:
-        """Take a training step on the global batch, of which `data` is this rank's part."""
+        """Take a training step on the global batch; `data` is this rank's part of it."""
 
     def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
         """Prepare for steps with a local batch of another size, if that takes long.
 
-        Returns: the rest of the work, which another thread may do; None if there is none.
+        Returns: The rest of the work, which another thread may do; None if there is none.
         """
         return None
 
     def read(self, variables: Sequence[Any]) -> list[Array]:
-        """Copies of the newest values of variables of the model, its metrics or its optimizer."""
+        """Return copies of the newest values of variables of the model, its metrics or its optimizer."""
         return self._values.read(variables)
 
     def layer_state(self) -> list[Any]:
-        """The floating variables (on PyTorch also buffers) that layers change while they compute."""
+        """Return the floating variables (on PyTorch also buffers) that layers change while they compute."""
         return model_state.layer_state(self._model)
 
     def write(self, values: Sequence[tuple[Any, Array]]) -> None:
-        """Give variables of the model, its metrics or its optimizer these values, for the next step."""
+        """Assign values to variables of the model, its metrics or its optimizer, for the next step."""
         self._values.write([variable for variable, _ in values], [value for _, value in values])
 
     @abstractmethod
     def retrace(self) -> None:
-        """Call between `end` and `begin` after variables of the model were replaced by others."""
+        """Discard the traced steps. Call between `end` and `begin`, after variables of the model were replaced."""
 
     @abstractmethod
     def logs(self) -> Mapping[str, Any]:
-        """The merged logs of the last training step; computed when they are asked for."""
+        """Return the merged logs of the last training step, computed on demand."""
 
     @abstractmethod
     def test(self, data: Batch, share: float) -> None:
-        """Add a local batch to this rank's own metric state; if its share is 0 (a stand-in), only compute it."""
+        """Add a local batch to this rank's metric state; with share 0 (a placeholder batch), only compute it."""
 
     @abstractmethod
     def merged_metrics(
         self, share: float, start: Sequence[Array], *, final: bool, training: bool = False
     ) -> Mapping[str, Any]:
-        """The logs of the batches tested on all ranks since the metrics' variables had the values `start`.
+        """Return the logs of the batches tested on all ranks since the metrics' variables had the values `start`.
 
         Args:
-            share: this rank's fraction of their samples.
-            start: the same on all ranks; it counts once.
-            final: the merged values become every rank's metric state; otherwise each rank keeps its own and can add
-                to it.
-            training: the logs of batches that each rank has trained on alone, instead of tested.
+            share: This rank's fraction of the samples.
+            start: The same on all ranks. It counts once.
+            final: Whether the merged values become every rank's metric state. Otherwise each rank keeps its own and can
+                add to it.
+            training: Whether each rank has trained on the batches alone, instead of testing them.
         """
 
     @abstractmethod
     def merge_metrics(self, share: float, start: Sequence[Array]) -> None:
-        """Merge the metrics' state over all ranks, of batches that have no logs; the arguments are those of
-        `merged_metrics`."""
+        """Merge the metrics' state over all ranks, for batches without logs; see `merged_metrics` for the arguments."""
 
     @abstractmethod
     def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
-        """The model's outputs for a local batch, a structure of NumPy arrays; `form` as in `expect`. One program over
-        several processes returns those for the global batch, of which `data` is this share."""
+        """Return the model's outputs for a local batch, a structure of NumPy arrays; `form` as in `expect`. One program
+        over several processes returns those for the global batch, of which `data` is this share."""
 
     def end(self) -> None:
         """Put all state back into the model's variables."""

@@ -1,7 +1,7 @@
 """Ranks of a step that one process computes in turn, without communication.
 
-A rank that needs what others have not computed yet is interrupted, and takes its step again when they have: the first
-time up to the first collective, then up to the second, and so on. So all state is restored before each attempt.
+A rank that needs what others have not computed yet is interrupted, and repeats its step when they have: the first time
+up to the first collective, then up to the second, and so on. So all state is restored before each attempt.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
 MOST_COLLECTIVES = 128
-"""In what `compute` computes. Each costs one more attempt."""
+"""The limit for one call of `compute`. Each costs one more attempt."""
 
 
 class Unanswered(BaseException):
-    """A rank needs what the others have not computed yet. No error that a program's `except Exception` may catch."""
+    """A rank needs what the others have not computed yet. Not an error that `except Exception` in a program catches."""
 
 
 class StepsDifferError(Exception):
@@ -36,7 +36,7 @@ class TooManyCollectivesError(Exception):
 
 
 class _Part(NamedTuple):
-    """What one rank contributes to a collective, which is the same on all ranks in kind."""
+    """One rank's contribution to a collective. Its kind is the same on all ranks."""
 
     kind: Any
     arrays: list[Array]
@@ -46,37 +46,37 @@ class LocalRanks(Merge):
     """The merge of such ranks, or of one process that has the whole batch.
 
     Attributes:
-        merged: what was merged so far, in turn, of the step that runs: the arrays of each layout.
+        merged: What the current step has merged so far, in order: the arrays of each layout.
     """
 
     def __init__(self) -> None:
-        # Whose step is computed; None: that of one process, which asks no other.
+        # The rank whose step is computed; None: one process, which needs no other.
         self._rank: int | None = None
         self._calls = 0
         self.merged: list[tuple[StepLayout, list[Array]]] = []
-        # By number of the collective in a step: what was merged, and for rows where each rank's begin.
+        # By number of the collective in a step: the merged arrays, and for rows, where each rank's begin.
         self._answered: list[tuple[list[Array], list[int]]] = []
-        # By rank, what each was interrupted at. An attempt leaves one at most: nothing runs after the interruption.
+        # By rank, the call that interrupted it. An attempt leaves at most one: nothing runs after the interruption.
         self._open: dict[int, _Part] = {}
 
     def whole(self, step: Callable[[], T]) -> T:
-        """The result of the step of the whole batch; its code sees one replica."""
+        """Return the result of the step of the whole batch. Its code sees one replica."""
         self._rank, self.merged = None, []
         with simulated_ranks(1):
             return step()
 
     def compute(self, ranks: int, step: Callable[[int], T], restore: Callable[[], None]) -> list[T]:
-        """The results of so many ranks, in their order; their code sees as many replicas.
+        """Return the results of all ranks, in order. Their code sees as many replicas.
 
         Args:
-            ranks: number of ranks.
-            step: computes what the rank of this number does; called several times.
-            restore: gives all state the values from before.
+            ranks: Number of ranks.
+            step: Computes the step of a rank. Called several times.
+            restore: Restores all state to its values before the step.
 
         Raises: StepsDifferError; TooManyCollectivesError; what `step` raises.
         """
         self._answered, self._open = [], {}
-        # Each round begins again, and comes to the first collective that was not answered before.
+        # Each round starts over, and reaches the first collective that was not answered before.
         for _ in range(MOST_COLLECTIVES):
             finished = []
             for rank in range(ranks):
@@ -93,7 +93,7 @@ class LocalRanks(Merge):
         raise TooManyCollectivesError(f"more than {MOST_COLLECTIVES} collectives")
 
     def _answer(self, ranks: int) -> None:
-        """Merge what all of so many ranks were interrupted at.
+        """Merge the contributions with which all ranks were interrupted.
 
         Raises: StepsDifferError if they were not interrupted at the same collective.
         """
@@ -120,7 +120,7 @@ class LocalRanks(Merge):
 
     def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:
         flats = layout.allocate()
-        # As `StepMerge` scales before its sum; what counts once, and extremes, stay as they are.
+        # As `StepMerge` scales before its sum. Values that count once, and extremes, are not scaled.
         counts = {MergeWeight.GRADIENT: share, MergeWeight.SHARE: share, MergeWeight.FIRST: float(not self._rank)}
         own = [
             np.asarray(a) * np.asarray(counts.get(w, 1.0), a.dtype) for w, a in zip(layout.weights, arrays, strict=True)
@@ -137,12 +137,12 @@ class LocalRanks(Merge):
         number, self._calls = self._calls, self._calls + 1
         if number < len(self._answered):
             return self._answered[number]
-        # Copies: backends reuse the memory of what they pass to a merge.
+        # Copies: backends reuse the memory that they pass to a merge.
         self._open[self._rank] = _Part(part.kind, [np.array(array) for array in part.arrays])
         raise Unanswered
 
 
 def _form(part: _Part) -> Any:
-    """The form of a call, which must be the same on all ranks."""
+    """Return the form of a call, which must be the same on all ranks."""
     first = 1 if part.kind == "rows" else 0
     return part.kind, [(array.shape[first:], array.dtype) for array in part.arrays]

@@ -1,16 +1,16 @@
-"""What one step merges over the ranks, and how it lies in memory.
+"""What one step merges over the ranks, and its layout in memory.
 
 A step merges arrays of several kinds in one all-reduce. They differ in how a rank's value counts in the sum:
 
-* gradients, floating state (batch-norm statistics) and logged scalars count with the rank's *share* of the global
-  batch, so that the sum is their mean over the samples, whatever the shares are (gradients still have a weight of their
-  own, because parameter servers handle them differently);
-* metric counters count once (*one*): they are sums over samples already;
-* what only the first replica knows counts there alone (*first*);
-* extremes (*max*, *min*) are merged apart: those that metrics keep, and what gradients overwrite (scales of float8).
+* Gradients, floating state (batch-norm statistics) and logged scalars count with the rank's *share* of the global
+  batch, so that the sum is their mean over the samples for any shares. (Gradients still have a separate weight, because
+  parameter servers handle them differently.)
+* Metric counters count once (*one*): they are already sums over samples.
+* Values that only the first replica has count only there (*first*).
+* Extremes (*max*, *min*) are merged separately: those of metrics, and values that gradients overwrite (float8 scales).
 
-The result lies in one flat buffer for each dtype. Compiled code takes the flat buffers as arguments and slices them
-itself, which costs less than passing many small arrays.
+The result is one flat buffer per dtype. Compiled code takes the flat buffers as arguments and slices them itself, which
+costs less than passing many small arrays.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 
 class MergeWeight(enum.Enum):
-    """How a rank's value counts in what all ranks merge."""
+    """How a rank's value counts in a merge over all ranks."""
 
     GRADIENT = "gradient"
     SHARE = "share"
@@ -42,11 +42,11 @@ class MergeWeight(enum.Enum):
 
 
 EXTREMES = {MergeWeight.MAX: np.maximum, MergeWeight.MIN: np.minimum}
-"""What is not summed, and how two ranks' values become one."""
+"""Weights that are not summed, and the function that combines two ranks' values."""
 
 
 def gradient_weights(variables: Sequence[Any]) -> list[MergeWeight]:
-    """How the gradients of variables count."""
+    """Return how the gradients of variables count."""
     return [MergeWeight.MAX if is_overwritten(variable) else MergeWeight.GRADIENT for variable in variables]
 
 
@@ -55,8 +55,8 @@ class StepLayout:
     """Shapes, dtypes and weights of the arrays of one merge, in order.
 
     Attributes:
-        owners: the ids, in this process, of the variables whose gradients the first arrays are: they tell apart the
-            merges of a step that has several (of one optimizer each), and steps in which other weights have gradients.
+        owners: Ids, in this process, of the variables whose gradients are the first arrays. They distinguish the merges
+            of a step with several (one per optimizer), and steps in which other weights have gradients.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -66,10 +66,10 @@ class StepLayout:
 
     @classmethod
     def of(cls, arrays: Sequence[Any], weights: Sequence[MergeWeight], variables: Sequence[Any] = ()) -> StepLayout:
-        """The layout of arrays (or anything with `shape` and `dtype`).
+        """Return the layout of arrays (or anything with `shape` and `dtype`).
 
         Args:
-            variables: whose gradients the first arrays are.
+            variables: The variables whose gradients are the first arrays.
         """
         return cls(
             tuple(tuple(int(n) for n in array.shape) for array in arrays),
@@ -79,7 +79,7 @@ class StepLayout:
         )
 
     def chosen(self, indices: Sequence[int]) -> StepLayout:
-        """The layout of some of the arrays, in that order."""
+        """Return the layout of some of the arrays, in that order."""
         return StepLayout(
             tuple(self.shapes[i] for i in indices),
             tuple(self.dtypes[i] for i in indices),
@@ -100,18 +100,18 @@ class StepLayout:
 
     @cached_property
     def _places(self) -> tuple[tuple[int, int, int], ...]:
-        """For each array: its buffer's index, its first and its last element (exclusive) there."""
+        """The index of each array's buffer, and its first and last element (exclusive) there."""
         ends = dict.fromkeys(self.flat_dtypes, 0)
         places = []
         for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
             start = ends[dtype]
             ends[dtype] = start + math.prod(shape)
-            # One buffer for each dtype: a collective sums one dtype.
+            # One buffer per dtype: a collective sums one dtype.
             places.append((self.flat_dtypes.index(dtype), start, ends[dtype]))
         return tuple(places)
 
     def allocate(self) -> list[Array]:
-        """New zeroed flat buffers, at addresses from which a backend can compute without copying them."""
+        """Allocate zeroed flat buffers, at addresses from which a backend can compute without copying them."""
         sizes = [0] * len(self.flat_dtypes)
         for buffer, _, stop in self._places:
             sizes[buffer] = max(sizes[buffer], stop)
@@ -122,16 +122,16 @@ class StepLayout:
 
     @cached_property
     def has_extremes(self) -> bool:
-        """Whether there is anything to merge but sums."""
+        """Whether the merge includes anything but sums."""
         return any(weight in EXTREMES for weight in self.weights)
 
     @property
     def elements(self) -> int:
-        """The number of elements of all arrays."""
+        """Number of elements of all arrays."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     def cut(self, flats: Sequence[Any]) -> list[Any]:
-        """The arrays inside flat buffers: views of NumPy buffers, slices of traced ones."""
+        """Return the arrays inside flat buffers: views of NumPy buffers, slices of traced ones."""
         return [
             flats[buffer][start:stop].reshape(shape)
             for (buffer, start, stop), shape in zip(self._places, self.shapes, strict=True)
@@ -145,23 +145,23 @@ SMALL_ON_THE_BUS = 2**16
 
 
 def bundles(layout: StepLayout, small: int = SMALL) -> list[list[int]]:
-    """The indices of a layout's arrays in groups that travel as one array each.
+    """Group the indices of a layout's arrays; each group is sent as one array.
 
-    Arrays below `small` elements that count alike form a group; each larger array is a group by itself. `layout.chosen`
-    of all groups in a row describes the same flat buffers as the layout of the joined arrays.
+    Arrays below `small` elements with equal weights form a group; each larger array is its own group. `layout.chosen`
+    of all groups in sequence describes the same flat buffers as the layout of the joined arrays.
     """
     groups: dict[object, list[int]] = {}
     for index, (shape, dtype, weight) in enumerate(zip(layout.shapes, layout.dtypes, layout.weights, strict=True)):
-        # The index is a key of its own.
+        # The index is a unique key.
         key = (dtype, weight) if math.prod(shape) < small else index
         groups.setdefault(key, []).append(index)
     return list(groups.values())
 
 
 def absent(array: Array, weight: MergeWeight) -> Array:
-    """The array that a rank without samples brings to a merge, so that it does not count.
+    """Return the array that a rank without samples contributes to a merge, so that it does not count.
 
-    Its array is that of a placeholder batch. To scale it by zero is not enough: it may hold NaN where no sample has it.
+    Its array comes from a placeholder batch. Scaling it by zero is not enough: it may hold NaN where no sample does.
     """
     if weight is MergeWeight.FIRST:
         return array

@@ -1,7 +1,7 @@
-"""A Keras optimizer without its model: it updates variables, or shards of them, from gradients that come by wire.
+"""A Keras optimizer without its model: it updates variables, or shards of them, from received gradients.
 
-This is what a parameter server computes. The optimizer is built again from its Keras config, with its schedule, weight
-decay, clipping, averages and accumulation. Only clipping by norm needs all shards together: with several servers the
+This is what a parameter server computes. The optimizer is rebuilt from its Keras config, with its schedule, weight
+decay, clipping, averages and accumulation. Only clipping by norm needs all shards at once: with several servers, the
 workers do it.
 """
 
@@ -21,17 +21,17 @@ from phalanx.keras_compat.variables.optimizer_slots import OptimizerSlot, build_
 Array = np.ndarray[Any, Any]
 
 _WHOLE_VARIABLE_OPTIMIZERS = ("Lamb", "Muon")
-"""Their updates depend on a variable as a whole: on its norm, or its rows and columns."""
+"""Optimizers whose updates depend on a variable as a whole: on its norm, or its rows and columns."""
 
 
 class UpdaterPiece(NamedTuple):
     """A variable, or some rows of it.
 
     Attributes:
-        path: the Keras path of the variable.
-        value: the initial value.
+        path: Keras path of the variable.
+        value: Initial value.
         constraint: Keras config of the variable's constraint, as JSON; None if it has none.
-        decays: whether weight decay applies to it.
+        decays: Whether weight decay applies to it.
     """
 
     path: str
@@ -46,8 +46,8 @@ class Updater(ABC):
     Only one thread may use it at a time.
 
     Attributes:
-        slots: what each of the optimizer's variables belongs to.
-        lends: whether `values` returns the memory that the next update changes, instead of copies.
+        slots: What each of the optimizer's variables belongs to.
+        lends: Whether `values` returns the memory that the next update changes, instead of copies.
     """
 
     slots: tuple[OptimizerSlot, ...]
@@ -56,19 +56,19 @@ class Updater(ABC):
     @property
     @abstractmethod
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The indices of the pieces in each group. Gradients and values of a group of several are one flat buffer."""
+        """Indices of the pieces in each group. Gradients and values of a group of several are one flat buffer."""
 
     @abstractmethod
     def apply(self, gradients: Sequence[Any]) -> None:
-        """Make one update with the gradients of the groups. They must not change until a value is fetched."""
+        """Update once with the gradients of the groups. They must not change until a value is fetched."""
 
     @abstractmethod
     def values(self) -> list[Array]:
-        """The present values of the groups."""
+        """Return the current values of the groups."""
 
     @abstractmethod
     def set_learning_rate(self, rate: float) -> None:
-        """Set the learning rate from now on; without effect on a schedule."""
+        """Set the learning rate from now on. No effect on a schedule."""
 
     @abstractmethod
     def load(self, values: Mapping[int, Array], state: Mapping[int, Array]) -> None:
@@ -76,26 +76,26 @@ class Updater(ABC):
 
     @abstractmethod
     def fetch(self, values: Sequence[int], state: Sequence[int]) -> tuple[list[Array], list[Array]]:
-        """The values of some pieces and of some of the optimizer's variables; read them before the next update."""
+        """Return the values of some pieces and of some optimizer variables. Read them before the next update."""
 
     def optimizer_values(self) -> list[Array]:
-        """The values of the optimizer's variables, in the order of `slots`."""
+        """Return the values of the optimizer's variables, in the order of `slots`."""
         return [np.array(value) for value in self.fetch((), range(len(self.slots)))[1]]
 
     def load_optimizer(self, values: Sequence[Array]) -> None:
-        """Give the optimizer's variables these values, in the order of `slots`."""
+        """Set the values of the optimizer's variables, in the order of `slots`."""
         self.load({}, dict(enumerate(values)))
 
     def count(self, updates: int) -> None:
-        """Count updates that were not made here."""
-        # Keras's name of `optimizer._iterations`.
+        """Count updates that were made elsewhere."""
+        # Keras's name for `optimizer._iterations`.
         place = self.slots.index(OptimizerSlot(-1, "iteration"))
         (made,) = self.fetch((), (place,))[1]
         self.load({}, {place: np.asarray(made + updates)})
 
 
 class BackendUpdater(Updater):
-    """An updater on the backend of this process."""
+    """An updater that computes on the backend of this process."""
 
     def __init__(self, optimizer: str, pieces: Sequence[UpdaterPiece]) -> None:
         self.variables = [_variable(piece) for piece in pieces]
@@ -113,7 +113,7 @@ class BackendUpdater(Updater):
         """Prepare for the first update on this backend."""
 
     def set_learning_rate(self, rate: float) -> None:
-        """Set the learning rate from now on; without effect on a schedule."""
+        """Set the learning rate from now on. No effect on a schedule."""
         if isinstance(self.optimizer._learning_rate, keras.Variable):
             self.optimizer.learning_rate = rate
 
@@ -155,10 +155,10 @@ def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, late: bool = Fals
     """Raise UnsupportedError for an optimizer that cannot run on servers, or not on this many.
 
     Args:
-        optimizer: a Keras optimizer.
-        cut: whether a variable has more than one shard.
-        whole: whether one server has all variables, uncut, so that it sees every norm itself.
-        late: whether an update may lack some workers' gradients.
+        optimizer: A Keras optimizer.
+        cut: Whether a variable has more than one shard.
+        whole: Whether one server has all variables, uncut, and so sees every norm itself.
+        late: Whether an update may lack some workers' gradients.
     """
     check_kind(optimizer)
     name = type(optimizer).__name__
@@ -176,13 +176,13 @@ def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, late: bool = Fals
 
 
 def why_not_by_rows(optimizer: Any, slots: Sequence[OptimizerSlot], variable: int, shape: Sequence[int]) -> str:
-    """The reason why an optimizer cannot update single rows of a variable, or "" if it can.
+    """Return why an optimizer cannot update single rows of a variable, or "" if it can.
 
     Args:
-        optimizer: a built Keras optimizer.
-        slots: of its variables; see `slots_of_model`.
-        variable: index of the variable, of this `shape`.
-        shape: of the variable.
+        optimizer: A built Keras optimizer.
+        slots: Slots of the optimizer's variables; see `slots_of_model`.
+        variable: Index of the variable.
+        shape: Shape of the variable.
     """
     name = type(optimizer).__name__
     if name in _WHOLE_VARIABLE_OPTIMIZERS:
@@ -198,9 +198,9 @@ def why_not_by_rows(optimizer: Any, slots: Sequence[OptimizerSlot], variable: in
 
 
 def clipped(optimizer: Any, gradients: Sequence[Array]) -> list[Array]:
-    """Gradients clipped by norm as the optimizer would, if it saw all of them; clipping by value is left to it."""
+    """Clip gradients by norm as the optimizer would if it saw all of them. Clipping by value is left to it."""
     if optimizer.global_clipnorm is not None:
-        # The squares of each gradient are added in its own dtype, and those of all in float64.
+        # The squares of each gradient are summed in its own dtype, the sums of all gradients in float64.
         norm = float(np.sqrt(sum(float(np.vdot(g, g)) for g in gradients)))
         if norm > optimizer.global_clipnorm:
             return [gradient * gradient.dtype.type(optimizer.global_clipnorm / norm) for gradient in gradients]
@@ -228,6 +228,6 @@ def _variable(piece: UpdaterPiece) -> Any:
     variable = keras.Variable(
         np.array(piece.value), dtype=str(piece.value.dtype), name=piece.path.rpartition("/")[2] or "variable"
     )
-    variable._path = piece.path  # some optimizers choose by it
+    variable._path = piece.path  # some optimizers choose variables by path
     variable.constraint = constraint
     return variable

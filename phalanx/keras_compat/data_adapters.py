@@ -1,4 +1,4 @@
-"""Keras's data adapters: which arrays Keras accepts, which dtypes they get, in which order it visits samples.
+"""Keras's data adapters: which arrays Keras accepts, which dtypes they get, in which order samples are visited.
 
 Tested with Keras 3.12 and 3.15.
 """
@@ -16,7 +16,7 @@ from phalanx.arrays.tree import leaves
 from phalanx.errors import ConfigurationError
 
 NUM_BATCHES_FOR_SHAPES = 2
-"""So many batches of a generator, and on TensorFlow of a PyDataset, Keras reads at once, to learn their shapes."""
+"""How many batches of a generator, and on TensorFlow of a PyDataset, Keras reads at once to find their shapes."""
 
 
 def is_arrays(x: Any, y: Any, sample_weight: Any) -> bool:
@@ -35,9 +35,9 @@ def standardize_arrays(
     steps_per_epoch: int | None,
     class_weight: dict[int, float] | None,
 ) -> tuple[Any, int, int]:
-    """Arrays checked and packed as Keras does it.
+    """Check and pack arrays as Keras does.
 
-    Returns: the packed structure `x`, `(x, y)` or `(x, y, sample_weight)` of Keras `Sliceable`s (which cast
+    Returns: The packed structure `x`, `(x, y)` or `(x, y, sample_weight)` of Keras `Sliceable`s (which cast
         floats to `keras.config.floatx()`), the number of samples, and the batch size (32 if not given).
     Raises: ValueError with Keras's own message: lengths that differ, weights given twice.
     """
@@ -53,7 +53,7 @@ def standardize_arrays(
         steps=steps_per_epoch,
         class_weight=class_weight,
     )
-    # NumPy, whatever the backend: batches are cut and compared on the host.
+    # NumPy on every backend: batches are sliced and compared on the host.
     sliceables = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="numpy")
     return sliceables, int(adapter._num_samples), int(adapter.batch_size)
 
@@ -61,17 +61,17 @@ def standardize_arrays(
 def shuffled_orders(
     samples: int, batch_size: int, shuffle: bool | str, *, peeked: bool
 ) -> Iterator[np.ndarray[Any, Any]]:
-    """The orders in which Keras itself would visit the samples of arrays, pass after pass, on the current backend.
+    """Return the orders in which Keras would visit the samples of arrays, pass after pass, on the current backend.
 
-    Keras's own iterator shuffles the indices of the samples, so it draws the same random numbers: a program seeded with
-    `keras.utils.set_random_seed` sees the same batches as without Phalanx. Without a seed any order will do on
-    TensorFlow, and it is drawn here, because a pass through a tf.data.Dataset takes 20 ms to begin.
+    Keras's own iterator shuffles the indices of the samples, and so draws the same random numbers: a program seeded
+    with `keras.utils.set_random_seed` sees the same batches as without Phalanx. Without a seed, any order will do on
+    TensorFlow. It is drawn here, because starting a pass through a tf.data.Dataset takes 20 ms.
 
     Args:
-        samples: the number of samples.
-        batch_size: the size of the global batch.
-        shuffle: as of `fit`: True, False or "batch".
-        peeked: whether Keras would have read one batch before the first pass, to build the model. Its random numbers
+        samples: Number of samples.
+        batch_size: Size of the global batch.
+        shuffle: As in `fit`: True, False or "batch".
+        peeked: Whether Keras would have read one batch before the first pass, to build the model. Its random numbers
             are drawn by this call, the others pass by pass.
     """
     import keras
@@ -80,18 +80,18 @@ def shuffled_orders(
     if shuffle != "batch" and keras.backend.backend() == "tensorflow" and not _tensorflow_is_seeded():
         generator = np.random.default_rng()
         return (generator.permutation(samples) for _ in itertools.count())
-    # In one batch, unless only the rows within each are to be shuffled: the order is the same and comes at once.
+    # In one batch, unless only rows within batches are shuffled: the order is the same and available at once.
     size = batch_size if shuffle == "batch" else samples
     passes = EpochIterator(np.arange(samples), batch_size=size, shuffle=shuffle)
     if keras.backend.backend() == "torch":
-        # What opening a pass draws (`draw_as_a_loader`) is not the sampler's.
+        # The sampler does not include what opening a pass draws (`draw_as_a_loader`).
         sampler = passes.data_adapter.get_torch_dataloader().batch_sampler
         if peeked:
             next(iter(sampler))
         return (np.concatenate([np.asarray(batch) for batch in sampler]) for _ in itertools.count())
     passes._get_iterator = {
         "jax": passes.data_adapter.get_jax_iterator,
-        # Once for all passes, as Keras does it: making one takes some 80 ms.
+        # Once for all passes, as Keras does: creating one takes some 80 ms.
         "tensorflow": functools.cache(passes.data_adapter.get_tf_dataset),
     }[keras.backend.backend()]
     if peeked:
@@ -111,7 +111,7 @@ def _tensorflow_is_seeded() -> bool:
 
 
 def class_weights(y: Any, class_weight: dict[int, float]) -> Any:
-    """The weight of each sample of `y`: NumPy array of shape (samples,), dtype floatx."""
+    """Return the weight of each sample of `y`, a NumPy array of shape (samples,) and dtype floatx."""
     from keras.src.trainers.data_adapters import data_adapter_utils
 
     check_class_weight_targets(y)
@@ -119,7 +119,7 @@ def class_weights(y: Any, class_weight: dict[int, float]) -> Any:
 
 
 def tf_class_weights(class_weight: dict[int, float]) -> Any:
-    """A function for `tf.data.Dataset.map` that adds the weight of each sample."""
+    """Return a function for `tf.data.Dataset.map` that adds the weight of each sample."""
     from keras.src.trainers.data_adapters import tf_dataset_adapter
 
     return tf_dataset_adapter.make_class_weight_map_fn(class_weight)
@@ -143,7 +143,7 @@ def check_class_weight_targets(y: Any) -> None:
 
 
 def ordered_enqueuer(dataset: Any, workers: int, use_multiprocessing: bool, max_queue_size: int) -> Any:
-    """Keras's worker pool for a PyDataset, which yields `dataset[0], dataset[1], ...`."""
+    """Create Keras's worker pool for a PyDataset, which yields `dataset[0], dataset[1], ...`."""
     from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer
 
     return OrderedEnqueuer(
@@ -154,7 +154,7 @@ def ordered_enqueuer(dataset: Any, workers: int, use_multiprocessing: bool, max_
 def opens_one_more_pass(kind: str) -> bool:
     """Whether Keras opens another iterator of a dataset of known length at the end of a pass, and drops it.
 
-    `EpochIterator` does so where it iterates over the dataset itself; elsewhere it opens a generator, which does not
+    `EpochIterator` does so if it iterates over the dataset itself. Otherwise it opens a generator, which does not
     start.
 
     Args:
@@ -169,7 +169,7 @@ def draw_as_a_loader() -> None:
     """Draw the random number that opening a pass over any data draws on PyTorch.
 
     Keras's PyTorch trainer reads everything through DataLoaders, whose iterators first draw a seed for workers. The
-    order of the next shuffled pass depends on the numbers after it.
+    order of the next shuffled pass depends on the numbers that follow.
     """
     import keras
 
@@ -182,7 +182,7 @@ def draw_as_a_loader() -> None:
 def loaders_are_read_by_tf_data() -> bool:
     """Whether Keras turns a DataLoader into a tf.data.Dataset.
 
-    Then it opens a pass before each `fit`, `evaluate` and `predict`, to find out what the batches are made of, and
+    Keras then opens a pass before each `fit`, `evaluate` and `predict`, to find the structure of the batches, and
     reads ahead to the end.
     """
     import keras

@@ -1,4 +1,4 @@
-"""What a compiled Keras model is made of: its optimizers, layer state, metrics, and which methods it overrides.
+"""The parts of a compiled Keras model: its optimizers, layer state and metrics, and the methods that it overrides.
 
 Uses `_flatten_layers`, `_compile_loss`, `_flat_losses`, `_compile_metrics`, `_non_trainable_variables` and
 `jax_state_sync`, `Sequential._functional` and `_nodes_by_depth`. Tested with Keras 3.12 and 3.15.
@@ -19,16 +19,16 @@ from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.keras_internals import Functional, keras_trainer, pythonify_logs
 
 PLAIN = (bool, int, float, str, type(None))
-"""The types of attributes and options that are values of Python, such as hyperparameters and counters."""
+"""Types of attributes and options that are plain Python values, such as hyperparameters and counters."""
 
 
 def optimizers(model: Any) -> list[Any]:
-    """All optimizers of a model: that of `compile`, and those that it or models inside it keep for a `train_step`."""
+    """Return all optimizers of a model: the one passed to `compile`, and those that it or models in it keep."""
     found = {id(model.optimizer): model.optimizer} if getattr(model, "optimizer", None) is not None else {}
     for value in vars(model).values():
         parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
         found |= {id(part): part for part in parts if isinstance(part, keras.optimizers.Optimizer)}
-    # Models inside may have been compiled for a training of their own; Keras's step never applies their optimizers.
+    # Inner models may have been compiled for their own training. Keras's step never applies their optimizers.
     if overrides(model, "train_step"):
         inside = [getattr(layer, "optimizer", None) for layer in model._flatten_layers(include_self=False)]
         found |= {id(part): part for part in inside if isinstance(part, keras.optimizers.Optimizer)}
@@ -36,16 +36,16 @@ def optimizers(model: Any) -> list[Any]:
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """The optimizer that updates variables, inside those that scale the loss."""
+    """Return the optimizer that updates variables, inside optimizers that scale the loss."""
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer
 
 
 def layer_state(model: Any) -> list[Any]:
-    """The floating variables that layers change while they compute (batch-norm statistics).
+    """Return the floating variables that layers change while they compute (batch-norm statistics).
 
-    Frozen weights are not among them: a layer keeps its weights apart from its state, whatever `trainable` says.
+    They do not include frozen weights: a layer keeps weights apart from its state, regardless of `trainable`.
     """
     seen: dict[int, Any] = {}
     for layer in model._flatten_layers():
@@ -56,14 +56,14 @@ def layer_state(model: Any) -> list[Any]:
 
 
 def frozen_weights(model: Any) -> list[Any]:
-    """The floating variables of layers that neither are trained nor are layer state."""
+    """Return the floating variables of layers that are neither trained nor layer state."""
     state = {id(variable) for layer in model._flatten_layers() for variable in layer._non_trainable_variables}
     found = {id(v): v for v in model.non_trainable_variables if keras.backend.is_float_dtype(v.dtype)}
     return [variable for key, variable in found.items() if key not in state]
 
 
 def state_of_own_layers(model: Any) -> list[Any]:
-    """Those variables of `layer_state` that layers of the program may change, in any call."""
+    """Return the variables of `layer_state` that custom layers may change, in any call."""
     own = {id(variable) for layer in own_layers(model) for variable in layer._non_trainable_variables}
     return [variable for variable in layer_state(model) if id(variable) in own]
 
@@ -81,9 +81,9 @@ def check_layers(model: Any) -> None:
 
 
 def check_losses(model: Any) -> None:
-    """Raise UnsupportedError for a compiled loss that is not a single number, unless all steps are custom ones."""
+    """Raise UnsupportedError for a compiled loss that is not a single number, unless all steps are custom."""
     if overrides(model, "train_step") and overrides(model, "test_step"):
-        return  # which reduce it; whether replicas may, `step_probe` finds out
+        return  # custom steps reduce the loss; `step_probe` finds out whether replicas may
     for loss in compiled_losses(model):
         if getattr(loss, "reduction", "mean") in (None, "none"):
             raise UnsupportedError(
@@ -102,10 +102,10 @@ def is_unbuilt(model: Any) -> bool:
 
 
 def has_built_parts(model: Any, *, with_loss: bool = True) -> bool:
-    """Whether all layers, metrics and losses of the model have their variables, whether or not itself is built.
+    """Whether all layers, metrics and losses of the model have their variables, even if the model itself is not built.
 
     Args:
-        with_loss: whether the loss of `compile` counts; there is nothing to build it for in data without targets.
+        with_loss: Whether the loss of `compile` counts. Data without targets cannot build it.
     """
     layers = [layer for layer in model._flatten_layers() if layer is not model]
     has_built_loss = not with_loss or model._compile_loss is None or model._compile_loss.built
@@ -120,8 +120,8 @@ def _has_built_metrics(model: Any) -> bool:
 
 
 def builds_in_steps(model: Any, step: str) -> bool:
-    """Whether there are layers or compiled metrics that only the model's own `train_step` or `test_step` may build; on
-    JAX none can."""
+    """Whether there are layers or compiled metrics that only the model's own `train_step` or `test_step` may build. On
+    JAX there are none."""
     if keras.backend.backend() == "jax" or not overrides(model, step):
         return False
     return not (all(layer.built for layer in model._flatten_layers(include_self=False)) and _has_built_metrics(model))
@@ -134,25 +134,25 @@ def overrides(model: Any, method: str) -> bool:
 
 
 def own_method(thing: Any, method: str) -> Any:
-    """The method that the program has set on this one object, as in `model.train_step = step`; None if it has not."""
+    """Return the method that the program has set on this object, as in `model.train_step = step`; None if none."""
     found = vars(thing).get(method)
-    # Keras and this package set some, too.
+    # Keras and Phalanx set some, too.
     return None if (getattr(found, "__module__", None) or "").startswith(("keras.", "phalanx.")) else found
 
 
 _KNOWN_HOMES = ("keras.", "phalanx.")
-"""Not KerasHub: its heads of CLIP multiply all texts of a batch with all images, its VQ-VAE keeps sums over a batch."""
+"""Not KerasHub: its CLIP heads multiply all texts of a batch by all images, its VQ-VAE keeps sums over a batch."""
 _OPEN_LAYERS = {"Lambda", "TorchModuleWrapper", "JaxLayer", "FlaxLayer", "TFSMLayer"}
-"""Layers of Keras's own that compute what the program says."""
+"""Keras layers that compute what the program says."""
 
 
 _KNOWN_REGULARIZERS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
-"""Sums over what they are called with. Keras's other one relates the samples of an activity."""
+"""Sums over their argument. The other regularizer of Keras relates the samples of an activity to each other."""
 _KNOWN_FUNCTIONS = ("keras.", "jax.", "tensorflow.", "torch.")
 
 
 def own_layers(model: Any) -> list[Any]:
-    """The layers that compute what only the program knows, with the model if it is one."""
+    """Return the layers whose computation only the program knows, including the model if it is one."""
     return [layer for layer in model._flatten_layers() if _is_own(layer)]
 
 
@@ -168,7 +168,7 @@ def _is_own(layer: Any) -> bool:
 
 
 def _has_axis_of_samples(layer: Any) -> bool:
-    """Whether a layer of Keras's, such as `Softmax(axis=0)`, works along the axis of the samples."""
+    """Whether a Keras layer, such as `Softmax(axis=0)`, works along the axis of the samples."""
     given = [getattr(layer, name, None) for name in ("axis", "axes")]
     axes = [axis for each in given for axis in (each if isinstance(each, list | tuple) else [each])]
     shapes = (getattr(layer, "_build_shapes_dict", None) or {}).values()
@@ -177,12 +177,12 @@ def _has_axis_of_samples(layer: Any) -> bool:
 
 
 def has_metrics_of_layers(model: Any) -> bool:
-    """Whether there are layers with metrics, which count whenever a layer is called: also while the model predicts."""
+    """Whether any layer has metrics. They count whenever the layer is called, also while the model predicts."""
     return any(layer.metrics for layer in model._flatten_layers(include_self=False))
 
 
 def regularizes_activity(layer: Any) -> bool:
-    """Whether a layer has an activity regularizer that may be no sum over the samples."""
+    """Whether a layer has an activity regularizer that may not be a sum over the samples."""
     regularizer = getattr(layer, "activity_regularizer", None)
     return regularizer is not None and type(regularizer) not in _KNOWN_REGULARIZERS
 
@@ -196,31 +196,31 @@ def _has_own_activation(layer: Any) -> bool:
 
 
 def has_own_steps(model: Any, step: str) -> bool:
-    """Whether the model has a `train_step` or `test_step` of the program's own, or a method that it calls."""
+    """Whether the model has a custom `train_step` or `test_step`, or a custom method that these call."""
     return any(overrides(model, method) for method in (step, "compute_loss", "compute_metrics"))
 
 
 def compiled_losses(model: Any) -> list[Any]:
-    """The losses that a model was compiled with, once they are built."""
+    """Return the losses that a model was compiled with; empty until they are built."""
     return [entry.loss for entry in getattr(getattr(model, "_compile_loss", None), "_flat_losses", None) or ()]
 
 
 def has_own_code(model: Any) -> bool:
-    """Whether a training step runs code of the program's own, its losses and metrics apart."""
+    """Whether a training step runs custom code other than losses and metrics."""
     return has_own_steps(model, "train_step") or has_own_forward(model)
 
 
 def has_own_forward(model: Any) -> bool:
-    """Whether the program's own code computes a part of the model's outputs."""
+    """Whether custom code computes a part of the model's outputs."""
     if any(type(layer).call is not keras.Model.call for layer in own_layers(model)):
         return True
-    # In a Functional model, `keras.ops` between layers are operations of the graph: the program's own, too.
+    # In a functional model, `keras.ops` between layers are operations of the graph. They are custom code, too.
     graphs = [layer for layer in model._flatten_layers() if hasattr(layer, "operations")]
     return any(not isinstance(each, keras.layers.Layer) for graph in graphs for each in graph.operations)
 
 
 def layers_used_once(model: Any) -> Iterator[Any]:
-    """The layers of Keras's own, without others inside, that a functional model calls once, also in models inside."""
+    """Yield Keras's layers without inner layers that a functional model calls once, also those in inner models."""
     graph = model._functional if isinstance(model, keras.Sequential) else model
     if not isinstance(graph, Functional):
         return
@@ -235,19 +235,19 @@ def layers_used_once(model: Any) -> Iterator[Any]:
 
 
 def names_in(function: Any) -> set[str]:
-    """The names that a function uses, and the functions inside of it."""
+    """Return the names that a function and the functions inside it use."""
     return {name for code in _codes_of(function) for name in code.co_names}
 
 
 def has_comparisons(function: Any) -> bool:
-    """Whether a function, or one inside of it, compares numbers; not whether something is None, or in a list."""
+    """Whether a function, or one inside it, compares numbers. `is None` and `in` do not count."""
     return any(each.opname == "COMPARE_OP" for code in _codes_of(function) for each in dis.get_instructions(code))
 
 
 def _codes_of(function: Any) -> Iterator[CodeType]:
     while (inner := _inner_function(function)) is not None:
         function = inner
-    # Functions inside are constants of the code around them.
+    # Inner functions are constants of the code around them.
     codes: list[CodeType] = [function.__code__] if isinstance(function, FunctionType) else []
     while codes:
         code = codes.pop()
@@ -256,7 +256,7 @@ def _codes_of(function: Any) -> Iterator[CodeType]:
 
 
 def _inner_function(function: Any) -> Any:
-    """The function of a decorated one, of a method, or of a `functools.partial`; None of others."""
+    """Return the function inside a decorated one, a method or a `functools.partial`; None for others."""
     found = (getattr(function, name, None) for name in ("__wrapped__", "__func__", "func"))
     return next((inner for inner in found if inner is not None), None)
 
@@ -267,7 +267,7 @@ def logs_differ_from_metrics(model: Any, step: str) -> bool:
 
 
 def update_metrics(model: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> dict[str, Any]:
-    """Add a batch to the metrics; returns what a `compute_metrics` of the model's own logs about it.
+    """Add a batch to the metrics. Returns the logs of a custom `compute_metrics`.
 
     Keras's own `compute_metrics` also computes the results, which are not needed before the state is merged.
     """
@@ -280,7 +280,7 @@ def update_metrics(model: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any) 
 
 
 def plain_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Logs with numbers of Python's, nested as they are: callbacks get them sorted level by level."""
+    """Convert the numbers in logs to Python numbers, keeping nesting: callbacks get logs sorted level by level."""
     return {
         name: plain_logs(value) if isinstance(value, Mapping) else pythonify_logs({name: value})[name]
         for name, value in logs.items()
@@ -288,8 +288,8 @@ def plain_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def logs_of_empty_epoch(model: Any, last: dict[str, Any]) -> dict[str, Any]:
-    """What Keras shows where data of unknown length had ended with the last epoch, of which these are the logs: on JAX
-    the same, on TensorFlow the metrics of no batch, on PyTorch nothing."""
+    """Return what Keras logs for an epoch without data, after data of unknown length has ended with the last epoch,
+    whose logs are `last`: on JAX the same, on TensorFlow the metrics of no batch, on PyTorch nothing."""
     match keras.backend.backend():
         case "jax":
             return dict(last)
@@ -299,7 +299,7 @@ def logs_of_empty_epoch(model: Any, last: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Logs as Keras shows them: the entries of a nested dictionary join the others."""
+    """Flatten logs as Keras shows them: the entries of a nested dictionary join the others."""
     flat: dict[str, Any] = {}
     for name, value in logs.items():
         flat |= flat_logs(value) if isinstance(value, Mapping) else {name: value}
@@ -307,11 +307,11 @@ def flat_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def samples(data: Any) -> int:
-    """The number of samples in a batch."""
+    """Return the number of samples in a batch."""
     return int(leaves(data)[0].shape[0])
 
 
 def sync_jax_state(model: Any) -> None:
-    """Put the state that a loop on JAX passes as arguments into the model's variables; no effect elsewhere."""
+    """Put the state that a loop on JAX passes as arguments into the model's variables. No effect elsewhere."""
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()

@@ -1,6 +1,6 @@
-"""Where calls of Keras's own methods leave Keras: to whatever a strategy has registered.
+"""The hook that redirects Keras's methods to the dispatcher that a strategy has registered.
 
-`install(dispatcher)` wraps a few methods of Keras's classes, `uninstall()` takes the wrappers out. A wrapper decides
+`install(dispatcher)` wraps a few methods of Keras's classes, and `uninstall()` removes the wrappers. A wrapper decides
 nothing: it passes the call, with Keras's own method, to the dispatcher.
 
     Model.__init__, Model.compile                   -> dispatcher.register_model
@@ -14,10 +14,10 @@ nothing: it passes the call, with Keras's own method, to the dispatcher.
     Layer.stateless_call                            -> see `added_losses`
     paths that are URLs                             -> see `remote_files`, `mirrored_logs`
 
-`choose_train_function` is independent of that: Horovod's interface chooses the function with which Keras's own `fit`
-takes its steps.
+`choose_train_function` is independent of this: with it, Horovod's interface chooses the function with which Keras's own
+`fit` takes its steps.
 
-Tested with Keras 3.15. With 3.12 (JAX) the training scenarios of CI pass, except for two results that Keras itself has
+Tested with Keras 3.15. With 3.12 (JAX), the training scenarios of CI pass except for two results that Keras itself has
 changed since: the metrics of `train_on_batch`, and the names of the logs of a custom `test_step`.
 """
 
@@ -42,13 +42,13 @@ from phalanx.keras_compat.variables.merged_variables import registering
 
 DISPATCHED = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 SAVED_SUFFIXES = {"save": (".keras", ".h5", ".hdf5"), "save_weights": (".weights.h5",)}
-"""The methods of a model that write a file, and how the names end of those that are a single file."""
+"""The methods of a model that write a file, and the suffixes of names that mean a single file."""
 OBJECT_KINDS = (keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)
 
 
 @dataclass(frozen=True)
 class KerasMethod:
-    """One of Keras's own methods, as it was before it was wrapped."""
+    """A method of Keras, as it was before it was wrapped."""
 
     name: str
     function: Callable[..., Any]
@@ -62,7 +62,7 @@ class KerasMethod:
         return self.function(model, *args, **kwargs)
 
     def bind(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name, without the model.
+        """Return the arguments of a call by name, without the model.
 
         Raises: TypeError if they do not fit the signature.
         """
@@ -71,28 +71,28 @@ class KerasMethod:
         except TypeError as error:
             raise TypeError(f"{type(model).__name__}.{self.name}(): {error}") from None
         del arguments[next(iter(self.signature.parameters))]
-        # `signature.bind` keeps what only `**kwargs` takes under that name.
+        # `signature.bind` keeps arguments that only `**kwargs` accepts under that name.
         arguments.update(arguments.pop("kwargs", {}))
         return arguments
 
 
 class KerasDispatcher(Protocol):
-    """The object that a strategy registers: it decides who trains the models of the program."""
+    """Decides who trains the models of the program. A strategy registers it."""
 
     def register_model(self, model: Any) -> None:
-        """Called when a model was constructed or compiled."""
+        """Called after a model was constructed or compiled."""
         ...
 
     def forget_functions(self, model: Any) -> None:
-        """Called when Keras has dropped the functions that it had compiled for a model's steps."""
+        """Called after Keras has dropped the functions that it had compiled for a model's steps."""
         ...
 
     def register_object(self, thing: Any) -> None:
-        """Called when a layer, an optimizer or a metric was constructed."""
+        """Called after a layer, an optimizer or a metric was constructed."""
         ...
 
     def register_variable(self, variable: Any) -> None:
-        """Called when a variable was created."""
+        """Called after a variable was created."""
         ...
 
     def run(self, model: Any, method: KerasMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,7 +104,7 @@ class KerasDispatcher(Protocol):
         ...
 
     def merge_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """The gradients that an optimizer applies now, merged over the replicas where there is anything to merge."""
+        """Return the gradients that an optimizer is about to apply, merged if there is anything to merge."""
         ...
 
 
@@ -116,7 +116,7 @@ _applying = threading.local()
 
 
 def install(dispatcher: KerasDispatcher) -> None:
-    """Wrap the methods; a later call only replaces the dispatcher."""
+    """Wrap the methods. A later call only replaces the dispatcher."""
     global _dispatcher
     _dispatcher = dispatcher
     if _keras_methods:
@@ -124,10 +124,10 @@ def install(dispatcher: KerasDispatcher) -> None:
     trainer = keras_trainer()
     registering_model = functools.partial(_followed_by, lambda model: _dispatcher.register_model(model))
     forgetting_functions = functools.partial(_followed_by, lambda model: _dispatcher.forget_functions(model))
-    # Runs after the trainer's own part of the constructor, before the program's class has made its layers.
+    # Runs after the trainer's part of the constructor, before the program's class has created its layers.
     _patches.replace(trainer, "__init__", registering_model)
-    # Where it is defined: Keras takes a `compile` that differs from the base trainer's for one of the model's own, and
-    # then `load_model` does not compile the model.
+    # Patched where it is defined: Keras treats a `compile` that differs from the base trainer's as custom, and
+    # `load_model` then does not compile the model.
     _patches.replace(defining_class(trainer, "compile"), "compile", registering_model)
     _patches.replace(keras.Model, "quantize", forgetting_functions)
     for name in DISPATCHED:
@@ -140,7 +140,7 @@ def install(dispatcher: KerasDispatcher) -> None:
     _patches.replace(keras.layers.BatchNormalization, "__init__", accepting_synchronized)
     _patches.replace(keras.layers.BatchNormalization, "_moments", synchronizing)
     for kind in OBJECT_KINDS:
-        # The base classes: constructors of subclasses call them, perhaps several times (`ScopeRegistry.note`).
+        # The base classes: constructors of subclasses call these, perhaps several times (`ScopeRegistry.note`).
         _patches.replace(defining_class(kind, "__init__"), "__init__", _registering_object)
     _patches.replace(defining_class(keras.Variable, "_initialize"), "_initialize", _registering_variable)
     _keep_added_losses()
@@ -155,15 +155,15 @@ def uninstall() -> None:
 
 
 def keras_method(name: str) -> KerasMethod:
-    """Keras's own `fit`, `evaluate`, ...; while the hook is installed."""
+    """Return Keras's own `fit`, `evaluate`, ... while the hook is installed."""
     return _keras_methods[name]
 
 
 def choose_train_function(choose: Callable[[Any, Callable[[], None]], Callable[..., Any] | None]) -> None:
-    """Choose the functions with which Keras's own `fit` takes its steps; a later call replaces `choose`.
+    """Choose the functions with which Keras's own `fit` takes its steps. A later call replaces `choose`.
 
     Args:
-        choose: called with the model and a function that lets Keras make its own train function; returns the train
+        choose: Called with the model and a function that makes Keras build its own train function. Returns the train
             function to use, or None for Keras's.
     """
     global _choose_train_function
@@ -180,7 +180,7 @@ def _keep_added_losses() -> None:
 
 
 def _followed_by(act: Callable[[Any], None], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method after whose return `act` gets the object. It must look the dispatcher up: `install` may replace that."""
+    """Wrap a method to call `act` with the object afterwards. `act` must look the dispatcher up, as it may change."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +193,7 @@ def _followed_by(act: Callable[[Any], None], original: Callable[..., Any]) -> Ca
 
 def _registering_object(original: Callable[..., Any]) -> Callable[..., Any]:
     method = _followed_by(lambda thing: _dispatcher.register_object(thing), original)
-    # Keras reads it to write an object's configuration, and does not follow `__wrapped__`.
+    # Keras reads the signature to write an object's configuration, and does not follow `__wrapped__`.
     vars(method)["__signature__"] = inspect.signature(original)
     return method
 
@@ -225,7 +225,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
 def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Any, force: bool = False) -> Any:
-        # As in Keras: the function stays until the model is compiled again, and may be asked for at every `fit`.
+        # As in Keras: the function is kept until the model is compiled again, and every `fit` may request it.
         if self.train_function is not None and not force:
             return self.train_function
         chosen = _choose_train_function(self, lambda: original(self, True))
@@ -238,21 +238,21 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_applying() -> bool:
-    """Whether an optimizer is being applied: what it assigns is the same on all replicas."""
+    """Whether an optimizer is being applied. What it assigns is the same on all replicas."""
     return applied_optimizer() is not None
 
 
 def applied_optimizer() -> Any:
-    """The optimizer that is being applied, the outermost one; None outside of `apply`."""
+    """The outermost optimizer that is being applied; None outside of `apply`."""
     return getattr(_applying, "optimizer", None)
 
 
 def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around `optimizer.apply`: merge first. An optimizer around another one (loss scaling) merges for both."""
+    """Wrap `optimizer.apply` to merge first. An optimizer around another one (loss scaling) merges for both."""
 
     @functools.wraps(original)
     def method(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        # Inside of another `apply`: that of an optimizer around this one, which scales the loss.
+        # Inside another `apply`, of an optimizer that wraps this one to scale the loss.
         if is_applying():
             return original(self, grads, trainable_variables)
         _applying.optimizer = self

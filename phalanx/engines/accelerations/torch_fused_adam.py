@@ -1,11 +1,11 @@
 """Keras's Adam and AdamW on PyTorch, in one pass over the memory.
 
-What for: Keras updates the weights in a dozen passes (`torch._foreach_*`); PyTorch has one kernel for all of it, on
-CPUs and on NVIDIA's GPUs.
+Purpose: Keras updates the weights in a dozen passes (`torch._foreach_*`). PyTorch has one kernel for all of it, on CPUs
+and on NVIDIA GPUs.
 
 Measured: the passes took a fifth of the step of a small model on a CPU.
 
-The same: the two differ in where epsilon stands (Kingma & Ba 2014, section 2, the remark after algorithm 1),
+Same numbers: the two differ in the position of epsilon (Kingma & Ba 2014, section 2, the remark after algorithm 1),
 
     Keras    w -= lr sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)
     PyTorch  w -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps')
@@ -16,8 +16,8 @@ first steps, and PyTorch in float64. So the kernel gets another epsilon and anot
     eps' = eps / sqrt(1 - b2^t)
     lr' = a (1 - b1^t) / sqrt(1 - b2^t), where a = lr sqrt(1 - b2^t) / (1 - b1^t) in Keras's precision
 
-`tests/engines/test_torch_fused_adam.py` compares weights and optimizer state after 1, 3 and 20 steps. Other classes
-than Keras's own, AMSGrad, half precision, and tensors that the kernel would read otherwise than PyTorch's operations
+`tests/engines/test_torch_fused_adam.py` compares weights and optimizer state after 1, 3 and 20 steps. Classes other
+than Keras's own, AMSGrad, half precision, and tensors that the kernel would read differently from PyTorch's operations
 (sparse, of other shapes, with gaps) are left to Keras.
 """
 
@@ -43,9 +43,9 @@ _DEVICES = ("cpu", "cuda")
 
 @contextmanager
 def fused_adam(optimizer: Any) -> Iterator[None]:
-    """A context in which `optimizer` updates in one pass, if it is Keras's Adam; without effect on others."""
+    """Context in which `optimizer` updates in one pass, if it is Keras's Adam. No effect on others."""
     update = getattr(optimizer, "_parallel_update_step", None)
-    # One that the program has replaced on this object has no `__func__`.
+    # A method that the program has set on this object has no `__func__`.
     is_keras = getattr(update, "__func__", None) is Adam._parallel_update_step
     if update is None or not is_keras or not _is_plain_adam(optimizer):
         yield
@@ -60,11 +60,11 @@ def fused_adam(optimizer: Any) -> Iterator[None]:
 
 
 def apply_in_one_pass(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
-    """`optimizer.apply`, where it does nothing but this update; else returns False, and nothing has changed.
+    """Run `optimizer.apply` if it only does this update; otherwise return False with nothing changed.
 
-    What Keras does around the update takes as long as the kernel for a small model.
+    For a small model, Keras's code around the update takes as long as the kernel.
     """
-    # In this order: everything cheap first, and the update, which changes the weights, last.
+    # In this order: cheap checks first, and last the update, which changes the weights.
     has_updated = (
         optimizer.built
         and isinstance(optimizer._learning_rate, keras.Variable)
@@ -87,16 +87,16 @@ def _is_plain_adam(optimizer: Any) -> bool:
 
 
 def _update_in_one_pass(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> bool:
-    """One update; or False, and nothing has changed, if there is a tensor that the kernel does not take."""
+    """Update once; or return False, with nothing changed, if there is a tensor that the kernel does not accept."""
     places = [optimizer._get_variable_index(variable) for variable in variables]
     weights = [variable.value.detach() for variable in variables]
     momentums = [optimizer._momentums[place].value for place in places]
     velocities = [optimizer._velocities[place].value for place in places]
     dtype, device = weights[0].dtype, weights[0].device
-    # A variable that comes twice needs two updates, one after the other.
+    # A variable that occurs twice needs two updates, one after the other.
     if dtype not in DTYPES or device.type not in _DEVICES or len(set(places)) != len(places):
         return False
-    # The kernel reads the memory as it lies, so it must lie alike for all four. Gradients come from anywhere.
+    # The kernel reads memory linearly, so the layout of all four must be the same. Gradients come from anywhere.
     for gradient, weight in zip(gradients, weights, strict=True):
         if gradient.layout is not torch.strided or gradient.shape != weight.shape:
             return False
@@ -118,7 +118,7 @@ def _update_in_one_pass(optimizer: Any, gradients: Sequence[Any], variables: Seq
             lr=factor * corrections[0] / math.sqrt(corrections[1]),
             beta1=optimizer.beta_1,
             beta2=optimizer.beta_2,
-            weight_decay=0.0,  # Keras has applied its own
+            weight_decay=0.0,  # Keras has already applied it
             eps=optimizer.epsilon / math.sqrt(corrections[1]),
             amsgrad=False,
             maximize=False,
@@ -132,8 +132,8 @@ def _betas(beta_1: float, beta_2: float, dtype: torch.dtype, device: torch.devic
 
 
 def _factor_of_keras(optimizer: Any, learning_rate: Any, step: int, like: torch.Tensor) -> float:
-    """What Keras multiplies the momentum with. `b^t` comes from the same function, because another one may round it to
-    another bit, a part in 10,000 of what is left of 1."""
+    """Return Keras's factor for the momentum. `b^t` comes from the same function as in Keras, because another may round
+    differently in the last bit, which is one part in 10,000 of `1 - b^t`."""
     dtype = like.dtype
     betas = _betas(optimizer.beta_1, optimizer.beta_2, dtype, like.device)
     powers = torch.pow(betas, torch.full((), step, dtype=dtype, device=like.device))

@@ -1,13 +1,13 @@
 """On parameter servers: many variables updated as one vector, by optimizers that treat each number by itself.
 
-What for: a backend takes tens of microseconds for each array of an update, which is most of what a server does for a
-model of many small layers. Gradients arrive and values leave as vectors too, so nothing has to be joined first.
+Purpose: a backend takes tens of microseconds for each array of an update, which is most of the work of a server for a
+model with many small layers. Gradients arrive and values leave as vectors too, so nothing has to be joined first.
 
 Measured: Adam on 100 arrays of 4,096 numbers takes six to eight times as long as on one array of the same size.
 
-The same: such an optimizer computes each number from its own gradient and state, in whichever variable it is. Only
-Keras's own optimizers that are listed here are grouped, without clipping by norm; variables with a constraint, and
-those of another dtype or weight decay, stay apart. `tests/engines/test_vectorized_updater.py` compares all of them.
+Same numbers: such an optimizer computes each number from its own gradient and state, in any variable. Only the Keras
+optimizers listed here are grouped, without clipping by norm. Variables with a constraint, and those that differ in
+dtype or weight decay, stay apart. `tests/engines/test_vectorized_updater.py` compares all of them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ ELEMENTWISE = frozenset({"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl
 def make_vector_updater(
     make: Make, optimizer: str, pieces: Sequence[UpdaterPiece], apart: Collection[int] = ()
 ) -> Updater:
-    """The updater that `make` creates for these pieces, grouped into vectors where that changes nothing.
+    """Return the updater that `make` creates for these pieces, grouped into vectors where that changes nothing.
 
     Args:
-        make: creates an updater.
-        optimizer: the optimizer's config, as JSON.
-        pieces: what is updated.
-        apart: indices of pieces that are not grouped.
+        make: Creates an updater.
+        optimizer: The optimizer's config, as JSON.
+        pieces: The pieces to update.
+        apart: Indices of pieces that are not grouped.
     """
     if not is_enabled("vectorized_updater"):
         return make(optimizer, pieces)
@@ -51,7 +51,7 @@ def make_vector_updater(
 
 
 def is_elementwise(described: Mapping[str, Any]) -> bool:
-    """Whether an optimizer of this description treats each number by itself."""
+    """Whether an optimizer with this config treats each number by itself."""
     config = described.get("config") or {}
     return (
         str(described.get("module")).startswith("keras.")
@@ -61,37 +61,37 @@ def is_elementwise(described: Mapping[str, Any]) -> bool:
 
 
 def _groups(described: dict[str, Any], pieces: Sequence[UpdaterPiece], apart: Collection[int]) -> list[list[int]]:
-    """The indices of the pieces, in groups that can be one vector."""
+    """Return the indices of the pieces, in groups that can be one vector."""
     elementwise = is_elementwise(described)
     groups: dict[object, list[int]] = {}
     for number, piece in enumerate(pieces):
         fits = elementwise and number not in apart and piece.constraint is None
-        # A number is a key of its own: that piece forms a group alone.
+        # A number is a unique key: that piece forms its own group.
         groups.setdefault((piece.value.dtype, piece.decays) if fits else number, []).append(number)
     return list(groups.values())
 
 
 class _Vector:
-    """Pieces joined into one variable; a single piece stays as it is.
+    """Pieces joined into one variable. A single piece stays as it is.
 
     Args:
-        pieces: by their indices among all pieces.
+        pieces: The pieces by their indices among all pieces.
     """
 
     def __init__(self, pieces: Mapping[int, UpdaterPiece]):
         self.numbers = tuple(pieces)
         first, *others = pieces.values()
         values = [piece.value for piece in pieces.values()]
-        # None of a single piece: it keeps its shape, and nothing is copied.
+        # None for a single piece: it keeps its shape, and nothing is copied.
         self._vector = FlatBuffer([value.shape for value in values]) if others else None
         self.piece = first._replace(value=self.filled(values))
 
     def cut(self, vector: Array) -> list[Array]:
-        """The pieces of such a variable, as views."""
+        """Return the pieces of such a variable, as views."""
         return [vector] if self._vector is None else self._vector.unpack(vector)
 
     def filled(self, arrays: Sequence[Any]) -> Any:
-        """These values of the pieces as one variable."""
+        """Return these values of the pieces as one variable."""
         return arrays[0] if self._vector is None else self._vector.pack([np.asarray(array) for array in arrays])
 
 
@@ -99,8 +99,8 @@ class _Places:
     """Finds parts (the values of the pieces, or the optimizer's variables for them) in the arrays of the inner updater.
 
     Args:
-        vectors: for each array of the inner updater, the vector whose layout it has.
-        where: for each part, the index of its array, and its index in that array.
+        vectors: The vector whose layout each array of the inner updater has.
+        where: The index of each part's array, and the part's index in that array.
     """
 
     def __init__(self, vectors: Sequence[_Vector | None], where: Sequence[tuple[int, int]]):
@@ -111,16 +111,16 @@ class _Places:
         return len(self._where)
 
     def arrays(self, numbers: Iterable[int]) -> list[int]:
-        """The arrays that contain these parts."""
+        """Return the indices of the arrays that contain these parts."""
         return sorted({self._where[number][0] for number in numbers})
 
     def parts(self, numbers: Iterable[int], arrays: Mapping[int, Array]) -> list[Array]:
-        """These parts, as views of the arrays."""
+        """Return these parts, as views of the arrays."""
         cut = {place: self._cut(place, array) for place, array in arrays.items()}
         return [cut[place][part] for place, part in (self._where[number] for number in numbers)]
 
     def filled(self, parts: Mapping[int, Any], arrays: Mapping[int, Array]) -> dict[int, Any]:
-        """New arrays, in which these parts have other values."""
+        """Return new arrays in which these parts have other values."""
         cut: dict[int, list[Any]] = {place: self._cut(place, array) for place, array in arrays.items()}
         for number, value in parts.items():
             place, part = self._where[number]
@@ -140,18 +140,18 @@ class VectorizedUpdater(Updater):
     """See `Updater`.
 
     Args:
-        updater: updates the vectors.
-        vectors: what the pieces are joined into.
+        updater: Updates the vectors.
+        vectors: The vectors into which the pieces are joined.
     """
 
     def __init__(self, updater: Updater, vectors: Sequence[_Vector]):
         self._updater = updater
         self.lends = updater.lends
         self._vectors = vectors
-        # By number of the piece: its vector, and its index in that.
+        # By number of the piece: its vector, and its index in that vector.
         of_piece = {n: (place, part) for place, vector in enumerate(vectors) for part, n in enumerate(vector.numbers)}
         self._values = _Places(vectors, [of_piece[number] for number in sorted(of_piece)])
-        # The inner optimizer has one variable for each vector and slot (momentum, ...), cut like the vector; what
+        # The inner optimizer has one variable for each vector and slot (momentum, ...), divided like the vector. What
         # belongs to no variable (the step count) stays whole.
         like = [vectors[slot.variable] if slot.variable >= 0 else None for slot in updater.slots]
         numbers = [(-1,) if vector is None else vector.numbers for vector in like]
@@ -171,7 +171,7 @@ class VectorizedUpdater(Updater):
         return self._updater.values()
 
     def load(self, values: Mapping[int, Any], state: Mapping[int, Any]) -> None:
-        # Whole vectors are loaded, so the parts that keep their values are read first.
+        # Whole vectors are loaded, so parts that keep their values are read first.
         of_values, of_state = self._fetch(values, state)
         self._updater.load(self._values.filled(values, of_values), self._state.filled(state, of_state))
 
@@ -183,7 +183,7 @@ class VectorizedUpdater(Updater):
         self._updater.set_learning_rate(rate)
 
     def _fetch(self, values: Iterable[int], state: Iterable[int]) -> tuple[dict[int, Array], dict[int, Array]]:
-        """The arrays that contain these parts, by index."""
+        """Return the arrays that contain these parts, by index."""
         wanted = self._values.arrays(values), self._state.arrays(state)
         of_values, of_state = self._updater.fetch(*wanted)
         return dict(zip(wanted[0], of_values, strict=True)), dict(zip(wanted[1], of_state, strict=True))

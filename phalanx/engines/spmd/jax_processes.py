@@ -1,7 +1,7 @@
 """Several processes become one JAX program, which spans the devices of all of them.
 
-JAX's processes meet at a service in the process of rank 0, whose address Phalanx's own communicator passes on. JAX
-notices that a process has died late, hangs in the collective that misses it, or aborts (jax-ml/jax#38503). So a
+JAX's processes meet at a service in the process of rank 0, whose address Phalanx's communicator broadcasts. When a
+process dies, JAX notices late, hangs in the collective that misses it, or aborts (jax-ml/jax#38503). So a
 `LostPeerWatch` ends this process at once, with the error that names the lost member.
 """
 
@@ -29,16 +29,16 @@ from phalanx.transport.decoding import decode_message
 from phalanx.transport.ports import NO_SUCH_ADDRESS
 
 FAILED_EXIT_S = 30.0
-"""How long a process that has failed by itself may take to end: what it has started on its devices may hang."""
+"""Time limit for the exit of a process that has failed by itself: what it started on its devices may hang."""
 END_WITHIN_S = 2.0
-"""How long the exit handlers of a process may take that has lost a peer."""
+"""Time limit for the exit handlers of a process that has lost a peer."""
 NOTICE_S = 1.0
-"""A failed collective of JAX and the end of the peer's link are noticed at about the same time."""
+"""Wait for the end of a peer's link after a failed JAX collective. Both are noticed at about the same time."""
 _ALL_ADDRESSES = "::"
 
 
 class LocalDevices(msgspec.Struct, frozen=True):
-    """What one process brings into the program: so many devices of a kind, on a platform such as `gpu`."""
+    """The devices that one process contributes to the program; `platform` is a name such as `gpu`."""
 
     count: int
     platform: str
@@ -46,11 +46,11 @@ class LocalDevices(msgspec.Struct, frozen=True):
 
 
 class JaxProcesses:
-    """This process's part in the program. Made by `connect_processes`.
+    """This process's part in the program. Created by `connect_processes`.
 
     Args:
-        membership: the processes, by rank.
-        timeout_s: for the start, and until JAX itself gives up a process that does not answer.
+        membership: The processes, by rank.
+        timeout_s: Limit for the start, and for how long JAX itself waits for a process that does not answer.
     """
 
     def __init__(self, membership: Membership, timeout_s: float):
@@ -62,11 +62,11 @@ class JaxProcesses:
         """Join the program.
 
         Args:
-            coordinator: where the others find JAX's service.
-            served: on rank 0, where to start it.
+            coordinator: Address at which the others find JAX's service.
+            served: Address at which rank 0 starts it; None on other ranks.
         """
         config: Any = jax.config
-        if "jax_enable_preemption_service" in config.values:  # it would take SIGTERM, which tells `fit` to save
+        if "jax_enable_preemption_service" in config.values:  # it would catch SIGTERM, which makes `fit` save
             config.update("jax_enable_preemption_service", False)
         if config.jax_cpu_collectives_implementation is None:
             # Without one, JAX on CPUs has no collectives between processes.
@@ -77,7 +77,7 @@ class JaxProcesses:
             self._membership.rank,
             cluster_detection_method="deactivate",
             initialization_timeout=self._timeout_s,
-            # The watch is faster. These only bound waits for a process that is connected and does not answer.
+            # The watch is faster. These only bound waits for a connected process that does not answer.
             heartbeat_timeout_seconds=self._timeout_s,
             shutdown_timeout_seconds=self._timeout_s,
             coordinator_bind_address=served,
@@ -86,7 +86,7 @@ class JaxProcesses:
         self._watch.start()
 
     def close(self) -> None:
-        """Leave the program together with all others; at once if this process has failed."""
+        """Leave the program at the same time as all others; at once if this process has failed."""
         self._watch.close()
         if process_exit.has_failed():
             _abandon()
@@ -99,26 +99,26 @@ class JaxProcesses:
         process_exit.end_because(loss, within_s=END_WITHIN_S, at_once=loss.rank == 0)
 
     def _loss_behind(self, error: BaseException) -> PeerLostError | None:
-        """The loss that made a collective of JAX fail."""
+        """Return the loss that made a JAX collective fail."""
         is_jax = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
         return self._watch.wait_for_loss(NOTICE_S) if is_jax else None
 
 
-# JAX can join a program once in a process's life.
+# A process can join a JAX program once in its life.
 _processes: JaxProcesses | None = None
 
 
 def connect_processes(communicator: Communicator, timeout_s: float) -> JaxProcesses | None:
     """Make one JAX program of all processes, so that `jax.devices()` are the devices of all. All ranks must call this
-    before JAX has used a device. Calling it again changes nothing.
+    before JAX has used a device. Calling it again has no effect.
 
     Args:
-        communicator: between the processes; JAX numbers them by its ranks.
-        timeout_s: see `JaxProcesses`.
+        communicator: Communicator between the processes. JAX numbers them by its ranks.
+        timeout_s: See `JaxProcesses`.
 
-    Returns: the program, which the caller closes before the communicator's links; None if there is one process only,
-        or it has been made before.
-    Raises: ConfigurationError on all ranks if JAX has begun somewhere, or if the devices of the processes differ.
+    Returns: The program, which the caller closes before the communicator's links; None if there is only one process, or
+        if the program already exists.
+    Raises: ConfigurationError on all ranks if JAX is in use on one of them, or if the devices of the processes differ.
     """
     global _processes
     if communicator.world_size == 1 or _processes is not None:
@@ -135,7 +135,7 @@ def connect_processes(communicator: Communicator, timeout_s: float) -> JaxProces
     _processes = processes
     try:
         check_alike(membership, _all_devices(communicator))
-        # Gloo connects at the first collective, and waits 30 s: now all are here, later one may still import or read.
+        # Gloo connects at the first collective, and waits 30 s. Now all are here; later, one may import or read data.
         multihost_utils.sync_global_devices("phalanx")
     except BaseException:
         processes.close()
@@ -144,7 +144,7 @@ def connect_processes(communicator: Communicator, timeout_s: float) -> JaxProces
 
 
 def check_alike(membership: Membership, devices: list[LocalDevices]) -> None:
-    """Raise ConfigurationError if a process brings other devices than the first."""
+    """Raise ConfigurationError if a process has other devices than the first."""
     for member, own in zip(membership.members, devices, strict=True):
         if own != devices[0]:
             found = ", ".join(
@@ -176,17 +176,17 @@ def _all_devices(communicator: Communicator) -> list[LocalDevices]:
 
 
 class _ReservedPort:
-    """A port that the system has chosen, kept for a server that this process is about to start.
+    """A port that the system has chosen, reserved for a server that this process is about to start.
 
     Its socket has SO_REUSEPORT, and so has gRPC's: no other user can take the port meanwhile, and a socket that is only
-    bound gets no connections.
+    bound receives no connections.
 
     Args:
-        host: as the others reach this process. An IP address of this host is the only one to be served.
+        host: This process's host as the others reach it. If it is an IP address of this host, only that is served.
 
     Attributes:
-        address: where the others find the server.
-        served: where the server listens.
+        address: Address at which the others find the server.
+        served: Address at which the server listens.
     """
 
     def __init__(self, host: str):
@@ -195,7 +195,7 @@ class _ReservedPort:
         try:
             self._socket = _bound(bound)
         except OSError as error:
-            if error.errno not in NO_SUCH_ADDRESS:  # behind a translation of addresses
+            if error.errno not in NO_SUCH_ADDRESS:  # not an address of this host: behind address translation
                 raise
             bound = _ALL_ADDRESSES if error.errno == errno.EADDRNOTAVAIL else "0.0.0.0"
             self._socket = _bound(bound)
@@ -218,8 +218,8 @@ def _bound(host: str) -> socket.socket:
 
 
 def _abandon() -> None:
-    """Leave JAX's service to the end of this process: to leave it in order waits for the others, and then aborts."""
+    """Leave JAX's service to the exit of this process: an orderly shutdown waits for the others, and then aborts."""
     state = distributed.global_state
     for owned in (state.preemption_sync_manager, state.client, state.service):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))  # their destructors would do the same
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))  # their destructors would also wait and abort
     state.preemption_sync_manager = state.client = state.service = None

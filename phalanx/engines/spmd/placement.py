@@ -1,12 +1,12 @@
-"""Where the variables of a model and its batches lie on a mesh of devices.
+"""Where the variables of a model and its batches are placed on a mesh of devices.
 
-A *layout* names for each axis of an array the axis of the mesh over which it is divided, or None. A variable has two:
+For each axis of an array, a *layout* names the mesh axis over which it is divided, or None. A variable has two layouts:
 
     at rest      between the steps, and for gradients and optimizer state while they are updated
     in a step    while the model computes
 
-They differ only at level 3, where weights lie in shards and a step gathers them. All axes are those of a
-`keras.distribution.DeviceMesh`; the layouts that a user writes are those of a `keras.distribution.LayoutMap`.
+They differ only at level 3, where weights are kept in shards and a step gathers them. All axes are those of a
+`keras.distribution.DeviceMesh`. Layouts that a user writes are those of a `keras.distribution.LayoutMap`.
 Source of the levels: Rajbhandari et al. 2020, ZeRO; Zhao et al. 2023, PyTorch FSDP.
 """
 
@@ -28,7 +28,7 @@ Axes = tuple[str | None, ...]
 Shape = tuple[int, ...]
 
 MIN_SHARDED_SIZE = 1024
-"""Variables with fewer values stay whole on every device: to gather them takes longer than what they save is worth."""
+"""Variables with fewer values stay whole on every device: gathering them would cost more than sharding saves."""
 
 AUTO = "auto"
 DATA, MODEL, REPLICA, SHARD = "data", "model", "replica", "shard"
@@ -39,11 +39,11 @@ class Placement:
     """How a model is divided over a mesh.
 
     Attributes:
-        mesh: the devices.
-        data_axes: the axes of the mesh over which each batch is divided.
-        shard_axis: the axis over which `level` divides.
-        level: what is divided over `shard_axis`: 1 the optimizer's state, 2 gradients too, 3 weights too; 0 nothing.
-        layout_map: the program's own layouts, by the variables' paths; "auto": see `automatic_layouts`; None: none.
+        mesh: The devices.
+        data_axes: The mesh axes over which each batch is divided.
+        shard_axis: The mesh axis over which `level` divides.
+        level: What is divided over `shard_axis`: 1 the optimizer's state, 2 gradients too, 3 weights too; 0 nothing.
+        layout_map: The program's own layouts, by path of the variable; "auto": see `automatic_layouts`; None: none.
     """
 
     mesh: keras.distribution.DeviceMesh
@@ -58,20 +58,20 @@ class Placement:
 
     @property
     def data_shards(self) -> int:
-        """Into how many parts a batch is divided."""
+        """Number of parts into which a batch is divided."""
         return math.prod(self.axis_size(axis) for axis in self.data_axes)
 
     @property
     def divides_models(self) -> bool:
-        """Whether weights or optimizer state are divided, and not batches alone."""
+        """Whether weights or optimizer state are divided, not only batches."""
         return self.level > 0 or self.layout_map is not None
 
     def axis_size(self, axis: str) -> int:
-        """The number of devices along an axis of the mesh."""
+        """Return the number of devices along a mesh axis."""
         return int(self.mesh.shape[self.mesh.axis_names.index(axis)])
 
     def at_rest(self, variable: Any) -> Axes:
-        """The layout of a weight between the steps.
+        """Return the layout of a weight between the steps.
 
         Raises: ConfigurationError if the program's layout does not fit the variable.
         """
@@ -79,7 +79,7 @@ class Placement:
         return self._sharded(variable, axes) if self.level >= 3 else axes
 
     def in_step(self, variable: Any) -> Axes:
-        """The layout of a weight while the model computes; raises as `at_rest`."""
+        """Return the layout of a weight while the model computes; raises as `at_rest`."""
         whole: Axes = (None,) * len(variable.shape)
         if self.layout_map is None:
             return whole
@@ -94,23 +94,23 @@ class Placement:
         return tuple(layout.axes) + (None,) * (len(variable.shape) - len(layout.axes))
 
     def of_slot(self, variable: Any) -> Axes:
-        """The layout of a variable of an optimizer that belongs to this weight."""
+        """Return the layout of an optimizer variable that belongs to this weight."""
         axes = self.in_step(variable)
         return self._sharded(variable, axes) if self.level >= 1 else axes
 
     def of_gradient(self, variable: Any) -> Axes:
-        """The layout in which the gradient of this weight is summed up."""
+        """Return the layout in which the gradient of this weight is summed."""
         return self.of_slot(variable) if self.level >= 2 else self.in_step(variable)
 
     def of_batch(self, shape: Shape) -> tuple[tuple[str, ...], ...]:
-        """Over which axes of the mesh the first axis of a part of a batch is divided: those of the data, or none if the
+        """Return the mesh axes over which the first axis of a part of a batch is divided: the data axes, or none if the
         samples do not divide equally. Then every device computes the whole batch, which gives the same numbers."""
         return (self.data_axes,) if shape and shape[0] and shape[0] % self.data_shards == 0 else ()
 
     def on_devices(self, devices: Sequence[Any]) -> Placement:
-        """The same on a mesh of other devices, also of such that are not there (`jax.experimental.topologies`).
+        """Return the same placement on a mesh of other devices, which need not exist (`jax.experimental.topologies`).
 
-        Raises: ConfigurationError if it is another number of devices.
+        Raises: ConfigurationError if the number of devices differs.
         """
         size = math.prod(self.mesh.shape)
         if len(devices) != size:
@@ -121,7 +121,7 @@ class Placement:
         mesh = keras.distribution.DeviceMesh(self.mesh.shape, self.mesh.axis_names, list(devices))
         if self.layout_map is None or isinstance(self.layout_map, str):
             return replace(self, mesh=mesh)
-        # A TensorLayout belongs to one mesh, so all are made again for the other.
+        # A TensorLayout belongs to one mesh, so each is rebuilt for the other.
         layout_map = keras.distribution.LayoutMap(mesh)
         for key, layout in self.layout_map.items():
             layout_map[key] = tuple(layout.axes)
@@ -136,10 +136,10 @@ class Placement:
             return
         paths = [variable.path for variable in variables]
         for key in self.layout_map:
-            # Keys of this form are of what a layer returns.
+            # Keys of this form refer to the output of a layer.
             if key.endswith("/output") or any(path == key or re.fullmatch(key, path) for path in paths):
                 continue
-            # Nearest to what the key says literally, without the signs of an expression.
+            # Nearest to the literal text of the key, without the special characters of a regular expression.
             plain = re.sub(r"[.*+?\\^$()\[\]|]", "", key)
             near = difflib.get_close_matches(plain, paths, n=3, cutoff=0.3) or paths[:3]
             raise ConfigurationError(
@@ -149,10 +149,10 @@ class Placement:
             )
 
     def check_divides(self, variables: Sequence[Any]) -> None:
-        """Check that something is divided of a model whose weights or optimizer state are to be.
+        """Check that something of a model is divided if its weights or optimizer state should be.
 
         Args:
-            variables: its weights.
+            variables: The model's weights.
 
         Raises: ConfigurationError if every device would hold all of it.
         """
@@ -168,10 +168,10 @@ class Placement:
         )
 
     def _sharded(self, variable: Any, axes: Axes) -> Axes:
-        """The layout, with its longest free axis that is a multiple of the shard axis divided over that."""
+        """Divide the longest free axis that is a multiple of the shard axis over it, and return the new layout."""
         size, shape = self.axis_size(self.shard_axis), tuple(variable.shape)
         free = [axis for axis, taken in enumerate(axes) if taken is None and shape[axis] % size == 0 and shape[axis]]
-        # An axis of the mesh can divide an array once.
+        # A mesh axis can divide an array only once.
         if self.shard_axis in axes or not free or math.prod(shape) < MIN_SHARDED_SIZE:
             return axes
         chosen = max(free, key=lambda axis: shape[axis])
@@ -194,7 +194,7 @@ class Placement:
 
 
 def make_mesh(shape: Sequence[int], axis_names: Sequence[str], devices: Sequence[Any]) -> keras.distribution.DeviceMesh:
-    """A mesh of all these devices.
+    """Create a mesh of all these devices.
 
     Raises: ConfigurationError if the shape does not fit them.
     """

@@ -1,12 +1,12 @@
 """The compiled steps of a model on a mesh: Keras's own steps, traced over global arrays.
 
-To look at a step without running it, on the mesh's devices or on others that are not there:
+To inspect a step without running it, for the mesh's devices or for others that need not exist:
 
     step = uncompiled_step(model, placement, (x, y, None), devices=topology.devices)
     compiled = step.function.lower(*step.arguments).compile()
     compiled.memory_analysis(), compiled.as_text()
 
-`placement` is `strategy.placement` of the strategy in whose scope the model was compiled; x, y are arrays or
+`placement` is `strategy.placement` of the strategy in whose scope the model was compiled. x and y are arrays or
 `jax.ShapeDtypeStruct`s of a global batch.
 """
 
@@ -34,8 +34,8 @@ class UncompiledStep(NamedTuple):
     """A step that has not been compiled.
 
     Attributes:
-        function: what `jax.jit` returned.
-        arguments: `jax.ShapeDtypeStruct`s with shardings, in the structure in which the function takes arrays.
+        function: The result of `jax.jit`.
+        arguments: `jax.ShapeDtypeStruct`s with shardings, in the structure of the function's arguments.
     """
 
     function: Any
@@ -43,13 +43,13 @@ class UncompiledStep(NamedTuple):
 
 
 class StepPrograms:
-    """The functions of a model's steps, over arrays that lie on all devices of a mesh.
+    """The functions of a model's steps, over arrays that span all devices of a mesh.
 
     Args:
-        model: compiled, and placed on the mesh.
-        placed: its variables.
-        placement: on the devices that the functions are compiled for.
-        batches: in which structure steps get their batches.
+        model: A compiled model, placed on the mesh.
+        placed: The model's variables.
+        placement: Placement on the devices that the functions are compiled for.
+        batches: Structure in which steps receive their batches.
     """
 
     def __init__(self, model: Any, placed: PlacedModel, placement: Placement, batches: BatchPacking) -> None:
@@ -60,21 +60,21 @@ class StepPrograms:
         self._mesh: Mesh = placement.mesh.backend_mesh
 
     def compile_train(self) -> Callable[..., Any]:
-        """`(state, batch) -> logs, state`, where a state has the values of the trainable, non-trainable, optimizer and
-        metric variables. It may overwrite the state."""
+        """Return `(state, batch) -> logs, state`. A state has the values of the trainable, non-trainable, optimizer and
+        metric variables. The function may overwrite it."""
         return self._jit(self._train, tuple(self._placed.shardings(self._mesh)))
 
     def compile_test(self) -> Callable[..., Any]:
-        """As `compile_train`, without the optimizer's variables."""
+        """Return the same for test steps, without the optimizer's variables; see `compile_train`."""
         trainable, non_trainable, _, metrics = self._placed.shardings(self._mesh)
         return self._jit(self._test, (trainable, non_trainable, metrics))
 
     def compile_predict(self) -> Callable[..., Any]:
-        """`(state, batch) -> outputs, non-trainable values`, where a state has trainable and non-trainable values."""
+        """Return `(state, batch) -> outputs, non-trainable values`. A state has trainable and non-trainable values."""
         shardings = self._placed.shardings(self._mesh)
         if not self._compiles:
             return self._predict
-        # Other processes can read only what every device has.
+        # Other processes can only read what every device has.
         leave = self._whole if jax.process_count() > 1 else None
         compiled: Callable[..., Any] = jax.jit(
             without_traces(self._predict), out_shardings=(leave, shardings.non_trainable), static_argnums=2
@@ -92,8 +92,8 @@ class StepPrograms:
     def _jit(self, function: Callable[..., Any], state: tuple[Any, ...]) -> Callable[..., Any]:
         if not self._compiles:
             return function
-        # The state goes out as it came in, so the next step is not compiled again, and its memory can be the old one's.
-        # Logs are wanted by every process.
+        # The state leaves in the layout in which it arrived, so the next step is not compiled again and can reuse its
+        # memory. Every process needs the logs.
         compiled: Callable[..., Any] = jax.jit(
             without_traces(function), donate_argnums=0, out_shardings=(self._whole, state)
         )
@@ -102,7 +102,7 @@ class StepPrograms:
     def _train(self, state: tuple[Values, ...], data: Batch) -> Any:
         trainable, non_trainable, optimizer, metrics = state
         with making_placed(self._placement), self._laying_out_gradients():
-            # Weights in shards become whole inside of the program, so that XLA decides when it gathers each.
+            # Sharded weights are gathered inside the program, so that XLA decides when it gathers each.
             gathered = self._gathered(trainable, non_trainable)
             logs, new = self._model.train_step((*gathered, optimizer, metrics), self._batches.pack(data))
         return logs, tuple(map(list, new))
@@ -112,7 +112,7 @@ class StepPrograms:
         with making_placed(self._placement):
             gathered = self._gathered(trainable, non_trainable)
             logs, new = self._model.test_step((*gathered, metrics), self._batches.pack(data))
-        # The weights as they came, in shards: those that the step has seen are whole.
+        # The weights as they arrived, in shards: the step has seen whole ones.
         return logs, (trainable, list(new[1]), list(new[2]))
 
     def _predict(self, state: tuple[Values, ...], data: Batch, form: Any) -> Any:
@@ -121,14 +121,14 @@ class StepPrograms:
         return outputs, list(new)
 
     def _laying_out_gradients(self) -> AbstractContextManager[None]:
-        """A context in which gradients are divided before they are summed, at level 2 and above."""
+        """Context in which gradients are divided before they are summed, at level 2 and above."""
         if self._placement.level < 2:
             return nullcontext()
         of_gradient = self._placement.of_gradient
         return laying_out_gradients(lambda gradient, variable: self._constrain(gradient, of_gradient(variable)))
 
     def _gathered(self, trainable: Values, non_trainable: Values) -> tuple[Values, Values]:
-        """The weights as the model computes with them."""
+        """Return the weights as the model computes with them."""
         if self._placement.level < 3:
             return trainable, non_trainable
         layouts = self._placed.layouts_in_step()
@@ -144,13 +144,13 @@ class StepPrograms:
 def uncompiled_step(
     model: Any, placement: Placement, data: Batch, devices: Sequence[Any] | None = None
 ) -> UncompiledStep:
-    """The training step of a model for a global batch like `data`; see the top of this file.
+    """Return the training step of a model for a global batch like `data`; see the top of this file.
 
     Args:
-        model: compiled in the scope of a strategy, with all variables made if it needs no batch for that.
-        placement: of this strategy.
+        model: A model compiled in the scope of a strategy, with all variables created if that needs no batch.
+        placement: The strategy's placement.
         data: `(x, y, sample_weight)`: anything with shape and dtype.
-        devices: of another kind, as many as the mesh has; None: the mesh's.
+        devices: Other devices, as many as the mesh has; None: the mesh's.
     """
     with making_placed(placement):
         model._symbolic_build(data_batch=data)

@@ -1,11 +1,10 @@
-"""Copies of a model in other processes, which run no program that makes it: what of a model travels, and how.
+"""Copies of a model in other processes, which do not run the program that builds it.
 
-A layer of Keras's travels as its configuration. One of a class of the program's own travels as the arguments with which
-it was constructed: `Operation.__new__`, patched by `record_construction`, keeps them, and what such a class's own
-`compile` was called with. Weights travel only where they are asked for: each method of a model on several replicas
-begins with the chief's.
+A Keras layer is sent as its configuration. A layer of a custom class is sent as the arguments with which it was
+constructed. `record_construction` patches `Operation.__new__` to record them, and a custom `compile` to record what it
+was called with. Weights are sent only on request: each method of a model on several replicas starts from the chief's.
 
-Uses `Model._compile_config`, where Keras keeps what `compile` was given. Tested with Keras 3.15.
+Uses `Model._compile_config`, where Keras keeps the arguments of `compile`. Tested with Keras 3.15.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class Arguments(NamedTuple):
     """The arguments of a call of a class or method.
 
     Attributes:
-        names: how many objects of each kind Keras had named by then, so that copies get the same names.
-        settings: of Keras, if what is called made layers with them.
+        names: How many objects of each kind Keras had named at that time, so that copies get the same names.
+        settings: Keras's settings, if the call created layers with them.
     """
 
     args: tuple[Any, ...]
@@ -57,25 +56,25 @@ class Arguments(NamedTuple):
     settings: KerasSettings | None = None
 
     def construct(self, kind: type) -> Any:
-        """Call a class with them. Layers inside are named by counters: variables get the original's paths."""
+        """Call a class with them. Counters name the layers inside, so variables get the original's paths."""
         assert self.settings is not None, "they are of a construction"
         with naming_from(self.names), with_keras_settings(self.settings):
             return kind(*self.args, **self.kwargs)
 
 
 class LayerCopy(NamedTuple):
-    """The recipe for making a layer, perhaps a model, again.
+    """What is needed to rebuild a layer, which may be a model.
 
     Attributes:
-        kind: its class, if it is one of the program's own that is made from `construction`; None if from `config`.
-        config: of the layer, as `keras.saving.serialize_keras_object` has it.
-        definitions: the classes and functions of the main program that the configuration names.
-        shapes: with which it was built; None if it was not.
-        compilation: what `compile` was called with; None if it was not.
-        optimizers: what a model's optimizers were built for, and what they do not decay.
-        frozen: the numbers of the layers in it that are not trainable; 0 is the layer itself.
-        adapted: what layers in it have learned by `adapt`.
-        attributes: of it and the layers in it, as far as the program may have set them.
+        kind: Custom class that is constructed from `construction`; None if the layer is created from `config`.
+        config: Configuration of the layer, as `keras.saving.serialize_keras_object` returns it.
+        definitions: Classes and functions of the main program that the configuration names.
+        shapes: Shapes with which it was built; None if it was not.
+        compilation: Arguments of `compile`; None if it was not compiled.
+        optimizers: What a model's optimizers were built for, and what they do not decay.
+        frozen: Indices of the layers in it that are not trainable; 0 is the layer itself.
+        adapted: What layers in it have learned by `adapt`.
+        attributes: Attributes of the layer and the layers in it that the program may have set.
     """
 
     kind: type | None
@@ -90,7 +89,7 @@ class LayerCopy(NamedTuple):
     attributes: tuple[PartAttributes, ...]
 
     def unbuilt(self) -> LayerCopy:
-        """The same without what building adds, or changes."""
+        """Return a copy without what building adds or changes."""
         return self._replace(
             shapes=None,
             optimizers=tuple(optimizer.unbuilt() for optimizer in self.optimizers),
@@ -99,12 +98,12 @@ class LayerCopy(NamedTuple):
         )
 
     def make(self) -> Any:
-        """The layer again, with weights of its own."""
+        """Rebuild the layer, with its own weights."""
         with without_tensorflow():
             return self._made()
 
     def _made(self) -> Any:
-        # The configuration names the program's classes and functions in `__main__`, which is another module in this
+        # The configuration refers to the program's classes and functions in `__main__`, which is another module in this
         # process.
         vars(sys.modules[MAIN]).update(self.definitions)
         if self.kind is not None:
@@ -126,24 +125,24 @@ class LayerCopy(NamedTuple):
         return made
 
     def build(self, made: Any) -> None:
-        """Build a copy that was made, perhaps before the layer was built, as the layer is built now."""
+        """Build an existing copy, perhaps created before the layer was built, as the layer is built now."""
         if self.shapes and not made.built:
             made.build_from_config(self.shapes)
-            # Of a model without a build() of its own, Keras builds what is inside, and does not say so.
+            # For a model without a custom build(), Keras builds the inner layers and leaves `built` unset.
             made.built = made.built or all(layer.built for layer in made._flatten_layers(include_self=False))
         if self.compilation is not None and made.compiled:
             self._build_optimizers(made)
 
     def _build_optimizers(self, model: Any) -> None:
-        """Build them for the variables of then: a layer may have been frozen since."""
+        """Build the optimizers for the variables that were trainable then: a layer may have been frozen since."""
         for copy, optimizer in zip(self.optimizers, optimizers(model), strict=False):
             copy.build(optimizer, model.variables)
 
 
 def record_construction() -> None:
-    """From now on, note the arguments with which objects of own classes are constructed; safe to call again."""
+    """Record the arguments with which objects of custom classes are constructed from now on. Safe to call again."""
     learn_names_of_keras()
-    # Keras's model does not pass them on.
+    # `keras.Model.__new__` does not pass them on.
     for base in (keras.Operation, keras.Model, keras.optimizers.Optimizer, keras.metrics.Metric):
         if not getattr(base.__new__, "records", False):
             base.__new__ = _recording_new(base.__new__)
@@ -163,7 +162,7 @@ def _recording_new(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def copy_of(layer: Any) -> LayerCopy:
-    """What travels of a layer, perhaps of a model.
+    """Return what is sent of a layer, which may be a model.
 
     Raises: UnsupportedError if Keras cannot describe it.
     """
@@ -173,7 +172,7 @@ def copy_of(layer: Any) -> LayerCopy:
                 f"{part.name!r} is a plain Layer that has been given weights from outside, so it cannot be made again "
                 f"in other processes. Write a class that adds them in its __init__ or build."
             )
-        # The program's own classes may set theirs in `__init__`, which runs again.
+        # Custom classes may set these in `__init__`, which runs again.
         own = [name for name in _METHODS if own_method(part, name) and _CONSTRUCTION not in vars(part)]
         if own:
             raise UnsupportedError(
@@ -199,9 +198,9 @@ def copy_of(layer: Any) -> LayerCopy:
 
 
 def reduced(thing: Any, *, with_weights: bool) -> Any:
-    """How a Keras object is taken apart for a pickle, as `__reduce_ex__` says it; NotImplemented for all others.
+    """Return how a Keras object is pickled, in the form of `__reduce_ex__`; NotImplemented for all others.
 
-    Keras's own way writes a file, and wants the classes of the program to be registered.
+    Keras's own pickling writes a file, and requires custom classes to be registered.
     """
     if isinstance(thing, keras.layers.Layer):
         weights = thing.get_weights() if with_weights else None
@@ -248,14 +247,14 @@ def _is_own(kind: type) -> bool:
 
 
 def _own_methods(layer: Any) -> set[str]:
-    """The methods that the program's own classes of a layer define."""
+    """Return the methods that a layer's custom classes define."""
     return {name for kind in type(layer).__mro__ if _is_own(kind) for name in vars(kind)} - set(vars(object))
 
 
 def _recording_compile(model: Any, compile_: Callable[..., Any]) -> Callable[..., Any]:
-    """A class's own `compile` for one model, which notes its arguments."""
-    # The model holds this function, so a strong reference would be a cycle that keeps its weights until the collector
-    # runs.
+    """Return a custom `compile` for one model, which records its arguments."""
+    # The model holds this function, so a strong reference would be a cycle that keeps its weights alive until garbage
+    # collection.
     reference = weakref.ref(model)
 
     @functools.wraps(compile_)
@@ -279,7 +278,7 @@ def _compilation(model: Any) -> Arguments | None:
             f"given is not known. Make and compile the model in strategy.scope()."
         )
     config = dict(model._compile_config.config)
-    # Keras keeps loss and metrics of a former `compile` where a later one gives none.
+    # If `compile` is called again without loss or metrics, Keras keeps the previous ones.
     loss, metrics = model._compile_loss, model._compile_metrics
     if config.get("loss") is None and loss is not None:
         config |= {"loss": loss._user_loss, "loss_weights": loss._user_loss_weights}
@@ -289,10 +288,10 @@ def _compilation(model: Any) -> Arguments | None:
 
 
 def _present_optimizer(model: Any, compiled: Any) -> Any:
-    """The optimizer that the model has now, which need not be the one that it was compiled with."""
+    """Return the model's current optimizer, which may not be the one that it was compiled with."""
     present = model.optimizer
     kind = keras.optimizers.LossScaleOptimizer
-    # `compile` puts one that scales the loss around the program's own, and will do so again.
+    # `compile` wraps the program's optimizer to scale the loss, and will do so again.
     return present.inner_optimizer if isinstance(present, kind) and not isinstance(compiled, kind) else present
 
 
@@ -305,7 +304,7 @@ def _config(layer: Any) -> dict[str, Any]:
             f"{str(error).rstrip('.')}. Make the model in strategy.scope(), give its classes a get_config() (see "
             f"keras.saving), or put the training into a function and call phalanx.launch(function, workers=N)."
         ) from error
-    # `compilation` has it: with objects, which a configuration can only name.
+    # `compilation` has it, with objects, which a configuration can only name.
     config.pop("compile_config", None)
     return config
 
@@ -317,7 +316,7 @@ def _definitions(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _words(config: Any) -> Iterator[str]:
-    """All strings in a configuration; of `package>Name`, the name."""
+    """Yield all strings in a configuration; for `package>Name`, the name."""
     if isinstance(config, str):
         yield config.rpartition(">")[2]
     elif isinstance(config, Mapping):

@@ -1,8 +1,8 @@
 """Attributes that a program sets on its layers, optimizers and metrics, so that copies have them too.
 
-A plain value travels. What else a program may set (a layer, a function, an array) is only described, and must be the
-same in a copy: it is there if `__init__` or `build` sets it. A copy that differs is refused, rather than silently
-computing something else. Variables, and objects of libraries, are not looked at.
+A plain value is sent. Anything else that a program may set (a layer, a function, an array) is only described, and must
+be the same in a copy: it is there if `__init__` or `build` sets it. A copy that differs is refused instead of silently
+computing something else. Variables and objects of libraries are not compared.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ _COLLECTIONS: dict[type, type] = {
     TrackedDict: dict,
     TrackedSet: set,
 }
-"""Those that travel if their items are plain; Keras wraps some that layers have."""
+"""Collections that are sent if their items are plain. Keras wraps some of those in layers."""
 _OF_VALUES = ("datetime", "decimal", "fractions", "pathlib", "uuid")
 """Modules of the standard library whose objects are plain values, too."""
 _DEPTH = 5
-"""So many objects and collections within each other are looked at."""
+"""How many levels of nested objects and collections are examined."""
 _SAMPLE = 4096
-"""So many elements of a larger array are compared."""
+"""How many elements of a larger array are compared."""
 _SET_LATER = {
     *("built", "compile", "optimizer", "history", "jit_compile", "run_eagerly", "train_function"),
     *("stop_training", "stop_predicting", "stop_evaluating", "test_function", "predict_function"),
     *("_compile_config", "_compiled_trainable_state", "_eval_epoch_iterator", "_jax_state", "_functional"),
     *("_trainable_variables_indices", "_lock", "_exclude_from_weight_decay_cache", "_exclude_from_weight_decay"),
 }
-"""What Keras sets on an object after its construction, or on optimizers and metrics."""
+"""Attributes that Keras sets on an object after its construction, or on optimizers and metrics."""
 _PREFIXES = ("_phalanx_", "_self_", "_tf_")
 _IGNORED = object()
 
 
 class Described(NamedTuple):
-    """What does not travel, by what it must equal in a copy.
+    """A value that is not sent, described by what it must equal in a copy.
 
     Attributes:
-        what: in words.
+        what: Description for error messages.
     """
 
     what: str
@@ -60,14 +60,14 @@ class Described(NamedTuple):
 
 
 class OwnObject(NamedTuple):
-    """The attributes of an object of a class of the program's own, which is none of Keras's."""
+    """The attributes of an object of a custom class that is not a Keras class."""
 
     kind: str
     attributes: dict[str, Any]
 
 
 class PartAttributes(NamedTuple):
-    """A layer in a model, perhaps that itself: its name and class, and its attributes."""
+    """The name, class and attributes of a layer in a model, or of the model itself."""
 
     name: str
     kind: str
@@ -75,7 +75,7 @@ class PartAttributes(NamedTuple):
 
 
 def layer_attributes(root: Any) -> tuple[PartAttributes, ...]:
-    """The attributes of a layer and of those in it."""
+    """Return the attributes of a layer and of the layers in it."""
     layers = list(root._flatten_layers())
     numbers = {id(layer): number for number, layer in enumerate(layers)}
     return tuple(
@@ -84,7 +84,7 @@ def layer_attributes(root: Any) -> tuple[PartAttributes, ...]:
 
 
 def restore_layer_attributes(root: Any, parts: tuple[PartAttributes, ...]) -> None:
-    """Let a copy of a layer, and the layers in it, have these attributes.
+    """Set these attributes on a copy of a layer and on the layers in it.
 
     Raises: UnsupportedError naming a layer or an attribute that the copy cannot have.
     """
@@ -106,13 +106,13 @@ def restore_layer_attributes(root: Any, parts: tuple[PartAttributes, ...]) -> No
 
 
 def own_attributes(thing: Any, numbers: Mapping[int, int]) -> dict[str, Any]:
-    """What travels of an object's attributes, and what is compared.
+    """Return the attributes of an object that are sent or compared.
 
     Args:
-        numbers: of the layers that may be referred to, by id.
+        numbers: Numbers of the layers that attributes may refer to, by id.
     """
     is_own = is_of_program(type(thing))
-    keeps_books = not isinstance(thing, keras.layers.Layer)  # Keras does, in private collections of variables
+    keeps_books = not isinstance(thing, keras.layers.Layer)  # in private collections of variables, by Keras
     found = {}
     for name, value in _attributes(thing).items():
         if name in _names_of_keras() or name.startswith(_PREFIXES):
@@ -120,14 +120,14 @@ def own_attributes(thing: Any, numbers: Mapping[int, int]) -> dict[str, Any]:
         if name.startswith("_") and (not is_own or (keeps_books and type(value) in _COLLECTIONS)):
             continue
         described = _describe(value, numbers, _DEPTH)
-        # Keras's layers keep caches, too.
+        # Keras's layers also keep caches.
         if described is not _IGNORED and (is_own or not isinstance(described, Described | OwnObject)):
             found[name] = described
     return found
 
 
 def restore_attributes(thing: Any, attributes: Mapping[str, Any], numbers: Mapping[int, int], where: str) -> None:
-    """Let a copy have these attributes. Raises: UnsupportedError naming one that it cannot have."""
+    """Set these attributes on a copy. Raises: UnsupportedError naming one that it cannot have."""
     present = _attributes(thing)
     for name, wanted in attributes.items():
         own = present.get(name, _IGNORED)
@@ -143,12 +143,12 @@ def restore_attributes(thing: Any, attributes: Mapping[str, Any], numbers: Mappi
                     f"strings and collections of them travel."
                 )
         elif type(found) is not type(wanted) or found != wanted:
-            # Past a frozen dataclass; Keras wraps collections of a layer itself.
+            # Bypasses a frozen dataclass. For layers, `setattr` lets Keras wrap collections.
             (setattr if isinstance(thing, keras.layers.Layer) else object.__setattr__)(thing, name, wanted)
 
 
 def _attributes(thing: Any) -> dict[str, Any]:
-    return {**vars(thing), **(vars(thing).get("_modules") or {})}  # PyTorch keeps layers in layers there
+    return {**vars(thing), **(vars(thing).get("_modules") or {})}  # on PyTorch, inner layers are there
 
 
 def _describe(value: Any, numbers: Mapping[int, int], depth: int) -> Any:
@@ -182,9 +182,9 @@ def _describe(value: Any, numbers: Mapping[int, int], depth: int) -> Any:
 
 def _describe_function(function: FunctionType | MethodType) -> Any:
     if (function.__module__ or "").startswith("phalanx."):
-        return _IGNORED  # set by this package
+        return _IGNORED  # set by Phalanx
     code: CodeType = function.__code__
-    # Where it is defined may be lost on the way; numbers in it are what often changes.
+    # The place of the definition may be lost on the way. Numbers in the function are what changes most often.
     constants = tuple(each for each in code.co_consts if type(each) in _PLAIN)
     return Described(f"the function {code.co_name}()", (code.co_name, code.co_code, constants))
 
@@ -202,7 +202,7 @@ def _describe_collection(value: Any, numbers: Mapping[int, int], depth: int) -> 
         return Described(f"a {type(value).__name__}", (type(value).__qualname__, list(map(str, keys)), known))
     if kind is dict:
         return dict(zip(keys, known, strict=True))
-    # The order of a set means nothing, and a digest must be the same for the same set.
+    # The order of a set has no meaning, and a digest must be the same for the same set.
     return kind(sorted(known, key=repr) if kind in (set, frozenset) else known)
 
 
@@ -219,7 +219,7 @@ def _describe_array(value: Any) -> Any:
 
 @functools.cache
 def _names_of_keras() -> frozenset[str]:
-    """The attributes that Keras itself sets on layers and models."""
+    """Return the names of the attributes that Keras itself sets on layers and models."""
     with naming_from(name_counters()):
         inputs = keras.Input((1,), name="inputs")
         samples: Iterable[Any] = (keras.layers.Layer(name="layer"), keras.Model(inputs, inputs, name="model"))
@@ -227,10 +227,10 @@ def _names_of_keras() -> frozenset[str]:
 
 
 def learn_names_of_keras() -> None:
-    """Make what `own_attributes` needs, which must not be made in a strategy's scope; safe to call again."""
+    """Cache what `own_attributes` needs and must not create in a strategy's scope. Safe to call again."""
     _names_of_keras()
 
 
 def plain_attributes(thing: Any) -> dict[str, Any]:
-    """The attributes of an object that are plain values themselves."""
+    """Return the attributes of an object that are plain values themselves."""
     return {name: value for name, value in vars(thing).items() if type(value) in _PLAIN}

@@ -1,28 +1,28 @@
-"""Losses whose denominator only all ranks together know.
+"""Losses whose denominator only all ranks together can compute.
 
-Most losses are a sum over samples divided by their number: the mean over the ranks, weighted by their shares of the
+Most losses are a sum over samples divided by their number. The mean over the ranks, weighted by their shares of the
 global batch, is then the loss of the global batch. Three kinds are different: a plain sum, a mean that divides by the
-sum of the sample weights, and a mean over what a mask leaves. Each rank's part of such a loss is
+sum of the sample weights, and a mean over the entries that a mask keeps. Each rank's part of such a loss is
 
     a sum:   N_r / share_r
     a mean:  N_r / (D * share_r)       N_r: this rank's sum, D: the sum of all ranks' denominators
 
-so that the weighted mean over the ranks is the global loss again, N / D, also where the weights of a rank sum to zero
-or less. It holds for each loss by itself, so it works with several outputs and regularizers, and gradients and logged
+so that the weighted mean over the ranks is again the global loss, N / D, even if the weights of a rank sum to zero or
+less. It holds for each loss by itself, so it works with several outputs and regularizers, and gradients and logged
 values follow.
 
-A loss function that returns one number, the mean over the samples, is multiplied by the mean of the batch's sample
-weights, which has to be that of the global batch.
+A loss function that returns one number, the mean over the samples, is multiplied by the mean of the sample weights,
+which must be the mean over the global batch.
 
-Keras computes all these denominators in one function, `keras.src.losses.loss.reduce_weighted_values`, which is patched
+Keras computes all these denominators in one function, `keras.src.losses.loss.reduce_weighted_values`. It is patched
 while a step runs or is traced, also for losses that an overridden `compute_loss` or `train_step` calls.
 
-A loss that relates the samples of a batch to each other is no sum over ranks at all. Of Keras's own, which are known,
-targets, predictions and weights are gathered, and each rank computes the whole loss; `phalanx.losses.OverGlobalBatch`
-does so for others.
+A loss that relates the samples of a batch to each other is not a sum over ranks at all. For the losses of this kind in
+Keras, targets, predictions and weights are gathered, and each rank computes the whole loss.
+`phalanx.losses.OverGlobalBatch` does the same for others.
 
-Keras sums a vector passed to `add_loss` in `Trainer._aggregate_additional_loss`, which is patched too: with one value
-for each sample of the batch it is a sum as well; else (a penalty for each unit) it is the same on all ranks.
+Keras sums a vector passed to `add_loss` in `Trainer._aggregate_additional_loss`, which is patched too. A vector with
+one value per sample of the batch is a sum as well. Any other (a penalty per unit) is the same on all ranks.
 
 Tested with Keras 3.12 and 3.15.
 """
@@ -47,16 +47,16 @@ from phalanx.keras_compat.global_batch import step_collectives
 from phalanx.keras_compat.global_batch.step_means import is_in_step, share_of_step
 from phalanx.keras_compat.patching import PatchedFunction, set_untracked
 
-# Reductions that divide by the number of values, of which each rank's share is known; with a mask, by what it leaves.
+# Reductions that divide by the number of values, or of those that a mask keeps. Each rank's share of it is known.
 _DIVIDED = ("sum_over_batch_size", "mean")
 
 
 _ALONG_LAST_AXIS = ("cosine_similarity", "kl_divergence", "pearson_correlation", "concordance_correlation")
-"""Functions that relate values, besides those of categories. Others of Keras's are means along that axis."""
+"""Functions that relate values, in addition to the categorical ones. Keras's others are means along that axis."""
 
 
 class _Whole(threading.local):
-    """How many losses this thread computes that are of the global batch already, on each rank."""
+    """Number of losses of the global batch that this thread is computing, on each rank."""
 
     depth = 0
 
@@ -64,26 +64,26 @@ class _Whole(threading.local):
 _whole = _Whole()
 
 
-# Kept on the objects, because PyTorch's compiler cannot look into sets of weak references.
+# Stored on the objects, because PyTorch's compiler does not support sets of weak references.
 
 
 def note_sum(thing: Any, *, is_sum: bool = True) -> None:
-    """Note of a loss, or a model whose `compute_loss` it is, whether it is one sum over the batch."""
+    """Record on a loss, or on a model for its `compute_loss`, whether it is one sum over the batch."""
     set_untracked(thing, _phalanx_is_sum=is_sum)
 
 
 def is_noted_sum(thing: Any) -> bool:
-    """What `note_sum` has noted."""
+    """Return what `note_sum` recorded."""
     return getattr(thing, "_phalanx_is_sum", False)
 
 
 def note_added(layer: Any, kinds: Sequence[bool | None]) -> None:
-    """Note of the losses that a layer adds in one call of the model whether each is a sum; None if it is not known."""
+    """Record for each loss that a layer adds in one call of the model whether it is a sum; None if unknown."""
     set_untracked(layer, _phalanx_added=tuple(kinds))
 
 
 def over_global_batch(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-    """A loss over the batches of all ranks together; outside of a step, over this one."""
+    """Compute a loss over the batches of all ranks; outside of a step, over this batch."""
     collectives = step_collectives.current()
     if collectives is None or _whole.depth:
         return _of_whole(loss, y_true, y_pred, sample_weight)
@@ -93,7 +93,7 @@ def over_global_batch(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample
         rows = iter(collectives.all_gather(tensors) if tensors else ())
         return tree.map_structure(lambda leaf: None if leaf is None else next(rows), values)
 
-    # Apart, because no gradient is wanted of targets, and it would travel.
+    # Gathered separately: targets need no gradient, and it would be sent.
     masks = tree.map_structure(get_keras_mask, y_pred)
     y_true, sample_weight, masks = gathered((y_true, sample_weight, masks))
     y_pred = gathered(y_pred)
@@ -102,7 +102,7 @@ def over_global_batch(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample
 
 
 def is_over_global_batch() -> bool:
-    """Whether a loss is being computed of the global batch already."""
+    """Whether a loss of the global batch is being computed."""
     return _whole.depth > 0
 
 
@@ -115,11 +115,11 @@ def _of_whole(loss: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def relates_samples(loss: Any, y_pred: Any) -> bool:
-    """Whether it is a loss of Keras's own of which this is known."""
+    """Whether this is a Keras loss that is known to relate samples to each other."""
     function, arguments = getattr(loss, "fn", None), getattr(loss, "_fn_kwargs", {})
     if not (getattr(function, "__module__", None) or "").startswith("keras."):
         return False
-    # Several outputs, which the program compiles one loss for, are stacked: the axis of the samples is the second then.
+    # Several outputs with one compiled loss for all are stacked; the samples are then the second axis.
     rank = max(len(each.shape) for each in tree.flatten(y_pred))
     if "axis" not in arguments:
         return function is keras_losses.circle or (rank == 1 and relates_last_axis(function))
@@ -128,24 +128,24 @@ def relates_samples(loss: Any, y_pred: Any) -> bool:
 
 
 def relates_last_axis(function: Any) -> bool:
-    """Whether a loss or metric function of Keras's relates the values along the last axis to each other. Where outputs
-    have the shape (samples,), those are samples."""
+    """Whether a Keras loss or metric function relates the values along the last axis to each other. For outputs of
+    shape (samples,), these are samples."""
     name = getattr(function, "__name__", "")
     return "categorical" in name or name in _ALONG_LAST_AXIS
 
 
 class GloballyScaledLosses:
-    """A context, inside of a step (`step_collectives`, `step_means`), in which losses of those kinds are this rank's
-    part of the global one.
+    """A context inside a step (`step_collectives`, `step_means`) in which such losses are this rank's part of the
+    global loss.
 
     Attributes:
-        batch_size: the number of samples in this rank's batch; -1 if it is unknown.
+        batch_size: Number of samples in this rank's batch; -1 if unknown.
     """
 
     def __init__(self, batch_size: int = 0) -> None:
         self.batch_size = batch_size
-        # By id of the layer, how many losses it has added; cleared by each step or trace. `_phalanx_added` tells their
-        # kinds in this order, call after call.
+        # By id of the layer: how many losses it has added. Each step or trace clears it. `_phalanx_added` has their
+        # kinds in this order, repeated for each call.
         self._added_so_far: Counter[int] = Counter()
         self._losses = PatchedFunction(keras_loss, "reduce_weighted_values", self._reduce)
         self._computes = PatchedFunction(Trainer, "_compute_loss", self._make_compute())
@@ -190,7 +190,7 @@ class GloballyScaledLosses:
         return add
 
     def _added_number(self, value: Any, kinds: Sequence[bool | None], layer: Any) -> Any:
-        """A loss that a layer adds, as one number where it is known how it combines."""
+        """Reduce a loss that a layer adds to one number, if it is known how it combines."""
         number = self._added_so_far[id(layer)] % len(kinds)
         self._added_so_far[id(layer)] += 1
         kind = kinds[number]
@@ -219,7 +219,7 @@ class GloballyScaledLosses:
             if not of_samples or mask is not None or reduction not in _DIVIDED:
                 return original(values, sample_weight, mask, reduction, dtype)
             weights = ops.cast(sample_weight, "float32")
-            # The mean of the weights of all ranks: Keras multiplies one number by every weight and takes the mean.
+            # The mean of all ranks' weights: Keras multiplies one number by every weight and takes the mean.
             total, number = _totals([ops.sum(weights), ops.cast(ops.size(weights), "float32")])
             loss = original(values, None, None, reduction, dtype)
             return loss * ops.cast(total / ops.maximum(number, 1.0), loss.dtype)
@@ -229,7 +229,7 @@ class GloballyScaledLosses:
             return _summed(original(values, weight, mask, reduction, dtype))
         if reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
             (denominator,) = _totals([_sum_of_weights(values, sample_weight, mask)])
-            # This rank's numerator alone. What a rank divides by itself could be zero or negative where the sum of all
+            # This rank's numerator alone. Its own denominator could be zero or negative even if the sum of all ranks'
             # is neither.
             own = original(values, weight, mask, "sum", dtype)
             return _summed(ops.divide_no_nan(own, ops.cast(denominator, own.dtype)))  # zero even for NaN, as in Keras
@@ -245,10 +245,10 @@ class GloballyScaledLosses:
 
 
 def _targets_by_output(loss: Any, y_true: Any, y_pred: Any) -> Any:
-    """The targets of a model with several outputs and one loss, as Keras takes them from a whole batch.
+    """Return the targets of a model with several outputs and one loss as Keras takes them from a whole batch.
 
-    Keras first tries to take one tensor apart, a sample for each output. Where a part of a batch has as many samples as
-    there are outputs, that succeeds, without an error.
+    Keras first tries to split a single tensor into one sample per output. If a part of a batch has as many samples as
+    there are outputs, this succeeds without an error.
     """
     if tree.is_nested(y_true) or not tree.is_nested(y_pred) or len(tree.flatten(y_pred)) < 2:
         return y_true
@@ -259,25 +259,25 @@ def _targets_by_output(loss: Any, y_true: Any, y_pred: Any) -> Any:
 
 
 def has_samples(values: Any, batch_size: int) -> bool:
-    """Whether the first axis has one value for each sample of a batch; a batch of unknown size has length None."""
+    """Whether the first axis has one value per sample of a batch. Its length is None for a batch of unknown size."""
     return len(values.shape) > 0 and values.shape[0] in (None, batch_size)
 
 
 def _totals(own: list[Any]) -> list[Any]:
-    """Sums of scalars over the ranks, without a gradient."""
+    """Sum scalars over the ranks, without a gradient."""
     collectives = step_collectives.current()
     assert collectives is not None, "losses are scaled inside of a step"
     return collectives.all_reduce([ops.stop_gradient(value) for value in own])
 
 
 def _summed(own: Any, factor: Any = 1.0) -> Any:
-    """A rank's part of a sum, scaled so that the mean weighted by the shares is the sum over the ranks."""
+    """Scale a rank's part of a sum so that the mean weighted by the shares is the sum over the ranks."""
     share = ops.convert_to_tensor(share_of_step(), "float32")
-    return own * ops.cast(factor * ops.divide_no_nan(1.0, share), own.dtype)  # without samples: nothing
+    return own * ops.cast(factor * ops.divide_no_nan(1.0, share), own.dtype)  # zero without samples
 
 
 def _sum_of_weights(values: Any, sample_weight: Any, mask: Any) -> Any:
-    """What Keras divides by for `mean_with_sample_weight`; in float32: half precision can't count beyond 2048."""
+    """Return Keras's divisor for `mean_with_sample_weight`, in float32: half precision cannot count beyond 2048."""
     values = ops.convert_to_tensor(values)
     weight = None if sample_weight is None else ops.copy(ops.convert_to_tensor(sample_weight))
     mask = None if mask is None else ops.convert_to_tensor(mask)

@@ -1,8 +1,8 @@
 """The gradients that a train step on JAX passes to its optimizer, without the update.
 
-While the step is traced, `optimizer.stateless_apply` is overridden: it notes its arguments and returns placeholders,
-which the step must return unchanged. Most steps do. One that computes with them, or applies several optimizers, needs
-merged gradients on its way: `merging_stateless_applies`. Tested with Keras 3.12 and 3.15.
+While the step is traced, `optimizer.stateless_apply` is overridden: it records its arguments and returns placeholders,
+which the step must return unchanged. Most steps do. A step that computes with them, or applies several optimizers,
+needs merged gradients in the middle: `merging_stateless_applies`. Tested with Keras 3.12 and 3.15.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Values = list[Any]
 
 
 class UpdateNeeded(UnsupportedError):
-    """A train step does more with weights and optimizer variables than to return those of one `stateless_apply`."""
+    """A train step does more with weights and optimizer variables than return the results of one `stateless_apply`."""
 
 
 _ONE_UPDATE = (
@@ -34,7 +34,7 @@ _ONE_UPDATE = (
 
 
 class _Later:
-    """Placeholder for a value after the update, which is not known yet: computing with it raises some error."""
+    """Placeholder for a value after the update, which is not known yet. Computing with it raises an error."""
 
 
 class OptimizerCall(NamedTuple):
@@ -49,19 +49,19 @@ class OptimizerCall(NamedTuple):
 
 @contextmanager
 def probe(optimizer: Any, *, is_custom: bool = False) -> Iterator[list[OptimizerCall]]:
-    """A context in which `optimizer.stateless_apply` notes its arguments and returns placeholders.
+    """Context in which `optimizer.stateless_apply` records its arguments and returns placeholders.
 
     Args:
-        optimizer: the model's.
-        is_custom: whether the step is the model's own, so that it may compute with placeholders.
+        optimizer: The model's optimizer.
+        is_custom: Whether the step is custom, and so may compute with placeholders.
 
-    Raises: UpdateNeeded where such a step fails after placeholders were returned.
+    Raises: UpdateNeeded if such a step fails after placeholders were returned.
     """
     calls: list[OptimizerCall] = []
     own = GlobalGradients(optimizer)
 
     def note(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> tuple[Any, Any]:
-        # A placeholder for each value: by them `only_call` sees that the step has passed all of them on, in their
+        # One placeholder per value: with them, `only_call` sees that the step has passed on all of them, in their
         # places.
         later = [_Later() for _ in trainable_variables], [_Later() for _ in optimizer_variables]
         gradients = own.to_merge(grads, optimizer._trainable_variables)
@@ -78,14 +78,14 @@ def probe(optimizer: Any, *, is_custom: bool = False) -> Iterator[list[Optimizer
 
 
 def only_call(calls: list[OptimizerCall], state: tuple[Any, ...], trainable: Values, optimizer: Values) -> Values:
-    """The gradients of the only `stateless_apply` of a train step.
+    """Return the gradients of the only `stateless_apply` of a train step.
 
     Raises: UpdateNeeded if there were none or several, or the step did more to weights or optimizer variables.
     """
     if len(calls) == 1:
         (call,) = calls
-        # By identity, as a trace knows values by nothing else: the weights went in untouched, and the placeholders came
-        # out untouched.
+        # By identity, the only way a trace can recognize values: the weights went in unchanged, and the placeholders
+        # came out unchanged.
         given = _same(call.trainable, trainable) and _same(call.optimizer, optimizer)
         if given and _same(state[0], call.new_trainable) and _same(state[2], call.new_optimizer):
             return call.gradients
@@ -93,14 +93,14 @@ def only_call(calls: list[OptimizerCall], state: tuple[Any, ...], trainable: Val
 
 
 Merge = Callable[[Values, Values], Values]
-"""Called with gradients and their variables; returns the gradients, merged."""
+"""Takes gradients and their variables, and returns the merged gradients."""
 
 
 @contextmanager
 def merging_stateless_applies(model: Any, merge: Merge) -> Iterator[list[Any]]:
-    """A context in which every optimizer's `stateless_apply` merges its gradients first.
+    """Context in which every optimizer's `stateless_apply` merges its gradients first.
 
-    Yields: all values that such calls have returned so far.
+    Yields: All values that such calls have returned so far.
     """
     applied: list[Any] = []
     is_inside = False
@@ -110,7 +110,7 @@ def merging_stateless_applies(model: Any, merge: Merge) -> Iterator[list[Any]]:
     def merging(kind: type) -> PatchedFunction:
         def stateless_apply(optimizer: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
             nonlocal is_inside
-            if is_inside:  # the optimizer inside of one that scales the loss
+            if is_inside:  # the optimizer inside one that scales the loss
                 return patch.original(optimizer, optimizer_variables, grads, trainable_variables)
             known = optimizer._trainable_variables
             gradients = (own.get(id(optimizer)) or GlobalGradients(optimizer)).to_merge(grads, known)
@@ -137,10 +137,10 @@ def check_updates(before: Sequence[Any], after: Sequence[Any], applied: Sequence
     """Raise UnsupportedError if a step changed weights or optimizer variables without an optimizer.
 
     Args:
-        before, after: their values.
-        applied: what optimizers have returned.
+        before, after: Their values before and after the step.
+        applied: The values that optimizers have returned.
     """
-    # Only what an optimizer has returned is the same on all ranks; anything else was computed of this rank's samples.
+    # Only values returned by an optimizer are the same on all ranks. All others depend on this rank's samples.
     known = {id(value) for value in [*before, *applied]}
     if not all(id(value) in known for value in after):
         raise UnsupportedError(

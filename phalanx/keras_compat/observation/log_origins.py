@@ -1,9 +1,9 @@
 """Which of a step's logs are results of metrics, so that they can be computed again from what all ranks counted.
 
 A step logs what it saw: one rank's part of a batch. The results of metrics are replaced by name. But a step may log a
-result under another name (`{"loss": self.total.result()}`), or a number under the name of a metric of which it asks no
-result; or `compute_metrics` may log what it computes from results (F1 of precision and recall). So the origins of the
-logs are watched, by the identity of the values that a step passes on.
+result under another name (`{"loss": self.total.result()}`), or another number under the name of a metric whose result
+it does not request, and `compute_metrics` may log values that it derives from results (F1 of precision and recall). So
+the origins of logs are traced by the identity of the values that a step passes on.
 
 Overrides `result` and `update_state` of metrics and `compute_metrics` of the model. Tested with Keras 3.12 and 3.15.
 """
@@ -22,11 +22,11 @@ from phalanx.keras_compat.model_state import flat_logs
 from phalanx.keras_compat.patching import overridden_methods
 
 FindOrigins = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""Takes the logs that a step returned; returns them flat."""
+"""Takes the logs that a step returned, and returns them flat."""
 
 
 class _Origin(NamedTuple):
-    """A metric, or None for `compute_metrics`; and which of several numbers it is."""
+    """A metric, or None for `compute_metrics`, and the key of one of its numbers."""
 
     metric: Any
     key: str | None
@@ -37,22 +37,22 @@ class LogOrigins:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        # Of the step that runs or is traced: each result that a metric gave, in the order in which they were computed.
+        # For the step that runs or is traced: each metric result, in the order of computation.
         self._seen: list[tuple[Any, _Origin]] = []
-        # Of each set of logs that a step has returned, by their names: which are results under other names, and how
-        # they were nested. A compiled step is watched when it is traced; one trace may log what another does not.
+        # For each set of logs that a step has returned, by their names: those that are results under other names, and
+        # the nesting. A compiled step is watched when it is traced. One trace may log what another does not.
         self._found: dict[frozenset[str], dict[str, _Origin]] = {}
-        self._asked: dict[frozenset[str], set[str]] = {}  # the names of all results that the step has asked for
+        self._asked: dict[frozenset[str], set[str]] = {}  # the names of all results that the step has requested
         self._forms: dict[frozenset[str], Mapping[str, Any]] = {}
-        self._looks_at_batch = False  # as `compute_metrics` does
+        self._looks_at_batch = False  # whether `compute_metrics` does
 
     @contextmanager
     def watched(self, *, of_interest: bool = True) -> Iterator[FindOrigins]:
-        """A context for a step that runs or is traced; yields a function to call with the logs that it returned, which
-        returns them flat.
+        """Context for a step that runs or is traced. Yields a function to call with the logs that the step returned,
+        which returns them flat.
 
         Args:
-            of_interest: whether they may contain more than results under the names of their metrics.
+            of_interest: Whether they may contain more than results under the names of their metrics.
         """
         if not of_interest:
             yield flat_logs
@@ -74,8 +74,8 @@ class LogOrigins:
             yield self._find
 
     def results(self, names: Iterable[str]) -> dict[str, Any]:
-        """Of the logs of a step, by their names, those that are results of metrics under other names, for the metrics'
-        present state."""
+        """Return the logs with these names that are results of metrics under other names, for the metrics' current
+        state."""
         found = self._found.get(frozenset(names), {})
         if not found:
             return {}
@@ -93,17 +93,17 @@ class LogOrigins:
         return logs
 
     def may_be_result(self, name: str, names: Iterable[str]) -> bool:
-        """Whether a step that logs these names may log a metric's result under this one, which is the metric's."""
+        """Whether a step that logs `names` may log a metric's result under `name`, the name of the metric."""
         asked = self._asked.get(frozenset(names))
         return asked is None or name in asked
 
     def nested(self, logs: Mapping[str, Any]) -> dict[str, Any]:
-        """Flat logs of a step, nested as it returned them: Keras sorts them level by level."""
+        """Nest the flat logs of a step as the step returned them. Keras sorts them level by level."""
         form = self._forms.get(frozenset(logs))
         return _nested(form, logs) if form else dict(logs)
 
     def _note(self, metric: Any, result: Any) -> Any:
-        # The values are kept, because the identity of a deleted object may be used again.
+        # The values are kept, because the identity of a deleted object may be reused.
         self._seen += [(value, _Origin(metric, key)) for key, value in _parts(result).items()]
         return result
 
@@ -111,7 +111,7 @@ class LogOrigins:
         logs = flat_logs(nested)
         names = frozenset(logs)
         self._forms[names] = _names_in(nested)
-        # What was noted first is nearest to the metric: `compute_metrics` returns results of metrics.
+        # The first entry is nearest to the metric: `compute_metrics` returns results of metrics.
         origins = {id(value): origin for value, origin in reversed(self._seen)}
         found = {name: origins[id(value)] for name, value in logs.items() if id(value) in origins}
         self._asked[names] = {str(o.key or getattr(o.metric, "name", "")) for _, o in self._seen}
@@ -119,11 +119,11 @@ class LogOrigins:
         return logs
 
     def _compute(self) -> Mapping[str, Any]:
-        """The logs that the model's `compute_metrics` computes from results alone; nothing if it reads the batch."""
+        """Return the logs that `compute_metrics` derives from results alone; nothing if it reads the batch."""
         if self._looks_at_batch:
             return {}
         absent = _Absent()
-        # What it assigns has been assigned by the step. (A scope inside of another one would not see its values.)
+        # The step has already assigned what it assigns. (A scope inside another one would not see its values.)
         scope = nullcontext() if in_stateless_scope() else keras.StatelessScope()
         try:
             with ExitStack() as stack, scope:
@@ -131,18 +131,18 @@ class LogOrigins:
                     stack.enter_context(overridden_methods(metric, update_state=_nothing))
                 logs: Mapping[str, Any] = self._model.compute_metrics(absent, absent, absent, absent)
             return flat_logs(logs)
-        except Exception:  # anything may be raised, as there is no batch
+        except Exception:  # without a batch, anything may be raised
             self._looks_at_batch = True
             return {}
 
 
 def _parts(result: Any) -> Mapping[str | None, Any]:
-    """The numbers of a metric's result by name; a single one by None."""
+    """Return the numbers of a metric's result by name; a single number has the name None."""
     return dict(flat_logs(result).items()) if isinstance(result, Mapping) else {None: result}
 
 
 def _names_in(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """The names in nested logs; empty where a number is."""
+    """Return the names in nested logs; empty in place of a number."""
     return {name: _names_in(value) if isinstance(value, Mapping) else {} for name, value in logs.items()}
 
 
@@ -151,17 +151,17 @@ def _nested(form: Mapping[str, Any], logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Absent:
-    """Stands for a batch that must not be read."""
+    """A placeholder for a batch that must not be read."""
 
 
 def metrics_of(model: Any) -> list[Any]:
-    """All metrics of the model, including the one of compiled metrics, which `model.metrics` leaves out."""
+    """Return all metrics of the model, including the container of compiled metrics, which `model.metrics` omits."""
     found = {id(metric): metric for metric in [*model.metrics, *model._metrics, model._compile_metrics] if metric}
     return list(found.values())
 
 
 def _is_named_so(origin: _Origin, name: str) -> bool:
-    """Whether Keras itself logs that result under that name."""
+    """Whether Keras itself logs this result under this name."""
     return origin.metric is not None and name == (origin.metric.name if origin.key is None else origin.key)
 
 

@@ -1,8 +1,8 @@
-"""Conditions under which a step follows from its samples alone, so that steps of a batch and of its parts compare.
+"""Conditions under which a step depends on its samples alone, so that steps of a batch and of its parts compare.
 
-* Random numbers of Keras (dropout, noise, latent vectors) are the same for each sample of a batch, and in each run.
-* Batch normalization uses what it has collected.
-* Optimizers subtract gradients times one number: adaptive ones divide gradients that are nothing but rounding by their
+* Keras's random numbers (dropout, noise, latent vectors) are the same for each sample of a batch, and in each run.
+* Batch normalization uses the statistics that it has collected.
+* Optimizers subtract gradients times one number: adaptive ones divide gradients that are pure rounding error by their
   own size.
 * Steps run eagerly on TensorFlow and PyTorch, which do not compile them for a single call.
 
@@ -26,27 +26,27 @@ from phalanx.keras_compat.model_state import optimizers
 from phalanx.keras_compat.patching import PatchedFunction, defining_class, overridden_methods
 
 LARGEST_CHANGE = 1e-2
-"""Of a weight, in one update."""
+"""The largest change of a weight in one update."""
 
 
 class TrialConditions:
-    """A context in which a step of a model runs under these conditions.
+    """A context in which steps of a model run under these conditions.
 
     Args:
-        model: compiled.
-        found: called with the variables of an optimizer that the step applies, and that is none of the model's.
-        keeps_python: whether steps keep what their Python code keeps, as they do where they are not compiled.
+        model: A compiled model.
+        found: Called with the variables of an optimizer that the step applies and that is not among the model's.
+        keeps_python: Whether the state that a step's Python code keeps lasts, as it does if steps are not compiled.
 
     Attributes:
-        optimizers: that steps are known to apply.
+        optimizers: The optimizers that steps are known to apply.
     """
 
     def __init__(self, model: Any, found: Callable[[Sequence[Any]], None], *, keeps_python: bool = True) -> None:
         self.keeps_python = keeps_python
         self._model = model
         self._found = found
-        # Those whose update is replaced; optimizers that a step makes or finds elsewhere join when they are first
-        # applied.
+        # Those whose update is replaced. Optimizers that a step creates or finds elsewhere are added when they are
+        # first applied.
         self.optimizers: list[Any] = []
         self._stack = ExitStack()
         self._draws = 0
@@ -55,7 +55,7 @@ class TrialConditions:
         with ExitStack() as self._stack:
             enter = self._stack.enter_context
             enter(running_eagerly(self._model))
-            enter(contextlib.redirect_stdout(io.StringIO()))  # a step says what it says once
+            enter(contextlib.redirect_stdout(io.StringIO()))  # a step's output should appear once
             for patch in self._random_functions():
                 enter(patch)
             enter(collected_statistics())
@@ -71,14 +71,14 @@ class TrialConditions:
         self._stack.close()
 
     def begin(self) -> None:
-        """Call before each step."""
+        """Prepare for a step. Call before each."""
         self._draws = 0
         for optimizer in self.optimizers:
             if (scale := getattr(optimizer, "dynamic_scale", None)) is not None:
-                scale.assign(1.0)  # the first ones overflow
+                scale.assign(1.0)  # with the initial scale, gradients overflow
 
     def optimizer_variables(self) -> list[Any]:
-        """All that optimizers update themselves."""
+        """Return all variables that optimizers update themselves."""
         return [variable for optimizer in self.optimizers for variable in optimizer.variables]
 
     def _take(self, optimizer: Any) -> None:
@@ -97,7 +97,7 @@ class TrialConditions:
 
     def _update(self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
         known = [ops.cast(ops.convert_to_tensor(gradient), "float32") for gradient in gradients]
-        # One number for all weights: relations between gradients stay, and no weight moves by more than LARGEST_CHANGE.
+        # One number for all weights: gradients keep their proportions, and no weight moves by more than LARGEST_CHANGE.
         largest = _largest([ops.max(ops.abs(gradient)) for gradient in known if 0 not in gradient.shape])
         for gradient, variable in zip(known, variables, strict=True):
             variable.assign(variable.value - ops.cast(gradient * (LARGEST_CHANGE / largest), variable.dtype))
@@ -110,8 +110,8 @@ class TrialConditions:
 
             def draw(shape: Any, *args: Any, **kwargs: Any) -> Any:
                 self._draws += 1
-                # The first axis is taken for that of the samples: all rows are alike, so a part of the batch sees what
-                # the batch saw.
+                # The first axis is assumed to be the samples. All rows are equal, so a part of the batch sees what the
+                # batch saw.
                 row = (1, *shape[1:]) if len(shape) else shape
                 named = dict(zip(_ARGUMENTS[name], args, strict=False)) | kwargs | {"seed": self._draws}
                 return ops.broadcast_to(original(row, **named), shape)
@@ -148,7 +148,7 @@ _ARGUMENTS = {
     "uniform": ("minval", "maxval", "dtype", "seed"),
     "randint": ("minval", "maxval", "dtype", "seed"),
 }
-"""Of functions that draw numbers of a shape, after the shape."""
+"""Arguments after the shape, for functions that draw numbers of a given shape."""
 
 
 def _largest(sizes: Sequence[Any]) -> Any:
@@ -169,7 +169,7 @@ def _most_likely(logits: Any, num_samples: int, dtype: str = "int32", seed: Any 
 
 @contextmanager
 def running_eagerly(model: Any) -> Iterator[None]:
-    """A context in which steps of a model are not compiled."""
+    """Context in which steps of a model are not compiled."""
     if keras.backend.backend() == "jax":  # where each operation would be compiled by itself
         yield
         return
@@ -184,7 +184,7 @@ def running_eagerly(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _calling_functions() -> Iterator[None]:
-    """A context in which a step that is a `tf.function` runs eagerly, too."""
+    """Context in which a step that is a `tf.function` runs eagerly, too."""
     import tensorflow as tf
 
     before = tf.config.functions_run_eagerly()

@@ -1,11 +1,11 @@
-"""Variables that several replicas assign, each its own: what is read outside of `strategy.run`, or written inside, is
-merged as the variable's `aggregation` says.
+"""Variables that each replica assigns separately. A read outside of `strategy.run`, or a write inside it, is merged as
+the variable's `aggregation` says.
 
-`tf.distribute` treats variables with `synchronization="on_read"` so: each replica assigns its own, and the job's value
-is what the replicas' values come to. Keras's metrics have such. When a value is assigned outside, or restored, or was
-there before `run` first used the variable, the first replica keeps it, and the others keep what adds nothing. Every
-other variable with an `aggregation` is the same on all replicas: what `strategy.run` assigns, or adds, is merged first.
-What an optimizer assigns is the same already, because its gradients were merged.
+`tf.distribute` treats variables with `synchronization="on_read"` in this way: each replica assigns its own, and the
+job's value is the merge of the replicas' values. Keras's metrics have such variables. If a value is assigned outside,
+or restored, or existed before `run` first used the variable, the first replica keeps it, and the others keep the value
+that adds nothing. Every other variable with an `aggregation` is the same on all replicas: what `strategy.run` assigns
+or adds is merged first. What an optimizer assigns is already the same, because its gradients were merged.
 
 Uses `KerasVariable._direct_assign`, `Variable._initialize` and the stateless scopes. Tested with Keras 3.15.
 """
@@ -30,7 +30,7 @@ _creation = threading.local()
 
 
 class ReplicaParts(Protocol):
-    """What knows the other replicas."""
+    """Access to the other replicas' parts of a variable."""
 
     @property
     def is_alone(self) -> bool:
@@ -38,57 +38,57 @@ class ReplicaParts(Protocol):
         ...
 
     def add(self, variable: Any) -> None:
-        """A variable was created in the scope."""
+        """Register a variable that was created in the scope."""
         ...
 
     def is_in_run(self) -> bool:
-        """Whether the code that runs now is inside `strategy.run`."""
+        """Whether the current code runs inside `strategy.run`."""
         ...
 
     def is_in_fit(self) -> bool:
-        """Whether the code that runs now is a step of `fit` and the like."""
+        """Whether the current code is a step of `fit` or a similar method."""
         ...
 
     def merges_reads(self) -> bool:
-        """Whether the code that runs now sees the job's values and not this replica's."""
+        """Whether the current code sees the job's values instead of this replica's."""
         ...
 
     def check_lone_read(self, name: str) -> None:
-        """Before this replica's part of a variable is read. Raises: UnsupportedError in a callback of the chief, which
-        would take it for the whole."""
+        """Check a read of this replica's part of a variable. Raises: UnsupportedError in a callback of the chief, which
+        would mistake it for the whole."""
         ...
 
     def merges_writes(self) -> bool:
-        """Whether what the code that runs now assigns may differ between replicas."""
+        """Whether values that the current code assigns may differ between replicas."""
         ...
 
     def reading_own(self) -> AbstractContextManager[None]:
-        """Where the code sees this replica's values."""
+        """Context in which code sees this replica's values."""
         ...
 
     def merge(self, value: Any, aggregation: str) -> Any:
-        """The job's value; called on all replicas. Raises: ConfigurationError if this aggregation has none."""
+        """Return the job's value. Call on all replicas. Raises: ConfigurationError if this aggregation has none."""
         ...
 
     def merge_for_checkpoint(self, value: Any, aggregation: str, name: str) -> Any:
-        """As `merge`, for a checkpoint in which a variable has this name. Raises: also if not all replicas save it."""
+        """As `merge`, for the variable of this name in a checkpoint. Raises: also if not all replicas save it."""
         ...
 
     def own_part(self, value: Any, aggregation: str) -> Any:
-        """This replica's part of a value that is assigned to the job's."""
+        """Return this replica's part of a value that is assigned to the job's variable."""
         ...
 
     def assigns_wholes(self) -> bool:
-        """Whether the code that runs now assigns the job's values, on every replica."""
+        """Whether the current code assigns the job's values, on every replica."""
         ...
 
     def outside_of_traces(self) -> AbstractContextManager[None]:
-        """Where code computes at once, also while a function that contains it is traced."""
+        """Context in which code computes at once, even while a function that contains it is traced."""
         ...
 
 
 def registering(initialize: Callable[..., Any], register: Callable[[Any], None]) -> Callable[..., Any]:
-    """Around `Variable._initialize`: `register` is called with each Keras variable."""
+    """Wrap `Variable._initialize` to call `register` with each Keras variable."""
 
     @functools.wraps(initialize)
     def method(self: Any, value: Any) -> None:
@@ -103,12 +103,12 @@ def registering(initialize: Callable[..., Any], register: Callable[[Any], None])
 
 
 def is_created_by_keras() -> bool:
-    """Whether a variable of the backend that is created now is what a Keras variable keeps its value in."""
+    """Whether the backend variable being created holds the value of a Keras variable."""
     return getattr(_creation, "is_keras", False)
 
 
 def merge_variable(variable: Any, parts: ReplicaParts) -> None:
-    """Let a Keras variable that has an aggregation be the job's. Safe to call again."""
+    """Make a Keras variable that has an aggregation belong to the job. Safe to call again."""
     if variable.synchronization in _SYNCHRONIZED and not isinstance(variable, _MergedOnRead | _MergedOnWrite):
         on_read = variable.synchronization == ON_READ
         insert_mixin(variable, _MergedOnRead if on_read else _MergedOnWrite)
@@ -116,13 +116,13 @@ def merge_variable(variable: Any, parts: ReplicaParts) -> None:
 
 
 def merged_for_checkpoint(tensors: dict[str, Any], parts: ReplicaParts, aggregation: str, name: str) -> dict[str, Any]:
-    """The value that a `tf.train.Checkpoint` saves of a variable that is merged on read.
+    """Return the value that a `tf.train.Checkpoint` saves for a variable that is merged on read.
 
     Args:
-        tensors: what it would save of this replica's, as save specs, which read the variable only when it saves.
-        parts: know the other replicas.
-        aggregation: of the variable.
-        name: of the variable.
+        tensors: What it would save of this replica's value: save specs, which read the variable only when it saves.
+        parts: Access to the other replicas.
+        aggregation: The variable's `aggregation`.
+        name: Name of the variable.
     """
 
     def merging(own: Any) -> Any:
@@ -136,7 +136,7 @@ def merged_for_checkpoint(tensors: dict[str, Any], parts: ReplicaParts, aggregat
 
 
 def own_parts(restored: dict[str, Any], parts: ReplicaParts, aggregation: str) -> dict[str, Any]:
-    """This replica's part of a variable that is merged on read, when a `tf.train.Checkpoint` restores it."""
+    """Return this replica's part of a variable that is merged on read, when a `tf.train.Checkpoint` restores it."""
     if not parts.merges_reads():
         return restored
     return {key: parts.own_part(value, aggregation) for key, value in restored.items()}
@@ -147,12 +147,12 @@ class MergedOnRead:
 
 
 class _MergedOnRead(MergedOnRead):
-    """Comes before the class of a Keras variable."""
+    """A mixin that precedes the class of a Keras variable."""
 
     _phalanx_parts: ReplicaParts
     _phalanx_divided: bool
     """Whether it holds this replica's part: `strategy.run` has used it, or is being traced. What `fit` leaves is whole,
-    and what the chief alone counts stays the chief's."""
+    and what only the chief counts stays with the chief."""
 
     @property
     def value(self) -> Any:
@@ -167,7 +167,7 @@ class _MergedOnRead(MergedOnRead):
 
     def _direct_assign(self, value: Any) -> None:
         self._phalanx_divide()
-        if isinstance(value, KerasVariable):  # on TensorFlow, which would read it later, and not on every replica
+        if isinstance(value, KerasVariable):  # on TensorFlow, which would read it later, and not on all replicas
             value = value.value
         if self._phalanx_divided:
             if self._phalanx_parts.merges_reads():
@@ -177,7 +177,7 @@ class _MergedOnRead(MergedOnRead):
         self._phalanx_keep(value)
 
     def _phalanx_divide(self) -> None:
-        """What it has when `run` first uses it is the job's, such as a value that was restored: keep this replica's."""
+        """Keep this replica's part when `run` first uses the variable: its value, perhaps restored, is the job's."""
         parts = self._phalanx_parts
         if self._phalanx_divided or in_stateless_scope() or not parts.is_in_run():
             return
@@ -192,13 +192,13 @@ class _MergedOnRead(MergedOnRead):
             self._phalanx_keep(own)
 
     def _phalanx_keep(self, value: Any) -> None:
-        with self._phalanx_parts.reading_own():  # PyTorch's copies into the value that it reads
+        with self._phalanx_parts.reading_own():  # on PyTorch, assignment copies into the value that it reads
             super()._direct_assign(value)  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path}, merged over the replicas where it is read>"  # type: ignore[attr-defined]
 
-    # Of `tf.train.Checkpoint`, on TensorFlow.
+    # Called by `tf.train.Checkpoint`, on TensorFlow.
 
     @property
     def handle(self) -> Any:
@@ -226,14 +226,14 @@ class _MergedOnRead(MergedOnRead):
 
 
 class _MergedOnWrite:
-    """Comes before the class of a Keras variable."""
+    """A mixin that precedes the class of a Keras variable."""
 
     _phalanx_parts: ReplicaParts
 
     def assign(self, value: Any) -> Any:
         return super().assign(self._phalanx_merged(value))  # type: ignore[misc]
 
-    # Not by `super().assign_add`, which calls `assign` of this class: the sum would be merged, too.
+    # Not `super().assign_add`, which calls `assign` of this class: the sum would be merged, too.
     def assign_add(self, value: Any) -> Any:
         return super().assign(self + self._phalanx_merged(value))  # type: ignore[misc]
 

@@ -1,8 +1,8 @@
 """`tf.Variable`s that a program creates in a scope, as `tf.distribute` treats them: see `merged_variables`.
 
-A variable that is synchronized when it is read is each replica's own in `strategy.run`, and the job's outside. Every
-other one is the same on all replicas, so what `run` assigns is merged by its `aggregation`; without one, all replicas
-must assign the same. Scattered updates have no such form, and are refused.
+A variable that is synchronized on read belongs to the replica in `strategy.run`, and to the job outside. Every other
+variable is the same on all replicas, so what `run` assigns is merged by its `aggregation`. Without one, all replicas
+must assign the same value. Scattered updates cannot be merged, and are refused.
 
 Uses `tf.variable_creator_scope`, and of variables `sparse_read`, `gather_nd`, `_restore_from_tensors` and the order of
 their arguments. Tested with TensorFlow 2.21.
@@ -35,7 +35,7 @@ _SCATTERED = (
 
 
 def merging_variables(current_parts: Callable[[], ReplicaParts | None]) -> AbstractContextManager[None]:
-    """A context in which variables that are created belong to `current_parts()` of then, if there are any."""
+    """Context in which new variables belong to the `current_parts()` at their creation, if there are any."""
     context: AbstractContextManager[None] = tf.variable_creator_scope(partial(_create, current_parts))
     return context
 
@@ -54,13 +54,13 @@ def _create(current_parts: Callable[[], ReplicaParts | None], next_creator: Any,
 
 
 class _Merged:
-    """Comes before the class of a variable."""
+    """A mixin that precedes the class of a variable."""
 
     _phalanx_parts: ReplicaParts
     _phalanx_aggregation: str
 
     def _phalanx_check(self) -> None:
-        """Raises: UnsupportedError in a step of `fit`, which merges Keras's variables alone."""
+        """Raises: UnsupportedError in a step of `fit`, which only merges Keras's variables."""
         if self._phalanx_aggregation != "none" and self._phalanx_parts.is_in_fit():
             raise UnsupportedError(
                 f"The tf.Variable {self.name!r} is to be merged over the replicas "  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ class _MergedOnRead(MergedOnRead, _Merged):
         value = tf.convert_to_tensor(value, self.dtype)  # type: ignore[attr-defined]
         own = self._phalanx_parts.own_part(value, self._phalanx_aggregation)
         operation = write(own, use_locking, name, False)
-        return self if read_value else operation  # what TensorFlow returns would be read as this replica's
+        return self if read_value else operation  # TensorFlow's return value would be read as this replica's
 
 
 class _MergedOnWrite(_Merged):

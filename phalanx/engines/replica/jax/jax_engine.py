@@ -1,13 +1,13 @@
 """Keras models on JAX.
 
 A training step is two compiled functions with the merge between them, because a host callback inside a compiled
-function can deadlock on a process with one core (`step_functions`):
+function can deadlock in a process with one core (`step_functions`):
 
     gradients(state, batch)     -> gradients, layer state, metric increments, logs     (this rank's)
     merge                       -> the same over all ranks, in flat buffers
     update(state, flat buffers) -> weights, optimizer state, metric state, logs        (on every rank)
 
-Who owns the buffers: `update` of step k may still read them when it has returned (JAX works asynchronously and may
+Ownership of the buffers: `update` of step k may still read them after it has returned (JAX works asynchronously and may
 alias them), but the merge of step k + 1 waits for the gradients of step k + 1, which need the result of `update`
 of step k. So no buffer is overwritten while it is read.
 """
@@ -43,7 +43,7 @@ Values = list[Any]
 
 
 class _FirstHalf(NamedTuple):
-    """The compiled functions for one kind of global batches, up to the merge."""
+    """The compiled functions for one kind of global batch, up to the merge."""
 
     functions: StepFunctions
     local: LocalStep
@@ -56,15 +56,15 @@ class JaxEngine(ReplicaEngine):
         self._arguments = ModelArguments(model)
         super().__init__(model, merge, self._arguments)
         self._logs: dict[str, Any] = {}  # of the newest training step
-        self._packing: OutputPacking | None = None  # likewise
+        self._packing: OutputPacking | None = None  # of the newest training step
         self._compiler = ModelCompiler(model)
-        # By the kind of global batch (`batch_kind`): Keras traces its steps once for each, and keeps what the program
-        # had set then. The same local batch may be part of several.
+        # By the kind of global batch (`batch_kind`): Keras traces its steps once for each kind, and keeps the settings
+        # of that time. The same local batch may be part of several kinds.
         self._first_halves: dict[Hashable, _FirstHalf] = {}
         self._known_hyperparameters: dict[Hashable, Hyperparameters] = {}
         self._tests: dict[Hashable, CompiledStep] = {}
         self._predictions: dict[Hashable, Callable[..., Any]] = {}
-        self._updates: dict[ElementStructure, CompiledUpdate] = {}  # by what the model's own steps get
+        self._updates: dict[ElementStructure, CompiledUpdate] = {}  # by the structure that custom steps receive
 
     @property
     def runs_python(self) -> bool:
@@ -79,7 +79,7 @@ class JaxEngine(ReplicaEngine):
         kind = batch_kind(data, self._batches.form, self._merge.global_size, variables)
         found = self._first_halves.get(kind)
         if found is None:
-            # Hyperparameters of then, not of now: plain Keras keeps those that it compiled for a batch of this size.
+            # The original hyperparameters, not the current ones: Keras keeps those it compiled for this batch size.
             known = self._known_hyperparameters.get(kind)
             if known is None:
                 known = self._known_hyperparameters[kind] = Hyperparameters([self._model.optimizer])
@@ -122,21 +122,21 @@ class JaxEngine(ReplicaEngine):
         trainable, non_trainable, optimizer, metrics = self._arguments.get(with_optimizer=True)
         arguments = (trainable, non_trainable, optimizer, metrics, data)
         functions, step = self._first_half(data, len(trainable) + len(optimizer))
-        # Not kept before the update: if the merge raises, the arguments are those from before the step.
+        # Not kept before the update: if the merge raises, the model still has the state from before the step.
         local = step(share, *arguments)
         if isinstance(local, AppliedResults):
             trainable, optimizer = local.trainable, local.optimizer
         packing = self._packing = functions.packing_of(*arguments)
-        # `np.asarray` waits for the gradients, and on CPUs gives a view of JAX's memory, which the merge only reads.
+        # `np.asarray` waits for the gradients. On CPUs it is a view of JAX's memory, which the merge only reads.
         flats = self._merge(packing.travelling, [np.asarray(array) for array in local.merged], share)
-        # To a device large arrays are sent one by one, in parallel.
+        # Large arrays are sent to a device one by one, in parallel.
         merged = flats if self._compiler.pinned is None else packing.travelling.cut(flats)
         update = self._update().choose(functions, packing, flats)
-        # Where servers make the update, the optimizer's variables stay as they are here, and need not pass through.
+        # If servers make the update, the optimizer's variables do not change here, and are not passed.
         moved = [] if self._merge.updates else optimizer
         trainable, updated, metrics, state, self._logs = update(trainable, moved, metrics, merged)
         optimizer = optimizer if self._merge.updates else updated
-        # What was merged (floating layer state), and what each rank keeps to itself (seeds).
+        # The merged floating layer state, and what each rank keeps to itself (seeds).
         for index, value in [*zip(packing.state, state, strict=True), *local.private.items()]:
             non_trainable[index] = value
         self._arguments.keep(trainable, non_trainable, optimizer, metrics)
@@ -148,7 +148,7 @@ class JaxEngine(ReplicaEngine):
 
     def test(self, data: Batch, share: float) -> None:
         trainable, non_trainable, _, metrics = self._arguments.get(with_optimizer=False)
-        start = metrics if share else [jnp.copy(value) for value in metrics]  # the function consumes its own
+        start = metrics if share else [jnp.copy(value) for value in metrics]  # the function consumes its argument
         step = self._test(data, len(trainable))
         new_metrics, changed, self._test_logs = step(share, trainable, non_trainable, start, data)
         self._share = share
@@ -184,7 +184,7 @@ class JaxEngine(ReplicaEngine):
 
 
 def _in_jax_dtype(array: Array) -> Array:
-    """The array in the dtype that JAX gives it; JAX would warn of the conversion where only shapes are needed."""
+    """Return the array in JAX's dtype for it. JAX would warn of the conversion even if only shapes are needed."""
     if array.dtype.kind not in "iufc":
         return array
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)

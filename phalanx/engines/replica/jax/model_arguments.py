@@ -1,7 +1,7 @@
 """The state of a model between the steps of a loop on JAX.
 
-It travels as arguments and results of compiled functions; the model's variables are empty meanwhile, as in Keras's own
-loop. Keras's own convention holds: `model._jax_state` has the newest values, and `model._jax_state_synced` says whether
+It is passed as arguments and results of compiled functions. Meanwhile, the model's variables are empty, as in Keras's
+own loop. Keras's convention holds: `model._jax_state` has the newest values, and `model._jax_state_synced` says whether
 they are in the variables. When a callback touches `self.model`, Keras puts them there.
 """
 
@@ -28,8 +28,8 @@ class ModelArguments(ModelValues):
     """The values of a model's variables, as arguments for the next step; see `ModelValues`.
 
     Args:
-        fetch: copies an array into host memory.
-        put_like: copies a value to where the array is that it replaces.
+        fetch: Copies an array into host memory.
+        put_like: Copies a value to the location of the array that it replaces.
     """
 
     def __init__(
@@ -41,8 +41,7 @@ class ModelArguments(ModelValues):
         self._model = model
         self._fetch = fetch
         self._put_like = put_like
-        # By id of the variable, see `_place`; found again in each epoch, because a program may change what is
-        # trainable.
+        # By id of the variable; see `_place`. Rebuilt in each epoch, because a program may change what is trainable.
         self._places: dict[int, tuple[int, int]] = {}
 
     @property
@@ -58,10 +57,10 @@ class ModelArguments(ModelValues):
         self._model._jax_state = None
 
     def get(self, *, with_optimizer: bool) -> tuple[Values, Values, Any, Values]:
-        """The values of trainable, non-trainable, optimizer (None without) and metric variables."""
+        """Return the values of trainable, non-trainable, optimizer (None without) and metric variables."""
         model = self._model
         kept = getattr(model, "_jax_state", None)
-        # The first step, or one after Keras has put the state into the variables for a callback: they have the newest
+        # In the first step, or after Keras has put the state into the variables for a callback, these have the newest
         # values.
         if model._jax_state_synced or not kept:
             values = model._get_jax_state(
@@ -83,14 +82,14 @@ class ModelArguments(ModelValues):
         )
 
     def keep(self, trainable: Values, non_trainable: Values, optimizer: Any, metrics: Values) -> None:
-        """Keep what a step returned; `optimizer` is None where the step had none of its values: it has not changed
+        """Keep what a step returned. `optimizer` is None if the step did not have its values, so has not changed
         them."""
         state = {
             "trainable_variables": trainable,
             "non_trainable_variables": non_trainable,
             "metrics_variables": metrics,
         }
-        # A step without the optimizer (a test inside of `fit`) must not lose what the training has of it.
+        # A step without the optimizer (a test during `fit`) must not lose the optimizer state of the training.
         if optimizer is None and not self._model._jax_state_synced:
             optimizer = (getattr(self._model, "_jax_state", None) or {}).get("optimizer_variables")
         if optimizer is not None:
@@ -124,7 +123,7 @@ class ModelArguments(ModelValues):
         )
 
     def _place(self, variable: Any) -> tuple[int, int]:
-        """Which of `_lists` a variable is in, and its index there."""
+        """Return which of `_lists` a variable is in, and its index there."""
         if not self._places:
             model = self._model
             optimizer = getattr(model, "optimizer", None)  # None before `compile`
@@ -140,8 +139,8 @@ class ModelArguments(ModelValues):
 
 
 def _without_aliases(values: Values) -> Values:
-    """With a copy of what is there twice, since a step may not donate an array twice. A model's `metrics` may name a
-    metric that Keras names as well."""
+    """Copy values that occur twice, since a step may not donate an array twice. A model's `metrics` may include a
+    metric that Keras includes as well."""
     seen: set[int] = set()
     found = []
     for value in values:

@@ -1,14 +1,14 @@
-"""Steps on JAX that need the other ranks on their way.
+"""Steps on JAX that need the other ranks in the middle.
 
-A host callback inside a compiled function can deadlock on a process with one core, and XLA is free to order several
-of them differently on each rank. So a host call is a primitive that XLA never sees. The step is traced once, as one
-function, and cut where it has host calls; each piece is compiled, and the calls are made between the pieces, in the
-order of the trace, which is the same on all ranks:
+A host callback inside a compiled function can deadlock in a process with one core, and XLA may order several of them
+differently on each rank. So a host call is a primitive that XLA never sees. The step is traced once, as one function,
+and cut at its host calls. Each piece is compiled, and the calls are made between the pieces, in the order of the trace,
+which is the same on all ranks:
 
     piece 0 -> host calls that depend on no other -> piece 1 -> those that depend on these -> ... -> the results
 
-A piece computes what the next calls need and nothing else, so that most of a step stays in one piece where XLA can fuse
-it. Outside of compiled functions a host call is made at once.
+A piece computes only what the next calls need, so that most of a step stays in one piece, which XLA can fuse. Outside
+of compiled functions, a host call is made at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ INLINED = frozenset(
 
 
 class CompiledHostCallError(UnsupportedError):
-    """JAX was to compile a function that needs the other ranks on its way."""
+    """JAX was asked to compile a function that needs the other ranks in the middle."""
 
 
 _host_call = jex.Primitive("phalanx_host_call")
@@ -70,10 +70,10 @@ def host_call(
     """Call a function of the tensors' values on the host.
 
     Args:
-        function: linear, and its `gradient` too: the gradient of that is the function again.
-        tensors: floating if there is a gradient.
-        results: their shapes and dtypes. Where nothing is traced, the shapes may be others.
-        gradient: see `phalanx.engines.tensors.Gradient`.
+        function: A linear function, whose `gradient` is linear too: the gradient of that is `function` again.
+        tensors: The inputs. Floating if there is a gradient.
+        results: Shapes and dtypes of the results. If nothing is traced, the shapes may differ.
+        gradient: See `phalanx.engines.tensors.Gradient`.
     """
     shapes = [tuple(tensor.shape) for tensor in tensors]
     like = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
@@ -101,7 +101,7 @@ def host_call(
 
 
 class _Equation(NamedTuple):
-    """One operation of a flat trace, and the trace that it is from; inputs are numbers of values, or constants."""
+    """One operation of a flat trace, and the trace it comes from. Inputs are numbers of values, or constants."""
 
     equation: Any
     trace: Any
@@ -114,7 +114,7 @@ class _Constant(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A compiled part of a step, and the host calls after it."""
+    """A compiled part of a step, and the host calls that follow it."""
 
     run: Callable[..., Any]
     inputs: list[int]
@@ -123,21 +123,21 @@ class _Piece(NamedTuple):
 
 
 class SplitStep:
-    """A function with host calls, compiled in pieces for arguments of one structure and its shapes.
+    """A function with host calls, compiled in pieces for arguments of one structure and one set of shapes.
 
     Args:
-        function: what is traced.
-        arguments: such arguments.
-        jit: compiles a function; see `ModelCompiler.jit`.
-        leave: where the results are left; None: on the device.
+        function: The function to trace.
+        arguments: Example arguments.
+        jit: Compiles a function; see `ModelCompiler.jit`.
+        leave: Where the results are left; None: on the device.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], jit: Jit, leave: Any) -> None:
-        def again(*arguments: Any) -> Any:  # JAX keeps traces by function, and this one may have been traced before
+        def again(*arguments: Any) -> Any:  # JAX caches traces by function, and may have traced this one before
             return function(*arguments)
 
-        # `_equations` and `_values` (the next free number) are only for the construction: each value of the flat trace
-        # has a number, arguments first.
+        # `_equations` and `_values` (the next free number) are only needed for construction. Each value of the flat
+        # trace has a number, arguments first.
         closed, shape = jax.make_jaxpr(again, return_shape=True)(*arguments)
         self._equations: list[_Equation] = []
         self._values = len(closed.jaxpr.invars)
@@ -163,7 +163,7 @@ class SplitStep:
         return results
 
     def _inline(self, jaxpr: Any, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """Add a trace to the flat one; returns its results."""
+        """Append a trace to the flat one. Returns its results."""
         known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_Constant, constants), *inputs], strict=True))
 
         def read(atom: Any) -> Any:
@@ -184,7 +184,7 @@ class SplitStep:
                     f"({equation.primitive.name}): a loop or a branch that is compiled as one. Compute what it needs "
                     f"of them (a mask's sum, the batch's statistics) outside of it, before or after."
                 )
-            # Inlined or not, the outer trace continues with the numbers of its results.
+            # Inlined or not, the outer trace continues with the numbers of the results.
             known.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -193,7 +193,7 @@ class SplitStep:
         calls: list[list[_Equation]] = []
         maker: dict[int, _Equation] = {}
         for equation in self._equations:
-            # Calls of equal depth do not depend on each other, and are made between the same two pieces.
+            # Calls of equal depth do not depend on each other, and run between the same two pieces.
             depth = max([depths.get(each, 0) for each in equation.inputs if isinstance(each, int)], default=0)
             if equation.equation.primitive is _host_call:
                 if depth == len(calls):
@@ -202,7 +202,7 @@ class SplitStep:
                 depth += 1
             depths.update(dict.fromkeys(equation.outputs, depth))
             maker.update(dict.fromkeys(equation.outputs, equation))
-        # Prints and checks of the program: no result asks for them, so they run with the last piece.
+        # Prints and checks of the program: no result depends on them, so they run with the last piece.
         effects = [equation for equation in self._equations if equation.equation.effects]
         done = {number for each in calls for call in each for number in call.outputs}
         bodies = []
@@ -219,7 +219,7 @@ class SplitStep:
         return self._compile(bodies, calls, results, tree, jit)
 
     def _needed(self, wanted: Sequence[Any], maker: dict[int, _Equation], done: set[int]) -> list[_Equation]:
-        """The equations that compute these values from what is done, in the order of the trace."""
+        """Return the equations that compute these values from those that are done, in the order of the trace."""
         needed: set[int] = set()
         open_values = [each for each in wanted if isinstance(each, int)]
         while open_values:
@@ -233,7 +233,7 @@ class SplitStep:
     def _compile(
         self, bodies: list[list[_Equation]], calls: list[list[_Equation]], results: list[Any], tree: Any, jit: Jit
     ) -> list[_Piece]:
-        # Backwards, because a piece returns exactly what later ones and the calls behind it need.
+        # Backwards, because a piece returns exactly what later pieces and the calls after it need.
         used_later: set[int] = set()
         pieces: list[_Piece] = []
         for number in reversed(range(len(bodies))):
@@ -244,7 +244,7 @@ class SplitStep:
             inputs = sorted((_numbers(*[equation.inputs for equation in body]) | (wanted if is_last else set())) - made)
             outputs = sorted(made & wanted)
             run = _evaluator(body, inputs, results, tree) if is_last else _evaluator(body, inputs, outputs, None)
-            # Nothing is donated: a value may be an input of several pieces.
+            # No input is donated: a value may be an input of several pieces.
             compiled = jit(run, (), self._last_leave if is_last else None)
             pieces.append(_Piece(compiled, inputs, outputs, after))
             used_later |= set(inputs) | _numbers(*[call.inputs for call in after])
@@ -254,7 +254,7 @@ class SplitStep:
 def _evaluator(
     body: list[_Equation], inputs: list[int], outputs: Sequence[Any], tree: Any | None
 ) -> Callable[..., Any]:
-    """The function that computes equations; its results form a tree, or are a list."""
+    """Return a function that computes equations. Its results form a tree, or a list if `tree` is None."""
 
     def run(*arguments: Any) -> Any:
         values: dict[int, Any] = dict(zip(inputs, arguments, strict=True))
@@ -267,10 +267,10 @@ def _evaluator(
 
 
 def _alone(one: _Equation) -> Callable[..., Any]:
-    """The function that computes one equation."""
+    """Return a function that computes one equation."""
     equation = one.equation
     names = [atom for atom in equation.invars if not isinstance(atom, jex.Literal)]
-    # As a trace of its own, which JAX evaluates whatever the primitive is.
+    # Its own trace, which JAX evaluates for any primitive.
     trace = one.trace.replace(
         constvars=(), invars=names, outvars=equation.outvars, eqns=[equation], effects=equation.effects
     )
@@ -292,7 +292,7 @@ def _numbers(*lists: Sequence[Any]) -> set[int]:
 
 
 def _parts(equation: Any) -> list[Any]:
-    """The traces inside of an equation."""
+    """Return the traces inside an equation."""
     found = []
     for value in equation.params.values():
         for each in value if isinstance(value, tuple | list) else [value]:

@@ -1,7 +1,7 @@
-"""The functions of a step on JAX, as they are traced from the model's own `train_step` and `test_step`.
+"""The functions of a step on JAX, traced from the model's own `train_step` and `test_step`.
 
-`train_step`, overridden or not, is traced with the optimizer's `stateless_apply` replaced by a probe that notes the
-gradients and changes nothing. Everything else that it returns (metric and layer state, logs) is merged along with them.
+`train_step`, overridden or not, is traced with the optimizer's `stateless_apply` replaced by a probe that records the
+gradients and changes nothing. Everything else that it returns (metric and layer state, logs) is merged with them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Values = list[Any]
 
 
 class LocalResults(NamedTuple):
-    """This rank's part of a step: what is merged, packed, and what is not.
+    """This rank's part of a step: the packed arrays to merge, and the values that stay on this rank.
 
     Attributes:
-        merged: the arrays that travel.
-        private: other non-trainable variables that the step changed (random seeds), by index.
+        merged: The arrays that are sent.
+        private: Other non-trainable variables that the step changed (random seeds), by index.
     """
 
     merged: Values
@@ -51,11 +51,11 @@ class LocalResults(NamedTuple):
 
 
 class AppliedResults(NamedTuple):
-    """The results of a step that has applied its optimizers, with merged gradients.
+    """The results of a step that has applied its optimizers to merged gradients.
 
     Attributes:
-        merged, private: as in `LocalResults`.
-        trainable, optimizer: the new values.
+        merged, private: As in `LocalResults`.
+        trainable, optimizer: The new values.
     """
 
     merged: Values
@@ -68,10 +68,10 @@ class TraceResults(NamedTuple):
     """The results of a trace of `train_step`, without the update.
 
     Attributes:
-        gradients: of all trainable variables; none of a step that has applied its optimizers.
-        changed: non-trainable variables that the step changed, by index.
-        metrics: the new values of the metrics' variables.
-        logs: as `train_step` returned them.
+        gradients: Gradients of all trainable variables; empty if the step has applied its optimizers.
+        changed: Non-trainable variables that the step changed, by index.
+        metrics: New values of the metrics' variables.
+        logs: The logs as `train_step` returned them.
     """
 
     gradients: Values
@@ -81,11 +81,11 @@ class TraceResults(NamedTuple):
 
 
 class StepFunctions:
-    """Functions for JAX to compile; each is traced when it is first called with arguments of new shapes.
+    """Functions for JAX to compile. Each is traced when it is first called with arguments of new shapes.
 
     Args:
-        hyperparameters: what the functions of training steps are compiled with; without compilation, each step takes
-            the present ones.
+        hyperparameters: The hyperparameters that training steps are compiled with. Without compilation, each step uses
+            the current ones.
     """
 
     def __init__(
@@ -103,31 +103,30 @@ class StepFunctions:
         self._merge = merge
         self._compiler = compiler
         self._batches = batches
-        # By what a trace is for: a step of the program's own may log or change more for one kind of batch than for
-        # another.
+        # By kind of trace: a custom step may log or change more for one kind of batch than for another.
         self._packings: dict[Hashable, OutputPacking] = {}
-        # Equal ones are the same object, which stays: by its identity the engine finds its update.
+        # Equal packings are one object, which is kept: the engine finds its update by identity.
         self._different: dict[OutputPacking, OutputPacking] = {}
-        self._only: OutputPacking | None = None  # all of them are this one, as a rule
+        self._only: OutputPacking | None = None  # usually, all of them are this one
         self._origins, self._test_origins = origins  # of the logs of training and of test steps
         self.hyperparameters = hyperparameters
         self._held = hyperparameters.in_place if compiler.compiles else nullcontext
 
     def packing_of(self, *arguments: Any) -> OutputPacking:
-        """How the first half of a step packs its results for such arguments, for which it was traced."""
+        """Return how the first half of a step packs its results. It must have been traced for such arguments."""
         return self._only or self._packings[kind_of_trace(arguments)]
 
     def gradients(
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
     ) -> LocalResults:
-        """The first half of a step: everything up to the merge."""
+        """Compute the first half of a step: everything up to the merge."""
         own = self._train_step(trainable, non_trainable, optimizer, self._start(metrics), data)
         return self._pack(own, kind_of_trace((trainable, non_trainable, optimizer, metrics, data)))
 
     def applied(
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
     ) -> AppliedResults:
-        """As `gradients`, of a step that needs its gradients merged on its way, and so updates the weights itself."""
+        """Compute a step that merges its gradients in the middle, and so also updates the weights; see `gradients`."""
         collectives = step_collectives.current()
         assert isinstance(collectives, MergeCollectives), "a CompiledStep runs it"
         merging = merging_stateless_applies(self._model, collectives.merge_gradients)
@@ -135,9 +134,9 @@ class StepFunctions:
             state = (trainable, non_trainable, optimizer, self._start(metrics))
             logs, new_state = self._model.train_step(state, self._batches.pack(data))
             logs = find(logs)
-        # If the step is compiled, while it is traced: before anything is computed.
+        # In a compiled step, this happens during tracing, before anything is computed.
         check_updates([*trainable, *optimizer], [*new_state[0], *new_state[2]], applied)
-        # Another optimizer's variables may be among the model's; they are the same on all ranks.
+        # Variables of another optimizer may be among the model's. They are the same on all ranks.
         alike = {id(value) for value in applied}
         results = TraceResults([], _changed(non_trainable, new_state[1]), list(new_state[3]), logs)
         kind = kind_of_trace((trainable, non_trainable, optimizer, metrics, data))
@@ -145,19 +144,19 @@ class StepFunctions:
         return AppliedResults(*packed, list(new_state[0]), list(new_state[2]))
 
     def _start(self, metrics: Values) -> Values:
-        """Counters start at zero, so that what is merged is what the step adds to them."""
+        """Start counters at zero, so that the merged values are what the step adds to them."""
         rules = self._rules.rules
         return [
             jnp.zeros_like(value) if rule.is_additive else value for value, rule in zip(metrics, rules, strict=True)
         ]
 
     def _pack(self, own: TraceResults, kind: Hashable, alike: Collection[int] = ()) -> LocalResults:
-        """Pack what is merged.
+        """Pack the values to merge.
 
         Args:
-            own: the results of a step.
-            kind: of its trace.
-            alike: the ids of those that are the same on all ranks.
+            own: Results of a step.
+            kind: The step's kind of trace.
+            alike: Ids of the values that are the same on all ranks.
         """
         gradients, changed, new_metrics, logs = own
         floating = {i: v for i, v in changed.items() if jnp.issubdtype(v.dtype, jnp.floating) and id(v) not in alike}
@@ -181,23 +180,23 @@ class StepFunctions:
         """Compile the second half of a step: everything after the merge.
 
         Args:
-            packing: of the first half.
-            silent: names of the metrics that no step has updated so far.
+            packing: The packing of the first half.
+            silent: Names of the metrics that no step has updated so far.
         """
         read = packing.read if self._compiler.pinned is None else packing.read_travelled
-        # A step of the program's own without gradients has applied its optimizers. Keras's own step on JAX applies the
-        # optimizer also if no weight is trained: loss scaling counts it.
+        # A custom step without gradients has applied its optimizers. Keras's own step on JAX also applies the optimizer
+        # if no weight is trained: loss scaling counts it.
         applies = packing.gradients or not model_state.overrides(self._model, "train_step")
 
         def update(trainable: Values, optimizer: Values, metrics: Values, arrays: Values) -> Any:
             gradients, state, merged, averages = read(arrays)
-            # Servers have updated: what came back in place of gradients are the new weights.
+            # Servers have updated the weights: they return these instead of gradients.
             if self._merge.updates:
                 trainable = gradients
             elif applies:
                 with self._held():
                     trainable, optimizer = self._model.optimizer.stateless_apply(optimizer, gradients, trainable)
-            # The start counts once, on every rank; what was merged is what all batches have added.
+            # The start counts once, on every rank. The merged values are what all batches have added.
             metrics = [
                 old + new if rule.is_additive else new
                 for old, new, rule in zip(metrics, merged, packing.metrics, strict=True)
@@ -208,7 +207,7 @@ class StepFunctions:
         return self._compiler.jit(update, (0, 1, 2), options=self._compiler.same_on_all)
 
     def test(self, trainable: Values, non_trainable: Values, metrics: Values, data: Batch) -> Any:
-        """A test step: the metrics' new values, the non-trainable variables that it changed, and its own logs."""
+        """Take a test step. Returns the metrics' new values, the non-trainable variables it changed, and its logs."""
         with self._watched("test_step", self._test_origins) as find:
             logs, state = self._model.test_step((trainable, non_trainable, metrics), self._batches.pack(data))
             logs = find(logs)
@@ -218,7 +217,7 @@ class StepFunctions:
     def choose_logs(
         self, averages: Mapping[str, Any], metrics: Values, silent: frozenset[str], origins: LogOrigins
     ) -> dict[str, Any]:
-        """The logs of a step, if the metrics' variables have these values; see `step_logs.choose_logs`."""
+        """Return a step's logs for these values of the metrics' variables; see `step_logs.choose_logs`."""
         mapping = list(zip(self._model.metrics_variables, metrics, strict=True))
         with keras.StatelessScope(state_mapping=mapping):
             return step_logs.choose_logs(averages, self._model.get_metrics_result, silent, origins)
@@ -226,7 +225,7 @@ class StepFunctions:
     def _train_step(
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
     ) -> TraceResults:
-        """The model's own `train_step`, without the update."""
+        """Run the model's own `train_step`, without the update."""
         is_custom = model_state.overrides(self._model, "train_step")
         probed = probe(self._model.optimizer, is_custom=is_custom)
         with self._held(), probed as calls, self._watched("train_step", self._origins) as find:
@@ -240,29 +239,29 @@ class StepFunctions:
         return origins.watched(of_interest=model_state.logs_differ_from_metrics(self._model, step))
 
     def _own_logs(self, step: str, logs: Mapping[str, Any]) -> dict[str, Any]:
-        """The logs of an overridden step. Keras's own steps log metric results, which follow from the merged state."""
+        """Return an overridden step's logs. Keras's steps log metric results, which follow from the merged state."""
         if not model_state.logs_differ_from_metrics(self._model, step):
             return {}
         return {name: jnp.asarray(value, "float32") for name, value in logs.items()}
 
 
 class CompiledUpdate:
-    """The compiled second half of a step, which depends on how the first half packs its results, on which metrics the
+    """The compiled second half of a step. It depends on how the first half packs its results, on which metrics the
     steps have updated so far, and on the hyperparameters of the first half.
 
     Args:
-        model: compiled.
+        model: A compiled model.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._silent: frozenset[str] | None = None
         self._compiled: dict[Hashable, Callable[..., Any]] = {}  # by packing and hyperparameters
-        # By packing (its id: its `StepFunctions` hold it), which is a matter of one dictionary in each step.
+        # By id of the packing (its `StepFunctions` keep it alive): one dictionary lookup per step.
         self._chosen: dict[int, Callable[..., Any]] = {}
 
     def choose(self, functions: StepFunctions, packing: OutputPacking, flats: Sequence[Any]) -> Callable[..., Any]:
-        """The function for a step whose first half `functions` computed, and whose merged buffers are `flats`."""
+        """Return the function for a step with merged buffers `flats`, whose first half `functions` computed."""
         if self._silent is None or (self._silent and packing.logs):
             before, merged = self._silent, packing.read(flats)[2]
             self._silent = step_logs.still_silent(before, self._model, merged)
@@ -282,18 +281,19 @@ class CompiledUpdate:
 
 
 def batch_kind(data: Batch, form: ElementStructure, global_size: int | None, variables: int) -> Hashable:
-    """What tells that Keras would compile its step again; the same on all ranks, which may pad a batch differently.
+    """Return what determines whether Keras would compile its step again. It is the same on all ranks, which may pad a
+    batch differently.
 
     Args:
-        data: the local batch.
-        form: the structure in which Keras has it.
-        global_size: number of samples in the global batch; None: in `data`.
-        variables: number of arrays that travel with it.
+        data: The local batch.
+        form: The structure in which Keras receives it.
+        global_size: Number of samples in the global batch; None: those in `data`.
+        variables: Number of arrays that are sent with it.
     """
     dtypes = [leaf if leaf is None else leaf.dtype for leaf in tree.flatten(data)]
     return form, global_size or model_state.samples(data), variables, *dtypes
 
 
 def _changed(before: Values, after: Values) -> dict[int, Any]:
-    """The values that a step replaced, by index."""
+    """Return the values that a step replaced, by index."""
     return {index: new for index, (old, new) in enumerate(zip(before, after, strict=True)) if new is not old}

@@ -1,9 +1,9 @@
-"""Distributed datasets that a `tf.function` iterates: each batch comes from a call of the host.
+"""Distributed datasets that a `tf.function` iterates over: each batch comes from a host call.
 
 A function is traced once and runs many times. A trace would keep the Python iterator that it saw, so an iterator in a
 graph is the *number* of an iterator of this process. `iter(dataset)` in a graph starts an iteration each time it runs,
-and gives its number; an iterator that is passed to a `tf.function` becomes its number.
-AutoGraph asks for `reduce` where a loop goes over a `tf.distribute.DistributedDataset`.
+and returns its number. An iterator that is passed to a `tf.function` becomes its number.
+AutoGraph calls `reduce` for a loop over a `tf.distribute.DistributedDataset`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx.engines.replica.tensorflow.host_calls import call_in_graph
 from phalanx.errors import UnsupportedError
 
 _numbers = itertools.count()
-# An iteration lives as long as the iterator of the program, or the place in a graph, that holds it.
+# An iteration lives as long as its holder: the program's iterator, or the place in a graph.
 _iterations: weakref.WeakValueDictionary[int, _Iteration] = weakref.WeakValueDictionary()
 
 
@@ -47,7 +47,7 @@ class GraphDataset(DistributedDataset, tf.distribute.DistributedDataset):  # typ
         return GraphIterator(number, self.element_spec)
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """The last state of `state = reduce_func(state, batch)`; how AutoGraph loops over the batches."""
+        """Return the last state of `state = reduce_func(state, batch)`. AutoGraph loops over the batches with it."""
         iterator: Any = iter(self)
         if not tf.inside_function():
             state = initial_state
@@ -67,8 +67,8 @@ class _Iteration:
     """One iteration of this process.
 
     Attributes:
-        number: by which graphs name it.
-        elements: what is left, of NumPy arrays.
+        number: Number by which graphs refer to it.
+        elements: The remaining elements, as NumPy arrays.
     """
 
     def __init__(self, elements: Iterator[Any]) -> None:
@@ -78,7 +78,7 @@ class _Iteration:
 
 
 class GraphIterator(DistributedIterator, tf.distribute.DistributedIterator):  # type: ignore[misc]
-    """See `DistributedIterator`; in a `tf.function` its `number` is a tensor."""
+    """See `DistributedIterator`. In a `tf.function`, its `number` is a tensor."""
 
     element_spec: Any = None
 
@@ -94,7 +94,7 @@ class GraphIterator(DistributedIterator, tf.distribute.DistributedIterator):  # 
         return _pack(self.element_spec, self._call(_next, []))
 
     def get_next(self) -> Any:
-        """The next element. Raises: tf.errors.OutOfRangeError at the end."""
+        """Return the next element. Raises: tf.errors.OutOfRangeError at the end."""
         try:
             return next(self)
         except StopIteration:
@@ -108,7 +108,7 @@ class GraphIterator(DistributedIterator, tf.distribute.DistributedIterator):  # 
         return tf.cond(more, lambda: kind.from_value(element), lambda: kind.empty(self.element_spec))
 
     def next_or_nothing(self) -> tuple[Any, Any]:
-        """In a graph: whether there is an element, and it, or one without samples."""
+        """In a graph: return whether there is an element, and the element, or one without samples."""
         specs = leaves(self.element_spec)
 
         def following(number: Any) -> list[Any]:
@@ -126,7 +126,7 @@ class GraphIterator(DistributedIterator, tf.distribute.DistributedIterator):  # 
         kinds = [spec.dtype for spec in leaves(self.element_spec)]
         return list(call_in_graph(function, [tf.convert_to_tensor(self.number, tf.int64)], [*before, *kinds]))
 
-    # What a `tf.function` gets of it (`tf.nest`): the number as a tensor, and what the trace depends on.
+    # What a `tf.function` receives (`tf.nest`): the number as a tensor, and what the trace depends on.
 
     def __tf_flatten__(self) -> tuple[_ElementKind, tuple[Any]]:
         return _ElementKind(self.element_spec), (tf.convert_to_tensor(self.number, tf.int64),)
@@ -151,7 +151,7 @@ class _ElementKind:
 
 
 def _next(number: Any) -> list[Any]:
-    """The arrays of the next element. Raises: StopIteration, which TensorFlow makes an OutOfRangeError."""
+    """Return the arrays of the next element. Raises: StopIteration; TensorFlow converts it to OutOfRangeError."""
     return list(leaves(next(_iterations[int(number)].elements)))
 
 

@@ -1,4 +1,4 @@
-"""The merge of a step on TensorFlow: calls of the host in the middle of a graph."""
+"""The merge of a step on TensorFlow: host calls in the middle of a graph."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Array = np.ndarray[Any, Any]
 
 
 class HostCallNeeded(Exception):
-    """A loss or a layer needs the other ranks in the middle of what XLA compiles, which cannot call the host."""
+    """A loss or layer needs the other ranks in the middle of XLA-compiled code, which cannot call the host."""
 
 
 class GraphMerge:
     """Merges tensors over the ranks, inside a graph or eagerly.
 
     Attributes:
-        collectives: those of losses and layers.
-        share: this rank's share of the global batch, of the step that runs.
-        share_in_graph: the same as a variable, for what is computed in a graph.
-        xla: whether XLA compiles the part of the step before the merge.
-        is_kept: in a step of micro-batches, whether others follow before the update; None in other steps.
-        is_kept_in_graph: the same as a tensor.
+        collectives: Collectives for losses and layers.
+        share: This rank's share of the global batch of the current step.
+        share_in_graph: The share as a variable, for computations in a graph.
+        xla: Whether XLA compiles the part of the step before the merge.
+        is_kept: In a step of micro-batches, whether others follow before the update; None in other steps.
+        is_kept_in_graph: `is_kept` as a tensor.
     """
 
     def __init__(self, merge: Merge) -> None:
@@ -43,12 +43,12 @@ class GraphMerge:
         self.share = 1.0
         self.share_in_graph = tf.Variable(self.share, name=f"{OWN}_share")
         self.xla = False
-        self._of_any_batch: dict[int, bool] = {}  # of each gradient by rows, see `is_of_any_batch`
+        self._of_any_batch: dict[int, bool] = {}  # by index of each row gradient, see `is_of_any_batch`
         self.is_kept: bool | None = None
         self.is_kept_in_graph: Any = None
 
     def begin_step(self, share: float) -> None:
-        """Set this rank's share of the global batch of the step that follows."""
+        """Set this rank's share of the global batch of the next step."""
         if share != self.share:
             self.share = self.collectives.share = share
             self.share_in_graph.assign(share)
@@ -56,13 +56,13 @@ class GraphMerge:
         self.is_kept = None
 
     def _call(self, function: HostFunction, tensors: Sequence[Any], **options: Any) -> list[Any]:
-        """See `Tensors.call`: a host call that a loss or layer makes."""
+        """Make a host call for a loss or layer; see `Tensors.call`."""
         if self.xla:
             raise HostCallNeeded
         return TensorFlowTensors().call(function, tensors, **options)
 
     def merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
-        """The gradients of some weights, merged; see `merging_applies`."""
+        """Return the merged gradients of some weights; see `merging_applies`."""
         if self._merge.updates:
             gradients = complete(gradients, weights)
         merged = self.dense(gradients, weights)
@@ -76,8 +76,8 @@ class GraphMerge:
         return merged
 
     def dense(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
-        """The gradients as tensors of the weights' shapes, which TensorFlow does not always know (recurrent layers);
-        those of single rows as they are, where these are merged."""
+        """Return the gradients as tensors of the weights' shapes, which TensorFlow does not always know (recurrent
+        layers). Row gradients are left as they are if they are merged as rows."""
         dense = list(gradients)
         for i, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
             if gradient is not None and not (self._merge.gather and isinstance(gradient, tf.IndexedSlices)):
@@ -87,9 +87,9 @@ class GraphMerge:
         return dense
 
     def gather_slices(self, gradients: Sequence[Any]) -> dict[int, Any]:
-        """The gradients of single rows, which `dense` has left as they are, by number, merged. Keras's optimizers treat
-        a row that occurs twice otherwise than one that occurs once with the sum: what plain Keras has apart must stay
-        apart, and what it has summed over the whole batch must be summed over the ranks."""
+        """Return the merged row gradients, which `dense` has left as they are, by number. Keras's optimizers treat a
+        row that occurs twice differently from one that occurs once with the sum: rows that are separate in plain Keras
+        must stay separate, and rows that it sums over the whole batch must be summed over the ranks."""
         slices = {} if self._merge.gather is None else slices_of(gradients)
         if not slices:
             return {}
@@ -108,20 +108,20 @@ class GraphMerge:
         look: Callable[[StepLayout, Sequence[Array]], None] | None = None,
         variables: Sequence[Any] = (),
     ) -> list[Any]:
-        """The tensors, merged over all ranks.
+        """Return the tensors, merged over all ranks.
 
         Args:
-            tensors: of known shapes.
-            weights: how each counts in the sum.
-            look: called with the layout and the merged flat buffers, on the host.
-            variables: see `StepLayout.of`.
+            tensors: Tensors of known shapes.
+            weights: How each tensor counts in the sum.
+            look: Called with the layout and the merged flat buffers, on the host.
+            variables: See `StepLayout.of`.
         """
         if not tensors:
             return []
         layout: StepLayout | None = None
 
         def merge(arrays: Sequence[Array]) -> list[Array]:
-            # The first run knows the shapes; all later runs of this trace have the same.
+            # The first run learns the shapes. All later runs of this trace have the same.
             nonlocal layout
             if layout is None:
                 layout = StepLayout.of(arrays, weights, variables)
@@ -134,7 +134,7 @@ class GraphMerge:
             try:
                 flats = merge(arrays)
                 self.is_kept = False
-            except MicroBatchKept:  # TensorFlow would report an error: the graph continues, and leaves out the update
+            except MicroBatchKept:  # TensorFlow would report an error, so the graph continues and skips the update
                 assert layout is not None
                 flats = layout.allocate()
                 self.is_kept = True
@@ -149,9 +149,9 @@ class GraphMerge:
 
 
 def _cut(like: Sequence[Any], flats: Sequence[Any]) -> list[Any]:
-    """The tensors inside the flat buffers, in the shapes and dtypes of `like`; as `Layout.cut` does."""
+    """Return the tensors inside the flat buffers, in the shapes and dtypes of `like`, as `StepLayout.cut` does."""
     by_dtype = dict(zip(dict.fromkeys(tensor.dtype for tensor in like), flats, strict=True))
-    # Static shapes come from `like`: a result of a host call has none.
+    # Static shapes come from `like`: results of host calls have none.
     pieces: dict[Any, list[Any]] = {}
     for dtype, flat in by_dtype.items():
         sizes = [tensor.shape.num_elements() for tensor in like if tensor.dtype == dtype]

@@ -2,8 +2,8 @@
 
 A training step is one `tf.function`: gradients, a host call that merges them with everything else that the step
 changed, and the optimizer. (Two functions with the merge between them were slower: each call from Python costs more
-than the host call.) The part before the merge and the part after it are compiled with XLA if the model asks for it; the
-host call cannot be.
+than the host call.) If the model asks for XLA, the parts before and after the merge are compiled with it. The host call
+cannot be.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ Array = np.ndarray[Any, Any]
 logger = logging.getLogger(__name__)
 
 _Logs = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
-"""Of a step: the means of what the ranks logged themselves, the results of the metrics, and logs that follow from
-them."""
+"""Logs of a step: the means of the ranks' own logs, the results of the metrics, and logs that follow from those."""
 
 
 class TensorFlowEngine(ReplicaEngine):
@@ -58,7 +57,7 @@ class TensorFlowEngine(ReplicaEngine):
     def __init__(self, model: Any, merge: Merge) -> None:
         self._variables = TensorFlowVariables()
         super().__init__(model, merge, self._variables)
-        self._state: list[Any] = []  # of the layers; known after `build`
+        self._state: list[Any] = []  # of the layers; set by `build`
         self._logs: _Logs = {}, {}, {}  # of the newest training step
         self._silent: frozenset[str] | None = None
         self._train_traces = KerasTraces(model, self._batches, merge)
@@ -70,7 +69,7 @@ class TensorFlowEngine(ReplicaEngine):
             self._losses,
             WeightedStepMeans(lambda: graph.share_in_graph),
             SampleLossGradients(lambda: graph.share_in_graph, lambda: self._losses.batch_size),
-            # The key: a function that the model compiles itself would keep calling another engine's merge.
+            # The key: a function that the model compiles itself would otherwise keep calling another engine's merge.
             InStep(graph.collectives, key=object()),
         )
         trace_apart(trace_key)
@@ -108,7 +107,7 @@ class TensorFlowEngine(ReplicaEngine):
         parts_are_built = model_state.has_built_parts(model, with_loss=data[1] is not None)
         only_a_step = type(model).call is keras.Model.call or parts_are_built
         if model_state.overrides(model, "train_step") and only_a_step:
-            # Its `train_step` may do anything with its parts, and need not call the model.
+            # A custom `train_step` may do anything with its parts, and need not call the model.
             if not model.optimizer.built and parts_are_built:
                 model.optimizer.build(model.trainable_variables)
         else:
@@ -117,7 +116,7 @@ class TensorFlowEngine(ReplicaEngine):
             except Exception as error:
                 if not model_state.overrides(model, "train_step"):
                     raise
-                # Its step need not call the model with what it gets; it may build what it uses (`build_parts`).
+                # Its step need not call the model with the batch, and may build what it uses (`build_parts`).
                 logger.info("%r cannot be built from a batch, but perhaps in its step: %r", model.name, error)
         self._state = self.layer_state()
         self._note_variables()
@@ -129,7 +128,7 @@ class TensorFlowEngine(ReplicaEngine):
         changed = [*self._state, *self._metrics]
         if model_state.overrides(self._model, "train_step"):
             changed += variables_of_optimizers(self._model)
-        # References, not copies: TensorFlow writes a new value elsewhere as long as the old one is referred to.
+        # References, not copies: TensorFlow writes a new value elsewhere while the old one is still referenced.
         before = self._variables.copies(changed)
         try:
             logs = self._run("_train", data, share)
@@ -141,7 +140,7 @@ class TensorFlowEngine(ReplicaEngine):
             raise
 
     def test(self, data: Batch, share: float) -> None:
-        # A placeholder batch is computed so that all ranks come to the same collectives; what it adds is taken back.
+        # A placeholder batch is computed so that all ranks reach the same collectives. What it adds is undone.
         before = None if share else self._variables.copies(self._metrics)
         self._test_logs = self._run("_test", data, share)
         if before is not None:
@@ -169,11 +168,11 @@ class TensorFlowEngine(ReplicaEngine):
         return self._logs[0]
 
     def _run(self, name: str, data: Batch, share: float) -> Any:
-        """Call one of the functions, found by name because it may be made again without XLA meanwhile."""
+        """Call one of the functions. It is looked up by name, because it may be rebuilt without XLA meanwhile."""
         graph = self._graph
         self._share = share
         graph.begin_step(share)
-        # In a graph the number of samples is unknown: a value of known length is no value for each sample.
+        # In a graph, the number of samples is unknown: a value of known length is not one value per sample.
         eagerly = runs_eagerly(self._model)
         self._losses.batch_size = model_state.samples(data) if eagerly else -1
         losses, means, tapes, in_step = self._contexts
@@ -186,7 +185,7 @@ class TensorFlowEngine(ReplicaEngine):
             return self._run(name, data, share)
         except Exception as error:
             failure = take_failure() or TensorFlowTensors.failure_behind(error)
-            if failure is not None:  # the merge's own error, not what TensorFlow or Keras made of it
+            if failure is not None:  # the merge's own error, not what TensorFlow or Keras turned it into
                 raise failure from None
             raise
 
@@ -202,15 +201,15 @@ class TensorFlowEngine(ReplicaEngine):
         sparse = graph.gather_slices(gradients)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None and i not in sparse]
         own = [weights[i] for i in present]
-        # Everything the step changed, in one all-reduce; sparse gradients were gathered before, so that a failure of
-        # either leaves all variables as they were.
+        # Everything that the step changed, in one all-reduce. Sparse gradients were gathered before it, so that a
+        # failure of either leaves all variables as they were.
         merged, averages = self._merge_all(own, [gradients[i] for i in present], logs, before)
         for i, gradient in [*zip(present, merged, strict=True), *sparse.items()]:
             gradients[i] = gradient
         if self._merge.updates:
             _assign_weights(gradients, weights)
         elif weights:
-            # What does not depend on the gradients (the step count, weight decay) must not happen if the merge fails.
+            # What does not depend on the gradients (step count, weight decay) must not happen if the merge fails.
             others = [slices.values for slices in sparse.values()]
             with tf.control_dependencies([*merged, *others]):
                 self._apply_unless_kept(gradients, weights)
@@ -228,7 +227,7 @@ class TensorFlowEngine(ReplicaEngine):
             apply()
 
     def _gradients(self, data: Batch) -> tuple[list[Any], dict[str, Any]]:
-        # As TensorFlowTrainer.train_step, up to the optimizer; the metrics come first, to be merged with the gradients.
+        # As TensorFlowTrainer.train_step, up to the optimizer. Metrics come first, to be merged with the gradients.
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._batches.for_keras(data))
         own = GlobalGradients(model.optimizer)
@@ -253,14 +252,14 @@ class TensorFlowEngine(ReplicaEngine):
         return averages, dict(self._model.get_metrics_result()), self.origins.results(averages)
 
     def _test_step(self, data: Batch) -> dict[str, Any]:
-        """The logs of the step itself."""
+        """Run the model's test step and return the logs that it computes itself."""
         differ = model_state.logs_differ_from_metrics(self._model, "test_step")
         with self._test_origins.watched(of_interest=differ) as find:
             logs = find(self._model.test_step(self._batches.pack(data)))
         return logs if differ else {}
 
     def _start_metrics(self) -> list[Any]:
-        """Reset the metrics' counters, so that they hold what this step adds; returns what they held before."""
+        """Reset the metrics' counters, so that they hold what this step adds. Returns their previous values."""
         before = self._variables.copies(self._metrics)
         for variable, value, rule in zip(self._metrics, before, self.metric_rules.rules, strict=True):
             if rule.is_additive:
@@ -270,13 +269,13 @@ class TensorFlowEngine(ReplicaEngine):
     def _merge_all(
         self, weights: Sequence[Any], gradients: list[Any], logs: dict[str, Any], before: list[Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Merge gradients, state, metrics and logs at once; returns gradients and logs, and assigns the others.
+        """Merge gradients, state, metrics and logs in one call. Returns gradients and logs, and assigns the others.
 
         Args:
-            weights: those that have a gradient here.
-            gradients: of those.
-            logs: what the step logged itself.
-            before: what the metrics held before the step.
+            weights: The weights that have a gradient here.
+            gradients: The gradients of `weights`.
+            logs: The logs that the step computed itself.
+            before: The metrics' values before the step.
         """
         tensors = [
             *gradients,
@@ -306,7 +305,7 @@ class TensorFlowVariables(ModelValues):
     """See `ModelValues`."""
 
     def copies(self, variables: Sequence[Any]) -> list[Any]:
-        """Tensors that keep the present values."""
+        """Return tensors that keep the current values."""
         return [tf.identity(variable.value) for variable in variables]
 
     def read(self, variables: Sequence[Any]) -> list[Array]:
@@ -331,5 +330,5 @@ def _predicted(model: Any, output: Any) -> Array:
 
 
 def _without_string_arrays(array: Array) -> Any:
-    """For Keras, which does not know strings in NumPy arrays."""
+    """Convert strings for Keras, which does not support them in NumPy arrays."""
     return tf.convert_to_tensor(array) if array.dtype.kind in "OSU" else array

@@ -1,4 +1,4 @@
-"""TensorFlow's tensors in custom training loops: to the host and back, called from graphs, and pickled."""
+"""TensorFlow's tensors in custom training loops: conversion to and from host arrays, host calls, and pickling."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TensorFlowTensors(Tensors):
                 "Ragged tensors of several replicas cannot be merged: their rows differ in length. Merge what you "
                 "compute of them, or tensor.to_tensor() where the replicas' shapes agree."
             )
-        tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]  # of sparse gradients too
+        tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]  # sparse gradients, too
         if gradient is None:
             return _on_host(function, tensors, _shapes_of(shape_of, tensors))
         floating = [i for i, tensor in enumerate(tensors) if tensor.dtype.is_floating]
@@ -105,7 +105,7 @@ class TensorFlowTensors(Tensors):
 
     def reduce(self, thing: Any) -> Any:
         if isinstance(thing, tf.types.experimental.PolymorphicFunction):
-            # Its own pickle contains what was traced here, which cannot travel; it is traced again there.
+            # Its own pickle contains what was traced here, which cannot be sent. It is traced again there.
             options = {
                 "input_signature": thing.input_signature,
                 "autograph": thing._autograph,
@@ -124,7 +124,7 @@ class TensorFlowTensors(Tensors):
 
 
 def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a `tf.function` calls, without the weak references by which TensorFlow binds a method."""
+    """Return the function of a `tf.function`, without the weak references with which TensorFlow binds methods."""
     target: Any = getattr(getattr(function, "__original_wrapped__", None), "__self__", None)
     if type(target).__name__ != "TfMethodTarget":
         return function
@@ -150,7 +150,7 @@ def _shapes_of(shape_of: Callable[[Shape], Shape], tensors: Sequence[Any]) -> li
 
 
 def _on_host(function: HostFunction, tensors: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
-    """The results, as many as `shapes`, in the dtypes of the first tensors."""
+    """Return as many results as `shapes`, in the dtypes of the first tensors."""
     results = call_on_host(function, tensors, [tensor.dtype for tensor in tensors[: len(shapes)]])
     if tf.inside_function():
         for shape, result in zip(shapes, results, strict=True):

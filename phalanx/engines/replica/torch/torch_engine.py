@@ -1,7 +1,7 @@
 """Keras models on PyTorch.
 
-PyTorch runs eagerly, so a step simply stops where its gradients are complete, merges them with everything else that the
-step changed (metric increments, batch-norm statistics, logs), and continues with the optimizer.
+PyTorch runs eagerly, so a step stops where its gradients are complete, merges them with everything else that the step
+changed (metric increments, batch-norm statistics, logs), and continues with the optimizer.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class TorchEngine(ReplicaEngine):
             )
         self._variables = TorchVariables()
         super().__init__(model, merge, self._variables)
-        self._state: list[Any] = []  # of layers and modules; known after `build`
+        self._state: list[Any] = []  # of layers and modules; set by `build`
         self._averages: dict[str, Any] = {}
         self._silent: frozenset[str] | None = None
         self._backward = torch.compile(self._run_backward) if model.jit_compile else self._run_backward
-        # By the weights that have a gradient (their ids: the model holds them) and the names of the logs. A program may
-        # freeze and unfreeze layers between two steps, so their places among the trainable ones do not tell.
+        # By the weights that have a gradient (their ids; the model holds them) and the names of the logs. A program may
+        # freeze and unfreeze layers between two steps, so positions among the trainable weights are not enough.
         self._layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], StepLayout] = {}
         self._device = torch.device(get_device())
         self._collectives = MergeCollectives(merge, TorchTensors().call)
@@ -68,13 +68,13 @@ class TorchEngine(ReplicaEngine):
         self._updates = AcceleratedUpdates()
 
     def build(self, data: Batch) -> None:
-        # Losses and layers may draw for each sample; but initial weights follow from the program's generators.
+        # Losses and layers may draw for each sample, but initial weights follow from the program's generators.
         with self.drawing_apart() if has_built_layers(self._model) else nullcontext():
             self._model._symbolic_build(data_batch=self._batches.for_keras(data))
         floating = [buffer for buffer in buffers(self._model) if buffer.value.is_floating_point()]
         self._state = [*_layer_state(self._model), *floating]
         self._note_variables()
-        self._layouts.clear()  # of the state and the metrics that were known before
+        self._layouts.clear()  # built with the previous state and metrics
 
     def layer_state(self) -> list[Any]:
         return list(self._state)
@@ -83,8 +83,8 @@ class TorchEngine(ReplicaEngine):
         self._layouts.clear()
 
     def train(self, data: Batch, share: float) -> None:
-        # Layers write into these in the forward pass, before the merge that may fail. Weights and optimizer follow the
-        # merge, unless a `train_step` of the program's own applies first and merges the rest at its end.
+        # Layers write to these in the forward pass, before the merge, which may fail. Weights and optimizer follow the
+        # merge, unless a custom `train_step` applies first and merges the rest at its end.
         changed = list(self._state)
         is_overridden = model_state.overrides(self._model, "train_step")
         if self._merge.repeats and is_overridden:
@@ -117,18 +117,18 @@ class TorchEngine(ReplicaEngine):
         gradients = map_present(lambda present: self._merge_all(own, present, logs, metrics_before), gradients)
         if self._merge.updates:
             _assign_known(gradients, weights)
-        elif weights:  # as in Keras: loss scaling would count a step without any as one without an overflow
+        elif weights:  # as in Keras: loss scaling would count a step without weights as one without an overflow
             with torch.no_grad(), self._updates(self._model.optimizer):
                 self._model.optimizer.apply(gradients, weights)
 
     def _run_backward(self, data: Batch) -> tuple[list[Any], list[Any], dict[str, Any]]:
-        # As TorchTrainer.train_step, up to the optimizer; with the metrics before it, to be merged with the gradients.
+        # As TorchTrainer.train_step, up to the optimizer. Metrics come first, to be merged with the gradients.
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._batches.for_keras(data))
         y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
         weights = list(model.trainable_weights)
         for weight in weights:
-            # As `zero_grad`: what another step has left would be added to.
+            # As `zero_grad`: gradients left by another step would be added to.
             weight.value.grad = None
         own = GlobalGradients(model.optimizer)
         loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
@@ -141,7 +141,7 @@ class TorchEngine(ReplicaEngine):
             return weights, own.to_merge([weight.value.grad for weight in weights], weights), logs
 
     def _update_metrics(self, *batch: Any) -> dict[str, Any]:
-        """Add a batch to the metrics; returns what the model itself logs about it."""
+        """Add a batch to the metrics. Returns the model's own logs of it."""
         if not model_state.overrides(self._model, "compute_metrics"):
             return model_state.update_metrics(self._model, *batch)
         with self.origins.watched() as find:
@@ -155,7 +155,7 @@ class TorchEngine(ReplicaEngine):
         self._merge_all([], [], logs, metrics_before)
 
     def _merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
-        """The gradients of some weights, merged, or what replaces them; see `merging_applies`."""
+        """Return the merged gradients of some weights, or what replaces them; see `merging_applies`."""
         if self._merge.updates:
             gradients = complete(gradients, weights)
         own = [weight for weight, gradient in zip(weights, gradients, strict=True) if gradient is not None]
@@ -169,19 +169,19 @@ class TorchEngine(ReplicaEngine):
         return map_present(merge, gradients)
 
     def _merged(self, layout: StepLayout, arrays: Sequence[Array]) -> tuple[list[Array], list[Any]]:
-        """The merged arrays, and the same as tensors; they are overwritten by a later merge."""
+        """Return the merged arrays, also as tensors. A later merge overwrites both."""
         return cut_merged(layout, self._merge(layout, arrays, self._share), self._device)
 
     def _merge_all(
         self, weights: Sequence[Any], gradients: list[Any], logs: dict[str, Any], metrics_before: list[Any]
     ) -> list[Any]:
-        """Merge gradients, state, metrics and logs at once; returns the gradients, and assigns the others.
+        """Merge gradients, state, metrics and logs in one call. Returns the gradients, and assigns the others.
 
         Args:
-            weights: those that have a gradient in this step.
-            gradients: of those.
-            logs: what the step logged itself.
-            metrics_before: what the metrics held before the step.
+            weights: The weights that have a gradient in this step.
+            gradients: The gradients of `weights`.
+            logs: The logs that the step computed itself.
+            metrics_before: The metrics' values before the step.
         """
         values = [*gradients, *(variable.value for variable in (*self._state, *self._metrics))]
         own = [np.asarray(keras.ops.convert_to_numpy(value), np.float32) for value in logs.values()]
@@ -192,7 +192,7 @@ class TorchEngine(ReplicaEngine):
             counted = [*gradient_weights(weights), *[MergeWeight.SHARE] * len(self._state)]
             of_all = [*counted, *self.metric_rules.weights, *[MergeWeight.SHARE] * len(logs)]
             layout = self._layouts[key] = StepLayout.of(arrays, of_all, weights)
-        # Both are views of the merge's buffers, which the call after the next overwrites: values are copied into
+        # Both are views of the merge's buffers, which the call after the next one overwrites, so values are copied into
         # variables.
         arrays, tensors = self._merged(layout, arrays)
         of_state, of_metrics, of_logs = accumulate((len(gradients), len(self._state), len(self._metrics)))
@@ -249,7 +249,7 @@ class TorchVariables(ModelValues):
     """See `ModelValues`."""
 
     def copies(self, variables: Sequence[Any]) -> list[Any]:
-        """Tensors that keep the present values."""
+        """Return tensors that keep the current values."""
         return [variable.value.clone() for variable in variables]
 
     def read(self, variables: Sequence[Any]) -> list[Array]:
@@ -258,13 +258,13 @@ class TorchVariables(ModelValues):
     def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         with torch.no_grad():
             for variable, value in zip(variables, values, strict=True):
-                # NumPy's arithmetic gives a number for arrays without axes, which is none to PyTorch.
+                # NumPy arithmetic returns scalars for arrays without axes, which PyTorch does not accept as arrays.
                 variable.value.copy_(value if isinstance(value, torch.Tensor) else from_host(np.asarray(value)))
 
 
 def _layer_state(model: Any) -> list[Any]:
-    """The layers' state without the frozen parameters of PyTorch modules, which Keras tracks as state: they do not
-    change."""
+    """Return the layers' state without the frozen parameters of PyTorch modules, which Keras tracks as state but which
+    do not change."""
     modules = [layer.module for layer in model._flatten_layers() if isinstance(layer, keras.layers.TorchModuleWrapper)]
     parameters = {id(parameter) for module in modules for parameter in module.parameters()}
     return [variable for variable in model_state.layer_state(model) if id(variable.value) not in parameters]
@@ -276,7 +276,7 @@ def _to_device(data: Batch) -> Batch:
 
 
 def _assign_known(values: Sequence[Any], weights: Sequence[Any]) -> None:
-    """Give the weights new values; those for which there is None keep their own."""
+    """Assign values to the weights. Weights whose value is None keep theirs."""
     known = [(weight.value, value) for weight, value in zip(weights, values, strict=True) if value is not None]
     if not known:
         return
@@ -285,7 +285,7 @@ def _assign_known(values: Sequence[Any], weights: Sequence[Any]) -> None:
 
 
 def _count_loss(tracker: Any, loss: Any, samples: int) -> None:
-    """`tracker.update_state(loss, samples)`: two additions, for which Keras takes twenty operations, 0.1 ms."""
+    """Run `tracker.update_state(loss, samples)` as two additions. Keras takes twenty operations, 0.1 ms."""
     masked = getattr(loss, "_keras_mask", None) is not None
     if type(tracker) is keras.metrics.Mean and not loss.ndim and not masked and tracker.dtype == str(loss.dtype)[6:]:
         tracker.total.value.add_(loss * samples)
