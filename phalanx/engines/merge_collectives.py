@@ -1,5 +1,5 @@
-"""Collectives in the middle of a step, on every backend: what losses and layers need of the other ranks before they can
-go on (`phalanx.keras_compat.global_batch.step_collectives`)."""
+"""Collectives in the middle of a step, on every backend, for losses and layers that need values of the other ranks
+(`phalanx.keras_compat.global_batch.step_collectives`)."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Call = Callable[..., list[Any]]
 class MergeCollectives:
     """Collectives of a step whose gradients a merge weights by the ranks' shares of the global batch.
 
-    They weight the gradients that flow back in the same way, and divide it by this rank's own share:
+    They weight the gradients that flow back in the same way, and divide the sum by this rank's share:
 
         own = (sum over r of share_r * gradient_r) / share
 
     Args:
-        merge: reaches the other ranks.
-        call: calls host functions from where the backend's tensors live.
+        merge: Communicates with the other ranks.
+        call: Calls host functions from where the backend's tensors live.
 
     Attributes:
-        share: this rank's share of the global batch, of the step that runs.
-        samples: the number of samples of the global batch and of this rank's (a placeholder's, if the share is 0), for
-            a backend that must know shapes before; None elsewhere.
-        has_gathered: whether a step has called `all_gather`.
+        share: This rank's share of the global batch of the current step.
+        samples: Numbers of samples in the global batch and in this rank's (the placeholder's if the share is 0), for a
+            backend that must know shapes in advance; None elsewhere.
+        has_gathered: Whether a step has called `all_gather`.
     """
 
     may_lack_samples = False
@@ -56,7 +56,7 @@ class MergeCollectives:
         return self._call(self._gather, tensors, shape_of=self._gathered_shape, gradient=self._own_rows)
 
     def merge_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """The gradients of variables, merged as at the end of a step; of no gradient: None stays None."""
+        """Return gradients merged as at the end of a step. None stays None."""
         own = [variable for variable, gradient in zip(variables, gradients, strict=True) if gradient is not None]
 
         def merge(arrays: Sequence[Array]) -> list[Array]:
@@ -66,12 +66,12 @@ class MergeCollectives:
         return map_present(lambda present: self._call(merge, present) if present else [], gradients)
 
     def global_samples(self, own: int) -> int:
-        """The number of samples of the global batch; all ranks must call."""
+        """Return the number of samples in the global batch. All ranks must call this."""
         return len(self._merge.all_gather(np.zeros(own, np.uint8), self.share)[0])
 
     def _totals(self, arrays: Sequence[Array]) -> list[Array]:
         totals: list[Array] = [np.zeros(0)] * len(arrays)
-        # One message for each dtype: a collective of a step costs more than the bytes of a few scalars.
+        # One message per dtype: a collective in a step costs more than the bytes of a few scalars.
         for dtype in dict.fromkeys(array.dtype for array in arrays):
             chosen = [i for i, array in enumerate(arrays) if array.dtype == dtype]
             flat = np.concatenate([arrays[i].reshape(-1) for i in chosen])
@@ -81,11 +81,11 @@ class MergeCollectives:
         return totals
 
     def _flowing_back(self, gradients: Sequence[Array]) -> list[Array]:
-        # The loss was multiplied by the share before it flowed back (`GlobalGradients`), so shares are in it already.
+        # The loss was multiplied by the share before the backward pass (`GlobalGradients`), so it is already included.
         if not self.weights_gradients:
             return self._totals(gradients)
         totals = self._totals([gradient * gradient.dtype.type(self.share) for gradient in gradients])
-        # This rank has no samples: nothing may flow into its placeholder.
+        # This rank has no samples: no gradient may reach its placeholder.
         if not self.share:
             return [np.zeros_like(total) for total in totals]
         return [total / total.dtype.type(self.share) for total in totals]
@@ -94,11 +94,11 @@ class MergeCollectives:
         return [self._merge.all_gather(array, self.share)[0] for array in arrays]
 
     def _own_rows(self, flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
-        """The gradient of `_gather`."""
+        """Compute the gradient of `_gather`."""
         found = []
         for total, shape in zip(self._flowing_back(flowing), shapes, strict=True):
-            # The way forward told where the rows begin, but in another call, perhaps of another trace: asked again, of
-            # one byte a row.
+            # The forward call found where the rows begin, but perhaps in another trace. So it is requested again, with
+            # one byte per row.
             start = self._merge.all_gather(np.zeros(shape[0], np.uint8), self.share)[1]
             found.append(total[start : start + shape[0]] if self.share else np.zeros(shape, total.dtype))
         return found
@@ -107,5 +107,5 @@ class MergeCollectives:
         if self.samples is None or shape[0] is None:
             return [None, *shape[1:]]
         everyone, own = self.samples
-        # An array may have several rows for each sample, as many on all ranks.
+        # An array may have several rows per sample, equally many on all ranks.
         return [shape[0] * everyone // own, *shape[1:]]

@@ -1,11 +1,11 @@
-"""How the variables of a model's metrics are merged over the replicas: by what was added to them, and the start once.
+"""Rules for merging the variables of metrics over the replicas: increments are merged, and the start counts once.
 
-A step changes a variable from s to U(s, batch); each rank knows U(s, its part). A rule says two things of U:
+A step changes a variable from s to U(s, batch). Each rank knows U(s, its part). A rule describes U in two ways:
 
-* the *weight*: how U of the whole batch follows from U of its parts. A counter is a sum of its parts, a mean of one
-  number for each step is their mean by shares, a maximum their maximum;
-* whether it is *additive*, U(s, batch) = s + f(batch). Then f(batch) is what is merged, and s is added afterwards,
-  once: s may be anything, whether a metric starts with it or keeps it from one epoch to the next.
+* The *weight*: how U of the whole batch follows from U of its parts. A counter is the sum of its parts, a mean of one
+  number per step is their mean weighted by shares, a maximum is their maximum.
+* Whether it is *additive*, U(s, batch) = s + f(batch). Then f(batch) is merged, and s is added afterwards, once. s may
+  be anything, whether a metric starts with it or keeps it from one epoch to the next.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MetricRule(NamedTuple):
 
 COUNTER = MetricRule(MergeWeight.ONE, True)
 
-# What the `aggregation` of a variable says. A plain `keras.Variable` says "none", and counts like most others.
+# Rules for the `aggregation` of a variable. A plain `keras.Variable` has "none", and counts like most others.
 RULE_OF_AGGREGATION = {
     "sum": COUNTER,
     "none": COUNTER,
@@ -39,7 +39,7 @@ RULE_OF_AGGREGATION = {
 
 
 def declared_rule(variable: Any) -> MetricRule:
-    """The rule that a variable declares; flags, which cannot be added, are raised."""
+    """Return the rule that a variable declares. Flags cannot be added; they are merged by maximum."""
     if variable.dtype == "bool":
         return MetricRule(MergeWeight.MAX, False)
     return RULE_OF_AGGREGATION[variable.aggregation]
@@ -49,13 +49,13 @@ class MetricRules:
     """The rules of `model.metrics_variables`, in order, and the variables' values.
 
     Args:
-        read: returns copies of the newest values of variables.
-        write: gives variables values.
+        read: Returns copies of the newest values of variables.
+        write: Assigns values to variables.
 
     Attributes:
-        variables: the variables that they are of.
-        rules: what the variables declare, until `decided` says what they do.
-        is_decided: whether it has been found out what they do.
+        variables: The variables of the metrics.
+        rules: What the variables declare, until `decide` sets what they do.
+        is_decided: Whether `decide` was called for these variables.
     """
 
     def __init__(
@@ -69,20 +69,19 @@ class MetricRules:
         self.is_decided = False
 
     def note(self, variables: Sequence[Any]) -> None:
-        """Call when the model is built, perhaps again: what was decided on the same variables stays."""
-        # By identity: what was found out holds as long as the model has these very variables, also if it is built
-        # again.
+        """Set the variables, whenever the model is built. What was decided for the same variables is kept."""
+        # By identity: rules that were found hold as long as the model has these very variables, even if it is rebuilt.
         if [id(variable) for variable in variables] != [id(variable) for variable in self.variables]:
             self.variables = list(variables)
             self.rules = tuple(declared_rule(variable) for variable in variables)
             self.is_decided = False
 
     def values(self) -> list[Array]:
-        """Copies of the variables' newest values."""
+        """Return copies of the variables' newest values."""
         return self._read(self.variables)
 
     def set_values(self, values: Sequence[Array]) -> None:
-        """Give the variables these values."""
+        """Assign values to the variables."""
         self._write(self.variables, values)
 
     def decide(self, rules: Sequence[MetricRule]) -> None:
@@ -97,30 +96,30 @@ class MetricRules:
 
     @property
     def weights_over_steps(self) -> tuple[MergeWeight, ...]:
-        """How each counts in a merge of whole steps that different workers took: what is added, is added up."""
+        """How each variable counts in a merge of whole steps of different workers: additive ones are summed."""
         return tuple(MergeWeight.ONE if rule.is_additive else rule.weight for rule in self.rules)
 
     @property
     def only_count(self) -> bool:
-        """Whether all are counters, so that what several steps have added can be merged at once."""
+        """Whether all variables are counters, so that the increments of several steps can be merged at once."""
         return set(self.rules) <= {COUNTER}
 
     @property
     def merge_every_batch(self) -> bool:
-        """Whether what several batches did to them cannot be merged at once, as each batch has shares of its own."""
-        # Counters may wait, whatever the shares; so may maxima and minima that are not added to what was before. The
-        # rest depends on each batch's shares.
+        """Whether the changes of several batches cannot be merged at once, because each batch has its own shares."""
+        # Counters may wait, whatever the shares, and so may maxima and minima that are not added to a former value. All
+        # others depend on each batch's shares.
         return any(rule != COUNTER and (rule.is_additive or rule.weight not in EXTREMES) for rule in self.rules)
 
     def added(self, values: Sequence[Array], start: Sequence[Array]) -> list[Array]:
-        """The part of `values` to merge: increments since `start` for additive rules, else the values."""
+        """Return the part of `values` to merge: increments since `start` for additive rules, else the values."""
         return [
             np.asarray(value - begun) if rule.is_additive else value
             for value, begun, rule in zip(values, start, self.rules, strict=True)
         ]
 
     def with_start(self, merged: Sequence[Array], start: Sequence[Array]) -> list[Array]:
-        """The values of which this was merged; see `added`."""
+        """Return the values from merged parts; the inverse of `added`."""
         return [
             np.asarray(begun + value, begun.dtype) if rule.is_additive else value
             for value, begun, rule in zip(merged, start, self.rules, strict=True)

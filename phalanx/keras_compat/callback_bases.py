@@ -1,4 +1,4 @@
-"""Callbacks as users pass them, and the base classes of Phalanx's own."""
+"""Callbacks as users pass them, and the base classes of Phalanx's callbacks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from phalanx.errors import ConfigurationError
 LOGGER_PACKAGES = frozenset(
     {"aim", "comet_ml", "dvclive", "mlflow", "neptune", "neptune_tensorflow_keras", "swanlab", "wandb"}
 )
-"""Packages whose Keras callbacks report to a service. They are recognised by name: none of them is imported."""
+"""Packages whose Keras callbacks report to a service. They are recognized by name; none of them is imported."""
 
 _WRAPPED = "_phalanx_on_chief"
 
 
 class ChiefCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Base of Phalanx's callbacks that run on the chief alone.
+    """Base of Phalanx's callbacks that run only on the chief.
 
     Attributes:
-        saves: whether it may save the model between any two steps.
+        saves: Whether it may save the model between any two steps.
     """
 
     saves = False
@@ -55,7 +55,7 @@ class OnChief(ChiefCallback):
     In a program without a strategy, the callback runs as if it had been passed directly.
 
     Args:
-        callback: a Keras callback, or a function without arguments (or a class) that returns one.
+        callback: A Keras callback, or a function without arguments (or a class) that returns one.
 
     Raises: ConfigurationError if it is neither, or if the function returns something else.
     """
@@ -74,7 +74,7 @@ class OnChief(ChiefCallback):
             )
 
     def create(self) -> Any:
-        """The callback, created now if a function was passed that has not been called yet."""
+        """Return the callback. If a function was passed that has not been called yet, call it now."""
         if self.callback is None:
             assert self._factory is not None
             created = self._factory()
@@ -111,19 +111,19 @@ def is_wrapped(callback: Any) -> bool:
 
 
 def logger_class(callback: Any) -> type | None:
-    """The class of one of `LOGGER_PACKAGES` that this callback has or derives from, if any."""
+    """Return the class of one of `LOGGER_PACKAGES` that the callback has or derives from, if any."""
     return next((kind for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] in LOGGER_PACKAGES), None)
 
 
 def create_on_chief(callbacks: Any) -> None:
-    """On the chief: create the callbacks for which `OnChief` was passed a function."""
+    """On the chief: create the callbacks for which `OnChief` received a function."""
     for callback in flatten_callbacks(callbacks):
         if isinstance(callback, OnChief):
             callback.create()
 
 
 def flatten_callbacks(callbacks: Any) -> list[Any]:
-    """The callbacks that were passed to a method, as a list. What `OnChief` has created or was passed replaces it."""
+    """Return a method's `callbacks` as a list, with each `OnChief` replaced by the callback that it wraps, if any."""
     if callbacks is None:
         return []
     passed = list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]

@@ -24,10 +24,10 @@ def has_built_layers(model: Any) -> bool:
 
 
 def build_layers(model: Any, x: Any) -> None:
-    """Have the layers create their variables for inputs like these arrays. Nothing is computed.
+    """Make the layers create their variables for inputs like these arrays. Nothing is computed.
 
-    On TensorFlow Keras builds layers while it traces a step, where a stateful recurrent layer may create its state. Its
-    symbolic call, which serves the other backends, refuses that.
+    On TensorFlow, Keras builds layers while it traces a step, in which a stateful recurrent layer may create its state.
+    Its symbolic call, which serves the other backends, refuses that.
     """
     if keras.backend.backend() != "tensorflow":
         compute_output_spec(model, keras_tensors(x), training=False)
@@ -35,7 +35,7 @@ def build_layers(model: Any, x: Any) -> None:
     import tensorflow as tf
 
     tensors = _tensors(x)
-    # Traced, not run: the trace creates the variables.
+    # Traced, not run: tracing creates the variables.
     traced = tf.function(lambda x: model(x, training=False), autograph=False)
     try:
         traced.get_concrete_function(tensors)
@@ -47,10 +47,10 @@ def build_layers(model: Any, x: Any) -> None:
 
 
 def build_all(model: Any, batch: Any) -> None:
-    """On TensorFlow, have layers, metrics, loss and optimizer create their variables for a batch like this one.
+    """On TensorFlow, make layers, metrics, loss and optimizer create their variables for a batch like this one.
 
     Args:
-        batch: `(x, y, sample_weight)`, as Keras's steps get it.
+        batch: `(x, y, sample_weight)`, as Keras's steps receive it.
     """
     x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
     if not has_built_layers(model):
@@ -75,35 +75,35 @@ def _tensors(arrays: Any) -> Any:
 
 
 def graph_output_shapes(model: Any) -> list[tuple[int | None, ...]] | None:
-    """The shapes of the outputs of a model whose graph is known; None of others. No layer is called for it, which takes
-    up to a second for a large model."""
+    """Return the output shapes of a model whose graph is known; None for others. It calls no layer, which takes up to a
+    second for a large model."""
     if type(model).call not in (Functional.call, keras.Sequential.call) or own_method(model, "call") is not None:
         return None
     try:
         return [tuple(output.shape) for output in model.outputs]
-    except (AttributeError, ValueError):  # layers that are called one after the other, without a graph
+    except (AttributeError, ValueError):  # layers that are called in sequence, without a graph
         return None
 
 
 def output_shapes(model: Any, x: Any) -> list[tuple[int | None, ...]] | None:
-    """The shapes of a built model's outputs, in which the axis of the samples has no length; None if they are known
-    only once outputs are computed.
+    """Return the shapes of a built model's outputs, with None for the number of samples; or None if they are known only
+    once outputs are computed.
 
     Args:
-        x: arrays like the inputs, as the model takes them.
+        x: Arrays like the inputs, in the structure that the model takes.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they come when the outputs are computed
+            warnings.simplefilter("ignore")  # they appear when the outputs are computed
             outputs = compute_output_spec(model, keras_tensors(x, any_size=True), training=False)
-    except Exception as error:  # the model computes only with values
+    except Exception as error:  # the model only computes with values
         logger.debug("The shapes of the outputs of %r are not known before they are computed: %s", model.name, error)
         return None
     return [tuple(output.shape) for output in tree.flatten(outputs) if output is not None]
 
 
 def keras_tensors(arrays: Any, *, any_size: bool = False) -> Any:
-    """Symbolic tensors like these arrays; with `any_size`, of any number of samples."""
+    """Create symbolic tensors like these arrays; with `any_size`, for any number of samples."""
 
     def symbolic(array: Any) -> Any:
         kind = "string" if array.dtype.kind in "OSU" else keras.backend.standardize_dtype(array.dtype)

@@ -1,8 +1,8 @@
 """Defers imports of parts of Keras and JAX that few programs use until the program uses them.
 
 `import keras` imports scikit-learn and Matplotlib if they are installed, for its wrappers and image galleries, and with
-them half of SciPy; and pandas, to recognize its tables among inputs. That takes longer than Keras itself, in every
-worker of a job and after every restart.
+them half of SciPy. It also imports pandas, to recognize its tables among inputs. That takes longer than Keras itself,
+in every worker of a job and after every restart.
 
 Measured: CPU seconds of `import keras`, with all of these packages installed, mean of two runs on a busy machine
 
@@ -11,7 +11,7 @@ Measured: CPU seconds of `import keras`, with all of these packages installed, m
     DEFERRED                           1.2    3.4     3.4
     DEFERRED and without pandas        1.05   3.3     2.65
 
-`jax.experimental.sparse.linalg` alone is 0.13 s of it on JAX.
+On JAX, `jax.experimental.sparse.linalg` alone is 0.13 s of it.
 
 Puts a finder in `sys.meta_path`. This module imports neither Keras nor JAX. Tested with Keras 3.12 and 3.15.
 """
@@ -40,11 +40,11 @@ DEFERRED = frozenset(
 LARGE = frozenset({"jax", "keras", "tensorflow", "torch"})
 """Libraries whose import takes seconds."""
 ASKS_FOR_PANDAS = "keras.src.trainers.data_adapters.array_slicing"
-"""It imports pandas, and only tests whether objects are instances of its classes."""
+"""The module that imports pandas only to test whether objects are instances of its classes."""
 
 
 class _OfPandas(type):
-    """Stands for the class of this name in pandas; while pandas is not imported, no object is an instance."""
+    """Placeholder for the pandas class of this name. Until pandas is imported, no object is an instance."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         pandas = sys.modules.get("pandas")
@@ -78,7 +78,7 @@ class _Finder:
     """See `importlib.abc.MetaPathFinder`.
 
     Args:
-        on_import: see `install`.
+        on_import: See `install`.
     """
 
     def __init__(self, on_import: Callable[[str | None], object] | None):
@@ -98,10 +98,10 @@ class _Finder:
         return spec
 
     def _announced(self, spec: ModuleSpec | None) -> ModuleSpec | None:
-        """The same module, whose import is reported; those that it imports in turn are a part of it."""
+        """Report the import of a module. The modules that it imports in turn are part of it."""
         if spec is None or spec.loader is None:
             return spec
-        # The loader itself stays: programs and libraries read sources and data files through it.
+        # The loader itself is kept: programs and libraries read sources and data files through it.
         loader, execute, on_import = spec.loader, spec.loader.exec_module, self._on_import
         assert on_import is not None
 
@@ -123,6 +123,6 @@ def install(on_import: Callable[[str | None], object] | None = None) -> None:
     """Defer the imports from now on, in this process.
 
     Args:
-        on_import: called with the name of a large library when its import begins, and with None when it has ended.
+        on_import: Called with the name of a large library when its import begins, and with None when it has ended.
     """
     sys.meta_path.insert(0, _Finder(on_import))

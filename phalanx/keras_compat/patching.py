@@ -1,4 +1,4 @@
-"""The ways in which Keras objects, classes and modules are patched, each with its way back.
+"""Ways to patch Keras objects, classes and modules, and to undo the patches.
 
 Tested with Keras 3.12 and 3.15.
 """
@@ -11,15 +11,15 @@ from typing import Any
 
 
 class PatchedFunction:
-    """A context in which `owner.name` is `replacement`; the function that it replaces is in `original`.
+    """A context in which `owner.name` is `replacement`. The replaced function is in `original`.
 
     It can be entered again after it was left. The replacement is the same object each time, because compilers guard on
     the identity of the functions that they see.
 
     Args:
-        owner: a module or a class.
-        name: of the function.
-        replacement: called instead of it.
+        owner: A module or a class.
+        name: Name of the function.
+        replacement: Called instead of the function.
     """
 
     original: Callable[..., Any]
@@ -38,7 +38,7 @@ class PatchedFunction:
 
 
 class Patches:
-    """Patches of classes and modules that stay until `restore`."""
+    """Patches of classes and modules that last until `restore`."""
 
     def __init__(self) -> None:
         self._originals: dict[tuple[Any, str], Any] = {}
@@ -47,8 +47,8 @@ class Patches:
         return place in self._originals
 
     def replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        """Replace a function of a module, or a method of a class or its base, by what `wrap` makes of it."""
-        # None if the class inherits it: `restore` then takes the replacement out again.
+        """Replace a function of a module, or a method of a class or its base, by the result of `wrap`."""
+        # None if the class inherits it: `restore` then deletes the replacement.
         self._originals[owner, name] = vars(owner).get(name)
         setattr(owner, name, wrap(getattr(owner, name)))
 
@@ -63,14 +63,14 @@ class Patches:
 
 
 def defining_class(kind: type, name: str) -> type:
-    """The class, or the base of it, that defines this method."""
+    """Return the class, or its base class, that defines this method."""
     return next(base for base in kind.__mro__ if name in vars(base))
 
 
 def override_methods(target: Any, **methods: Any) -> None:
     """Override methods of one object.
 
-    It goes past the attribute tracking of Keras, which would wrap the values or refuse them on a built object.
+    This bypasses Keras's attribute tracking, which would wrap the values or refuse them on a built object.
     """
     vars(target).update(methods)
 
@@ -83,8 +83,8 @@ def restore_methods(target: Any, *names: str) -> None:
 
 @contextmanager
 def overridden_methods(target: Any, **methods: Callable[..., Any]) -> Iterator[None]:
-    """A context in which methods of one object are overridden; it may have its own of these already."""
-    # A former override of the same object, which is back on exit: contexts of this kind may be inside of each other.
+    """Context in which methods of one object are overridden, even if they already were."""
+    # An earlier override of the same object is restored on exit: such contexts may be nested.
     before = {name: own for name, own in vars(target).items() if name in methods}
     override_methods(target, **methods)
     try:
@@ -95,12 +95,12 @@ def overridden_methods(target: Any, **methods: Callable[..., Any]) -> Iterator[N
 
 
 def set_untracked(target: Any, **values: Any) -> None:
-    """Set attributes of a Keras object past its tracking, which would copy every list."""
+    """Set attributes of a Keras object, bypassing its tracking, which would copy every list."""
     vars(target).update(values)
 
 
 def insert_mixin(target: Any, mixin: type) -> None:
-    """Put a class before the class of one object. The name of the object's class stays, which Keras saves."""
+    """Insert a class before the class of one object. The class keeps its name, which Keras saves."""
     own = type(target)
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     target.__class__ = type(own.__name__, (mixin, own), names)

@@ -1,14 +1,14 @@
 """Matrix products of Keras on PyTorch, by the faster of PyTorch's two libraries.
 
-What for: on CPUs PyTorch multiplies float32 matrices with Intel's MKL, which uses no more than AVX2 on processors of
-other makers. PyTorch also has oneDNN, for convolutions, and oneDNN uses everything that the processor has.
+Purpose: on CPUs, PyTorch multiplies float32 matrices with Intel's MKL, which uses at most AVX2 on processors of other
+vendors. PyTorch also has oneDNN, for convolutions, and oneDNN uses everything that the processor has.
 
-Measured: on an AMD EPYC with AVX-512 a product takes half the time (784 x 64 times 64 x 256: 0.14 ms instead of 0.24).
+Measured: on an AMD EPYC with AVX-512, a product takes half the time (784 x 64 times 64 x 256: 0.14 ms instead of 0.24).
 The step of an MLP at batch 512 took a fifth less time.
 
-The same: both compute the product in float32 and differ in the order of additions, so results and gradients of any
-order are equal to rounding; `tests/engines/test_torch_onednn_matmul.py` compares them. Replaced are only products of
-Keras's layers (`keras.ops.matmul` with a matrix on the right), and only while a step of `fit`, `evaluate` or `predict`
+Same numbers: both compute the product in float32 and differ in the order of additions, so results and gradients of any
+order are equal to rounding; `tests/engines/test_torch_onednn_matmul.py` compares them. Only products of Keras's layers
+(`keras.ops.matmul` with a matrix on the right) are replaced, and only while a step of `fit`, `evaluate` or `predict`
 runs. Everything that gives the product another meaning is left to PyTorch: other dtypes, autocast, a lower float32
 precision, transformations of `torch.func`, compilation, and modes that watch operations. So is everything if the
 program disables oneDNN (`torch.backends.mkldnn.enabled = False`).
@@ -27,7 +27,7 @@ from phalanx.keras_compat.patching import PatchedFunction
 from phalanx.keras_compat.torch_internals import KerasVariable, keras_numpy
 
 LEAST_FLOP = 6_000_000
-"""The overhead in Python costs more than oneDNN saves on smaller products."""
+"""On smaller products, the overhead in Python costs more than oneDNN saves."""
 
 
 @functools.cache
@@ -46,12 +46,12 @@ def _has_amd_processor() -> bool:
 
 
 class OneDNNMatmul(PatchedFunction):
-    """A context in which oneDNN computes Keras's products. Without effect where it is not faster, and inside of itself,
-    because a step may predict."""
+    """A context in which oneDNN computes Keras's products. No effect where oneDNN is not faster, or inside another such
+    context, because a step may predict."""
 
     def __init__(self) -> None:
         super().__init__(keras_numpy, "matmul", self._matmul)
-        # One for each context that was entered and not left, as steps may be inside of each other.
+        # One entry for each context that is active, as steps may be nested.
         self._in_use: list[bool] = []
 
     def __enter__(self) -> None:
@@ -75,7 +75,7 @@ class OneDNNMatmul(PatchedFunction):
 
 
 def _computes_in_float32() -> bool:
-    """Whether the program lets oneDNN multiply, and in float32 to the last bit."""
+    """Whether the program allows oneDNN to multiply, with full float32 precision."""
     flags: Any = torch.backends.mkldnn
     if not flags.enabled:
         return False
@@ -85,14 +85,14 @@ def _computes_in_float32() -> bool:
 
 
 def _tensor(value: Any) -> Any:
-    """The value if it is a plain float32 tensor on the CPU; else None."""
+    """Return the value if it is a plain float32 tensor on the CPU, else None."""
     tensor = value.value if isinstance(value, KerasVariable) else value
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dtype is torch.float32
     return tensor if plain and tensor.device.type == "cpu" and tensor.layout is torch.strided else None
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The product of two float32 matrices on the CPU; differentiable any number of times."""
+    """Multiply two float32 matrices on the CPU. Differentiable any number of times."""
     is_small = 2 * left.numel() * right.shape[1] < LEAST_FLOP
     if is_small or left.shape[1] != right.shape[0] or _has_other_meaning():
         return left @ right
@@ -103,8 +103,8 @@ def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _has_other_meaning() -> bool:
-    """Whether `left @ right` would now do something else than multiply and record for reverse differentiation: under
-    autocast, in a transformation of `torch.func`, or in a mode that watches or replaces operations."""
+    """Whether `left @ right` would now do more than multiply and record for reverse differentiation: under autocast, in
+    a transformation of `torch.func`, or in a mode that watches or replaces operations."""
     return (
         torch.is_autocast_enabled("cpu")
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -121,8 +121,8 @@ def _multiplied(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _dense(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix without gaps and repetitions, as the gradients of sums have; oneDNN takes 1000 times as long for
-    those."""
+    """Return the matrix without gaps and repetitions, such as the gradients of sums have. With these, oneDNN takes 1000
+    times as long."""
     return matrix if matrix.is_contiguous() or matrix.t().is_contiguous() else matrix.contiguous()
 
 
@@ -136,5 +136,5 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         left, right = ctx.saved_tensors
         of_left, of_right = ctx.needs_input_grad
-        multiply = product if torch.is_grad_enabled() else _multiplied  # the first can be differentiated once more
+        multiply = product if torch.is_grad_enabled() else _multiplied  # `product` can be differentiated again
         return multiply(gradient, right.t()) if of_left else None, multiply(left.t(), gradient) if of_right else None

@@ -1,4 +1,4 @@
-"""A Keras model on a mesh: makes its variables where they belong, and moves those that were made elsewhere."""
+"""A Keras model on a mesh: creates its variables in their layouts, and moves those that were created elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.keras_compat.variables.variable_layouts import PlacedDistribution, 
 
 
 class ModelShardings(NamedTuple):
-    """The shardings of the four lists of values that the steps of a model take and return, or of some of them."""
+    """The shardings of the four lists of values, or some of them, that the steps of a model take and return."""
 
     trainable: list[Any]
     non_trainable: list[Any]
@@ -24,8 +24,8 @@ class ModelShardings(NamedTuple):
 
 @contextmanager
 def making_placed(placement: Placement) -> Iterator[None]:
-    """A context in which variables are made where they belong, and layers lay out what they return as the program's
-    layout map says."""
+    """Context in which variables are created in their layouts, and layers lay out their outputs as the program's layout
+    map says."""
     activations = None if isinstance(placement.layout_map, str) else placement.layout_map
     distribution = PlacedDistribution(placement.mesh, placement.data_axes[0], activations, placement.at_rest)
     with distribution.scope(), laying_out_slots(placement.mesh, placement.of_slot):
@@ -38,12 +38,12 @@ class PlacedModel:
     def __init__(self, model: Any, placement: Placement) -> None:
         self._model = model
         self._placement = placement
-        # The variables that were placed last; others mean that the model was built or compiled again.
+        # The variables that were placed last. Others mean that the model was rebuilt or compiled again.
         self._placed: list[list[Any]] = []
         self._shardings: ModelShardings | None = None
 
     def place(self) -> bool:
-        """Move what lies elsewhere. Returns whether functions that were compiled before the last call do not fit.
+        """Move variables that are elsewhere. Returns whether functions compiled before this call no longer fit.
 
         Raises: ConfigurationError if the program's layouts do not fit the model's variables.
         """
@@ -58,9 +58,9 @@ class PlacedModel:
         for weight in weights:
             if id(weight) not in of_optimizers:
                 lay_out(weight, placement.at_rest(weight), placement.mesh)
-        # Slots of optimizers that a model keeps may be among its weights; each is moved once, as a slot.
+        # Slots of optimizers that a model keeps may be among its weights. Each is moved once, as a slot.
         for slot in of_optimizers.values():
-            # Those that were made in `making_placed` lie where they belong.
+            # Slots created in `making_placed` are already in place.
             if axes_of(slot, placement.mesh) is None:
                 lay_out(slot, self._layout_of_slot(slot), placement.mesh)
         for variable in model.metrics_variables:
@@ -70,10 +70,10 @@ class PlacedModel:
         return former != self._shardings
 
     def shardings(self, mesh: Mesh | None = None) -> ModelShardings:
-        """Where the values of the placed variables lie between the steps.
+        """Return the shardings of the placed variables between the steps.
 
         Args:
-            mesh: of other devices than the variables'.
+            mesh: Mesh of other devices than the variables'; None: theirs.
         """
         mesh = mesh or self._placement.mesh.backend_mesh
         return ModelShardings(
@@ -84,12 +84,12 @@ class PlacedModel:
         )
 
     def layouts_in_step(self) -> tuple[list[Axes], list[Axes]]:
-        """The layouts of trainable and non-trainable variables while the model computes."""
+        """Return the layouts of trainable and non-trainable variables while the model computes."""
         model, in_step = self._model, self._placement.in_step
         return [in_step(v) for v in model.trainable_variables], [in_step(v) for v in model.non_trainable_variables]
 
     def batch_sharding(self, shape: tuple[int, ...], mesh: Mesh | None = None) -> NamedSharding:
-        """Where an array of a global batch lies, by its shape."""
+        """Return the sharding of an array of a global batch, by its shape."""
         return NamedSharding(mesh or self._placement.mesh.backend_mesh, PartitionSpec(*self._placement.of_batch(shape)))
 
     def _variables(self) -> tuple[Sequence[Any], ...]:
@@ -98,10 +98,10 @@ class PlacedModel:
         return model.trainable_variables, model.non_trainable_variables, of_optimizer, model.metrics_variables
 
     def _layout_of_slot(self, slot: Any) -> Axes:
-        """The layout of an optimizer's variable that was made elsewhere: its name begins with the weight's path."""
+        """Return the layout of an optimizer variable created elsewhere: its name begins with the weight's path."""
         for weight in self._model.trainable_variables:
-            # So Keras names it (`add_variable_from_reference`). The layout of another weight of this shape would change
-            # no number.
+            # Keras names it so (`add_variable_from_reference`). The layout of another weight of this shape would not
+            # change any number.
             if slot.name.startswith(weight.path.replace("/", "_")) and tuple(slot.shape) == tuple(weight.shape):
                 return self._placement.of_slot(weight)
         return (None,) * len(slot.shape)

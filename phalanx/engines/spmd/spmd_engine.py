@@ -1,7 +1,7 @@
 """Keras models on all devices of a mesh: each step is one compiled program over global arrays, with nothing to merge.
 
-XLA divides the program and puts the collectives into it, so that whatever a step computes is computed over the global
-batch: batch normalization, losses between samples, norms of gradients.
+XLA divides the program and inserts the collectives, so everything in a step is computed over the global batch: batch
+normalization, losses between samples, norms of gradients.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class SpmdEngine(Engine):
             "test": programs.compile_test,
             "predict": programs.compile_predict,
         }
-        # Whether the warning about batches that do not divide was considered; it is about the first one alone.
+        # Whether the warning about indivisible batches was considered. It is only about the first batch.
         self._has_trained = False
-        # Compiled with the shardings of the placed variables; forgotten when these or the variables change.
+        # Compiled with the shardings of the placed variables. Cleared when these or the variables change.
         self._functions: dict[tuple[str, ElementStructure], Callable[..., Any]] = {}
         self._logs: dict[str, Any] = {}  # of the newest training step
         self._test_logs: dict[str, Any] = {}
@@ -92,7 +92,7 @@ class SpmdEngine(Engine):
     def merged_metrics(
         self, share: float, start: Sequence[Array], *, final: bool, training: bool = False
     ) -> Mapping[str, Any]:
-        """See `Engine.merged_metrics`: what one program has counted is of all samples already."""
+        """See `Engine.merged_metrics`. One program has already counted all samples."""
         logs = self._logs if training else self._test_logs
         if not final:
             return logs
@@ -102,10 +102,10 @@ class SpmdEngine(Engine):
         return chosen
 
     def merge_metrics(self, share: float, start: Sequence[Array]) -> None:
-        """Do nothing; see `merged_metrics`."""
+        """Do nothing. See `merged_metrics`."""
 
     def _warn_of_whole_batches(self, data: Batch, share: float) -> None:
-        """Say so if a batch of this size, the first one, is computed whole by every device."""
+        """Warn if every device computes the whole of a batch of this size, the first one."""
         rows, parts = round(model_state.samples(data) / share), self._placement.data_shards
         if rows % parts:
             logger.warning(
@@ -121,7 +121,7 @@ class SpmdEngine(Engine):
         return self._functions[key]
 
     def _put(self, data: Batch, share: float) -> Batch:
-        """The global batch, of which `data` is this process's part."""
+        """Create the global batch, of which `data` is this process's part."""
 
         def put(part: Array) -> Any:
             rows = round(len(part) / share) if part.ndim else 1

@@ -1,7 +1,7 @@
-"""Where a model's own `train_step` calls `optimizer.apply`: the gradients are merged there first.
+"""Merges gradients where a custom `train_step` calls `optimizer.apply`.
 
-It overrides `apply` on the optimizer object. An optimizer that is none of the model's (one in a global variable) is
-caught by the wrapper that `hook` puts around every `apply`, which asks `stray_merge`.
+Overrides `apply` on the optimizer object. An optimizer that is not one of the model's (in a global variable) is caught
+by the wrapper that `trainer_hook` puts around every `apply`, which calls `stray_merge`.
 
 Tested with Keras 3.12 and 3.15.
 """
@@ -21,7 +21,7 @@ from phalanx.keras_compat.model_state import optimizers
 from phalanx.keras_compat.patching import overridden_methods, override_methods
 
 MergeGradients = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-"""Called with gradients and their weights; returns what is to be applied."""
+"""Takes gradients and their weights, and returns the values to apply."""
 
 _strays = threading.local()
 
@@ -33,13 +33,13 @@ def merging_applies(
     fused: Callable[[Any], AbstractContextManager[None]],
     assign: Callable[[Sequence[Any], Sequence[Any]], None] | None = None,
 ) -> Iterator[None]:
-    """A context in which optimizers merge their gradients before they apply them.
+    """Context in which optimizers merge their gradients before they apply them.
 
     Args:
-        model: whose optimizers merge; those of other objects merge too, see `stray_merge`.
-        merge: merges the gradients.
-        fused: a context that lets an optimizer use a fused kernel.
-        assign: called instead of the optimizers' own update, with what `merge` returned and the weights.
+        model: The model whose optimizers merge. Optimizers of other objects merge too; see `stray_merge`.
+        merge: Merges the gradients.
+        fused: Creates a context that makes an optimizer use a fused kernel.
+        assign: Called instead of the optimizers' own update, with the result of `merge` and the weights.
     """
     with ExitStack() as stack:
         for optimizer in optimizers(model):
@@ -50,16 +50,16 @@ def merging_applies(
 
 
 def stray_merge() -> MergeGradients | None:
-    """The merge for an optimizer that is applied now and is none of the model's; None outside of a train step."""
+    """Return the merge for an optimizer being applied that is not the model's; None outside of a train step."""
     return getattr(_strays, "merge", None)
 
 
 def redirect_apply(optimizer: Any, apply: Callable[[Sequence[Any], Sequence[Any] | None], None]) -> None:
-    """Replace an optimizer's `apply` (and so `apply_gradients` and `stateless_apply`) for good.
+    """Replace an optimizer's `apply` (and so `apply_gradients` and `stateless_apply`) permanently.
 
     Args:
-        optimizer: a Keras optimizer.
-        apply: called with the gradients and the variables that came with them, or None.
+        optimizer: A Keras optimizer.
+        apply: Called with the gradients, and the variables passed with them or None.
     """
 
     def redirected(grads: Any, trainable_variables: Any = None) -> None:
@@ -94,23 +94,23 @@ def _merging_apply(optimizer: Any, merge: MergeGradients, apply: Callable[..., A
 
     def merged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         if trainable_variables is None:
-            # As Keras does for `apply(gradients)`: those that the optimizer was built for.
+            # As in Keras for `apply(gradients)`: the variables that the optimizer was built for.
             trainable_variables = optimizer._trainable_variables
         weights = list(trainable_variables)
         gradients = merged(list(grads), weights)
-        # `apply` is wrapped by `trainer_hook` as well, which must not merge again what is merged.
+        # `trainer_hook` wraps `apply` as well, and must not merge these gradients again.
         with _strays_merging(None):
             return apply(gradients, weights)
 
     def merged_apply_gradients(grads_and_vars: Any) -> Any:
-        """The program's own `apply_gradients` sees merged gradients, which `apply` must not merge again."""
+        """Merge before the program's `apply_gradients`. The `apply` that it calls must not merge again."""
         grads, weights = map(list, zip(*grads_and_vars, strict=True))
         gradients = merged(grads, weights)
         with _strays_merging(None), overridden_methods(optimizer, apply=apply):
             return apply_gradients(zip(gradients, weights, strict=True))
 
-    # Keras's own `apply_gradients` only calls `apply`, where the merge is. One that a program has overridden may
-    # compute with gradients, and must see merged ones.
+    # Keras's own `apply_gradients` only calls `apply`, which merges. One that a program has overridden may compute with
+    # gradients, and must see merged ones.
     methods: dict[str, Callable[..., Any]] = {**own.methods, "apply": merged_apply}
     if type(optimizer).apply_gradients is not keras.optimizers.Optimizer.apply_gradients:
         methods["apply_gradients"] = merged_apply_gradients

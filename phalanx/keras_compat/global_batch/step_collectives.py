@@ -1,8 +1,8 @@
-"""The other replicas, for layers and losses that need them in the middle of a step.
+"""Access to the other replicas for layers and losses that need them in the middle of a step.
 
-An engine that takes a step, and `strategy.run`, enter `InStep`; what they compute asks `current()` for the collectives.
-Every rank computes the same step, so all call the same collectives in the same order: a rank without samples too, whose
-placeholder batch counts for nothing.
+An engine that takes a step, and `strategy.run`, enter `InStep`. The code inside gets the collectives from `current()`.
+Every rank computes the same step, so all call the same collectives in the same order. This includes a rank without
+samples, whose placeholder batch counts for nothing.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from phalanx.errors import UnsupportedError
 
 
 class StepCollectives(Protocol):
-    """Collectives on tensors of the backend, inside what is traced or compiled, that gradients flow back through.
+    """Collectives on tensors of the backend, inside traced or compiled code, through which gradients flow back.
 
-    What flows back into a rank's tensor is what all ranks' losses, merged as the step merges gradients, owe to it.
-    So a layer computes with the results as one process would with the whole batch, and needs nothing for the way back.
-    Gradients of gradients flow as well.
+    The gradient of a rank's tensor includes the contributions of all ranks' losses, merged as the step merges
+    gradients. So a layer computes with the results as one process would with the whole batch, and needs no code for
+    the backward pass. Gradients of gradients work as well.
 
     Attributes:
-        weights_gradients: whether what flows back has yet to be weighted by the ranks' shares; see `global_gradients`.
-        synchronizes_batch_norm: whether all batch normalization is over the batches of all ranks.
-        may_lack_samples: whether a rank without samples computes with a batch of none, and with no placeholder.
+        weights_gradients: Whether gradients still have to be weighted by the ranks' shares; see `global_gradients`.
+        synchronizes_batch_norm: Whether all batch normalization is over the batches of all ranks.
+        may_lack_samples: Whether a rank without samples computes with an empty batch, not with a placeholder.
     """
 
     weights_gradients: bool
@@ -33,25 +33,25 @@ class StepCollectives(Protocol):
     may_lack_samples: bool
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
-        """Sums over the ranks, all in one message.
+        """Sum tensors over the ranks, all in one message.
 
         Args:
-            tensors: of shapes that are known and equal on all ranks. Those of a rank without samples count as zero.
+            tensors: Tensors of shapes that are known and equal on all ranks. A rank without samples counts as zero.
         """
         ...
 
     def all_gather(self, tensors: list[Any]) -> list[Any]:
-        """The rows of all ranks, one rank's after the other's: the order of the global batch.
+        """Return the rows of all ranks in rank order, which is the order of the global batch.
 
         Args:
-            tensors: each with one row for each sample, or a whole number of them; a rank without samples has none in
+            tensors: Tensors with one row, or a fixed number of rows, per sample. A rank without samples has no rows in
                 the result.
         """
         ...
 
 
 class LoneCollectives:
-    """Those of a step that no other rank takes part in."""
+    """The collectives of a step in which no other rank takes part."""
 
     weights_gradients = synchronizes_batch_norm = False
     may_lack_samples = True
@@ -66,9 +66,9 @@ class LoneCollectives:
 
 
 class PredictionCollectives:
-    """Those of predictions, which ranks make of their own rows, not all at once and not all of as many batches.
+    """The collectives of predictions. Ranks predict their own rows, not in step and not in equally many batches.
 
-    Raises: UnsupportedError, whatever is called.
+    Raises: UnsupportedError on any call.
     """
 
     weights_gradients = synchronizes_batch_norm = False
@@ -93,9 +93,9 @@ LONE = LoneCollectives()
 PREDICTION = PredictionCollectives()
 
 
-# A stack, because a step may contain what is no part of it: that is inside of `InStep(None)`.
+# A stack, because a step may contain code that is not part of it, inside `InStep(None)`.
 class _Stack(threading.local):
-    """The contexts that this thread is inside of, innermost last."""
+    """The contexts that this thread has entered, innermost last."""
 
     def __init__(self) -> None:
         self.contexts: list[InStep] = []
@@ -105,11 +105,11 @@ _stack = _Stack()
 
 
 class InStep(AbstractContextManager[None]):
-    """A context in which what is computed is one rank's part of a step.
+    """A context in which code computes one rank's part of a step.
 
     Args:
-        collectives: reach the other ranks; None: what is computed is no part of the step around it.
-        key: keeps traces of compiled code apart, which contain these very collectives.
+        collectives: Collectives with the other ranks; None: the code is not part of the surrounding step.
+        key: Separates traces of compiled code that contain these collectives from other traces.
     """
 
     def __init__(self, collectives: StepCollectives | None, key: Hashable | None = None) -> None:
@@ -124,10 +124,10 @@ class InStep(AbstractContextManager[None]):
 
 
 def current() -> StepCollectives | None:
-    """The collectives of the step that runs or is traced; None outside of one."""
+    """Return the collectives of the step that runs or is traced; None outside of steps."""
     return _stack.contexts[-1].collectives if _stack.contexts else None
 
 
 def trace_key() -> Hashable | None:
-    """See `InStep`; None outside of all."""
+    """Return the `key` of the innermost `InStep`; None outside of all."""
     return _stack.contexts[-1].key if _stack.contexts else None

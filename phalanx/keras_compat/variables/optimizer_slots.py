@@ -1,4 +1,4 @@
-"""Which of an optimizer's variables belongs to which of the model's: `add_variable_from_reference` knows.
+"""Which optimizer variable belongs to which model variable, as recorded in `add_variable_from_reference`.
 
 Tested with Keras 3.12 and 3.15.
 """
@@ -17,11 +17,11 @@ from phalanx.keras_compat.patching import overridden_methods
 
 
 class OptimizerSlot(NamedTuple):
-    """What one of an optimizer's variables is.
+    """The role of one of an optimizer's variables.
 
     Attributes:
-        variable: index of the model's variable that it belongs to; -1: to none.
-        name: of the slot, such as "momentum".
+        variable: Index of the model's variable that it belongs to; -1 for none.
+        name: Name of the slot, such as "momentum".
     """
 
     variable: int
@@ -29,7 +29,7 @@ class OptimizerSlot(NamedTuple):
 
 
 def build_noting_slots(optimizer: Any, variables: Sequence[Any]) -> tuple[OptimizerSlot, ...]:
-    """Build a fresh optimizer for variables; returns the slot of each of its own variables."""
+    """Build a fresh optimizer for variables, and return the slot of each of its own variables."""
     found: dict[int, OptimizerSlot] = {}
     index_of = {id(variable): index for index, variable in enumerate(variables)}
     add = optimizer.add_variable_from_reference
@@ -41,7 +41,7 @@ def build_noting_slots(optimizer: Any, variables: Sequence[Any]) -> tuple[Optimi
 
     with overridden_methods(optimizer, add_variable_from_reference=add_and_note):
         optimizer.build(variables)
-    # Keras numbers variables without a name (Nadam has one) through the whole process.
+    # Keras numbers unnamed variables (Nadam has one) across the whole process.
     slots = [
         found.get(id(variable), OptimizerSlot(-1, re.sub(r"^variable_\d+$", "variable", variable.name)))
         for variable in optimizer.variables
@@ -56,9 +56,9 @@ def build_noting_slots(optimizer: Any, variables: Sequence[Any]) -> tuple[Optimi
 
 
 def slots_of_model(optimizer: Any, variables: Sequence[Any]) -> tuple[OptimizerSlot, ...]:
-    """The slot of each variable of a built optimizer, found on a clone of it.
+    """Return the slot of each variable of a built optimizer, determined on a clone of it.
 
-    Raises: UnsupportedError if Keras cannot make another optimizer like this one from its config.
+    Raises: UnsupportedError if Keras cannot create another optimizer like this one from its config.
     """
     kind = type(optimizer)
     try:
@@ -71,8 +71,8 @@ def slots_of_model(optimizer: Any, variables: Sequence[Any]) -> tuple[OptimizerS
             f"({type(error).__name__}: {error})"
         ) from error
     slots = build_noting_slots(clone, variables)
-    # Keras has no way to tell whether a `get_config` is complete; what the clone holds is compared with what the
-    # original holds.
+    # Keras cannot tell whether a `get_config` is complete, so the attributes of the clone and of the original are
+    # compared.
     missing = [name for name, value in plain_settings(optimizer).items() if vars(clone).get(name, value) != value]
     if missing:
         raise UnsupportedError(
@@ -94,7 +94,7 @@ def check_methods(optimizer: Any) -> None:
 
 
 def set_decaying(optimizer: Any, decays: Sequence[bool], variables: Sequence[Any]) -> None:
-    """Choose the variables to which an optimizer applies its weight decay; one flag for each."""
+    """Choose the variables to which an optimizer applies its weight decay, with one flag for each."""
     key = optimizer._var_key  # TensorFlow's optimizers pass TensorFlow's variables instead of Keras's
     decaying = {key(variable): flag for variable, flag in zip(variables, decays, strict=True)}
     vars(optimizer)["_use_weight_decay"] = lambda variable: decaying[key(variable)]
@@ -103,5 +103,5 @@ def set_decaying(optimizer: Any, decays: Sequence[bool], variables: Sequence[Any
 
 
 def plain_settings(optimizer: Any) -> dict[str, Any]:
-    """The hyper-parameters of an optimizer that are plain values, by the names of its attributes."""
+    """Return the hyperparameters of an optimizer that are plain values, by attribute name."""
     return {k: v for k, v in vars(optimizer).items() if type(v) in PLAIN and not k.startswith("_") and k != "built"}

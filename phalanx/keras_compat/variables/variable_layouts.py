@@ -1,4 +1,4 @@
-"""Layouts of Keras variables on a mesh of devices: what variables get when they are made, and moving those that exist.
+"""Layouts of Keras variables on a mesh of devices: sets those of new variables, and moves existing ones.
 
 Uses `_layout`, `_value`, `add_variable_from_reference` and `apply` of optimizers. Tested with Keras 3.15 on JAX.
 """
@@ -15,13 +15,13 @@ from phalanx.keras_compat.patching import PatchedFunction, defining_class
 
 
 class PlacedDistribution(keras.distribution.ModelParallel):  # type: ignore[misc]
-    """The distribution that Keras asks for the layout of each variable that is made.
+    """The distribution from which Keras gets the layout of each new variable.
 
     Args:
-        mesh: of devices.
-        data_axis: its axis over which batches are divided.
-        layout_map: layouts of what layers return (keys that end in "/output"); None: none.
-        layout_of: returns the layout of a variable, an axis of the mesh or None for each of its own axes.
+        mesh: Mesh of devices.
+        data_axis: The mesh axis over which batches are divided.
+        layout_map: Layouts of layer outputs (keys that end in "/output"); None: none.
+        layout_of: Returns the layout of a variable: for each of its axes, a mesh axis or None.
     """
 
     def __init__(self, mesh: Any, data_axis: str, layout_map: Any, layout_of: Callable[[Any], Any]) -> None:
@@ -38,9 +38,9 @@ class PlacedDistribution(keras.distribution.ModelParallel):  # type: ignore[misc
 
 @contextmanager
 def laying_out_slots(mesh: Any, layout_of_slot: Callable[[Any], Any]) -> Iterator[None]:
-    """A context in which optimizers make the variables that belong to a weight in the layout that this returns for it.
+    """Context in which optimizers create the variables that belong to a weight in the layout returned for the weight.
 
-    Keras gives them the weight's. At once in their own: all of them together may not fit into one device.
+    Keras gives them the weight's layout. They are created in theirs at once: all of them may not fit into one device.
     """
 
     def add(optimizer: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros") -> Any:
@@ -61,7 +61,7 @@ def laying_out_slots(mesh: Any, layout_of_slot: Callable[[Any], Any]) -> Iterato
 
 @contextmanager
 def laying_out_gradients(lay_out: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """A context in which every optimizer applies what `lay_out(gradient, variable)` returns."""
+    """Context in which every optimizer applies what `lay_out(gradient, variable)` returns."""
 
     def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
         variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
@@ -75,7 +75,7 @@ def laying_out_gradients(lay_out: Callable[[Any, Any], Any]) -> Iterator[None]:
 
 @contextmanager
 def laying_out_updates(lay_out: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """A context in which each `stateless_apply` returns its new values as `lay_out(value, variable)` does."""
+    """Context in which each `stateless_apply` returns its new values as `lay_out(value, variable)` does."""
 
     def stateless_apply(optimizer: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         values = patch.original(optimizer, optimizer_variables, grads, trainable_variables)
@@ -89,16 +89,16 @@ def laying_out_updates(lay_out: Callable[[Any, Any], Any]) -> Iterator[None]:
 
 
 def axes_of(variable: Any, mesh: Any) -> tuple[Any, ...] | None:
-    """The layout in which a variable was made for this mesh; None if it was not."""
+    """Return the layout in which a variable was created for this mesh; None if it was not."""
     layout = variable._layout
     is_ours = isinstance(layout, keras.distribution.TensorLayout) and layout.device_mesh is mesh
     return tuple(layout.axes) if is_ours else None
 
 
 def lay_out(variable: Any, axes: tuple[Any, ...], mesh: Any) -> None:
-    """Move a variable's value into a layout, where every later value goes too."""
+    """Move a variable's value into a layout, which also applies to all later values."""
     if axes_of(variable, mesh) == axes:
         return
-    # `_direct_assign` puts each value where `_layout` says, this one and all that follow.
+    # `_direct_assign` places this value and all later ones as `_layout` says.
     variable._layout = keras.distribution.TensorLayout(axes, mesh)
     variable._direct_assign(variable._value)

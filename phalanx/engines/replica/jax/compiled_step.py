@@ -1,4 +1,4 @@
-"""A compiled function of a step, which may need the other ranks on its way."""
+"""A compiled function of a step, which may need the other ranks in the middle."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from phalanx.keras_compat.model_state import samples
 class CompiledStep:
     """A compiled step whose losses and step means are those of the global batch (`global_losses`, `step_means`).
 
-    It is one compiled function until a trace of it asks for the other ranks, and pieces from then on (`split_step`).
+    It is one compiled function until a trace of it requests the other ranks, and pieces from then on (`split_step`).
 
     Args:
-        function: what is compiled; its last argument is the batch.
-        jit: compiles a function; see `ModelCompiler.jit`.
-        merge: reaches the other ranks.
-        donate: indices of the arguments of `function` that it may overwrite.
-        leave: where `function` leaves its results; None: on the device.
+        function: The function to compile. Its last argument is the batch.
+        jit: Compiles a function; see `ModelCompiler.jit`.
+        merge: Communicates with the other ranks.
+        donate: Indices of the arguments that `function` may overwrite.
+        leave: Where `function` leaves its results; None: on the device.
     """
 
     def __init__(
@@ -45,13 +45,11 @@ class CompiledStep:
         self._collectives = MergeCollectives(merge, JaxTensors().call)
         # Plus 1: the share comes before the arguments.
         self._run = jit(self._trace, tuple(1 + number for number in donate), leave)
-        # Whether a trace has asked for the other ranks. It stays so: a step that did once is never tried as one
-        # function again.
+        # Whether a trace has requested the other ranks. Never reset: such a step is not tried as one function again.
         self._is_split = False
-        # By kind of trace; with gathered rows, by the global number of samples too, which shapes depend on.
+        # By kind of trace, and with gathered rows by the global number of samples, on which shapes depend.
         self._pieces: dict[tuple[Any, ...], SplitStep] = {}
-        # Written by the thread that compiles ahead, read by the one that trains: one assignment to a dictionary, so no
-        # lock.
+        # Written by the thread that compiles ahead, read by the one that trains. Dictionary assignment needs no lock.
         self._prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def prepare(self, share: float, *arguments: Any) -> Callable[[], None] | None:
@@ -81,7 +79,7 @@ class CompiledStep:
         if not self._is_split:
             try:
                 return self._run(share_of_step, *arguments)
-            # Raised while it was compiled: nothing has run, and donated arguments are whole.
+            # Raised during compilation: nothing has run, and donated arguments are intact.
             except CompiledHostCallError:
                 self._is_split = True
         own = samples(arguments[-1])
@@ -101,14 +99,14 @@ class CompiledStep:
 
 
 def kind_of_trace(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """The key of a step's trace, as JAX itself has it; the same inside of the trace.
+    """Return the key of a step's trace, which agrees with JAX's and is the same inside the trace.
 
     Args:
-        arguments: of the step: lists with the values of variables, and last its batch.
+        arguments: Arguments of the step: lists with the values of variables, and last its batch.
     """
     *state, data = arguments
     leaves, structure = jax.tree.flatten(data)
     of_batch = [(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)) for leaf in leaves]
-    # Of the state the numbers of values, which a program may change without compiling again (`metrics` as a property).
-    # As many values of other shapes need other variables, and these a new engine.
+    # For the state, the numbers of values, which a program may change without compiling again (`metrics` as a
+    # property). As many values of other shapes need other variables, and these need a new engine.
     return structure, *map(len, state), *of_batch

@@ -1,4 +1,4 @@
-"""Host functions called in the middle of a graph, in the order of the program."""
+"""Host functions called in the middle of a graph, in program order."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Array = np.ndarray[Any, Any]
 
 
 def is_for_session() -> bool:
-    """Whether the present graph, or the one around it, is run by a session, as in TensorFlow 1."""
+    """Whether a session runs the current graph, or the one around it, as in TensorFlow 1."""
     return not tf.compat.v1.executing_eagerly_outside_functions()
 
 
 def call_in_graph(
     function: Callable[..., Sequence[Array] | None], tensors: Sequence[Any], dtypes: Sequence[Any]
 ) -> Any:
-    """Call a function of the tensors' arrays; returns its results as tensors of these dtypes.
+    """Call a function of the tensors' arrays, and return its results as tensors of these dtypes.
 
-    TensorFlow keeps the order of operations that use the same variable, however deep in functions and branches they
-    are. A bare host call uses no variable, so its order is kept in its own graph only. So every call here uses one
-    variable: ranks that merge in different orders would merge different things.
+    TensorFlow keeps the order of operations that use the same variable, even in nested functions and branches. A bare
+    host call uses no variable, so its order is kept only within its own graph. So every call here uses one variable:
+    ranks that merge in different orders would merge different things.
 
-    Raises: UnsupportedError in a graph of TensorFlow 1, which knows no such order: calls that wait for other ranks
-        would fill the few threads of its session, in another order on each rank, until nothing can go on.
+    Raises: UnsupportedError in a graph of TensorFlow 1, which has no such order: calls that wait for other ranks would
+        fill the few threads of its session, in another order on each rank, until nothing can proceed.
     """
     if is_for_session():
         raise UnsupportedError(
@@ -48,8 +48,8 @@ def call_in_graph(
 
 
 _failures: list[BaseException] = []
-"""How the last call of a host function ended: TensorFlow makes an error of its own of it, and Keras may, where it calls
-a layer."""
+"""The error of the last host function that failed: TensorFlow replaces it by its own error, and so may Keras when it
+calls a layer."""
 
 
 def call_on_host(
@@ -61,7 +61,7 @@ def call_on_host(
         _failures.clear()
         try:
             return function(list(arrays))
-        # BaseException, because the interruption of a trial (`local_ranks.Unanswered`) is no Exception.
+        # BaseException, because the interruption of a trial (`local_ranks.Unanswered`) is not an Exception.
         except BaseException as error:
             _failures.append(error)
             raise
@@ -72,12 +72,12 @@ def call_on_host(
 
 
 def take_failure() -> BaseException | None:
-    """The error of the last function that `call_on_host` has called; None if it returned, or if the error was taken."""
+    """Return and clear the error of the last function that `call_on_host` called; None if there is none."""
     return _failures.pop() if _failures else None
 
 
 def linear(function: Callable[..., Any], adjoint: Callable[..., Any]) -> Callable[..., Any]:
-    """A linear function of tensors whose gradient is its adjoint, and the gradient of that is the function again.
+    """Return a linear function of tensors whose gradient is its adjoint. The gradient of that is the function again.
 
     A host call has no gradient, which TensorFlow would silently treat as zero.
     """
@@ -96,7 +96,7 @@ def linear(function: Callable[..., Any], adjoint: Callable[..., Any]) -> Callabl
 
 @functools.cache
 def _turn() -> Any:
-    """The variable that all calls use; created in another thread, because later traces may not create variables."""
+    """The variable that all calls use. Created in another thread, because later traces may not create variables."""
     with ThreadPoolExecutor(1) as elsewhere:
         return elsewhere.submit(_make_turn).result()
 

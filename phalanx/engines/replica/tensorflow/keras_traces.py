@@ -1,8 +1,8 @@
-"""Which of its traces Keras's own step function would use for a batch, and what that was made with.
+"""Which of its traces Keras's step function would use for a batch, and under which conditions it was created.
 
-A trace has the optimizer's plain numbers, its learning-rate schedule, which weights are trained, and the attributes of
-the program's own layers as they were when it was made. Keras traces for what it knows of its data before it reads them;
-a replica's part of a batch has another size than the batch, so the traces of its own step say nothing about Keras's.
+A trace contains the optimizer's plain numbers, its learning-rate schedule, which weights are trained, and the
+attributes of custom layers at the time of tracing. Keras traces for what it knows of its data before it reads them. A
+replica's part of a batch differs in size from the batch, so the traces of its own step say nothing about Keras's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TraceConditions:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, model and optimizers are as they were."""
+        """Context in which the model and its optimizers have these settings."""
         with self._hyperparameters.in_place(), self._flags.in_place():
             yield
 
@@ -41,13 +41,13 @@ class KerasTraces:
     """The traces of one of a model's step functions.
 
     Args:
-        model: see below.
-        batches: knows the structure in which Keras has its batches.
-        merge: knows the size of every global batch, where Keras does in advance.
-        form: the structure of all batches; None: that which `batches` expects.
+        model: A compiled model.
+        batches: Structure in which Keras receives its batches.
+        merge: Source of the size of every global batch, if Keras would know it in advance.
+        form: Structure of all batches; None: the one that `batches` expects.
 
     Attributes:
-        model: see above.
+        model: The model.
     """
 
     def __init__(self, model: Any, batches: BatchPacking, merge: Merge, form: ElementStructure | None = None) -> None:
@@ -55,15 +55,15 @@ class KerasTraces:
         self._form = form
         self._batches = batches
         self._merge = merge
-        # TensorFlow's own rules decide (`reduce_retracing`, as Keras has it), of a function that does nothing.
+        # TensorFlow's own rules decide (`reduce_retracing`, as in Keras), on a function that does nothing.
         self._function = tf.function(lambda data: tf.constant(0), reduce_retracing=True)
         self._function._omit_frequent_tracing_warning = True
-        # By trace. It holds the traces, too: without it, another one could get the identity of one that is gone.
+        # By trace. This also keeps the traces alive: otherwise, another trace could get the identity of a deleted one.
         self._made_with: dict[Any, TraceConditions] = {}
         self._newest: tuple[Any, tuple[Hashable, TraceConditions]] | None = None
 
     def find(self, data: Batch) -> tuple[Hashable, TraceConditions]:
-        """Keras's trace for the global batch of this local one, and what it is made with."""
+        """Return Keras's trace for the global batch of this local one, and the conditions of that trace."""
         form, fixed_size = self._form or self._batches.form, self._merge.fixed_size
         kind = batch_kind(data), form, fixed_size
         if self._newest is None or self._newest[0] != kind:
@@ -79,12 +79,12 @@ class KerasTraces:
 
 
 class FunctionsByTrace:
-    """The functions of one step: one for each trace that Keras's would have, made under the same conditions.
+    """The functions of one step: one for each trace that Keras's step would have, traced under the same conditions.
 
     Args:
-        traces: of Keras.
-        step: a function of batches.
-        make: makes a traced function of one.
+        traces: Keras's traces.
+        step: A function of batches.
+        make: Creates a traced function from one.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class FunctionsByTrace:
         return function(data)
 
     def _under(self, conditions: TraceConditions) -> Callable[[Batch], Any]:
-        def step(data: Batch) -> Any:  # runs while it is traced
+        def step(data: Batch) -> Any:  # runs during tracing
             with conditions.in_place():
                 return self._step(data)
 
