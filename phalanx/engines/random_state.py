@@ -1,6 +1,6 @@
 """The random state that a backend keeps for the whole process, in addition to Keras's seed generators.
 
-On PyTorch, Keras's dropout without a seed draws from it; JAX and TensorFlow draw from seed generators alone.
+On PyTorch, Keras's dropout without a seed draws from it. JAX and TensorFlow draw from seed generators alone.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 State = list[Array]
-"""Of each kind of device, an array of shape (bytes,), uint8; empty if the backend keeps none."""
+"""For each kind of device, an array of shape (bytes,), uint8; empty if the backend keeps none."""
 
 _NEXT = 2**31
-"""No rank, and no micro-batch, has this number."""
+"""A number that no rank and no micro-batch has."""
 
 
 def keeps_random_state() -> bool:
@@ -27,7 +27,7 @@ def keeps_random_state() -> bool:
 
 
 def random_state() -> State:
-    """The present one."""
+    """Return the current random state."""
     if not keeps_random_state():
         return []
     import torch
@@ -48,19 +48,19 @@ def set_random_state(state: Sequence[Array]) -> None:
 
 
 def seed_random_state(seed: int) -> None:
-    """Continue from a state that follows from a seed of 63 bits, on the devices of which `random_state` tells."""
+    """Continue from a state that follows from a 63-bit seed, on the devices that `random_state` covers."""
     if not keeps_random_state():
         return
     import torch
 
-    # Not `torch.manual_seed`, which takes a millisecond to note the seed for devices that are not there.
+    # Not `torch.manual_seed`, which takes a millisecond to record the seed for devices that do not exist.
     torch.default_generator.manual_seed(seed)
     for accelerator in _accelerators():
         accelerator.manual_seed(seed)
 
 
 def _accelerators() -> list[Any]:
-    """PyTorch's modules of the kinds of devices in use, each with the generator of its current device."""
+    """Return PyTorch's modules for the kinds of devices in use, each with the generator of its current device."""
     import torch
 
     found: list[Any] = [each for each in (torch.cuda, torch.xpu) if each.is_available() and each.is_initialized()]
@@ -68,27 +68,27 @@ def _accelerators() -> list[Any]:
 
 
 def draw_own_numbers(chiefs: Sequence[Array], rank: int) -> None:
-    """Set a state that follows from the chief's `random_state` and the rank; without effect on the chief."""
+    """Set a state that follows from the chief's `random_state` and the rank. No effect on the chief."""
     if chiefs and rank:
         seed_random_state(hash_of(rank, digest(chiefs)))
 
 
 def draw_next_numbers(former: Sequence[Array]) -> None:
-    """Set the state that follows, on all ranks alike, on `former`, from which each has drawn numbers of its own."""
+    """Set the state that follows `former`, the same on all ranks, after each has drawn its own numbers from it."""
     draw_own_numbers(former, _NEXT)
 
 
 def digest(state: Sequence[Array]) -> int:
-    """A number of 63 bits that stands for the state of the host."""
+    """Return a 63-bit number that identifies the state of the host."""
     return hash_of(state[0].tobytes())
 
 
 def hash_of(*parts: int | bytes) -> int:
-    """A number of 63 bits that follows from these, the same in each process."""
+    """Return a 63-bit number that follows from these, the same in each process."""
     content = b" ".join(part if isinstance(part, bytes) else b"%d" % part for part in parts)
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
 
 
 def differ(state: Sequence[Array], other: Sequence[Array]) -> bool:
-    """Whether the states of a kind of device differ that both have: one may have begun to use a GPU since."""
+    """Whether the states differ for a kind of device that both have. One may have started to use a GPU since."""
     return any((one != another).any() for one, another in zip(state, other, strict=False))

@@ -1,17 +1,17 @@
 """Keras's Adam and AdamW on TensorFlow, in one pass over the memory.
 
-What for: Keras updates each weight in a dozen operations, each a pass over the memory; TensorFlow has one kernel for
-all of it (`ResourceApplyAdam`).
+Purpose: Keras updates each weight in a dozen operations, each a pass over the memory. TensorFlow has one kernel for all
+of it (`ResourceApplyAdam`).
 
 Measured: the passes took a quarter of the step of a small model on a CPU.
 
-The same: the kernel has Keras's formula (Kingma & Ba 2014, section 2, the remark after algorithm 1),
+Same numbers: the kernel has Keras's formula (Kingma & Ba 2014, section 2, the remark after algorithm 1),
 
     w -= lr sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps)
 
 and the results are equal to rounding: `tests/engines/test_tensorflow_fused_adam.py` compares weights and optimizer
-state after 20 steps. Other classes than Keras's own, AMSGrad, half precision (in which Keras rounds in between, and
-the kernel does not), sparse gradients and gradients of unknown shape are left to Keras.
+state after 20 steps. Classes other than Keras's own, AMSGrad, half precision (in which Keras rounds intermediate
+values, and the kernel does not), sparse gradients and gradients of unknown shape are left to Keras.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DTYPES = ("float32", "float64")
 
 @contextmanager
 def fused_adam(optimizer: Any) -> Iterator[None]:
-    """A context in which `optimizer` updates in one pass, if it is Keras's Adam; without effect on others."""
+    """Context in which `optimizer` updates in one pass, if it is Keras's Adam. No effect on others."""
     update_step = optimizer.update_step
     if not _is_plain_adam(optimizer):
         yield
@@ -43,12 +43,12 @@ def fused_adam(optimizer: Any) -> Iterator[None]:
         if variable.dtype not in _DTYPES or isinstance(gradient, tf.IndexedSlices) or gradient.shape != variable.shape:
             update_step(gradient, variable, learning_rate)
             return
-        # While the step is traced: Adam's own code looks the slots up in the same way.
+        # During tracing. Adam's own code looks the slots up in the same way.
         place = optimizer._get_variable_index(variable)
         dtype = keras.backend.standardize_dtype(variable.dtype)
         step = tf.cast(optimizer.iterations + 1, dtype)
         beta_1, beta_2 = (tf.constant(beta, dtype) for beta in (optimizer.beta_1, optimizer.beta_2))
-        # As Keras has them: tf.cast rounds a Python number to float32 first, also on the way to float64.
+        # As in Keras: tf.cast first rounds a Python number to float32, also on the way to float64.
         power_1, power_2 = (tf.pow(tf.cast(beta, dtype), step) for beta in (optimizer.beta_1, optimizer.beta_2))
         root = _root_of_share(optimizer.beta_2, dtype)
         tf.raw_ops.ResourceApplyAdam(
@@ -57,7 +57,7 @@ def fused_adam(optimizer: Any) -> Iterator[None]:
             v=_handle(optimizer._velocities[place]),
             beta1_power=power_1,
             beta2_power=power_2,
-            # The kernel forms lr sqrt(1 - b2^t) / (1 - b1^t) itself, from the powers.
+            # The kernel computes lr sqrt(1 - b2^t) / (1 - b1^t) from the powers.
             lr=tf.cast(learning_rate, dtype) * root,
             beta1=beta_1,
             beta2=beta_2,
@@ -80,10 +80,10 @@ def _is_plain_adam(optimizer: Any) -> bool:
 
 
 def _root_of_share(beta_2: float, dtype: str) -> float:
-    """How much smaller the root of the kernel's `v` is than that of Keras.
+    """Return the ratio of the root of the kernel's `v` to that of Keras.
 
     The kernel computes 1 - b2 from the rounded b2, which for 0.999 in float32 is 1.3e-5 smaller than Keras's 0.001. A
-    learning rate and an epsilon that are as much smaller give Keras's update. A b2 that is rounded to 1 gives no
+    learning rate and an epsilon scaled by the same ratio give Keras's update. A b2 that is rounded to 1 gives no
     update, and no root to divide by.
     """
     share = 1.0 - float(np.asarray(beta_2, dtype))
@@ -91,5 +91,5 @@ def _root_of_share(beta_2: float, dtype: str) -> float:
 
 
 def _handle(variable: Any) -> Any:
-    """The resource of a Keras variable, or of the TensorFlow variable inside one."""
+    """Return the resource of a Keras variable, or of the TensorFlow variable inside one."""
     return (variable.value if isinstance(variable, keras.Variable) else variable).handle

@@ -1,6 +1,6 @@
-"""What engines share that merge what a step contributes over the ranks, each process computing a part of the batch.
+"""The common part of engines that merge steps over the ranks, where each process computes a part of the batch.
 
-A step merges the gradients together with everything else that it changed: layer state, what the metrics counted, logs.
+A step merges the gradients with everything else that it changed: layer state, metric counts, logs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 
 class ReplicaEngine(Engine):
-    """The common half of `JaxEngine`, `TensorFlowEngine` and `TorchEngine`; see `Engine`."""
+    """The common part of `JaxEngine`, `TensorFlowEngine` and `TorchEngine`; see `Engine`."""
 
     def __init__(self, model: Any, merge: Merge, values: ModelValues) -> None:
         super().__init__(model, values)
@@ -38,17 +38,17 @@ class ReplicaEngine(Engine):
         return self.metric_rules.variables
 
     def _note_variables(self) -> None:
-        """Call at the end of `build`: check the model, and note which of its variables a step merges."""
+        """Check the model, and record which of its variables a step merges. Call at the end of `build`."""
         model_state.check_losses(self._model)
         model_state.check_layers(self._model)
         self.metric_rules.note(self._model.metrics_variables)
 
     @abstractmethod
     def _own_logs(self) -> Mapping[str, Any]:
-        """The logs that the newest training step made itself."""
+        """Return the logs that the newest training step computed itself."""
 
     def _reading_metrics(self) -> AbstractContextManager[Any]:
-        """A context in which the metrics compute their results from the newest values."""
+        """Context in which the metrics compute their results from the newest values."""
         return nullcontext()
 
     def merged_metrics(
@@ -77,7 +77,7 @@ class ReplicaEngine(Engine):
     def _merge_added(
         self, share: float, added: Sequence[Array], logs: Sequence[Array]
     ) -> tuple[list[Array], list[Array]]:
-        """The sums over all ranks of what they added to the metrics, and the means of their logs."""
+        """Return the sums over all ranks of what they added to the metrics, and the means of their logs."""
         arrays = [*added, *logs]
         layout = StepLayout.of(arrays, [*self.metric_rules.weights, *[MergeWeight.SHARE] * len(logs)])
         values = layout.cut(self._merge(layout, arrays, share)) if arrays else []
@@ -85,19 +85,19 @@ class ReplicaEngine(Engine):
 
 
 def _number(result: Any) -> Any:
-    """A metric's result, which does not change when the metric counts on; some results are arrays."""
+    """Return a metric's result as a value that does not change when the metric continues. Some results are arrays."""
     value = host_copy(result)
     return value if value.ndim else float(value)
 
 
 def variables_of_optimizers(model: Any) -> list[Any]:
-    """The variables that a custom `train_step` has changed if it fails after its gradients were merged and applied."""
+    """Return the variables that a custom `train_step` may have changed before it failed."""
     optimizers = model_state.optimizers(model)
     return [*model.trainable_variables, *(v for optimizer in optimizers for v in optimizer.variables)]
 
 
 def complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
-    """The gradients, zero where the loss does not depend on a weight."""
+    """Return the gradients, with zeros where the loss does not depend on a weight."""
     return [
         keras.ops.zeros(weight.shape, weight.dtype) if gradient is None else gradient
         for gradient, weight in zip(gradients, weights, strict=True)

@@ -1,4 +1,4 @@
-"""Compiles a training step for devices that are not there, and reads what it needs from the compiled program."""
+"""Compiles a training step for devices that need not exist, and reads its requirements from the compiled program."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def measure_step(model: Any, placement: Placement | None, data: Batch, topology:
     """Compile a training step for a device, and measure the program. Nothing is computed.
 
     Args:
-        model: compiled.
-        placement: of its strategy, on as many devices of this machine's CPU as the topology has; None: the whole model
-            on each device.
-        data: a global batch, or what has its shapes and dtypes.
-        topology: the devices to compile for.
+        model: A compiled model.
+        placement: The strategy's placement, on as many devices of this machine's CPU as the topology has; None: the
+            whole model on each device.
+        data: A global batch, or anything with its shapes and dtypes.
+        topology: The devices to compile for.
 
     Raises: ConfigurationError if there is no such topology, or the placement has another number of devices.
     """
@@ -39,7 +39,7 @@ def measure_step(model: Any, placement: Placement | None, data: Batch, topology:
     weights = sum(math.prod(variable.shape) for variable in model.trainable_variables)
     samples = next(int(leaf.shape[0]) for leaf in keras.tree.flatten(data) if leaf is not None)
     measured = _measure(step, topology.devices)
-    if not measured.get("flops") and "refusal" not in measured:  # the compiler for GPUs counts none
+    if not measured.get("flops") and "refusal" not in measured:  # the compiler for GPUs does not count them
         measured["flops"] = _flops(uncompiled_step(model, placement, data, None)) / topology.devices
     return ProgramMeasurement(
         devices=topology.devices, mesh=str(placement), weights=weights, global_batch=samples, **measured
@@ -50,7 +50,7 @@ def _measure(step: UncompiledStep, devices: int) -> dict[str, Any]:
     try:
         compiled = step.function.lower(*step.arguments).compile()
     except jax.errors.JaxRuntimeError as error:
-        # That a step does not fit is a result of a plan, and no error.
+        # For a plan, a step that does not fit into memory is a result, not an error.
         if OUT_OF_MEMORY not in str(error):
             raise
         return {"refusal": _first_sentences(str(error))}
@@ -69,12 +69,12 @@ def _measure(step: UncompiledStep, devices: int) -> dict[str, Any]:
 
 
 def _flops(step: UncompiledStep) -> float:
-    """Of all devices together, before the compiler divides the step."""
+    """Return the number of all devices in total, before the compiler divides the step."""
     return float(step.function.lower(*step.arguments).cost_analysis().get("flops", 0.0))
 
 
 def _first_sentences(error: str) -> str:
-    """How much memory the compiler would need, without its list of the largest values."""
+    """Return how much memory the compiler would need, without its list of the largest values."""
     text = " ".join(error.partition(OUT_OF_MEMORY)[2].lstrip(": ").split())
     return re.split(r"(?<=hbm\.) |Largest program|Total hbm usage", text, maxsplit=1)[0][:400].strip()
 

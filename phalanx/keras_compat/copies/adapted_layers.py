@@ -1,7 +1,7 @@
 """What preprocessing layers have learned by `adapt`: vocabularies, statistics and bin boundaries.
 
-Neither the configuration of a layer has it, nor its weights alone: it is what Keras writes next to the weights when it
-saves a model. Uses `_flatten_layers`, and of the layers what they save. Tested with Keras 3.15.
+It is in neither the configuration of a layer nor its weights alone: Keras writes it next to the weights when it saves a
+model. Uses `_flatten_layers` and what the layers save. Tested with Keras 3.15.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class AdaptedState(NamedTuple):
     """What one layer has learned.
 
     Attributes:
-        number: of the layer in what it is a part of; 0 is that itself.
-        shapes: with which it was built.
-        variables: what it saves of its variables.
-        assets: the files that it saves besides, by name.
-        boundaries: of `Discretization`, which saves them in its configuration only.
+        number: Index of the layer within its root layer; 0 is the root itself.
+        shapes: Shapes with which it was built.
+        variables: What it saves of its variables.
+        assets: Other files that it saves, by name.
+        boundaries: Bin boundaries of `Discretization`, which saves them only in its configuration.
     """
 
     number: int
@@ -36,12 +36,12 @@ class AdaptedState(NamedTuple):
 
 
 def adapted_states(root: Any) -> tuple[AdaptedState, ...]:
-    """The learned state of a layer and of those in it."""
+    """Return the learned state of a layer and of the layers in it."""
     return tuple(_state(number, layer) for number, layer in enumerate(root._flatten_layers()) if _is_adapted(layer))
 
 
 def restore_adapted(root: Any, states: tuple[AdaptedState, ...]) -> None:
-    """Let a copy of the layer, and those in it, know what the original has learned."""
+    """Set on a copy of the layer, and on the layers in it, what the original has learned."""
     layers = list(root._flatten_layers())
     for state in states:
         layer = layers[state.number]
@@ -59,7 +59,7 @@ def restore_adapted(root: Any, states: tuple[AdaptedState, ...]) -> None:
 
 
 def _is_adapted(layer: Any) -> bool:
-    if isinstance(layer, IndexLookup):  # in `TextVectorization` too
+    if isinstance(layer, IndexLookup):  # also the one in `TextVectorization`
         return layer.input_vocabulary is None and int(layer.lookup_table.size()) > 0
     if isinstance(layer, keras.layers.Normalization):
         return layer.input_mean is None and layer.built and _has_statistics(layer)
@@ -67,7 +67,7 @@ def _is_adapted(layer: Any) -> bool:
 
 
 def _has_statistics(layer: Any) -> bool:
-    """Whether they are others than those that the layer is built with."""
+    """Whether the statistics differ from those with which the layer is built."""
     mean, variance = (keras.ops.convert_to_numpy(each) for each in (layer.adapt_mean, layer.adapt_variance))
     return bool(np.any(mean != 0) or np.any(variance != 1))
 

@@ -1,5 +1,4 @@
-"""What an optimizer has of the variables of its model, which its configuration does not have.
-
+"""What an optimizer keeps about its model's variables that is not in its configuration.
 Uses `_trainable_variables`, `_exclude_from_weight_decay`, `_exclude_from_weight_decay_pattern` and `_var_key`. Tested
 with Keras 3.15.
 """
@@ -23,12 +22,12 @@ class FormerVariable(NamedTuple):
 
 
 class OptimizerCopy(NamedTuple):
-    """One optimizer of a model.
+    """What is sent of one optimizer of a model.
 
     Attributes:
-        built_for: the numbers of the model's variables that it was built for; none if it is not built.
-        undecayed: the numbers of those that `exclude_from_weight_decay` was given.
-        undecayed_names: the pattern of the names that it was given.
+        built_for: Numbers of the model's variables that it was built for; empty if it is not built.
+        undecayed: Numbers of the variables passed to `exclude_from_weight_decay`.
+        undecayed_names: Pattern of the names passed to it.
     """
 
     built_for: tuple[int | FormerVariable, ...]
@@ -39,7 +38,7 @@ class OptimizerCopy(NamedTuple):
         return self._replace(built_for=())
 
     def exclude(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Let a copy decay what the original decays. It must not be built."""
+        """Make an unbuilt copy exclude the same variables from weight decay as the original."""
         if (self.undecayed or self.undecayed_names) and not optimizer.built:
             names = [self.undecayed_names] if self.undecayed_names else None
             inner_optimizer(optimizer).exclude_from_weight_decay(
@@ -47,7 +46,7 @@ class OptimizerCopy(NamedTuple):
             )
 
     def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Build a copy for what the original was built for; no effect if it is built."""
+        """Build a copy for the original's variables. No effect if it is built."""
         if not self.built_for or optimizer.built:
             return
         optimizer.build(
@@ -61,7 +60,7 @@ class OptimizerCopy(NamedTuple):
 
 
 def copies_of_optimizers(model: Any) -> tuple[OptimizerCopy, ...]:
-    """Those of all optimizers of a model."""
+    """Return the copies of all optimizers of a model."""
     numbers = {id(variable): number for number, variable in enumerate(model.variables)}
     return tuple(_copy_of(optimizer, model.variables, numbers) for optimizer in optimizers(model))
 

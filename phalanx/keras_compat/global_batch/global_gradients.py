@@ -1,9 +1,9 @@
-"""Gradients that are those of one process already while they flow back.
+"""Gradients that have the scale of one process while they flow back.
 
-A replica's loss is the mean over fewer samples, so what flows back through its model is larger than in one process, by
-1 / share. For float32 it is enough to weight the gradients by the share when they are merged. But float16 overflows,
-and float8 rounds with scales that follow from the largest values seen: there what flows back from the loss is
-multiplied by the share, and the gradients are divided by it again before they are merged.
+A replica's loss is the mean over fewer samples, so the gradients that flow back through its model are larger than in
+one process, by 1 / share. For float32, it is enough to weight the gradients by the share when they are merged. But
+float16 overflows, and float8 rounds with scales that follow from the largest values seen. For these, the gradient of
+the loss is multiplied by the share, and the gradients are divided by it again before they are merged.
 
 Keras's own training steps pass the loss through `optimizer.scale_loss`, which is overridden while a step runs or is
 traced. Tested with Keras 3.12 and 3.15.
@@ -28,7 +28,7 @@ def is_overwritten(variable: Any) -> bool:
 
 
 def refuse_overwritten(variables: Sequence[Any], where: str) -> None:
-    """Raise UnsupportedError if there are such variables: `where` does not know how to merge them."""
+    """Raise UnsupportedError if there are such variables, which `where` cannot merge."""
     if any(map(is_overwritten, variables)):
         raise UnsupportedError(
             f"The model has variables that their gradients overwrite (quantize('float8')), which {where} cannot merge. "
@@ -40,7 +40,7 @@ class GlobalGradients:
     """The loss and the gradients of one optimizer in one step.
 
     Attributes:
-        methods: the methods to override on the optimizer.
+        methods: Methods to override on the optimizer.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -52,20 +52,20 @@ class GlobalGradients:
         self.methods: dict[str, Callable[..., Any]] = {"scale_loss": self.scale_loss} if needed else {}
 
     def scale_loss(self, loss: Any) -> Any:
-        """The optimizer's `scale_loss`; where it is needed, of a loss that flows back times the share."""
+        """Run the optimizer's `scale_loss`. If needed, the gradient of the result is multiplied by the share."""
         scaled = self._scale(loss)
         share = share_of_step()
         if not self.methods or share is None:
             return scaled
         self._is_scaled = True
         if (collectives := step_collectives.current()) is not None:
-            collectives.weights_gradients = False  # what flows back is weighted already
+            collectives.weights_gradients = False  # the gradients are already weighted
         # The result has the value of `scaled`, and 1 + (share - 1) = share times its gradient.
         change = scaled * ops.cast(share - 1.0, scaled.dtype)
-        return scaled + (change - ops.stop_gradient(change))  # of the same value: the step may log it
+        return scaled + (change - ops.stop_gradient(change))  # the value is unchanged: the step may log it
 
     def to_merge(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients as they count in a merge that weights them by the shares.
+        """Return the gradients for a merge that weights them by the shares.
 
         Raises: UnsupportedError if the loss had to be scaled and was not.
         """
@@ -78,7 +78,7 @@ class GlobalGradients:
                 )
             return list(gradients)
         share = ops.convert_to_tensor(share_of_step(), "float32")
-        share = ops.where(share == 0, ops.ones_like(share), share)  # of a replica without samples nothing counts
+        share = ops.where(share == 0, ops.ones_like(share), share)  # a replica without samples does not count
         return [
             gradient
             if gradient is None or is_overwritten(variable)

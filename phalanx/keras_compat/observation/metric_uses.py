@@ -1,4 +1,4 @@
-"""Watches in which order a step uses metrics: replicas merge what a step adds to them after the step.
+"""Observes in which order a step uses metrics: replicas merge what a step adds to them after the step.
 
 Overrides `reset_state`, `update_state` and `result` of metrics, and a step of the model. Tested with Keras 3.15.
 """
@@ -18,9 +18,9 @@ class MetricUses:
     """What steps that run or are traced do with the metrics of a model.
 
     Attributes:
-        resets: the name of a metric that a step has reset; "" if none has.
-        reads_early: the name of one whose result a step has read before it updated the metric, and not again.
-        logs_early: the name of one of which a step logs such a result.
+        resets: Name of a metric that a step has reset; "" if none.
+        reads_early: Name of a metric whose result a step has read before it updated the metric, and not again.
+        logs_early: Name of a metric for which a step logs such a result.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class MetricUses:
 
     @contextmanager
     def watched(self, model: Any, step: str) -> Iterator[None]:
-        """A context in which steps of this name are watched."""
+        """Context in which steps of this name are watched."""
         with ExitStack() as stack:
             stack.enter_context(overridden_methods(model, **{step: self._watching(getattr(model, step), model)}))
             for metric in metrics_of(model):
@@ -62,7 +62,7 @@ class MetricUses:
         early = [metric for metric in metrics_of(model) if self._early.get(id(metric))]
         self.reads_early = self.reads_early or next((metric.name for metric in early), "")
         logged = {id(value) for value in logs.values()} if isinstance(logs, Mapping) else set()
-        # Where a step logs the names of all metrics, Keras takes their results at the end.
+        # If a step logs the names of all metrics, Keras takes their results at the end.
         if not logged or logs.keys() == {metric.name for metric in model.metrics}:
             return
         found = (metric.name for metric in early if id(self._results[id(metric)]) in logged)

@@ -1,7 +1,7 @@
-"""Notices which variables code creates and assigns, also those that belong to no model.
+"""Observes which variables code creates and assigns, also those that belong to no model.
 
 Patches `keras.Variable.__init__` and `assign`, and `assign`, `assign_add` and `assign_sub` of TensorFlow's variables,
-which Keras's optimizers call past `keras.Variable`. Tested with Keras 3.12 and 3.15.
+which Keras's optimizers call without `keras.Variable`. Tested with Keras 3.12 and 3.15.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from phalanx.keras_compat.keras_internals import in_stateless_scope
 from phalanx.keras_compat.patching import PatchedFunction, defining_class
 
 OWN = "phalanx"
-"""Begins the names of variables that engines keep, which are no state of the program."""
+"""Prefix of the names of engines' variables, which are not state of the program."""
 
 
 class TensorFlowVariable:
-    """A `tf.Variable` that is in no `keras.Variable`, with what one has."""
+    """A `tf.Variable` outside of any `keras.Variable`, with the interface of one."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
@@ -35,12 +35,12 @@ class TensorFlowVariable:
 
 
 def raw_of(variable: Any) -> Any:
-    """The `tf.Variable` of a `keras.Variable`; None elsewhere."""
+    """Return the `tf.Variable` of a `keras.Variable`; None on other backends."""
     return getattr(variable, "_value", None) if keras.backend.backend() == "tensorflow" else None
 
 
 def outside_of_functions() -> AbstractContextManager[Any]:
-    """A context in which variables have values, also while TensorFlow traces a function that is called."""
+    """Context in which variables have values, even while TensorFlow traces a function that is called."""
     if keras.backend.backend() != "tensorflow":
         return nullcontext()
     import tensorflow as tf
@@ -51,12 +51,12 @@ def outside_of_functions() -> AbstractContextManager[Any]:
 
 @contextmanager
 def watched_assignments(found: Callable[[Any], None], found_raw: Callable[[Any], None]) -> Iterator[None]:
-    """A context in which variables are noticed when they have been created, and before each assignment. Not in a
-    stateless scope, where values are arguments and results of a trace, and the variable itself does not change.
+    """Context in which variables are reported after their creation and before each assignment. Stateless scopes are
+    excluded: there, values are arguments and results of a trace, and the variable itself does not change.
 
     Args:
-        found: called with a `keras.Variable`.
-        found_raw: called with a `tf.Variable`, perhaps that of a `keras.Variable`.
+        found: Called with a `keras.Variable`.
+        found_raw: Called with a `tf.Variable`, which may be the one of a `keras.Variable`.
     """
 
     def create(variable: Any, *args: Any, **kwargs: Any) -> None:
@@ -82,7 +82,7 @@ def watched_assignments(found: Callable[[Any], None], found_raw: Callable[[Any],
 def _of_tensorflow(found_raw: Callable[[Any], None]) -> list[PatchedFunction]:
     if keras.backend.backend() != "tensorflow":
         return []
-    from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # which repeats what its base defines
+    from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # redefines the methods of its base
 
     def watched(name: str) -> PatchedFunction:
         def assign(variable: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Lets what Keras itself saves and loads (`model.save`, `ModelCheckpoint`, `BackupAndRestore`, `CSVLogger`) use URLs.
+"""Makes Keras's saving and loading (`model.save`, `ModelCheckpoint`, `BackupAndRestore`, `CSVLogger`) accept URLs.
 
-Keras passes every path that may be a URL to the functions of one module, `keras.src.utils.file_utils`, which call
-TensorFlow's `gfile`: with TensorFlow installed, and for the few stores that it was built with. `install` has these
-functions use the store of `fsspec` where its package is installed, on every backend. All other paths are Keras's.
+Keras passes every path that may be a URL to the functions of one module, `keras.src.utils.file_utils`. These call
+TensorFlow's `gfile`, if TensorFlow is installed, for the few stores that it was built with. `install` makes them use
+the store of `fsspec` if its package is installed, on every backend. Keras handles all other paths.
 
 Tested with Keras 3.12 and 3.15.
 """
@@ -32,12 +32,12 @@ def install(patches: Patches) -> None:
 
 
 def exists(path: str) -> bool:
-    """Whether there is a file that Keras writes."""
+    """Whether a file that Keras writes exists."""
     return bool(file_utils.exists(path))
 
 
 def read_text(path: str) -> str:
-    """A file that Keras has written."""
+    """Read a file that Keras has written."""
     with file_utils.File(path, "r") as file:
         return str(file.read())
 
@@ -45,7 +45,7 @@ def read_text(path: str) -> str:
 def _where_there_is_a_store(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def either(path: Any, *args: Any, **kwargs: Any) -> Any:
-        # Both of `copy`'s paths may be URLs; what `join` appends never is one.
+        # Both paths of `copy` may be URLs. What `join` appends never is.
         paths = [path, *args] if function is _copy else [path]
         urls = [os.fspath(each) for each in paths if isinstance(each, str | os.PathLike) and is_url(each)]
         if not urls or not all(map(has_store, urls)):

@@ -1,8 +1,8 @@
-"""Keeps what JAX compiles on disk, so that the next start of a program, or of a worker's replacement, is faster.
+"""Caches on disk what JAX compiles, so that the next start of a program, or of a replacement worker, is faster.
 
 JAX has such a cache (https://docs.jax.dev/en/latest/persistent_compilation_cache.html), which is off by default. A
-small model's start spends three quarters of its time compiling, most of it initial values and the two halves of a
-step. An entry is found only by the same computation, compiler, flags and kind of processor.
+small model's start spends three quarters of its time compiling, mostly initial values and the two halves of a step.
+An entry is found only by the same computation, compiler, flags and kind of processor.
 
 Users who set JAX_COMPILATION_CACHE_DIR, or JAX_ENABLE_COMPILATION_CACHE=false, decide for themselves.
 """
@@ -31,8 +31,8 @@ _SUFFIX = "-cache"
 
 
 class _Cache(LRUCache):  # type: ignore[misc]
-    """JAX's cache of files, with atomic writes: a worker may be killed while it writes, and others may be reading.
-    Reading an entry marks it as used."""
+    """JAX's file cache with atomic writes: a worker may be killed while it writes, and others may be reading. Reading
+    an entry marks it as used."""
 
     def get(self, key: str) -> bytes | None:
         value: bytes | None = super().get(key)
@@ -72,7 +72,7 @@ def _folder() -> Path:
 
 
 def _processor() -> str:
-    """A digest of the processor's features: machines of different kinds may share a home directory."""
+    """Return a digest of the processor's features: machines of different kinds may share a home directory."""
     description = platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

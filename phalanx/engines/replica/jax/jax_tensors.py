@@ -1,4 +1,4 @@
-"""JAX's arrays in custom training loops: to the host and back."""
+"""JAX's arrays in custom training loops: conversion to and from host arrays."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class JaxTensors(Tensors):
         return not in_stateless_scope()
 
     def are_of_own_samples(self, gradients: Sequence[Any], weights: Sequence[Any]) -> bool:
-        # In a trace no merge is possible. Merged gradients come into it as arguments; what a trace computes from the
-        # weights, it has computed from the samples of this replica.
+        # A trace cannot merge. Merged gradients enter it as arguments. Anything that it computes from the weights comes
+        # from the samples of this replica.
         names = {_name(weight) for weight in weights if isinstance(weight, jax.core.Tracer)} - {None}
         seen: set[int] = set()
         left = [gradient for gradient in gradients if isinstance(gradient, jax.core.Tracer)]
@@ -66,11 +66,11 @@ class JaxTensors(Tensors):
 
 
 def _name(tracer: Any) -> int | None:
-    """What tells a value of a trace from others; None where this version of JAX does not say."""
+    """Return what identifies a value of a trace; None if this version of JAX does not tell."""
     value = getattr(tracer, "val", None)
     return None if value is None else id(value)
 
 
 def _known(shape: Shape, of_argument: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a result, with the argument's length where that of the result is not known before the call."""
+    """Return the shape of a result, with the argument's length where the result's is unknown before the call."""
     return tuple(now if then is None else then for now, then in zip(of_argument, shape, strict=True))

@@ -1,4 +1,4 @@
-"""How a step's results on JAX are joined into a few arrays that travel, and read again after the merge."""
+"""How a step's results on JAX are joined into a few arrays to send, and read again after the merge."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Values = list[Any]
 
 @dataclass(frozen=True)
 class OutputPacking:
-    """How to join what a step merges and to read the merged buffers; the same for all batches of a model.
+    """How to join what a step merges and to read the merged buffers. It is the same for all batches of a model.
 
     Attributes:
-        layout: of everything that is merged: gradients, state, metrics, logs.
-        bundles: their indices, in the order in which they travel (`step_layout.bundles`).
-        gradients: the number of gradients.
-        state: indices of the floating non-trainable variables that the step changed.
-        metrics: the rule of each metric variable.
-        logs: names of the logs that are not metric results.
+        layout: Layout of everything that is merged: gradients, state, metrics, logs.
+        bundles: Indices in `layout`, in the order in which they are sent (`step_layout.bundles`).
+        gradients: Number of gradients.
+        state: Indices of the floating non-trainable variables that the step changed.
+        metrics: Rule of each metric variable.
+        logs: Names of the logs that are not metric results.
     """
 
     layout: StepLayout
@@ -46,7 +46,7 @@ class OutputPacking:
         return self.layout.chosen(self._order)
 
     def join(self, values: Values) -> Values:
-        """The few arrays that travel, from everything that is merged."""
+        """Join everything that is merged into the few arrays that are sent."""
         return [
             values[bundle[0]] if len(bundle) == 1 else jnp.concatenate([jnp.ravel(values[index]) for index in bundle])
             for bundle in self.bundles
@@ -54,7 +54,7 @@ class OutputPacking:
 
     @cached_property
     def travelling(self) -> StepLayout:
-        """The layout of what `join` returns."""
+        """The layout of the result of `join`."""
         layout = self.layout
         parts = [layout.chosen(bundle) for bundle in self.bundles]
         return StepLayout(
@@ -65,18 +65,18 @@ class OutputPacking:
         )
 
     def read(self, flats: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
-        """Gradients, state, metrics and logs from the merged flat buffers."""
+        """Read gradients, state, metrics and logs from the merged flat buffers."""
         return self._sorted(self._contents.cut(flats))
 
     def read_travelled(self, arrays: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
-        """As `read`, from arrays like those that `join` returns."""
+        """Read the same from arrays like those that `join` returns."""
         pieces: list[Any] = []
         for bundle, array in zip(self.bundles, arrays, strict=True):
             pieces += self.layout.chosen(bundle).cut([jnp.ravel(array)])
         return self._sorted(pieces)
 
     def _sorted(self, pieces: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
-        # Back from the order in which they travelled.
+        # Undo the order in which they were sent.
         by_index = dict(zip(self._order, pieces, strict=True))
         values = [by_index[index] for index in range(len(by_index))]
         ends = np.cumsum([self.gradients, len(self.state), len(self.metrics)])

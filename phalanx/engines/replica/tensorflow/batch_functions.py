@@ -16,17 +16,17 @@ class BatchFunction:
     """A function of one batch, traced for batches of any size; the function itself if the model runs eagerly.
 
     Args:
-        function: gets `(x, y, sample_weight)` in tensors.
-        eager: whether the model runs eagerly.
-        jit_compile: whether XLA compiles it.
-        for_each_shape: whether samples of each shape have a trace of their own. Otherwise it depends on the shapes that
-            came before which trace a batch gets, and so may the last bits of its results.
+        function: Function of `(x, y, sample_weight)`, as tensors.
+        eager: Whether the model runs eagerly.
+        jit_compile: Whether XLA compiles it.
+        for_each_shape: Whether each shape of samples has its own trace. Otherwise, the trace of a batch, and so perhaps
+            the last bits of its results, depends on the shapes that came before.
     """
 
     def __init__(
         self, function: Callable[..., Any], *, eager: bool, jit_compile: bool = False, for_each_shape: bool = False
     ) -> None:
-        # The kind of the last batch, and its trace. One is enough: batches of a pass are alike but for the last one.
+        # The kind of the last batch, and its trace. One is enough: only the last batch of a pass differs from the rest.
         self._last: tuple[Any, ConcreteCall] | None = None
         self.traced = function
         if eager:
@@ -37,19 +37,19 @@ class BatchFunction:
             jit_compile=jit_compile,
             reduce_retracing=not for_each_shape,
         )
-        # The warning counts calls that trace again; it does not see the others, which `__call__` makes directly.
+        # The warning counts calls that trace again. It does not see the others, which `__call__` makes directly.
         self.traced._omit_frequent_tracing_warning = True  # type: ignore[attr-defined]
 
     def __call__(self, data: Batch) -> Any:
-        """Call with a batch of arrays. TensorFlow takes 0.1 ms to find out that a batch is like the last one."""
+        """Call with a batch of arrays. TensorFlow takes 0.1 ms to find that a batch is like the last one."""
         function, tensors = self.traced, to_tensors(data)
         if tf.config.functions_run_eagerly() or not isinstance(function, tf.types.experimental.PolymorphicFunction):
             return function(tensors)
         kind = batch_kind(data)
         if self._last is None or self._last[0] != kind:
-            # For batches of any size from the first one on, as in Keras: what a model computes with the number of
-            # samples must not become a constant, and a second trace, for another size, could be made when the program
-            # has changed something since, which Keras's own trace keeps.
+            # For batches of any size from the first one on, as in Keras: what a model computes from the number of
+            # samples must not become a constant, and a second trace, for another size, might see changes that the
+            # program has made since, unlike Keras's own trace.
             traced = function.get_concrete_function(map_leaves(spec_of_batch, data))
             self._last = kind, ConcreteCall(traced, tensors)
         return self._last[1](tensors)
@@ -61,18 +61,18 @@ def runs_eagerly(model: Any) -> bool:
 
 
 def spec_of_batch(array: Any, size: int | None = None) -> Any:
-    """The `tf.TensorSpec` of an array whose first axis are samples; of any number of them if `size` is None."""
+    """Return the `tf.TensorSpec` of an array whose first axis is the samples; any number of them if `size` is None."""
     return tf.TensorSpec([size, *array.shape[1:]] if array.shape else [], tf.as_dtype(array.dtype))
 
 
 def to_tensors(data: Batch) -> Batch:
-    """A batch of arrays in tensors."""
+    """Convert a batch of arrays to tensors."""
     converted: Batch = map_leaves(tf.convert_to_tensor, data)
     return converted
 
 
 def batch_kind(data: Any) -> Any:
-    """The key of a batch's trace: structure, shapes and dtypes."""
+    """Return the key of a batch's trace: structure, shapes and dtypes."""
     if isinstance(data, Mapping):
         return [(name, batch_kind(value)) for name, value in data.items()]
     if isinstance(data, list | tuple):

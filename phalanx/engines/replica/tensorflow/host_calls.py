@@ -48,7 +48,7 @@ def call_in_graph(
 
 
 _failures: list[BaseException] = []
-"""The error of the last host function that failed: TensorFlow replaces it by its own error, and so may Keras when it
+"""The error of the last host call, if it failed. TensorFlow replaces it with its own error, and so may Keras when it
 calls a layer."""
 
 

@@ -1,7 +1,7 @@
-"""Gradients of single rows of a variable (`tf.IndexedSlices`), merged over the ranks as rows.
+"""Row gradients (`tf.IndexedSlices`) of a variable, merged over the ranks as rows.
 
-Keras's optimizers treat a row that occurs twice otherwise than one that occurs once with the sum. So what plain Keras
-has apart must stay apart, and what it has summed over the whole batch must be summed over the ranks.
+Keras's optimizers treat a row that occurs twice differently from one that occurs once with the sum. So rows that are
+separate in plain Keras must stay separate, and rows that it sums over the whole batch must be summed over the ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 
 
 def slices_of(gradients: Sequence[Any]) -> dict[int, Any]:
-    """Those of the gradients that are single rows, by number."""
+    """Return the row gradients among the gradients, by number."""
     return {i: gradient for i, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)}
 
 
@@ -28,12 +28,12 @@ def merge_slices(
     of_any_batch: Mapping[int, bool],
     gather: Callable[[Sequence[GradientRows]], list[GradientRows]],
 ) -> dict[int, Any]:
-    """Merge gradients of single rows, in a graph or eagerly.
+    """Merge row gradients, in a graph or eagerly.
 
     Args:
-        slices: this rank's, by number.
-        of_any_batch: of each, whether a batch of any size and content has the same rows looked up.
-        gather: returns the rows of all ranks; see `Merge.gather`.
+        slices: This rank's row gradients, by number.
+        of_any_batch: Whether every batch, of any size and content, looks up the same rows, for each gradient.
+        gather: Returns the rows of all ranks; see `Merge.gather`.
     """
     tensors = [part for one in slices.values() for part in (one.indices, one.values)]
 
@@ -53,12 +53,12 @@ def merge_slices(
 
 
 def is_of_any_batch(indices: Any) -> bool:
-    """Whether a batch of any size and content has the same rows looked up (positions)."""
+    """Whether every batch, of any size and content, looks up the same rows (positions)."""
     if isinstance(indices, tf.__internal__.EagerTensor):
         numbers = indices.numpy()
-        return len(np.unique(numbers)) == len(numbers)  # the samples of a batch would look up the same
+        return len(np.unique(numbers)) == len(numbers)  # the samples of a batch would look up the same rows
     if indices.shape.is_fully_defined():
-        return True  # in a graph the size of the batch is unknown
+        return True  # in a graph, the size of the batch is unknown
     seen: set[tuple[int, str]] = set()
     pending = [indices.op]
     while pending:
@@ -71,14 +71,14 @@ def is_of_any_batch(indices: Any) -> bool:
         if op.type in ("Placeholder", "PlaceholderWithDefault") and not captured:
             return False  # the batch
         if op.type in ("Shape", "Size"):
-            return False  # of all axes, that of the samples among them
+            return False  # covers all axes, including the samples
         pending += [outside.op for outside in captured if not isinstance(outside, tf.__internal__.EagerTensor)]
         pending += [tensor.op for tensor in op.inputs]
     return True
 
 
 def _reads_length(op: Any) -> bool:
-    """Whether a slice takes the length of an axis, not the first, from the shape of a tensor."""
+    """Whether a slice takes the length of an axis other than the first from the shape of a tensor."""
     shape, begin = op.inputs[0].op, tf.get_static_value(op.inputs[1])
     if shape.type != "Shape" or begin is None or not op.get_attr("shrink_axis_mask"):
         return False
