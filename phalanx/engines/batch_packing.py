@@ -1,4 +1,4 @@
-"""The structure in which a model's own steps get their batches."""
+"""The structure in which a model's steps receive their batches."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from phalanx.data.dataset_elements import ElementStructure
 
 class BatchPacking:
     """Packs a batch as Keras passes it to `train_step`: without absent parts, so that `x, y = data` works, except for
-    those that the elements of the program's data have.
+    absent parts that the elements of the program's data have.
 
     Attributes:
-        form: the structure of the elements of the program's data.
+        form: Structure of the elements of the program's data.
     """
 
     def __init__(self) -> None:
         self.form = ElementStructure.PARTS
 
     def pack(self, data: tuple[Any, Any, Any], form: ElementStructure | None = None) -> Any:
-        """`(x, y, sample_weight)` as an element of the program's data, or of another `form`."""
+        """Return `(x, y, sample_weight)` as an element of the program's data, or of another `form`."""
         match form or self.form:
             case ElementStructure.PARTS:
                 return keras.utils.pack_x_y_sample_weight(*data)
@@ -35,5 +35,5 @@ class BatchPacking:
                 return data[0]
 
     def for_keras(self, data: tuple[Any, Any, Any]) -> Any:
-        """The batch for Keras's own methods, which unpack such a tuple, or raise if they can't."""
+        """Return the batch for Keras's own methods, which unpack such a tuple, or raise if they cannot."""
         return data[0] if self.form is ElementStructure.WHOLE else data

@@ -1,4 +1,4 @@
-"""Tells of training by Keras itself, also in programs that use nothing of Phalanx but its launcher.
+"""Reports training by Keras itself, also in programs that use only the launcher of Phalanx.
 
 Patches `fit` and `train_on_batch` of Keras's trainer. Tested with Keras 3.12 and 3.15.
 """
@@ -17,7 +17,7 @@ _patches = Patches()
 
 
 def observe_fit(on_fit: Callable[[Any, str], object]) -> None:
-    """Call `on_fit(model, name of the method)` before each `fit` and `train_on_batch` of Keras, from now on."""
+    """Call `on_fit(model, method_name)` before each `fit` and `train_on_batch` of Keras, from now on."""
 
     def observed(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

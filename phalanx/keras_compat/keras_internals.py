@@ -1,4 +1,4 @@
-"""Functions and classes of Keras that have no public name, used as they are; those that a patch needs are beside it.
+"""Functions and classes of Keras without a public name, used unpatched. Those that a patch needs are next to it.
 
 Tested with Keras 3.12 and 3.15. `tests/keras_compat/contract.py` checks that each exists and behaves as expected.
 """
@@ -42,19 +42,19 @@ __all__ = [
 
 @functools.cache
 def keras_trainer() -> Any:
-    """The trainer class of the current backend, from which `keras.Model` inherits `fit`."""
+    """Return the trainer class of the current backend, from which `keras.Model` inherits `fit`."""
     return next(base for base in keras.Model.__mro__ if "fit" in vars(base) and base is not keras.Model)
 
 
 def global_seed_generator() -> Any:
-    """What functions of `keras.random` without a seed draw from; None before the first of them."""
+    """Return the generator of `keras.random` functions without a seed; None before the first of these is called."""
     return get_global_attribute("global_seed_generator")
 
 
 def serialize_weights(model: Any) -> memoryview:
-    """The content of the file that `model.save_weights` would write.
+    """Return the content of the file that `model.save_weights` would write.
 
-    The file is built in memory: HDF5 that cannot write (on a full disk) crashes the process with a segmentation fault.
+    It is built in memory: when HDF5 cannot write (on a full disk), the process crashes with a segmentation fault.
     """
     buffer = io.BytesIO()
     store = saving_lib.H5IOStore(buffer, mode="w")

@@ -1,4 +1,4 @@
-"""Which classes and functions are the program's own, and not those of a library."""
+"""Which classes and functions belong to the program, not to a library."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from types import FunctionType
 
 
 def is_of_program(defined: type | FunctionType) -> bool:
-    """Whether a class or function is in a module of the program, and not of a library."""
-    module = defined.__module__ or ""  # a function of a text that was compiled has none
+    """Whether a class or function is in a module of the program, not of a library."""
+    module = defined.__module__ or ""  # a function compiled from text has none
     if module == "__main__":
         return True
     home = getattr(sys.modules.get(module), "__file__", None) or ""

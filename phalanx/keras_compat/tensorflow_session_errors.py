@@ -1,8 +1,8 @@
-"""Gives errors that Python functions raise in a session the types that callers catch.
+"""Converts errors that Python functions raise in a session to the types that callers catch.
 
-A Python function in a graph cannot choose the type of the error that a session raises: TensorFlow looks for four of
-Python's own exceptions, and makes an UnknownError of every other, with its text (`DoCallPyFunc` in `py_func.cc`). All
-sessions hand errors out in one method, which is patched. Tested with TensorFlow 2.21.
+A Python function in a graph cannot choose the type of the error that a session raises: TensorFlow recognizes four of
+Python's own exceptions, and turns every other into an UnknownError with its text (`DoCallPyFunc` in `py_func.cc`). All
+sessions raise errors in one method, which is patched. Tested with TensorFlow 2.21.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _translations: list[Translate] = []
 
 
 def translate_session_errors(translate: Translate) -> None:
-    """From now on, sessions raise what `translate` makes of an UnknownError; None leaves it. Safe to call twice."""
+    """Make sessions raise the result of `translate(UnknownError)`; None keeps the error. Safe to call twice."""
     if translate in _translations:
         return
     if not _translations:
@@ -38,6 +38,6 @@ def _translating(original: Callable[..., Any]) -> Callable[..., Any]:
             translated = next((each for translate in _translations if (each := translate(error))), None)
             if translated is None:
                 raise
-            raise translated from None  # it has the whole text of the other
+            raise translated from None  # it has the whole text of the original
 
     return run

@@ -20,7 +20,7 @@ _keys: list[Key] = []
 
 
 def trace_apart(key: Key) -> None:
-    """Keep traces for each value of `key()` apart from now on; None changes nothing. Safe to call twice."""
+    """Keep separate traces for each value of `key()` from now on; None changes nothing. Safe to call twice."""
     if key in _keys:
         return
     if not _keys:
@@ -42,7 +42,7 @@ def _wrap() -> None:
 
     def make_with_keys(*args: Any, **kwargs: Any) -> Any:
         context = make(*args, **kwargs)
-        # Without any, the context stays what TensorFlow made: traces from outside of our scopes are found as before.
+        # Without any, the context is unchanged: traces from outside of Phalanx's scopes are found as before.
         own = [value for key in _keys if (value := key()) is not None]
         return context._replace(context=(context.context, *own)) if own else context
 

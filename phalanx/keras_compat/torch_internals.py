@@ -1,4 +1,4 @@
-"""Internals of Keras's PyTorch backend, used as they are. Import only when Keras runs on PyTorch.
+"""Internals of Keras's PyTorch backend, used unpatched. Import only when Keras runs on PyTorch.
 
 Tested with Keras 3.12 and 3.15. `tests/keras_compat/contract.py` checks each.
 """

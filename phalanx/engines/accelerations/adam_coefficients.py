@@ -1,4 +1,4 @@
-"""What the fused Adams must know of an optimizer before they may replace its own update."""
+"""Conditions on an optimizer under which the fused Adams may replace its update."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ KNOWN: Mapping[str, str] = {
 
 
 def enabled_accelerations(text: str) -> frozenset[str]:
-    """The names that a value of `PHALANX_ACCELERATIONS` enables.
+    """Return the names that a value of `PHALANX_ACCELERATIONS` enables.
 
     Args:
         text: "all", "" (the same), "none", names to enable, or names with a minus to disable, separated by commas.
@@ -61,5 +61,5 @@ def is_enabled(name: str) -> bool:
 
 
 def choose(name: str, accelerated: Any, plain: Any) -> Any:
-    """`accelerated` if the acceleration of this name is enabled, else `plain`."""
+    """Return `accelerated` if the acceleration of this name is enabled, else `plain`."""
     return accelerated if is_enabled(name) else plain

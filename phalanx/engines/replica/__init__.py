@@ -1,1 +1,1 @@
-"""Engines in which a replica is a process: one package for each Keras backend."""
+"""Engines whose replicas are processes: one package per Keras backend."""

@@ -1,8 +1,8 @@
-"""What optimizers hold in plain numbers, which compilation makes constants of.
+"""Plain numbers in optimizers, which compilation turns into constants.
 
-Keras compiles a whole step, and again for another kind of batches (on JAX, those of another size), so that each kind
-keeps the numbers that its first batch found. A replica's function depends on its part of the batch, or on none, and is
-compiled with the numbers that Keras's would have.
+Keras compiles a whole step, and again for another kind of batch (on JAX, one of another size), so that each kind keeps
+the numbers from its first batch. A replica's function depends on its part of the batch, or on none, and is compiled
+with the numbers that Keras's would have.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from keras.optimizers.schedules import LearningRateSchedule
 from phalanx.keras_compat.model_state import PLAIN
 
 OF_ITS_LIFE = ("built", "_lock")
-"""Plain attributes that are no hyperparameters."""
+"""Plain attributes that are not hyperparameters."""
 
 
 class Hyperparameters:
-    """The plain attributes of optimizers, and of the optimizer and the schedule in each, as they are now.
+    """The current plain attributes of optimizers, and of the inner optimizer and schedule of each.
 
     Args:
-        optimizers: of a model.
+        optimizers: Optimizers of a model.
 
     Attributes:
-        key: equal for equal values of the same objects.
+        key: A key that is equal for equal values of the same objects.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
@@ -39,8 +39,8 @@ class Hyperparameters:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the objects have these values."""
-        # Usually none: the optimizer still has what it had when batches of this kind first came.
+        """Context in which the objects have these values."""
+        # Usually none differ: the optimizer still has the values from the first batch of this kind.
         others = [
             (vars(owner), name, value, vars(owner)[name])
             for owner, name, value in self._values
@@ -65,5 +65,5 @@ def _plain_attributes(owner: Any) -> Iterator[tuple[Any, str, Any]]:
         elif isinstance(value, LearningRateSchedule):
             yield owner, name, value
             yield from _plain_attributes(value)
-        elif name == "_learning_rate" and isinstance(value, keras.Variable):  # where a schedule may come instead of it
+        elif name == "_learning_rate" and isinstance(value, keras.Variable):  # a schedule may replace it
             yield owner, name, value

@@ -91,7 +91,7 @@ def _number(result: Any) -> Any:
 
 
 def variables_of_optimizers(model: Any) -> list[Any]:
-    """Return the variables that a custom `train_step` may have changed before it failed."""
+    """Return the weights and optimizer variables that a custom `train_step` may have changed before it fails."""
     optimizers = model_state.optimizers(model)
     return [*model.trainable_variables, *(v for optimizer in optimizers for v in optimizer.variables)]
 

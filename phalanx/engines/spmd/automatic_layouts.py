@@ -1,7 +1,7 @@
-"""Layouts for model parallelism from the paths and shapes of variables alone.
+"""Layouts for model parallelism, derived only from the paths and shapes of variables.
 
-A layer that widens divides its output, the one after it that narrows divides its input, so that they need one sum
-between them; attention is divided by heads, an embedding by its rows.
+A layer that widens divides its output, and the next one, which narrows, divides its input, so that they need one sum
+between them. Attention is divided by heads, an embedding by its rows.
 Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 """
 
@@ -11,14 +11,14 @@ from __future__ import annotations
 def automatic_layout(
     path: str, shape: tuple[int, ...], axis_name: str, devices: int, min_size: int
 ) -> tuple[str | None, ...]:
-    """The layout of a variable.
+    """Return the layout of a variable.
 
     Args:
-        path: of the variable, such as "attention/query/kernel".
-        shape: of the variable.
-        axis_name: the axis of the mesh over which the model is divided.
-        devices: their number along this axis.
-        min_size: variables with fewer values stay whole.
+        path: Path of the variable, such as "attention/query/kernel".
+        shape: Shape of the variable.
+        axis_name: The mesh axis over which the model is divided.
+        devices: Number of devices along this axis.
+        min_size: Variables with fewer values stay whole.
     """
     whole: tuple[str | None, ...] = (None,) * len(shape)
     size = 1
@@ -33,7 +33,7 @@ def automatic_layout(
 
 
 def _preferred(path: list[str], shape: tuple[int, ...]) -> list[int]:
-    """The axes of a variable, the best to divide first."""
+    """Return the axes of a variable, the best to divide first."""
     owner, name = (path[-2] if len(path) > 1 else ""), path[-1]
     longest_first = sorted(range(len(shape)), key=lambda axis: (-shape[axis], -axis))
     if name == "embeddings":

@@ -1,4 +1,4 @@
-"""Arrays that lie on all devices of a mesh, also on those of other processes: made from and read into host memory."""
+"""Arrays on all devices of a mesh, including those of other processes: created from and read into host memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Array = np.ndarray[Any, Any]
 
 
 def fetch(array: Any) -> Array:
-    """A copy of the whole array in host memory. If other processes hold parts of it, all must call."""
+    """Copy the whole array into host memory. If other processes hold parts of it, all must call this."""
     if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
         from jax.experimental import multihost_utils
 
@@ -20,18 +20,18 @@ def fetch(array: Any) -> Array:
 
 
 def put_like(array: Any, value: Array) -> Any:
-    """The value where the array lies. All processes that hold parts of it must have the same value."""
+    """Put the value where the array is. All processes that hold parts of it must have the same value."""
     value = np.array(value, array.dtype)  # a copy: steps may donate it
     return jax.make_array_from_callback(value.shape, array.sharding, lambda index: value[index])
 
 
 def put_part(part: Array, rows: int, sharding: Any) -> Any:
-    """A global array from this process's part of its rows.
+    """Create a global array from this process's part of its rows.
 
     Args:
-        part: this process's rows, or all rows.
-        rows: of the global array.
-        sharding: where it lies.
+        part: This process's rows, or all rows.
+        rows: Number of rows of the global array.
+        sharding: Sharding of the global array.
     """
     if jax.process_count() == 1:
         return jax.device_put(part, sharding)

@@ -1,4 +1,4 @@
-"""Custom training loops on the devices of a mesh: a step is what the program jits, over global arrays."""
+"""Custom training loops on the devices of a mesh, whose steps the program jits over global arrays."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from phalanx.keras_compat.variables.variable_layouts import axes_of, laying_out_
 
 @contextmanager
 def running_placed(placement: Placement) -> Iterator[None]:
-    """A context in which Keras optimizers leave weights and their own variables where the placement says.
+    """Context in which Keras optimizers leave weights and their own variables where the placement says.
 
-    Else XLA chooses where the results of a jitted step lie, and the next step would begin with another layout.
+    Otherwise, XLA chooses where the results of a jitted step are, and the next step would begin with another layout.
     """
     mesh = placement.mesh.backend_mesh
 
     def constrain(value: Any, axes: Axes | None) -> Any:
-        if axes is None:  # a variable that was made outside of the scope
+        if axes is None:  # a variable that was created outside of the scope
             return value
         return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(*axes)))
 

@@ -1,1 +1,1 @@
-"""Models and objects in other processes, where no program makes them."""
+"""Copies of models and objects in other processes, which do not run the program that creates them."""

@@ -1,4 +1,4 @@
-"""The settings of `keras.config`, which layers, losses and metrics read when they are made and when they compute.
+"""The settings of `keras.config`, which layers, losses and metrics read when they are created and when they compute.
 
 Tested with Keras 3.15.
 """
@@ -13,10 +13,10 @@ import keras
 
 
 class KerasSettings(NamedTuple):
-    """What `keras.config` has at some time.
+    """The settings of `keras.config` at some time.
 
     Attributes:
-        dtype_policy: its configuration.
+        dtype_policy: Configuration of the dtype policy.
     """
 
     floatx: str
@@ -29,7 +29,7 @@ class KerasSettings(NamedTuple):
 
 
 def keras_settings() -> KerasSettings:
-    """The settings of this process."""
+    """Return the settings of this process."""
     return KerasSettings(
         keras.config.floatx(),
         keras.config.epsilon(),
@@ -42,7 +42,7 @@ def keras_settings() -> KerasSettings:
 
 
 def set_keras_settings(settings: KerasSettings) -> None:
-    """Let this process have these settings."""
+    """Set the settings of this process."""
     keras.config.set_floatx(settings.floatx)
     keras.config.set_epsilon(settings.epsilon)
     keras.config.set_image_data_format(settings.image_data_format)
@@ -57,7 +57,7 @@ def set_keras_settings(settings: KerasSettings) -> None:
 
 @contextmanager
 def with_keras_settings(settings: KerasSettings) -> Iterator[None]:
-    """A context with other settings, such as those with which a layer was constructed."""
+    """Context with other settings, such as those with which a layer was constructed."""
     before = keras_settings()
     set_keras_settings(settings)
     try:

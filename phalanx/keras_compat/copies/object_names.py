@@ -1,4 +1,4 @@
-"""The names that Keras gives to objects without one: by counters, which a copy of an object must find as they were.
+"""Names that Keras gives to unnamed objects: it counts them, and copies of objects need the counters of the originals.
 
 Uses the global attribute `object_name_uids` and `Variable._path`. Tested with Keras 3.15.
 """
@@ -16,18 +16,18 @@ _COUNTERS = "object_name_uids"
 
 
 def name_counters() -> dict[str, int]:
-    """How many objects of each kind Keras has named."""
+    """Return how many objects of each kind Keras has named."""
     return dict(get_global_attribute(_COUNTERS) or {})
 
 
 def set_name_counters(counters: Mapping[str, int]) -> None:
-    """Let Keras give the names that come after these."""
+    """Make Keras continue its names from these counters."""
     set_global_attribute(_COUNTERS, defaultdict(int, counters))
 
 
 @contextmanager
 def naming_from(counters: Mapping[str, int]) -> Iterator[None]:
-    """A context in which Keras names objects as it did when the counters were these."""
+    """Context in which Keras names objects as it did when the counters had these values."""
     before = name_counters()
     set_name_counters(counters)
     try:
@@ -37,5 +37,5 @@ def naming_from(counters: Mapping[str, int]) -> Iterator[None]:
 
 
 def set_path(variable: Any, path: str) -> None:
-    """Let a variable have the path of that of which it is a copy."""
+    """Set the path of a variable that is a copy."""
     variable._path = path

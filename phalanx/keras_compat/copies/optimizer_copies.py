@@ -1,4 +1,5 @@
 """What an optimizer keeps about its model's variables that is not in its configuration.
+
 Uses `_trainable_variables`, `_exclude_from_weight_decay`, `_exclude_from_weight_decay_pattern` and `_var_key`. Tested
 with Keras 3.15.
 """

@@ -1,1 +1,1 @@
-"""How a step of a replica is one of the global batch: its losses, means, gradients and normalization."""
+"""Makes a replica's step one of the global batch: its losses, means, gradients and normalization."""

@@ -1,8 +1,8 @@
-"""No layer takes a loss that another layer adds for one of its own.
+"""Prevents layers from mistaking a loss that another layer adds for one of their own.
 
-In a `stateless_call`, a layer knows its losses (of `add_loss` and activity regularizers) by their `id`, and keeps the
-ids from one call to the next. A loss that another layer has added since may have got the same one, and Keras drops it
-with the losses of the former call: from a step that runs eagerly now and then, from a compiled step for good.
+In a `stateless_call`, a layer identifies its losses (from `add_loss` and activity regularizers) by their `id`, and
+keeps the ids from one call to the next. A loss that another layer has added since may have the same id, and Keras drops
+it with the losses of the earlier call: occasionally from a step that runs eagerly, permanently from a compiled step.
 
 Uses `Layer._flatten_layers`, `Layer._loss_ids` and the stateless scopes. Tested with Keras 3.12 and 3.15.
 """
@@ -17,7 +17,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope, in_sta
 
 
 def forgetting_former_losses(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around `Layer.stateless_call`: forget the ids first. A call within another one leaves those of the outer one."""
+    """Wrap `Layer.stateless_call` to clear the ids first. A call within another one keeps the ids of the outer one."""
 
     @functools.wraps(original)
     def stateless_call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""How many replicas there are in a trial, where one process computes what several would (`step_probe`, `loss_probe`).
+"""The number of replicas in a trial, when one process computes what several would (`step_probe`, `loss_probe`).
 
-A step that divides by the number of replicas would otherwise divide by the same number in one process, and the trial
-would not see what that does.
+Otherwise, a step that divides by the number of replicas would divide by the same number in one process, and the trial
+would not see the effect.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 class _Trials(threading.local):
-    """The numbers of the trials that this thread is inside of, innermost last."""
+    """The numbers of replicas in the trials that this thread is in, innermost last."""
 
     def __init__(self) -> None:
         self.ranks: list[int] = []
@@ -23,7 +23,7 @@ _trials = _Trials()
 
 @contextmanager
 def simulated_ranks(number: int) -> Iterator[None]:
-    """A context in which so many replicas share a batch."""
+    """Context in which `number` replicas share a batch."""
     _trials.ranks.append(number)
     try:
         yield
@@ -32,5 +32,5 @@ def simulated_ranks(number: int) -> Iterator[None]:
 
 
 def number_of_simulated_ranks() -> int | None:
-    """See `simulated_ranks`; None outside of a trial."""
+    """Return the number set by `simulated_ranks`; None outside of a trial."""
     return _trials.ranks[-1] if _trials.ranks else None

@@ -1,14 +1,14 @@
-"""Means over steps, of which each rank sees only a part.
+"""Means over steps, when each rank sees only a part of each step.
 
 A custom `train_step` often ends in `tracker.update_state(loss)`: a `keras.metrics.Mean` of one number per step. Each
-rank has such a number for its part of the step. Counted by the ranks' shares of the global batch, the parts make one
+rank has such a number for its part of the step. Weighted by the ranks' shares of the global batch, the parts make one
 step:
 
     total = sum over r of share_r * loss_r    count = sum over r of share_r = 1
 
 Keras's means compute what they add in one function, `reduction_metrics.reduce_to_samplewise_values`, which is patched
-while a step runs or is traced. A mean of samples, or one with a sample weight, stays as it is: there the ranks' samples
-simply add up.
+while a step runs or is traced. A mean of samples, or one with a sample weight, is not changed: there, the ranks'
+samples add up.
 
 Tested with Keras 3.12 and 3.15.
 """
@@ -26,7 +26,7 @@ from phalanx.keras_compat.patching import PatchedFunction
 
 
 class _Steps(threading.local):
-    """The steps that this thread is inside of, innermost last. Keras's functions are patched for all threads."""
+    """The steps that this thread is in, innermost last. Keras's functions are patched for all threads."""
 
     def __init__(self) -> None:
         self.shares: list[Callable[[], Any]] = []
@@ -41,15 +41,15 @@ def is_in_step() -> bool:
 
 
 def share_of_step() -> Any | None:
-    """This rank's share of the global batch in the step that runs or is traced; None outside of a step."""
+    """Return this rank's share of the global batch in the step that runs or is traced; None outside of a step."""
     return _steps.shares[-1]() if _steps.shares else None
 
 
 class WeightedStepMeans(PatchedFunction):
-    """A context in which one number without a weight counts by `share()` in a mean.
+    """A context in which a single number without a weight counts by `share()` in a mean.
 
     Args:
-        share: returns this rank's share of the global batch: a number, or a tensor if the step is traced.
+        share: Returns this rank's share of the global batch: a number, or a tensor if the step is traced.
     """
 
     def __init__(self, share: Callable[[], Any]) -> None:
@@ -65,7 +65,7 @@ class WeightedStepMeans(PatchedFunction):
         super().__exit__(*error)
 
     def _weigh(self, values: Any, sample_weight: Any, reduce_fn: Callable[..., Any], dtype: Any) -> tuple[Any, Any]:
-        # A weight is given, or there are several values: these are samples, which count by themselves.
+        # With a weight or several values, these are samples, which count by themselves.
         is_number = reduce_fn is ops.mean and sample_weight is None and len(getattr(values, "shape", ())) == 0
         if is_number and is_in_step():
             sample_weight = self._share()

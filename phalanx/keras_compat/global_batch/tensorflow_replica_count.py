@@ -1,9 +1,9 @@
-"""Lets `tf.nn.compute_average_loss` and `tf.nn.scale_regularization_loss` count our replicas.
+"""Makes `tf.nn.compute_average_loss` and `tf.nn.scale_regularization_loss` count Phalanx's replicas.
 
 They divide by the number of replicas of TensorFlow's own current strategy, which is 1 here: a loss, and its gradients,
-would be as many times too large as there are replicas. That is right in the steps of `fit` alone, whose gradients are
-averaged. What they ask for it is the module `distribute_lib` in
-`tensorflow.python.ops.nn_impl_distribute`. Tested with TensorFlow 2.21.
+would be too large by a factor of the number of replicas. That is right only in the steps of `fit`, whose gradients are
+averaged. They read it from the module `distribute_lib` in `tensorflow.python.ops.nn_impl_distribute`. Tested with
+TensorFlow 2.21.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class _InScopes:
-    """TensorFlow's module outside of our scopes, ours inside."""
+    """TensorFlow's module outside of Phalanx's scopes, Phalanx's inside."""
 
     def __init__(self, tensorflows: Any, ours: Any) -> None:
         self._tensorflows, self._ours = tensorflows, ours
@@ -40,7 +40,7 @@ class _InScopes:
 
 
 def count_replicas(contexts: Any) -> None:
-    """Let the two functions ask `contexts` from now on. Safe to call twice."""
+    """Make the two functions use `contexts` from now on. Safe to call twice."""
     try:
         from tensorflow.python.ops import nn_impl_distribute
 

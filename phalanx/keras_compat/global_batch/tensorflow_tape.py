@@ -1,7 +1,7 @@
-"""The gradient of a vector of losses, one for each sample, on this rank's part of a global batch.
+"""The gradient of a vector of per-sample losses, on this rank's part of a global batch.
 
 `GradientTape.gradient` sums such a vector. The rank's gradients are later weighted by its share of the global batch, so
-the sum is divided by that share first: together the ranks then have the sum over the global batch.
+the sum is divided by that share first. The ranks then have the sum over the global batch.
 
 Patches `tf.GradientTape.gradient`. Tested with TensorFlow 2.21 and Keras 3.15.
 """
@@ -19,11 +19,11 @@ from phalanx.keras_compat.patching import PatchedFunction
 
 
 class SampleLossGradients(PatchedFunction):
-    """A context in which `GradientTape.gradient` treats a vector of sample losses like that.
+    """A context in which `GradientTape.gradient` treats a vector of per-sample losses in this way.
 
     Args:
-        share: returns this rank's share of the global batch, a scalar tensor.
-        batch_size: returns the number of samples in this rank's batch; -1 inside a graph, where it is unknown.
+        share: Returns this rank's share of the global batch, a scalar tensor.
+        batch_size: Returns the number of samples in this rank's batch; -1 inside a graph, where it is unknown.
     """
 
     def __init__(self, share: Callable[[], Any], batch_size: Callable[[], int]) -> None:
@@ -32,11 +32,11 @@ class SampleLossGradients(PatchedFunction):
         self._batch_size = batch_size
 
     def _make_gradient(self) -> Callable[..., Any]:
-        # A function, not a bound method: as an attribute of the class it is called with the tape.
+        # A function, not a bound method: as an attribute of the class, it is called with the tape.
         def gradient(
             tape: Any, target: Any, sources: Any, output_gradients: Any = None, *others: Any, **named: Any
         ) -> Any:
-            # What flows into each sample's loss is 1 / share instead of 1; the merge multiplies by the share again.
+            # Each sample's loss receives the gradient 1 / share instead of 1. The merge multiplies by the share again.
             if output_gradients is None and self._sums_samples(target, sources):
                 output_gradients = tf.ones_like(target) * tf.cast(
                     tf.math.divide_no_nan(1.0, self._share()), target.dtype
@@ -46,7 +46,7 @@ class SampleLossGradients(PatchedFunction):
         return gradient
 
     def _sums_samples(self, target: Any, sources: Any) -> bool:
-        """Not where the gradient of each sample's own input is wanted, as by a gradient penalty."""
+        """Whether the gradient sums over samples. Not if it is of each sample's own input, as in a gradient penalty."""
         return (
             isinstance(target, tf.Tensor)
             and target.shape.rank != 0

@@ -1,1 +1,1 @@
-"""What a program does with losses, metrics, variables and random numbers, seen through patches."""
+"""What a program does with losses, metrics, variables and random numbers, observed through patches."""

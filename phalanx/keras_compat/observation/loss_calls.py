@@ -1,7 +1,6 @@
 """Records which losses a program calls, and what its layers add to the loss.
 
-Patches `Loss.__call__` and its overrides, and `Layer.add_loss`, for the time of a call. Tested with Keras 3.12 and
-3.15.
+Patches `Loss.__call__` and its overrides, and `Layer.add_loss`, during a call. Tested with Keras 3.12 and 3.15.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from phalanx.keras_compat.patching import PatchedFunction, defining_class
 
 
 def recorded_calls(model: Any, losses: Sequence[Any], compute: Callable[[], Any]) -> list[tuple[Any, ...]]:
-    """The losses that `compute` calls, each with its arguments; not those that others call, or that are of the global
-    batch.
+    """Return the losses that `compute` calls, each with its arguments, except those that other losses call, and those
+    of the global batch.
 
     Args:
-        losses: of the program's own, which may have a `__call__` of their own, that need not call Keras's.
+        losses: Custom losses, which may have a custom `__call__` that does not call Keras's.
     """
     calls: list[tuple[Any, ...]] = []
     depth = 0
@@ -51,7 +50,7 @@ def recorded_calls(model: Any, losses: Sequence[Any], compute: Callable[[], Any]
 
 @contextmanager
 def recorded_additions() -> Iterator[list[tuple[Any, Any]]]:
-    """A context that records the losses which layers add: each layer with the sum of what it adds."""
+    """Context that records the losses that layers add: each layer with the sum of what it adds."""
     added: list[tuple[Any, Any]] = []
 
     def note(layer: Any, loss: Any) -> None:

@@ -1,4 +1,4 @@
-"""What is known of Keras's own metrics: that their variables add up something for each sample of a batch.
+"""Known properties of Keras's metrics: that their variables sum up something for each sample of a batch.
 
 Uses `CompileMetrics.metrics`, `MeanMetricWrapper._fn` and `_fn_kwargs`. Tested with Keras 3.12 and 3.15.
 """
@@ -15,22 +15,22 @@ _HOME = "keras.src.metrics."
 
 
 def compiled_metrics(model: Any) -> list[Any]:
-    """The metrics that the model was compiled with, once they are built."""
+    """Return the metrics that the model was compiled with; empty until they are built."""
     compiled = getattr(model, "_compile_metrics", None)
     return [] if compiled is None else list(compiled.metrics)
 
 
 def needs_classes(metric: Any) -> bool:
-    """Whether a metric is one of Keras's own that relates the values along the last axis to each other."""
+    """Whether a metric is a Keras metric that relates the values along the last axis to each other."""
     return type(metric).__module__.startswith(_HOME) and relates_last_axis(getattr(metric, "_fn", None))
 
 
 def counts_samples(metric: Any) -> bool:
-    """Whether a metric is one of Keras's own, whose variables are sums over the samples."""
+    """Whether a metric is a Keras metric whose variables are sums over the samples."""
     kind = type(metric)
     if not kind.__module__.startswith(_HOME) or kind is keras.metrics.MeanMetricWrapper:
         return False
-    # One value for each sample, unless it is computed along the axis of the samples.
+    # One value per sample, unless it is computed along the axis of the samples.
     return getattr(metric, "_fn_kwargs", {}).get("axis", -1) == -1 and all(
         variable.aggregation == "sum" for variable in metric.variables
     )

@@ -1,1 +1,1 @@
-"""What Keras's callbacks and its saving write, and where."""
+"""What Keras's callbacks and Keras's saving write, and where."""

@@ -1,7 +1,7 @@
-"""Lets Keras's `TensorBoard` write to a store: TensorFlow's event writers know few of them, and none through `fsspec`.
+"""Makes Keras's `TensorBoard` write to a store: TensorFlow's event writers support few, and none through `fsspec`.
 
-The callback writes to a temporary folder, which is uploaded after each epoch and each evaluation. Where the store's
-package is not installed, the URL is TensorFlow's.
+The callback writes to a temporary folder, which is uploaded after each epoch and each evaluation. If the store's
+package is not installed, the URL is left to TensorFlow.
 
 Tested with Keras 3.12 and 3.15.
 """
@@ -39,10 +39,10 @@ def _redirecting(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, model)
             return
         if (former := _folders.get(self)) is not None:
-            former.close()  # of an evaluation by itself, which has uploaded it, and has no end like that of a training
+            former.close()  # of a standalone evaluation, which has uploaded it, and which has no end like training
         folder = _folders[self] = MirroredFolder(RemotePath(url))
         weakref.finalize(self, folder.close)  # also when the process exits
-        # Only while Keras creates its writers: afterwards the program sees the URL that it gave.
+        # Only while Keras creates its writers. Afterwards, the program sees the URL that it passed.
         self.log_dir = str(folder.path)
         try:
             original(self, model)
@@ -62,7 +62,7 @@ def _uploading(original: Callable[..., Any]) -> Callable[..., Any]:
         if folder is None:
             return
         if not is_last:
-            # What TensorFlow has in its buffers is not in the folder yet. Closed at the end by Keras, before this.
+            # TensorFlow's buffers are not in the folder yet. At the end, Keras closes the writers before this.
             for writer in self._writers.values():
                 writer.flush()
         folder.upload()

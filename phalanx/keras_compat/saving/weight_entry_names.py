@@ -1,7 +1,7 @@
-"""What Keras writes to a file of weights, as variables: the names of the entries without their values.
+"""The entries that Keras writes to a file of weights, as variables: their names without their values.
 
-Keras names them by their place in the model (`layers/dense/vars/0`), not by the names of layers, which count all layers
-of a program.
+Keras names them by their position in the model (`layers/dense/vars/0`), not by the names of layers, which count all
+layers of a program.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from phalanx.keras_compat.patching import PatchedFunction
 _VARIABLES = "vars"
 
 
-class _EntryStore(saving_lib.NpzIOStore):  # type: ignore[misc]  # Keras accepts its own stores alone
-    """Keeps in memory what layers and optimizers store, or gives it to them."""
+class _EntryStore(saving_lib.NpzIOStore):  # type: ignore[misc]  # Keras accepts only its own stores
+    """Keeps in memory what layers and optimizers store, or returns it to them."""
 
     def __init__(self, contents: dict[str, dict[str, Any]]):
         self.contents = contents
@@ -34,12 +34,12 @@ def _store_variables(optimizer: Any, store: dict[str, Any]) -> None:
     store.update({str(index): variable for index, variable in enumerate(optimizer.variables)})
 
 
-# Keras stores the values of an optimizer's variables; those of other processes cannot be read.
+# Keras stores the values of an optimizer's variables, which cannot be read if they are in other processes.
 _STORING_VARIABLES = PatchedFunction(BaseOptimizer, "save_own_variables", _store_variables)
 
 
 def weight_entries(model: Any) -> dict[str, Any]:
-    """The entries of a file of weights of the model: variables, or what layers with a format of their own store.
+    """Return the entries of a file of the model's weights: variables, or what layers with a custom format store.
 
     Raises: ValueError if the model has no variables yet.
     """
@@ -47,7 +47,7 @@ def weight_entries(model: Any) -> dict[str, Any]:
         raise ValueError("The model is not built: call it on data, or give it an Input.")
     contents: dict[str, dict[str, Any]] = {}
     with _STORING_VARIABLES:
-        # Keras's own walk over the model, so the entries have the names, and the order, of its files.
+        # Keras's own traversal of the model, so the entries have the names and the order of its files.
         saving_lib._save_state(model, _EntryStore(contents), None, inner_path="", visited_saveables=set())
     return {
         "/".join(filter(None, (path, _VARIABLES, name))): value
@@ -57,10 +57,10 @@ def weight_entries(model: Any) -> dict[str, Any]:
 
 
 def load_weight_entries(model: Any, entries: Mapping[str, Any]) -> None:
-    """Give the model the values of all its entries.
+    """Assign values to the model's variables from all of its entries.
 
     Args:
-        entries: arrays, by the names of `weight_entries`.
+        entries: Arrays by the names of `weight_entries`.
     """
     contents: dict[str, dict[str, Any]] = {}
     for key, value in entries.items():

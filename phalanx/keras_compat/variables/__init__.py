@@ -1,1 +1,1 @@
-"""Keras's variables: merged over replicas, laid out on meshes, and which belong to which."""
+"""Keras's variables: merged over replicas, laid out on meshes, and their relations to each other."""

@@ -11,15 +11,15 @@ Array = np.ndarray[Any, Any]
 
 
 def to_host(variable: Any) -> Array:
-    """The value of a variable or tensor; it may share the memory of a variable that is assigned later."""
+    """Return the value of a variable or tensor. It may share the memory of a variable that is assigned later."""
     return np.asarray(keras.ops.convert_to_numpy(_value(variable)))
 
 
 def host_copy(variable: Any) -> Array:
-    """The value of a variable or tensor, which stays as it is whatever is assigned."""
+    """Return the value of a variable or tensor as a copy, which later assignments do not change."""
     return np.array(keras.ops.convert_to_numpy(_value(variable)))
 
 
 def _value(variable: Any) -> Any:
     value = getattr(variable, "value", variable)
-    return value() if callable(value) else value  # a method, of a variable of TensorFlow
+    return value() if callable(value) else value  # a method in TensorFlow's variables

@@ -1,6 +1,6 @@
-"""Where compiled functions on JAX leave results for the host, and with which options they are compiled.
+"""Where compiled functions on JAX leave results for the host, and the options with which they are compiled.
 
-On CPUs it is the memory in which they compute. From a GPU each array takes at least 160 us, and into pageable memory
+On CPUs, it is the memory in which they compute. From a GPU, each array takes at least 160 us, and into pageable memory
 many times as long as the bus needs (60 arrays of 1 MB: 37 ms). A compiled function that leaves its results in pinned
 memory takes 1.5 ms for the same.
 """
@@ -15,12 +15,12 @@ from jax.sharding import SingleDeviceSharding
 
 PINNED = "pinned_host"
 SAME_ON_ALL: dict[str, Any] = {"xla_gpu_deterministic_ops": True}
-"""Options for compiling what all ranks must compute to the last bit. Without them, each rank's compiler chooses the
-kernels that are fastest when it tries them, and their sums differ (seen with a norm of all gradients)."""
+"""Compiler options for what all ranks must compute identically to the last bit. Without them, each rank's compiler
+chooses the kernels that it measures as fastest, and their sums differ (seen with a norm of all gradients)."""
 
 
 def pinned_memory() -> SingleDeviceSharding | None:
-    """The host's pinned memory, for results of the default device; None if that device is the host."""
+    """Return the host's pinned memory, for results of the default device; None if that device is the host."""
     (device,) = jnp.zeros(()).devices()
     kinds = {memory.kind for memory in device.addressable_memories()}
     if device.platform == "cpu" or PINNED not in kinds:
@@ -29,10 +29,10 @@ def pinned_memory() -> SingleDeviceSharding | None:
 
 
 def wide_vectors() -> dict[str, Any] | None:
-    """Options for compiling an optimizer's update that one process makes for all; None if JAX does not use a CPU.
+    """Return compiler options for an optimizer update that one process makes for all; None if JAX does not use a CPU.
 
-    By default XLA uses half the width of a CPU's widest vector instructions, because of their heat. With the full width
-    Adam takes a fifth less time. Do not use it where each rank makes the update itself: the last bits of some
+    By default, XLA uses half the width of a CPU's widest vector instructions, because of their heat. With the full
+    width, Adam takes a fifth less time. Do not use it if each rank makes the update itself: the last bits of some
     optimizers (Adafactor, a centered RMSprop) depend on the width, which differs between hosts.
     """
     return {"xla_cpu_prefer_vector_width": 512} if computes_on_host() else None

@@ -1,8 +1,9 @@
 """On a single core, JAX computes in the calling thread.
 
-On CPUs JAX passes a computation to another thread, so that the program can prepare the next one meanwhile. On one core
-the two threads only take turns, and each switch costs time. Inline, a small step of a replica (an MLP, 32 samples) took
-8 % less time, one of a worker with asynchronous parameter servers (64 samples) 5 % less, and a large one the same.
+On CPUs, JAX passes a computation to another thread, so that the program can prepare the next one meanwhile. On one
+core, the two threads only take turns, and each switch costs time. Inline, a small step of a replica (an MLP, 32
+samples) took 8 % less time, that of a worker with asynchronous parameter servers (64 samples) 5 % less, and a large
+one the same.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from phalanx.config.environment_variables import JAX_THREADS
 
 
 def compute_inline_on_one_core() -> None:
-    """Has no effect after JAX has computed anything, or on other devices than CPUs."""
+    """Disable asynchronous dispatch. No effect after JAX has computed anything, or on devices other than CPUs."""
     if _cores() == 1:
         config: Any = jax.config
         config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def _cores() -> int:
-    """The number of cores with which JAX computes, found as JAX sizes its thread pool."""
+    """Return the number of cores with which JAX computes, determined as JAX sizes its thread pool."""
     if (threads := process_environment().get(JAX_THREADS, "")).isdigit():
         return int(threads)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

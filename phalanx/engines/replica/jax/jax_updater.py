@@ -23,12 +23,12 @@ class JaxUpdater(BackendUpdater):
     def _prepare(self) -> None:
         self._values: Values = [variable.value for variable in self.variables]
         self._state: Values = [variable.value for variable in self.optimizer.variables]
-        # JAX copies values that something still looks at, and does not overwrite them.
+        # JAX copies values that are still referenced elsewhere, and does not overwrite them.
         self._step = jax.jit(self._trace_step, donate_argnums=(0, 2), compiler_options=wide_vectors())
 
     def _trace_step(self, state: Values, gradients: Values, values: Values) -> tuple[Values, Values]:
         # The state comes first: JAX gives a donated buffer to the first result of its shape, and XLA copies what would
-        # be written over before it is read. With the weights first that were all moments, a third of Adam's time.
+        # be overwritten before it is read. With the weights first, these were all moments, a third of Adam's time.
         values, state = self.optimizer.stateless_apply(state, gradients, values)
         return state, values
 
@@ -39,7 +39,7 @@ class JaxUpdater(BackendUpdater):
         return [np.asarray(value) for value in self._values]
 
     def load(self, values: Mapping[int, Any], state: Mapping[int, Any]) -> None:
-        # Copies: what JAX is given it may keep and reuse.
+        # Copies: JAX may keep and reuse what it is given.
         self._values, self._state = list(self._values), list(self._state)
         for number, value in values.items():
             self._values[number] = jnp.array(value, self._values[number].dtype)

@@ -16,14 +16,14 @@ from phalanx.keras_compat.observation.jax_gradient_probe import UpdateNeeded
 class LocalStep:
     """Computes this rank's part of a step.
 
-    It ends where the gradients are known, unless a custom `train_step` turns out to need merged ones on its way: then
+    It ends when the gradients are known, unless a custom `train_step` turns out to need merged ones in the middle. Then
     it ends with the new weights.
     """
 
     def __init__(self, model: Any, merge: Merge, functions: StepFunctions, compiler: ModelCompiler) -> None:
         self._model = model
         self._once = merge.once_per_step
-        # A step that is not compiled may have effects on the program, and so must not be tried.
+        # A step that is not compiled may affect the program, so it must not be tried.
         is_eager = not compiler.compiles and model_state.overrides(model, "train_step")
         self._applies = is_eager and not self._once
         jit, to_host = compiler.jit, compiler.first_part_to_host
@@ -39,7 +39,7 @@ class LocalStep:
                 if self._once:
                     raise
                 self._applies = True
-                self._model._clear_losses()  # those of the interrupted step
+                self._model._clear_losses()  # of the interrupted step
         applied: AppliedResults = self._applied(share, *arguments)
         return applied
 

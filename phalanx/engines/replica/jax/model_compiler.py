@@ -15,8 +15,8 @@ class ModelCompiler:
     """Compiles functions of one model, unless it is compiled with `jit_compile=False` or runs eagerly.
 
     Attributes:
-        compiles: whether it does.
-        pinned: the host's pinned memory, where results for the host go; None if JAX computes in host memory.
+        compiles: Whether it compiles functions.
+        pinned: The host's pinned memory, for results that go to the host; None if JAX computes in host memory.
     """
 
     def __init__(self, model: Any) -> None:
@@ -25,7 +25,7 @@ class ModelCompiler:
 
     @property
     def same_on_all(self) -> dict[str, Any] | None:
-        """Options for compiling what all ranks must compute to the last bit."""
+        """Compiler options for what all ranks must compute identically to the last bit."""
         return None if self.pinned is None else SAME_ON_ALL
 
     def jit(
@@ -38,10 +38,10 @@ class ModelCompiler:
         """Compile a function.
 
         Args:
-            function: what is compiled.
-            donate: indices of the arguments that it may overwrite.
-            leave: where it leaves its results; None: on the device.
-            options: of the compiler.
+            function: The function to compile.
+            donate: Indices of the arguments that it may overwrite.
+            leave: Where it leaves its results; None: on the device.
+            options: Compiler options.
         """
         if not self.compiles:
             return function
@@ -52,16 +52,16 @@ class ModelCompiler:
         return compiled
 
     def first_part_to_host(self, kind: Any) -> Any:
-        """`leave` for a function that returns a named tuple of this kind, whose first part goes to the host."""
+        """Return `leave` for a function that returns a named tuple of this kind, whose first part goes to the host."""
         return None if self.pinned is None else kind(self.pinned, *[None] * (len(kind._fields) - 1))
 
 
 def without_traces(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, as one that JAX has not traced.
+    """Wrap a function so that JAX has no traces of it.
 
-    JAX finds traces by the function, and a method is equal to itself when the model is compiled again, and perhaps
-    changed, or gets batches of another structure. Its former trace must not be found, which lives as long as anything
-    holds the old engine.
+    JAX finds traces by the function, and a method remains equal to itself when the model is compiled again, and perhaps
+    changed, or receives batches of another structure. Its old trace, which lives as long as anything holds the old
+    engine, must not be found.
     """
 
     @functools.wraps(function)

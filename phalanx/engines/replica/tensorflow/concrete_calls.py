@@ -1,7 +1,7 @@
-"""Calls of a traced function whose arguments are known to be like those for which it was traced.
+"""Calls of a traced function whose arguments are known to match those for which it was traced.
 
-TensorFlow binds the arguments of each call to the function's parameters and casts them, which is 40 of the 100 us that
-a small function takes on one core. Only the order in which the function takes its tensors is needed.
+For each call, TensorFlow binds the arguments to the function's parameters and casts them, which is 40 of the 100 us
+that a small function takes on one core. Only the order in which the function takes its tensors is needed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class ConcreteCall:
     """A direct call of one of TensorFlow's concrete functions.
 
     Args:
-        function: the concrete function.
-        arguments: for which it was traced; nested structures of tensors.
+        function: The concrete function.
+        arguments: The arguments for which it was traced: nested structures of tensors.
     """
 
     def __init__(self, function: Any, *arguments: Any) -> None:
@@ -24,7 +24,7 @@ class ConcreteCall:
         self._order = _order(function, arguments)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call it with arguments of the same structure, shapes and dtypes."""
+        """Call the function with arguments of the same structure, shapes and dtypes."""
         if self._order is None:
             return self._function(*arguments)
         tensors = leaves(arguments)
@@ -33,14 +33,14 @@ class ConcreteCall:
 
 
 def _order(function: Any, arguments: tuple[Any, ...]) -> list[int] | None:
-    """The indices of the arguments' tensors in the order in which the function takes them; None if it is unknown: in
-    another version of TensorFlow, or if one tensor is in several places."""
+    """Return the indices of the arguments' tensors in the order in which the function takes them; None if unknown: in
+    another version of TensorFlow, or if one tensor occurs twice."""
     kind: Any = getattr(function, "function_type", None)
     run: Any = getattr(function, "inference_fn", None)
     if not (hasattr(kind, "bind") and hasattr(kind, "unpack_inputs") and hasattr(run, "call_preflattened")):
         return None
     tensors = leaves(arguments)
-    # The function's own binding tells where each tensor goes; it is done once, for tensors that can be told apart.
+    # The function's own binding shows where each tensor goes. It runs once, on tensors with distinct identities.
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
     taken = [numbers.get(id(tensor)) for tensor in kind.unpack_inputs(kind.bind(*arguments))]
     order = [number for number in taken if number is not None]

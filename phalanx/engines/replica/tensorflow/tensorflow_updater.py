@@ -22,7 +22,7 @@ class TensorFlowUpdater(BackendUpdater):
 
     def _prepare(self) -> None:
         self._fused = registry.choose("tensorflow_fused_adam", fused_adam, nullcontext)
-        # One signature, traced once: to find the trace for the arguments of a call takes longer than the update.
+        # One signature, traced once: finding the trace for the arguments of a call takes longer than the update.
         specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in self.variables]
         step = tf.function(tf.autograph.experimental.do_not_convert(self._update))
         self._step = ConcreteCall(
@@ -36,7 +36,7 @@ class TensorFlowUpdater(BackendUpdater):
         return [variable.value.read_value() for variable in self.variables]
 
     def apply(self, gradients: Sequence[Any]) -> None:
-        # No copies: TensorFlow makes one when it updates a variable whose memory something looks at.
+        # No copies: TensorFlow makes one when it updates a variable whose memory is referenced elsewhere.
         self._values = [np.asarray(value) for value in self._step(*map(tf.convert_to_tensor, gradients))]
 
     def values(self) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What is faster about Keras's optimizers on PyTorch."""
+"""Accelerated updates of Keras's optimizers on PyTorch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.engines.accelerations.torch_fused_adam import fused_adam
 
 
 class AcceleratedUpdates:
-    """A context for each update of an optimizer: the accelerations that are in use, where they compute the same."""
+    """Creates a context for each update of an optimizer, with the enabled accelerations that compute the same."""
 
     def __init__(self) -> None:
         self._fused = registry.choose("torch_fused_adam", fused_adam, nullcontext)

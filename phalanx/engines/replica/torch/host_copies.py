@@ -16,10 +16,10 @@ Array = np.ndarray[Any, Any]
 
 
 def to_host(tensor: Any) -> Array:
-    """The tensor's values on the host; a view if it is there already. bfloat16 comes in the dtype of ml_dtypes."""
+    """Return the tensor's values on the host, as a view if they are there. bfloat16 has the dtype of ml_dtypes."""
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
-        # NumPy has no bfloat16: the bits go through an integer of the same width.
+        # NumPy has no bfloat16: the bits are passed as integers of the same width.
         bits: Array = tensor.contiguous().view(torch.int16).numpy()
         return bits.view(ml_dtypes.bfloat16)
     values: Array = tensor.numpy()
@@ -27,7 +27,7 @@ def to_host(tensor: Any) -> Array:
 
 
 def from_host(array: Array, device: Any = None) -> Any:
-    """A tensor over the array's memory, or a copy of it on another device."""
+    """Return a tensor over the array's memory, or a copy of it on another device."""
     if array.dtype == ml_dtypes.bfloat16:
         tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     else:
@@ -36,17 +36,17 @@ def from_host(array: Array, device: Any = None) -> Any:
 
 
 def all_to_host(tensors: Sequence[Any]) -> list[Array]:
-    """As `to_host` for each, but much faster from a GPU."""
+    """Do `to_host` for each tensor, but much faster from a GPU."""
     return [to_host(tensor) for tensor in pinned_memory.copy_to_host(tensors)]
 
 
 def all_from_host(arrays: Sequence[Array], device: Any) -> list[Any]:
-    """As `from_host` for each, but much faster to a GPU."""
+    """Do `from_host` for each array, but much faster to a GPU."""
     return pinned_memory.copy_to_device([from_host(array) for array in arrays], device)
 
 
 def cut_merged(layout: StepLayout, flats: Sequence[Array], device: Any) -> tuple[list[Array], list[Any]]:
-    """The arrays inside a layout's flat buffers, and as tensors: over their memory, or copied to a GPU."""
+    """Return the arrays inside a layout's flat buffers, also as tensors: over their memory, or copied to a GPU."""
     arrays: list[Array] = layout.cut(flats)
     if device.type == "cpu":
         return arrays, [from_host(array) for array in arrays]

@@ -13,7 +13,7 @@ from phalanx.engines.replica.torch.host_copies import from_host
 class ModuleBuffer:
     """A buffer of a module, with the path, shape, dtype, value and `assign` of a Keras variable.
 
-    It is looked up at every use, because a module may replace it by another tensor.
+    It is looked up at every use, because a module may replace it with another tensor.
     """
 
     def __init__(self, module: Any, name: str, path: str) -> None:
@@ -39,12 +39,12 @@ class ModuleBuffer:
 
 
 def buffers(model: Any) -> list[ModuleBuffer]:
-    """All buffers of a Keras model's layers, each once, in the order of the layers."""
+    """Return all buffers of a Keras model's layers, each once, in the order of the layers."""
     found: dict[int, ModuleBuffer] = {}
     for layer in model._flatten_layers():
         for inside, module in layer.named_modules():
             for name, tensor in module.named_buffers(recurse=False):
                 path = "/".join(part for part in (layer.name, *inside.split("."), name) if part)
-                # By the tensor of now: a module that is in two layers counts once.
+                # By the current tensor: a module that is in two layers counts once.
                 found.setdefault(id(tensor), ModuleBuffer(module, name, path))
     return list(found.values())

@@ -1,4 +1,4 @@
-"""PyTorch's tensors in custom training loops: to the host and back, with gradients."""
+"""PyTorch's tensors in custom training loops: conversion to and from host arrays, with gradients."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ class _Differentiable(torch.autograd.Function):  # type: ignore[misc]
             every = function([to_host(others[i]) if i in others else next(given) for i in range(count)])
             return [every[i] for i in floating]
 
-        # The gradient of the gradient: the function, applied to what flows into it, with the other tensors as they
-        # were.
+        # The gradient of the gradient: the function of the incoming gradients, with the other tensors unchanged.
         context.again = again
         results = _on_host(function, tensors)
         context.mark_non_differentiable(*[result for result in results if not result.is_floating_point()])

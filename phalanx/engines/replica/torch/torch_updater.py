@@ -26,7 +26,7 @@ class TorchUpdater(BackendUpdater):
 
     def apply(self, gradients: Sequence[Any]) -> None:
         devices = [variable.value.device for variable in self.variables]
-        # Views of the arrays that arrived, on a CPU; a server reuses their memory after the update.
+        # On a CPU, these are views of the arrays that arrived. A server reuses their memory after the update.
         tensors = list(map(from_host, gradients, devices))
         with torch.no_grad():
             if self._fuses and apply_in_one_pass(self.optimizer, tensors, self.variables):
