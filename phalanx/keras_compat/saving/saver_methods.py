@@ -23,12 +23,12 @@ _METHODS: dict[type, tuple[str, tuple[str, ...]]] = {
     keras.callbacks.BackupAndRestore: ("backup_dir", ("_save_model", "on_train_end")),
     **dict.fromkeys(ORBAX, ("directory", ("_save_checkpoint",))),
 }
-"""By class: the attribute that says where, and the methods that write or delete there."""
+"""By class: the attribute with the path, and the methods that write or delete there."""
 SAVERS = tuple(_METHODS)
 
 
 def written_path(callback: Any) -> StoragePath | None:
-    """Where one of `SAVERS` writes: a file, a directory, or a pattern for several; None for a URL that is left to Keras
+    """Return where one of `SAVERS` writes: a file, a directory, or a pattern for several; None for a URL left to Keras
     (`remote_files`)."""
     attribute = _entry(callback)[0]
     path = str(getattr(callback, attribute))
@@ -38,16 +38,16 @@ def written_path(callback: Any) -> StoragePath | None:
 
 
 def writing_methods(callback: Any) -> tuple[str, ...]:
-    """The methods of one of `SAVERS` that write or delete."""
+    """Return the methods of one of `SAVERS` that write or delete."""
     return _entry(callback)[1]
 
 
 @contextmanager
 def writing_whole_files(callback: Any) -> Iterator[None]:
-    """A context in which one of `SAVERS` may write or delete: what it writes in a local file system appears whole or
-    not at all, also if the process is killed.
+    """Context in which one of `SAVERS` may write or delete. What it writes to a local file system appears whole or not
+    at all, even if the process is killed.
 
-    `model.save` and `save_weights` see to this for all callbacks in a job. BackupAndRestore writes its step by itself.
+    In a job, `model.save` and `save_weights` ensure this for all callbacks. BackupAndRestore writes its step itself.
     """
     if not isinstance(callback, keras.callbacks.BackupAndRestore) or is_url(callback._training_metadata_path):
         yield
@@ -55,8 +55,8 @@ def writing_whole_files(callback: Any) -> Iterator[None]:
     place = callback._training_metadata_path
     callback._training_metadata_path = part = f"{place}.part"
     try:
-        Path(part).unlink(missing_ok=True)  # of a process that was killed
-        if os.path.exists(place):  # of which it may make a copy first (`double_checkpoint`)
+        Path(part).unlink(missing_ok=True)  # left by a process that was killed
+        if os.path.exists(place):  # the callback may copy it first (`double_checkpoint`)
             shutil.copyfile(place, part)
         yield
         if os.path.exists(part):
@@ -66,7 +66,7 @@ def writing_whole_files(callback: Any) -> Iterator[None]:
 
 
 def finish_writing(callback: Any) -> None:
-    """Return when one of `SAVERS` has written what its methods have begun."""
+    """Wait until one of `SAVERS` has written what its methods have begun."""
     if hasattr(callback, "wait_until_finished"):  # OrbaxCheckpoint, which is not in Keras 3.12
         callback.wait_until_finished()
 
