@@ -137,12 +137,12 @@ class Engine(ABC):
 
     Args:
         model: A compiled model.
-        values: Where its values are between steps.
+        values: Holder of the model's values between steps.
 
     Attributes:
         merges: Whether ranks merge their contributions to a step. One program for many devices has nothing to merge.
-        metric_rules: How the metrics' variables are merged, and their values. Available after `build`.
-        origins: What the logs of training steps consist of.
+        metric_rules: Rules for merging the metrics' variables, with their values. Available after `build`.
+        origins: Origins of the logs of training steps.
         drawing_apart: Creates the context around a step in which its layers draw from a random state of the whole
             process (`engines.random_state`).
     """

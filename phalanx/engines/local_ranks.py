@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
 MOST_COLLECTIVES = 128
-"""The limit for one call of `compute`. Each costs one more attempt."""
+"""Limit of collectives in one call of `compute`. Each costs one more attempt."""
 
 
 class Unanswered(BaseException):
@@ -46,7 +46,7 @@ class LocalRanks(Merge):
     """The merge of such ranks, or of one process that has the whole batch.
 
     Attributes:
-        merged: What the current step has merged so far, in order: the arrays of each layout.
+        merged: Arrays that the current step has merged so far, in order, with their layouts.
     """
 
     def __init__(self) -> None:

@@ -81,7 +81,7 @@ class MergeCollectives:
         return totals
 
     def _flowing_back(self, gradients: Sequence[Array]) -> list[Array]:
-        # The loss was multiplied by the share before the backward pass (`GlobalGradients`), so it is already included.
+        # `GlobalGradients` multiplied the loss by the share before the backward pass: the gradients already contain it.
         if not self.weights_gradients:
             return self._totals(gradients)
         totals = self._totals([gradient * gradient.dtype.type(self.share) for gradient in gradients])
@@ -97,8 +97,8 @@ class MergeCollectives:
         """Compute the gradient of `_gather`."""
         found = []
         for total, shape in zip(self._flowing_back(flowing), shapes, strict=True):
-            # The forward call found where the rows begin, but perhaps in another trace. So it is requested again, with
-            # one byte per row.
+            # The forward call also found where the rows begin, but perhaps in another trace. So this gathers again, one
+            # byte per row.
             start = self._merge.all_gather(np.zeros(shape[0], np.uint8), self.share)[1]
             found.append(total[start : start + shape[0]] if self.share else np.zeros(shape, total.dtype))
         return found

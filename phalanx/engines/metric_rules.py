@@ -54,7 +54,7 @@ class MetricRules:
 
     Attributes:
         variables: The variables of the metrics.
-        rules: What the variables declare, until `decide` sets what they do.
+        rules: Rules that the variables declare, until `decide` sets those that they follow.
         is_decided: Whether `decide` was called for these variables.
     """
 
@@ -91,12 +91,12 @@ class MetricRules:
 
     @property
     def weights(self) -> tuple[MergeWeight, ...]:
-        """How each variable counts in the merge."""
+        """Weight of each variable in the merge."""
         return tuple(rule.weight for rule in self.rules)
 
     @property
     def weights_over_steps(self) -> tuple[MergeWeight, ...]:
-        """How each variable counts in a merge of whole steps of different workers: additive ones are summed."""
+        """Weight of each variable in a merge of whole steps of different workers: additive ones are summed."""
         return tuple(MergeWeight.ONE if rule.is_additive else rule.weight for rule in self.rules)
 
     @property

@@ -1,4 +1,4 @@
-"""What one step merges over the ranks, and its layout in memory.
+"""The arrays that one step merges over the ranks, and their layout in memory.
 
 A step merges arrays of several kinds in one all-reduce. They differ in how a rank's value counts in the sum:
 
@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 
 class MergeWeight(enum.Enum):
-    """How a rank's value counts in a merge over all ranks."""
+    """The weight of a rank's value in a merge over all ranks."""
 
     GRADIENT = "gradient"
     SHARE = "share"

@@ -46,7 +46,7 @@ class Updater(ABC):
     Only one thread may use it at a time.
 
     Attributes:
-        slots: What each of the optimizer's variables belongs to.
+        slots: Slot of each of the optimizer's variables.
         lends: Whether `values` returns the memory that the next update changes, instead of copies.
     """
 

@@ -16,7 +16,7 @@ from phalanx.arrays.tree import leaves
 from phalanx.errors import ConfigurationError
 
 NUM_BATCHES_FOR_SHAPES = 2
-"""How many batches of a generator, and on TensorFlow of a PyDataset, Keras reads at once to find their shapes."""
+"""Number of batches that Keras reads at once from a generator, and on TensorFlow from a PyDataset, to find shapes."""
 
 
 def is_arrays(x: Any, y: Any, sample_weight: Any) -> bool:
@@ -70,7 +70,7 @@ def shuffled_orders(
     Args:
         samples: Number of samples.
         batch_size: Size of the global batch.
-        shuffle: As in `fit`: True, False or "batch".
+        shuffle: The `shuffle` argument of `fit`: True, False or "batch".
         peeked: Whether Keras would have read one batch before the first pass, to build the model. Its random numbers
             are drawn by this call, the others pass by pass.
     """

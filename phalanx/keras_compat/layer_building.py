@@ -75,8 +75,8 @@ def _tensors(arrays: Any) -> Any:
 
 
 def graph_output_shapes(model: Any) -> list[tuple[int | None, ...]] | None:
-    """Return the output shapes of a model whose graph is known; None for others. It calls no layer, which takes up to a
-    second for a large model."""
+    """Return the output shapes of a model whose graph is known; None for others. No layer is called, which would take
+    up to a second for a large model."""
     if type(model).call not in (Functional.call, keras.Sequential.call) or own_method(model, "call") is not None:
         return None
     try:

@@ -147,7 +147,7 @@ _OPEN_LAYERS = {"Lambda", "TorchModuleWrapper", "JaxLayer", "FlaxLayer", "TFSMLa
 
 
 _KNOWN_REGULARIZERS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
-"""Sums over their argument. The other regularizer of Keras relates the samples of an activity to each other."""
+"""Regularizers that are sums over their argument. Keras's other one relates the samples of an activity."""
 _KNOWN_FUNCTIONS = ("keras.", "jax.", "tensorflow.", "torch.")
 
 
@@ -220,7 +220,7 @@ def has_own_forward(model: Any) -> bool:
 
 
 def layers_used_once(model: Any) -> Iterator[Any]:
-    """Yield Keras's layers without inner layers that a functional model calls once, also those in inner models."""
+    """Yield the Keras layers without inner layers that a functional model, or a model in it, calls once."""
     graph = model._functional if isinstance(model, keras.Sequential) else model
     if not isinstance(graph, Functional):
         return

@@ -27,7 +27,7 @@ from phalanx.keras_compat.torch_internals import SGD, Adam, Adamax, AdamW, Nadam
 
 DTYPES = (torch.float32, torch.float64)
 LEAST_EPSILON = 1e-12
-"""For a larger epsilon, adding the root of a denormal number changes it by less than a rounding error."""
+"""Smallest safe epsilon: adding the root of a denormal number changes it by less than a rounding error."""
 
 _CLASSES = (SGD, Adam, AdamW, Adamax, Nadam, RMSprop)
 # The smallest positive float64. It compares equal to 0 exactly while the processor treats denormal numbers as zero.

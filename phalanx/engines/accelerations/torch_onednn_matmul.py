@@ -1,4 +1,4 @@
-"""Matrix products of Keras on PyTorch, by the faster of PyTorch's two libraries.
+"""Keras's matrix products on PyTorch, computed with the faster of PyTorch's two libraries.
 
 Purpose: on CPUs, PyTorch multiplies float32 matrices with Intel's MKL, which uses at most AVX2 on processors of other
 vendors. PyTorch also has oneDNN, for convolutions, and oneDNN uses everything that the processor has.

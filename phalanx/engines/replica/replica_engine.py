@@ -85,7 +85,7 @@ class ReplicaEngine(Engine):
 
 
 def _number(result: Any) -> Any:
-    """Return a metric's result as a value that does not change when the metric continues. Some results are arrays."""
+    """Return a metric's result as a value that later updates do not change. Some results are arrays."""
     value = host_copy(result)
     return value if value.ndim else float(value)
 

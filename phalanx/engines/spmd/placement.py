@@ -1,4 +1,4 @@
-"""Where the variables of a model and its batches are placed on a mesh of devices.
+"""Placement of the variables of a model and of its batches on a mesh of devices.
 
 For each axis of an array, a *layout* names the mesh axis over which it is divided, or None. A variable has two layouts:
 
@@ -36,13 +36,13 @@ DATA, MODEL, REPLICA, SHARD = "data", "model", "replica", "shard"
 
 @dataclass(frozen=True)
 class Placement:
-    """How a model is divided over a mesh.
+    """The division of a model over a mesh.
 
     Attributes:
         mesh: The devices.
         data_axes: The mesh axes over which each batch is divided.
         shard_axis: The mesh axis over which `level` divides.
-        level: What is divided over `shard_axis`: 1 the optimizer's state, 2 gradients too, 3 weights too; 0 nothing.
+        level: Extent of division over `shard_axis`: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights.
         layout_map: The program's own layouts, by path of the variable; "auto": see `automatic_layouts`; None: none.
     """
 
@@ -149,7 +149,7 @@ class Placement:
             )
 
     def check_divides(self, variables: Sequence[Any]) -> None:
-        """Check that something of a model is divided if its weights or optimizer state should be.
+        """Check that the mesh divides at least one variable, if weights or optimizer state should be divided.
 
         Args:
             variables: The model's weights.

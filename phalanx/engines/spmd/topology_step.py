@@ -69,7 +69,7 @@ def _measure(step: UncompiledStep, devices: int) -> dict[str, Any]:
 
 
 def _flops(step: UncompiledStep) -> float:
-    """Return the number of all devices in total, before the compiler divides the step."""
+    """Return the FLOPs of all devices in total, before the compiler divides the step."""
     return float(step.function.lower(*step.arguments).cost_analysis().get("flops", 0.0))
 
 

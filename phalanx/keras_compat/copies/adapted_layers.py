@@ -1,4 +1,4 @@
-"""What preprocessing layers have learned by `adapt`: vocabularies, statistics and bin boundaries.
+"""State that preprocessing layers have learned by `adapt`: vocabularies, statistics and bin boundaries.
 
 It is in neither the configuration of a layer nor its weights alone: Keras writes it next to the weights when it saves a
 model. Uses `_flatten_layers` and what the layers save. Tested with Keras 3.15.
@@ -18,12 +18,12 @@ Array = np.ndarray[Any, Any]
 
 
 class AdaptedState(NamedTuple):
-    """What one layer has learned.
+    """State that one layer has learned.
 
     Attributes:
         number: Index of the layer within its root layer; 0 is the root itself.
         shapes: Shapes with which it was built.
-        variables: What it saves of its variables.
+        variables: Values that it saves, by name.
         assets: Other files that it saves, by name.
         boundaries: Bin boundaries of `Discretization`, which saves them only in its configuration.
     """

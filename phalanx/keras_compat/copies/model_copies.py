@@ -46,7 +46,7 @@ class Arguments(NamedTuple):
     """The arguments of a call of a class or method.
 
     Attributes:
-        names: How many objects of each kind Keras had named at that time, so that copies get the same names.
+        names: Number of objects of each kind that Keras had named at that time, so that copies get the same names.
         settings: Keras's settings, if the call created layers with them.
     """
 
@@ -63,7 +63,7 @@ class Arguments(NamedTuple):
 
 
 class LayerCopy(NamedTuple):
-    """What is needed to rebuild a layer, which may be a model.
+    """The recipe for rebuilding a layer, which may be a model.
 
     Attributes:
         kind: Custom class that is constructed from `construction`; None if the layer is created from `config`.
@@ -71,9 +71,9 @@ class LayerCopy(NamedTuple):
         definitions: Classes and functions of the main program that the configuration names.
         shapes: Shapes with which it was built; None if it was not.
         compilation: Arguments of `compile`; None if it was not compiled.
-        optimizers: What a model's optimizers were built for, and what they do not decay.
+        optimizers: Variables for which a model's optimizers were built, and those that they do not decay.
         frozen: Indices of the layers in it that are not trainable; 0 is the layer itself.
-        adapted: What layers in it have learned by `adapt`.
+        adapted: State that layers in it have learned by `adapt`.
         attributes: Attributes of the layer and the layers in it that the program may have set.
     """
 

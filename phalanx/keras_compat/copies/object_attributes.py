@@ -30,13 +30,13 @@ _COLLECTIONS: dict[type, type] = {
     TrackedDict: dict,
     TrackedSet: set,
 }
-"""Collections that are sent if their items are plain. Keras wraps some of those in layers."""
+"""Collections that are sent if their items are plain. In layers, Keras wraps some of them."""
 _OF_VALUES = ("datetime", "decimal", "fractions", "pathlib", "uuid")
 """Modules of the standard library whose objects are plain values, too."""
 _DEPTH = 5
-"""How many levels of nested objects and collections are examined."""
+"""Number of levels of nested objects and collections that are examined."""
 _SAMPLE = 4096
-"""How many elements of a larger array are compared."""
+"""Number of elements of a larger array that are compared."""
 _SET_LATER = {
     *("built", "compile", "optimizer", "history", "jit_compile", "run_eagerly", "train_function"),
     *("stop_training", "stop_predicting", "stop_evaluating", "test_function", "predict_function"),
@@ -112,7 +112,7 @@ def own_attributes(thing: Any, numbers: Mapping[int, int]) -> dict[str, Any]:
         numbers: Numbers of the layers that attributes may refer to, by id.
     """
     is_own = is_of_program(type(thing))
-    keeps_books = not isinstance(thing, keras.layers.Layer)  # in private collections of variables, by Keras
+    keeps_books = not isinstance(thing, keras.layers.Layer)  # Keras keeps private collections of variables
     found = {}
     for name, value in _attributes(thing).items():
         if name in _names_of_keras() or name.startswith(_PREFIXES):

@@ -23,7 +23,7 @@ class FormerVariable(NamedTuple):
 
 
 class OptimizerCopy(NamedTuple):
-    """What is sent of one optimizer of a model.
+    """One optimizer of a model, as it is sent.
 
     Attributes:
         built_for: Numbers of the model's variables that it was built for; empty if it is not built.

@@ -47,7 +47,7 @@ def synchronizing(original: Callable[..., Any]) -> Callable[..., Any]:
         collectives = step_collectives.current()
         if collectives is not None and (self.synchronized or collectives.synchronizes_batch_norm):
             return moments(self, inputs, mask, collectives.all_reduce)
-        if self.synchronized and keras.backend.backend() != "tensorflow":  # here, Keras has no other replicas
+        if self.synchronized and keras.backend.backend() != "tensorflow":  # only there, Keras sums over replicas
             return moments(self, inputs, mask, lambda tensors: tensors)
         if collectives is not None and collectives.may_lack_samples and inputs.shape[0] in (0, None):
             return _of_samples(self, inputs, original(self, inputs, mask))
@@ -57,8 +57,8 @@ def synchronizing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_samples(layer: Any, inputs: Any, computed: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return mean and variance, for a batch without samples those that the layer has collected: Keras computes NaN,
-    which the layer would keep."""
+    """Return mean and variance. For a batch without samples, return those that the layer has collected: Keras computes
+    NaN, which the layer would keep."""
     has_samples = ops.shape(inputs)[0] > 0
     collected = (layer.moving_mean, layer.moving_variance)
     mean, variance = (

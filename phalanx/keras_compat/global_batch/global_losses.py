@@ -190,7 +190,7 @@ class GloballyScaledLosses:
         return add
 
     def _added_number(self, value: Any, kinds: Sequence[bool | None], layer: Any) -> Any:
-        """Reduce a loss that a layer adds to one number, if it is known how it combines."""
+        """Reduce an added loss of a layer to one number, if it is known how it combines."""
         number = self._added_so_far[id(layer)] % len(kinds)
         self._added_so_far[id(layer)] += 1
         kind = kinds[number]

@@ -66,7 +66,7 @@ class LoneCollectives:
 
 
 class PredictionCollectives:
-    """The collectives of predictions. Ranks predict their own rows, not in step and not in equally many batches.
+    """The collectives of predictions. Ranks predict their own rows, not in lockstep and not in equally many batches.
 
     Raises: UnsupportedError on any call.
     """

@@ -46,7 +46,7 @@ class SampleLossGradients(PatchedFunction):
         return gradient
 
     def _sums_samples(self, target: Any, sources: Any) -> bool:
-        """Whether the gradient sums over samples. Not if it is of each sample's own input, as in a gradient penalty."""
+        """Whether the gradient is a sum over samples, not one per sample's input as in a gradient penalty."""
         return (
             isinstance(target, tf.Tensor)
             and target.shape.rank != 0

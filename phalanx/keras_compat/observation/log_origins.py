@@ -3,7 +3,7 @@
 A step logs what it saw: one rank's part of a batch. The results of metrics are replaced by name. But a step may log a
 result under another name (`{"loss": self.total.result()}`), or another number under the name of a metric whose result
 it does not request, and `compute_metrics` may log values that it derives from results (F1 of precision and recall). So
-the origins of logs are traced by the identity of the values that a step passes on.
+the origins of logs are tracked by the identity of the values that a step passes on.
 
 Overrides `result` and `update_state` of metrics and `compute_metrics` of the model. Tested with Keras 3.12 and 3.15.
 """
@@ -74,7 +74,7 @@ class LogOrigins:
             yield self._find
 
     def results(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the logs with these names that are results of metrics under other names, for the metrics' current
+        """Return those of the named logs that are results of metrics under other names, for the metrics' current
         state."""
         found = self._found.get(frozenset(names), {})
         if not found:

@@ -1,4 +1,4 @@
-"""Known properties of Keras's metrics: that their variables sum up something for each sample of a batch.
+"""Known properties of Keras's metrics: whether their variables are sums over the samples of a batch.
 
 Uses `CompileMetrics.metrics`, `MeanMetricWrapper._fn` and `_fn_kwargs`. Tested with Keras 3.12 and 3.15.
 """

@@ -15,7 +15,7 @@ from phalanx.keras_compat.patching import overridden_methods
 
 
 class MetricUses:
-    """What steps that run or are traced do with the metrics of a model.
+    """Observed uses of a model's metrics in steps that run or are traced.
 
     Attributes:
         resets: Name of a metric that a step has reset; "" if none.

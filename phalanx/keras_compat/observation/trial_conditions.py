@@ -35,7 +35,7 @@ class TrialConditions:
     Args:
         model: A compiled model.
         found: Called with the variables of an optimizer that the step applies and that is not among the model's.
-        keeps_python: Whether the state that a step's Python code keeps lasts, as it does if steps are not compiled.
+        keeps_python: Whether state kept by a step's Python code persists, as it does if steps are not compiled.
 
     Attributes:
         optimizers: The optimizers that steps are known to apply.

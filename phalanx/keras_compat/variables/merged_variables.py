@@ -119,7 +119,7 @@ def merged_for_checkpoint(tensors: dict[str, Any], parts: ReplicaParts, aggregat
     """Return the value that a `tf.train.Checkpoint` saves for a variable that is merged on read.
 
     Args:
-        tensors: What it would save of this replica's value: save specs, which read the variable only when it saves.
+        tensors: Save specs of this replica's value, which read the variable only when the checkpoint saves.
         parts: Access to the other replicas.
         aggregation: The variable's `aggregation`.
         name: Name of the variable.

@@ -28,7 +28,7 @@ class CompiledStep:
         jit: Compiles a function; see `ModelCompiler.jit`.
         merge: Communicates with the other ranks.
         donate: Indices of the arguments that `function` may overwrite.
-        leave: Where `function` leaves its results; None: on the device.
+        leave: Shardings of the results; None: they stay on the device.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ class JaxTensors(Tensors):
 
 
 def _name(tracer: Any) -> int | None:
-    """Return what identifies a value of a trace; None if this version of JAX does not tell."""
+    """Return what identifies a value of a trace; None if this version of JAX does not expose it."""
     value = getattr(tracer, "val", None)
     return None if value is None else id(value)
 

@@ -28,7 +28,7 @@ class JaxUpdater(BackendUpdater):
 
     def _trace_step(self, state: Values, gradients: Values, values: Values) -> tuple[Values, Values]:
         # The state comes first: JAX gives a donated buffer to the first result of its shape, and XLA copies what would
-        # be overwritten before it is read. With the weights first, these were all moments, a third of Adam's time.
+        # be overwritten before it is read. With the weights first, it copied all moments, a third of Adam's time.
         values, state = self.optimizer.stateless_apply(state, gradients, values)
         return state, values
 

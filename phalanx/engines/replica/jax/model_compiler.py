@@ -1,4 +1,4 @@
-"""How functions of a model are compiled on JAX, and where they leave their results."""
+"""Compiles functions of a model on JAX, and decides where they leave their results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ModelCompiler:
         Args:
             function: The function to compile.
             donate: Indices of the arguments that it may overwrite.
-            leave: Where it leaves its results; None: on the device.
+            leave: Shardings of the results; None: they stay on the device.
             options: Compiler options.
         """
         if not self.compiles:

@@ -1,4 +1,4 @@
-"""How a step's results on JAX are joined into a few arrays to send, and read again after the merge."""
+"""Joins a step's results on JAX into a few arrays to send, and reads them after the merge."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Values = list[Any]
 
 @dataclass(frozen=True)
 class OutputPacking:
-    """How to join what a step merges and to read the merged buffers. It is the same for all batches of a model.
+    """Joins what a step merges, and reads the merged buffers. It is the same for all batches of a model.
 
     Attributes:
         layout: Layout of everything that is merged: gradients, state, metrics, logs.

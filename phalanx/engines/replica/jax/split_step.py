@@ -129,7 +129,7 @@ class SplitStep:
         function: The function to trace.
         arguments: Example arguments.
         jit: Compiles a function; see `ModelCompiler.jit`.
-        leave: Where the results are left; None: on the device.
+        leave: Shardings of the results; None: they stay on the device.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], jit: Jit, leave: Any) -> None:

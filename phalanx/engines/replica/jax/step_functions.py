@@ -54,7 +54,7 @@ class AppliedResults(NamedTuple):
     """The results of a step that has applied its optimizers to merged gradients.
 
     Attributes:
-        merged, private: As in `LocalResults`.
+        merged, private: See `LocalResults`.
         trainable, optimizer: The new values.
     """
 
@@ -281,7 +281,7 @@ class CompiledUpdate:
 
 
 def batch_kind(data: Batch, form: ElementStructure, global_size: int | None, variables: int) -> Hashable:
-    """Return what determines whether Keras would compile its step again. It is the same on all ranks, which may pad a
+    """Return a key. Keras would compile its step again when it changes. It is the same on all ranks, which may pad a
     batch differently.
 
     Args:

@@ -33,7 +33,7 @@ class GraphMerge:
         share: This rank's share of the global batch of the current step.
         share_in_graph: The share as a variable, for computations in a graph.
         xla: Whether XLA compiles the part of the step before the merge.
-        is_kept: In a step of micro-batches, whether others follow before the update; None in other steps.
+        is_kept: Whether other micro-batches follow before the update; None in steps without micro-batches.
         is_kept_in_graph: `is_kept` as a tensor.
     """
 
@@ -112,7 +112,7 @@ class GraphMerge:
 
         Args:
             tensors: Tensors of known shapes.
-            weights: How each tensor counts in the sum.
+            weights: Weight of each tensor in the sum.
             look: Called with the layout and the merged flat buffers, on the host.
             variables: See `StepLayout.of`.
         """

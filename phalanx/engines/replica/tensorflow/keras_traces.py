@@ -1,7 +1,7 @@
-"""Which of its traces Keras's step function would use for a batch, and under which conditions it was created.
+"""Finds the trace that Keras's step function would use for a batch, and the conditions under which it was created.
 
 A trace contains the optimizer's plain numbers, its learning-rate schedule, which weights are trained, and the
-attributes of custom layers at the time of tracing. Keras traces for what it knows of its data before it reads them. A
+attributes of custom layers at the time of tracing. Keras traces for what is known of the data before it is read. A
 replica's part of a batch differs in size from the batch, so the traces of its own step say nothing about Keras's.
 """
 
@@ -84,7 +84,7 @@ class FunctionsByTrace:
     Args:
         traces: Keras's traces.
         step: A function of batches.
-        make: Creates a traced function from one.
+        make: Creates a `BatchFunction` from a function of batches.
     """
 
     def __init__(

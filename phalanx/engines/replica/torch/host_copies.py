@@ -36,12 +36,12 @@ def from_host(array: Array, device: Any = None) -> Any:
 
 
 def all_to_host(tensors: Sequence[Any]) -> list[Array]:
-    """Do `to_host` for each tensor, but much faster from a GPU."""
+    """Copy tensors to the host as `to_host` does, but much faster from a GPU."""
     return [to_host(tensor) for tensor in pinned_memory.copy_to_host(tensors)]
 
 
 def all_from_host(arrays: Sequence[Array], device: Any) -> list[Any]:
-    """Do `from_host` for each array, but much faster to a GPU."""
+    """Copy arrays to a device as `from_host` does, but much faster to a GPU."""
     return pinned_memory.copy_to_device([from_host(array) for array in arrays], device)
 
 

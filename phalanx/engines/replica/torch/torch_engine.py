@@ -68,7 +68,7 @@ class TorchEngine(ReplicaEngine):
         self._updates = AcceleratedUpdates()
 
     def build(self, data: Batch) -> None:
-        # Losses and layers may draw for each sample, but initial weights follow from the program's generators.
+        # Losses and layers may draw numbers for each sample, but initial weights follow from the program's generators.
         with self.drawing_apart() if has_built_layers(self._model) else nullcontext():
             self._model._symbolic_build(data_batch=self._batches.for_keras(data))
         floating = [buffer for buffer in buffers(self._model) if buffer.value.is_floating_point()]
