@@ -80,7 +80,7 @@ class Merge(ABC):
 
     @property
     def gather(self) -> Gather | None:
-        """Merges row gradients (`tf.IndexedSlices`) as rows; None if gradients must be dense.
+        """Function that merges row gradients (`tf.IndexedSlices`) as rows; None if gradients must be dense.
 
         For each variable, it returns the rows of all ranks in rank order, weighted by the ranks' shares. Rows that
         every batch looks up are summed instead.
@@ -107,7 +107,7 @@ class Merge(ABC):
 
 
 class ModelValues(ABC):
-    """Holds the newest values of a model's variables; see `Engine` for its methods. If the variables hold them
+    """Access to the newest values of a model's variables; see `Engine` for its methods. If the variables hold them
     themselves, there is nothing to fetch or put back."""
 
     @property
@@ -137,7 +137,7 @@ class Engine(ABC):
 
     Args:
         model: A compiled model.
-        values: Holder of the model's values between steps.
+        values: Access to the model's values between steps.
 
     Attributes:
         merges: Whether ranks merge their contributions to a step. One program for many devices has nothing to merge.

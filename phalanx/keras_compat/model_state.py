@@ -23,7 +23,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def optimizers(model: Any) -> list[Any]:
-    """Return all optimizers of a model: the one passed to `compile`, and those that it or models in it keep."""
+    """Return all optimizers of a model: that of `compile`, and those it or inner models keep for a `train_step`."""
     found = {id(model.optimizer): model.optimizer} if getattr(model, "optimizer", None) is not None else {}
     for value in vars(model).values():
         parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]

@@ -77,7 +77,7 @@ class KerasMethod:
 
 
 class KerasDispatcher(Protocol):
-    """Decides who trains the models of the program. A strategy registers it."""
+    """The object that decides who trains the models of the program. A strategy registers it."""
 
     def register_model(self, model: Any) -> None:
         """Called after a model was constructed or compiled."""

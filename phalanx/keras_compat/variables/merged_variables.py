@@ -71,7 +71,7 @@ class ReplicaParts(Protocol):
         ...
 
     def merge_for_checkpoint(self, value: Any, aggregation: str, name: str) -> Any:
-        """As `merge`, for the variable of this name in a checkpoint. Raises: also if not all replicas save it."""
+        """Return the value to save under this name. Raises: as `merge`, and if not all replicas save it."""
         ...
 
     def own_part(self, value: Any, aggregation: str) -> Any:

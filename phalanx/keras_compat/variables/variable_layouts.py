@@ -40,7 +40,7 @@ class PlacedDistribution(keras.distribution.ModelParallel):  # type: ignore[misc
 def laying_out_slots(mesh: Any, layout_of_slot: Callable[[Any], Any]) -> Iterator[None]:
     """Context in which optimizers create the variables that belong to a weight in the layout returned for the weight.
 
-    Keras gives them the weight's layout. Here they get theirs at creation: all of them may not fit into one device.
+    Keras gives them the weight's layout. Here they get their own at creation: all may not fit into one device.
     """
 
     def add(optimizer: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros") -> Any:

@@ -1,8 +1,8 @@
 """On a single core, JAX computes in the calling thread.
 
 On CPUs, JAX passes a computation to another thread, so that the program can prepare the next one meanwhile. On one
-core, the two threads only take turns, and each switch costs time. Inline, a small step (an MLP, 32 samples) took 8 %
-less time, one of a worker with asynchronous parameter servers (64 samples) 5 % less, and a large one the same.
+core, the two threads only take turns, and each switch costs time. Inline, a replica's small step (an MLP, 32 samples)
+took 8 % less time, one of a worker with asynchronous parameter servers (64 samples) 5 % less, and a large one the same.
 """
 
 from __future__ import annotations

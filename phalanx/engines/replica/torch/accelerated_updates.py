@@ -12,7 +12,7 @@ from phalanx.engines.accelerations.torch_fused_adam import fused_adam
 
 
 class AcceleratedUpdates:
-    """Creates a context for each update of an optimizer, with the enabled accelerations that compute the same."""
+    """Contexts for the updates of an optimizer, with the enabled accelerations that compute the same."""
 
     def __init__(self) -> None:
         self._fused = registry.choose("torch_fused_adam", fused_adam, nullcontext)
