@@ -1,4 +1,4 @@
-"""This process as one replica of a job: its rank, joint decisions, and calls that late joiners replay."""
+"""This process as one replica of a job: its rank, collective decisions, and calls that late joiners replay."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from phalanx.transport.decoding import decode_message
 T = TypeVar("T")
 
 MAX_RESULT_BYTES = 2**28
-"""What the result of one entry may take that is kept for processes that join later: it is in the launcher's memory."""
+"""Maximum size of an entry's result that is kept in the launcher's memory for processes that join later."""
 SEED_BYTES = 8
 
 
 class EntryOverError(Exception):
-    """The members have finished the entry that this candidate has come to.
+    """Raised if the members have already finished the entry that this candidate has reached.
 
     Attributes:
-        result, state: of the entry, encoded by the members; see `Entry`.
+        result, state: Result and state of the entry, encoded by the members; see `Entry`.
     """
 
     def __init__(self, past: PastEntry):
@@ -47,12 +47,12 @@ class EntryOverError(Exception):
 
 
 class ReplicaCalls(Protocol):
-    """How the other replicas come to call what this process calls, where they run no program of their own."""
+    """Makes the other replicas call what this process calls, if they run no program of their own."""
 
     def calling(self, model: Any, method: str, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Around a call of a model's method: the other replicas call it too.
+        """Return a context for a call of a model's method, in which the other replicas call it too.
 
-        Raises: besides what the method raises, the error of another replica of which that is the consequence.
+        Raises: in addition to the method's own errors, the error of another replica that caused them.
         """
 
 
@@ -60,17 +60,18 @@ class ReplicaCalls(Protocol):
 class Entry:
     """One call of a method in which all members take part (`fit`, `evaluate`, ...).
 
-    A process that joins an elastic job runs the same script from its beginning. It gets the results of the entries that
-    are over, until it comes to the one in which the members are.
+    A process that joins an elastic job runs the same script from the start. It receives the results of finished entries
+    until it reaches the entry that the members are in.
 
     Attributes:
-        number: of this call in the program, from 0; -1 in jobs of fixed size.
-        seed: equal on all ranks.
-        members: number of ranks when it began.
-        result: encoded; set it before the entry ends.
-        state: what it has left to the program besides, encoded; set it before the entry ends.
-        findings: what the members have found out about the program, encoded; empty as long as they have not.
-        depth: how many entries have begun within it.
+        number: Number of this call in the program, from 0; -1 in jobs of fixed size.
+        seed: Seed, equal on all ranks.
+        members: Number of ranks when the entry began.
+        result: Encoded result; set it before the entry ends.
+        state: Encoded state that the entry leaves to the program in addition to the result; set it before the entry
+            ends.
+        findings: Encoded findings about the program; empty until the members have them.
+        depth: Number of nested entries that are open.
     """
 
     number: int
@@ -83,11 +84,11 @@ class Entry:
 
     @property
     def note(self) -> bytes:
-        """What a process that joins must know of it."""
+        """What a joining process must know about the entry."""
         return self.seed.to_bytes(SEED_BYTES) + self.findings
 
     def query(self, elastic: ElasticGroup) -> None:
-        """As a candidate: learn what the members know of it, once it has begun.
+        """As a candidate, fetch what the members have published about the entry, once it has begun.
 
         Raises: EntryOverError if they have finished it.
         """
@@ -100,22 +101,22 @@ class Entry:
 
 @dataclass
 class Replica:
-    """One replica of the model: a rank and the communicator that joins it to the others.
+    """One replica of the model: a rank and the communicator that connects it to the others.
 
     Attributes:
-        communicator: collectives between all ranks of the job.
-        cross_device_ops: how gradients are merged, if the user chose it; None: by the communicator.
-        notice: travels with the merge of each step, while a `fit` runs that saves itself when the job is preempted.
-        process: the id of the process that takes part.
-        calling_thread: the thread in which a method of a model runs now.
-        calls: takes calls of a model's methods to the other replicas; None: they run the same program.
-        has_copies: whether the replicas have copies of the chief's models, which Keras names differently.
-        micro_batches: into how many micro-batches each global batch is cut, so that the number of ranks shows in no bit
-            (`CommunicationOptions.deterministic`); None: each rank computes its part at once.
-        mesh_parts: into how many equal parts the mesh divides each global batch, where one compiled program spans the
-            devices of all ranks; None: each rank has a program of its own.
-        recording: what is merged, where `phalanx plan` examines the program and no other rank exists; else None.
-        random_streams: the random numbers that it draws apart from the others.
+        communicator: Collectives over all ranks of the job.
+        cross_device_ops: How to merge gradients, if the user chose it; None to use the communicator.
+        notice: Preemption notice, merged with each step of a `fit` that saves itself when the job is preempted.
+        process: ID of the participating process.
+        calling_thread: Thread in which a method of a model is running.
+        calls: Forwards calls of a model's methods to the other replicas; None if they run the same program.
+        has_copies: Whether the replicas have copies of the chief's models, which Keras names differently.
+        micro_batches: Number of micro-batches in each global batch, so that results are bitwise independent of the
+            number of ranks (`CommunicationOptions.deterministic`); None if each rank computes its part at once.
+        mesh_parts: Number of equal parts into which the mesh divides each global batch, if one compiled program spans
+            the devices of all ranks; None if each rank has its own program.
+        recording: Records merges while `phalanx plan` examines the program and no other rank exists; otherwise None.
+        random_streams: Random numbers that this replica draws independently of the others.
     """
 
     communicator: Communicator
@@ -131,9 +132,9 @@ class Replica:
     random_streams: PerRankRandomStreams = field(default_factory=PerRankRandomStreams, repr=False)
     _entries: int = 0  # number of entries so far: the same script gives the same numbers on every process
     _entry: Entry | None = field(default=None, repr=False)
-    # How many seeds the present entry has given out; all ranks ask in the same order.
+    # Number of seeds drawn in the current entry; all ranks draw in the same order.
     _seeds: int = 0
-    # Of the entry before: repeated when the next one begins, in case the chief was lost after it and before its report.
+    # The last finished entry; sent again when the next one begins, in case the chief was lost before it reported.
     _last_finished: EntryFinished | None = field(default=None, repr=False)
 
     @property
@@ -155,7 +156,7 @@ class Replica:
 
     @property
     def elastic(self) -> ElasticGroup | None:
-        """This process's part in an elastic job; None in other jobs."""
+        """The elastic group of this process; None if the job is not elastic."""
         return self.communicator.group if isinstance(self.communicator, ElasticCommunicator) else None
 
     @property
@@ -166,14 +167,14 @@ class Replica:
 
     @property
     def generation(self) -> int:
-        """The number of the present membership; it changes in elastic jobs only."""
+        """Number of the current membership; it changes in elastic jobs only."""
         elastic = self.elastic
         return 0 if elastic is None else elastic.generation
 
     @property
     def initial_world_size(self) -> int:
-        """The number of replicas that programs see: in an elastic job the one at its start, which all members agree on
-        at all times."""
+        """Number of replicas that programs see: in an elastic job the initial one, on which all members always
+        agree."""
         elastic = self.elastic
         return self.world_size if elastic is None else elastic.initial_world_size
 
@@ -184,34 +185,34 @@ class Replica:
         scale: float | Sequence[float] = 1.0,
         out: Sequence[Array] | None = None,
     ) -> list[Array]:
-        """The sum over ranks, by `cross_device_ops` or the communicator; see `Communicator.all_reduce`."""
+        """Sum over ranks with `cross_device_ops` or the communicator; see `Communicator.all_reduce`."""
         if self.cross_device_ops is None:
             return self.communicator.all_reduce(arrays, scale=scale, out=out)
         return self.cross_device_ops.all_reduce(self.communicator, arrays, scale=scale, out=out)
 
-    # Decisions that all ranks take alike.
+    # Collective decisions, equal on all ranks.
 
     def any(self, flag: bool) -> bool:
-        """True on every rank if `flag` is true on at least one."""
-        # By the communicator, also where the user has chosen how gradients merge: those operations only sum.
+        """Return whether `flag` is true on at least one rank."""
+        # Uses the communicator even if the user chose how gradients merge: cross-device operations only sum.
         merged = self.communicator.all_reduce([np.array([flag], np.uint8)], ReduceOp.MAX)
         return bool(merged[0][0])
 
     def broadcast_from_chief(self, value: Any) -> Any:
-        """The chief's value, of JSON's types, on every rank."""
+        """Return the chief's value, of a JSON type, on every rank."""
         return decode_message(self.communicator.broadcast_bytes(msgspec.msgpack.encode(value)))
 
     def gather(self, value: int) -> list[int]:
-        """Every rank's number, in rank order."""
+        """Return every rank's number, in rank order."""
         return [int(array[0]) for array in self.communicator.all_gather(np.array([value], np.int64))]
 
     # Elastic jobs.
 
     def retry(self, action: Callable[[], T], on_change: Callable[[], None] | None = None) -> T:
-        """Do something that all members do together, and again from its beginning whenever the membership changes.
+        """Run a collective action of all members, and restart it whenever the membership changes.
 
         Args:
-            on_change: called before it begins again.
+            on_change: Called before each restart.
         """
         while True:
             try:
@@ -222,10 +223,10 @@ class Replica:
 
     @contextmanager
     def entry(self, seed: Callable[[], int] | None = None) -> Iterator[Entry]:
-        """Around a call of a method in which all members take part. Calls within it are part of it.
+        """Return a context for a call of a method in which all members take part. Nested calls are part of it.
 
         Args:
-            seed: gives the entry's seed on the chief; None: it follows from Python's random state.
+            seed: Returns the entry's seed on the chief; None to derive it from Python's random state.
 
         Raises: EntryOverError at once if this is a candidate and the members have finished this call.
         """
@@ -233,8 +234,8 @@ class Replica:
         if elastic is None:
             yield Entry(-1)
             return
-        # Inside an entry, for example `evaluate` in a callback: it is not numbered, since a process that joins does not
-        # run it again, and no process may join in its middle.
+        # A call inside an entry, for example `evaluate` in a callback, is not numbered: a joining process does not run
+        # it again, and no process may join in the middle of it.
         if self._entry is not None:
             self._entry.depth += 1
             try:
@@ -250,7 +251,7 @@ class Replica:
         try:
             self._open(entry, elastic, seed or seed_from_program)
             yield entry
-            # Only if nothing was raised: an entry that failed has no result to hand on, and its job ends.
+            # Only if nothing was raised: a failed entry has no result, and the job ends.
             result = entry.result if len(entry.result) <= MAX_RESULT_BYTES else NOT_KEPT
             self._last_finished = EntryFinished(entry.number, result)  # without the state, which takes time to send
             elastic.send_as_chief(EntryFinished(entry.number, result, entry.state))
@@ -260,7 +261,7 @@ class Replica:
             elastic.leave_entry(entry.number, is_finished=is_finished)
 
     def _open(self, entry: Entry, elastic: ElasticGroup, seed: Callable[[], int]) -> None:
-        """Learn, or on the chief publish, what all who take part in the entry must know."""
+        """Fetch what all participants of the entry must know, or publish it on the chief."""
         if self.is_candidate and not elastic.is_late:
             return  # the job's first entry, in which its members meet
         if self.is_candidate:
@@ -268,18 +269,18 @@ class Replica:
             return
         entry.seed = int(self.retry(lambda: self.broadcast_from_chief(seed() if self.is_chief else 0)))
         entry.members = self.world_size
-        if self._last_finished is not None:  # a lost chief may not have reported it
+        if self._last_finished is not None:  # the chief may have been lost before it reported
             elastic.send_as_chief(self._last_finished)
         self.announce_entry()
 
     def announce_entry(self) -> None:
-        """As the chief, perhaps a new one: publish the present entry for processes that join later."""
+        """As the chief, perhaps a new one, publish the current entry for processes that join later."""
         elastic, entry = self.elastic, self._entry
         if elastic is not None and entry is not None:
             elastic.send_as_chief(EntryBegan(entry.number, entry.note))
 
     def join_entry(self) -> None:
-        """As a candidate: wait to be admitted to the present entry.
+        """As a candidate, wait to be admitted to the current entry.
 
         Raises: EntryOverError if the members have finished it meanwhile.
         """
@@ -291,7 +292,7 @@ class Replica:
             raise EntryOverError(past)
 
     def run_recorded(self, make: Callable[[], bytes]) -> bytes:
-        """The result of `make`, in which all members take part, as an entry: a candidate gets the members' result."""
+        """Run `make` on all members as an entry and return its result; a candidate receives the members' result."""
         try:
             with self.entry() as entry:
                 if self.is_candidate:
@@ -302,30 +303,30 @@ class Replica:
             return over.result
 
     def common_seed(self) -> int:
-        """In an entry of an elastic job, a seed that is equal on all ranks and differs at each call. Sends nothing."""
+        """Return a seed that is equal on all ranks of an elastic entry and differs at each call. Sends nothing."""
         assert self._entry is not None
         self._seeds += 1
         return int(np.random.SeedSequence([self._entry.seed, self._seeds]).generate_state(1)[0] >> 1)
 
     @property
     def present_entry(self) -> Entry:
-        """The entry that this process is in. In jobs of fixed size, and outside of all entries, it knows nothing."""
+        """Entry that this process is in; an empty one outside of entries and in jobs of fixed size."""
         return self._entry or Entry(-1)
 
 
 def divides_batches(replica: Replica) -> bool:
-    """Whether steps are computed in parts: on several replicas, now or later, or in micro-batches."""
+    """Return whether steps are computed in parts: on several replicas, now or later, or in micro-batches."""
     return (not replica.is_alone and replica.mesh_parts is None) or replica.micro_batches is not None
 
 
 def alone() -> Replica:
-    """The only replica of a job of one process."""
+    """Return the only replica of a one-process job."""
     return Replica(connect(Membership(1, 0, (Member(0, "worker/0", host_identity(), "", os.getpid()),))))
 
 
 def seed_from_program() -> int:
-    """A seed of 31 bits that follows from the state of Python's `random`, so `keras.utils.set_random_seed` makes it
-    reproducible. It takes no number from that state: Keras draws the same numbers as without Phalanx."""
+    """Return a 31-bit seed derived from the state of Python's `random`, so `keras.utils.set_random_seed` makes it
+    reproducible. The state does not advance: Keras draws the same numbers as without Phalanx."""
     copy = random.Random()
     copy.setstate(random.getstate())
     return copy.getrandbits(31)

@@ -1,4 +1,4 @@
-"""One rank's copy of a model, and what all ranks settle before a method of the model runs."""
+"""One rank's copy of a model, and what all ranks agree on before a method of the model runs."""
 
 from __future__ import annotations
 
@@ -57,22 +57,22 @@ class ReplicaModel:
     """A compiled Keras model that several ranks train, evaluate and apply together.
 
     Attributes:
-        model: the Keras model.
-        replica: this process among the others.
-        policy: how the model is to be trained.
-        merge: merges the arrays of a step over the ranks.
-        probes: find out what replicas must know of the program.
-        validation: evaluates on what a `fit` validates with, for these callbacks, while an `evaluate` of the program's
-            own runs in it; else None.
+        model: The Keras model.
+        replica: This process as a replica.
+        policy: How to train the model.
+        merge: Merges the arrays of a step over the ranks.
+        probes: Determine what replicas must know about the program.
+        validation: Evaluates the validation data of the running `fit`, with the given callbacks, while the program
+            calls `evaluate` inside it; otherwise None.
     """
 
     def __init__(self, model: Any, replica: Replica, policy: TrainingPolicy = EVERY_STEP) -> None:
         self.model = model
         self.replica = replica
         self.policy = policy
-        # With local SGD the exchanged weights are compressed; gradients are those of single batches then.
+        # Local SGD compresses the exchanged weights; its gradients are those of single batches.
         self.merge = StepMerge(replica, policy.compression if policy.period is None else None)
-        # The same for all steps, because functions are traced for it. Local SGD holds no gradients.
+        # The same for all steps, because functions are traced for it. Local SGD accumulates no gradients.
         self.merge.accumulates = policy.period is None and accumulation_steps(model) > 1
         if policy.period is None and scales_dynamically(getattr(model, "optimizer", None)):
             self.merge.overflow = Float16Overflow()
@@ -86,13 +86,13 @@ class ReplicaModel:
         self._seeds_given = 0
         self.probes = ProgramProbes(model, ChiefProbing(replica))
         self._steps_that_built: set[str] = set()
-        self._has_row_outputs: dict[str, bool] = {}  # by the form of a batch
+        self._has_row_outputs: dict[str, bool] = {}  # by the structure of a batch
         self._predicts_samples_apart = True
         self.validation: Callable[[Any], dict[str, Any]] | None = None
 
     @property
     def engine(self) -> Engine:
-        """Of this model; there once it was prepared."""
+        """Engine of this model; available once the model is prepared."""
         assert self._engine is not None, "the model is prepared before its first batch"
         return self._engine
 
@@ -101,12 +101,12 @@ class ReplicaModel:
     def shard(
         self, x: Any, y: Any, sample_weight: Any, *, steps: int | None, seed: int | None = None, **options: Any
     ) -> ShardedInput:
-        """This rank's part of the data that a method was passed.
+        """Return this rank's part of the data passed to a method.
 
         Args:
-            steps: number of batches in an epoch; None for all data.
-            seed: determines the orders of the samples; None: in fixed jobs the chief shuffles as Keras does.
-            options: further fields of `InputRequest`.
+            steps: Number of batches per epoch; None for all data.
+            seed: Determines the sample order; if None, the chief shuffles as Keras does in jobs of fixed size.
+            options: Further fields of `InputRequest`.
         """
         replica = self.replica
         rank, world_size = read_part(replica)
@@ -117,7 +117,7 @@ class ReplicaModel:
             steps_per_epoch=capped(steps, keras.config.max_steps_per_epoch(), "steps_per_epoch"),
             steps_per_execution=self.model.steps_per_execution,
             rank=rank,
-            # A candidate's input is cut again when it is admitted; until then it is one of several.
+            # A candidate's input is divided again when it is admitted; until then it counts as one of several.
             world_size=2 if replica.is_candidate and not replica.micro_batches else world_size,
             is_read_by_all=replica.micro_batches is not None,
             shuffling=None if replica.elastic or seed is not None else self._shuffling(),
@@ -127,7 +127,7 @@ class ReplicaModel:
         return shard_input(request)
 
     def _new_seed(self) -> int:
-        """A seed for one method call, equal on all ranks."""
+        """Return a seed for one method call, equal on all ranks."""
         if self.replica.elastic is not None:
             return self.replica.common_seed()
         self._seeds_given += 1
@@ -141,14 +141,14 @@ class ReplicaModel:
         )
 
     def single_batch(self, method: str, x: Any, y: Any = None, sample_weight: Any = None) -> JointBatches:
-        """The one batch that this method was given; model and ranks are ready for it."""
-        # The seed has no effect on one batch, but without one the chief would be asked for it.
+        """Return the one batch passed to this method, with model and ranks ready for it."""
+        # The seed has no effect on a single batch, but without one the chief would have to broadcast it.
         size = len(next(leaf for leaf in tree.flatten(x) if leaf is not None))
         source = self.shard(x, y, sample_weight, batch_size=size, steps=None, seed=0)
         if method == "predict_on_batch":
             self.prepare_to_predict(source, method)
         else:
-            source.form = unpack((x, y, sample_weight))[0]  # Keras's steps get all three here, absent ones too
+            source.form = unpack((x, y, sample_weight))[0]  # Keras's steps receive all three here, including None
             self.prepare(source, method).expect(source.form)
         if not self._is_synchronised:
             state_sync.synchronise(self.model, self.replica)
@@ -158,11 +158,11 @@ class ReplicaModel:
     def repeat_over(
         self, source: ShardedInput, action: Callable[[], T], on_change: Callable[[], None] | None = None
     ) -> T:
-        """Go through all of a source, and again from its beginning whenever the membership changes: what lost members
-        had counted is lost with them.
+        """Consume a source, and restart from its beginning whenever the membership changes, because the counts of lost
+        members are lost with them.
 
         Args:
-            on_change: cuts the source for the new members; None: this method does.
+            on_change: Divides the source among the new members; None to do it here.
         """
         replica = self.replica
 
@@ -172,7 +172,7 @@ class ReplicaModel:
         if replica.elastic is None:
             return action()
         if on_change is None:
-            regroup()  # the members may have changed since it was cut
+            regroup()  # the members may have changed since it was divided
         with source.recording() as rewind:
 
             def begin_again() -> None:
@@ -184,18 +184,18 @@ class ReplicaModel:
     # Model and engine.
 
     def prepare(self, source: ShardedInput, method: str, *, validation: ShardedInput | None = None) -> Engine:
-        """The engine, with all variables created for the batches of the source that this method was passed.
+        """Return the engine, with all variables created for the batches of the source passed to this method.
 
         Args:
-            validation: what a `fit` evaluates.
+            validation: Validation data of a `fit`.
         """
         self._make_engine(source, method)
-        # As in Keras no batch is read that is not needed: a dataset may draw random numbers for each. Of other kinds of
-        # batches than the first, `evaluate_on_replicas` finds out.
+        # As in Keras, no batch is read unless needed: a dataset may draw random numbers for each. If later batches
+        # differ in kind from the first, `evaluate_on_replicas` detects it.
         data: Batch = (None, None, None)
         trains, is_read = method in ("fit", "train_on_batch"), False
         steps = [] if trains else ["test_step"]
-        if trains and self.policy.period is None:  # of local SGD no one expects the numbers of one process
+        if trains and self.policy.period is None:  # local SGD does not promise the numbers of one process
             steps.append("train_step")
         tested = [*steps, *(["test_step"] if validation is not None and not validation.is_in_memory else [])]
         if _needs_a_batch(self.model) or self.probes.need_a_batch(self.engine, tested):
@@ -223,26 +223,26 @@ class ReplicaModel:
 
     def _build_parts(self, data: Batch, form: ElementStructure, step: str) -> None:
         if step not in self._steps_that_built and builds_in_steps(self.model, step):
-            self._steps_that_built.add(step)  # what it has not built it does not use
+            self._steps_that_built.add(step)  # layers still unbuilt afterwards are unused
             build_parts(self.model, data, form, step)
             self.engine.build(data)
 
     def prepare_to_predict(self, source: ShardedInput, method: str) -> Engine:
-        """The engine, with the layers' variables created: a model need not be compiled to predict."""
+        """Return the engine, with the layers' variables created; a model need not be compiled to predict."""
         self._make_engine(source, method)
         if not has_built_layers(self.model):
             build_layers(self.model, source.peek().data[0])
-        # As above, and no batch for nothing.
+        # As above: no batch is read without need.
         data = source.peek().data if self.probes.need_outputs("predict") else (None, None, None)
         self._predicts_samples_apart = not self.probes.relates_samples("predict", data, source.structure)
         return self.engine
 
     def predicts_parts(self, data: Batch) -> bool:
-        """Whether replicas can predict parts of a batch: the first axis of each output is that of the samples, as far
-        as that is known without computing them, and no output depends on what else is in its batch.
+        """Return whether replicas can predict parts of a batch: the first axis of each output is the sample axis, as
+        far as that is known without computing the outputs, and no output depends on other samples of its batch.
 
         Args:
-            data: like the batches to come.
+            data: A batch representative of those to come.
         """
         if self.replica.world_size == 1 and not self.replica.micro_batches:
             return True
@@ -252,7 +252,7 @@ class ReplicaModel:
         return self._predicts_samples_apart and self._has_row_outputs[known]
 
     def _make_engine(self, source: ShardedInput, method: str) -> None:
-        """Make the engine if there is none. Raises DisagreementError if the ranks were given different data."""
+        """Create the engine if there is none. Raises DisagreementError if the ranks were given different data."""
         if self.replica.micro_batches:
             check_deterministic(self.model, trains=method in ("fit", "train_on_batch"))
         if divides_batches(self.replica):
@@ -265,22 +265,22 @@ class ReplicaModel:
             if draws_apart(self.replica):
                 self._engine.drawing_apart = drawing_in_steps(self.model, self.replica)
         self.replica.retry(lambda: compare_inputs(source, self.replica, method))
-        if method != "fit":  # which does so itself, once it knows whether it resumes somewhere
+        if method != "fit":  # which compares once it knows where it resumes
             self.replica.retry(lambda: compare_samples(source, self.replica))
 
     def synchronise(self) -> None:
-        """Give every rank the chief's state."""
+        """Set every rank to the chief's state."""
         self.replica.retry(lambda: state_sync.synchronise(self.model, self.replica))
 
-    # `fit`, `evaluate` and `predict` synchronise at their beginning in any case. Only `*_on_batch` rely on the flag: a
-    # broadcast of the whole state for each batch would cost more than the batch.
+    # `fit`, `evaluate` and `predict` always synchronize first. Only `*_on_batch` rely on the flag: broadcasting the
+    # whole state for each batch would cost more than the batch.
     def note_synchronised(self) -> None:
-        """All ranks are known to have the same state; else `single_batch` begins with the chief's."""
+        """Record that all ranks have the same state; otherwise `single_batch` first copies the chief's."""
         self._is_synchronised = True
 
     def agree_on_learning_rate(self, retry: RetryOnMembershipChange) -> None:
-        """The chief's learning rates on every rank, where callbacks may have set them."""
-        # A schedule follows the step count, which is the same everywhere.
+        """Set the chief's learning rates on every rank, because callbacks may have changed them."""
+        # A schedule follows the step count, which is equal on all ranks.
         optimizers = [
             each
             for each in inner_optimizers(self.model.optimizer)
@@ -297,32 +297,32 @@ class ReplicaModel:
     # Steppers.
 
     def stepper(self, *, repeats: bool = False, accumulates: bool = False, is_single: bool = False) -> ReplicaStepper:
-        """What takes the training steps of this model.
+        """Return the stepper that takes the training steps of this model.
 
         Args:
-            repeats: whether another process may have to continue between any two steps.
-            accumulates: whether a rank may hold back gradients that the optimizer accumulates.
-            is_single: whether it takes the step of `train_on_batch`, and so holds nothing back: the program may save
-                the model after it.
+            repeats: Whether another process may have to take over between any two steps.
+            accumulates: Whether a rank may hold back gradients that the optimizer accumulates.
+            is_single: Whether this is the step of `train_on_batch`, which holds nothing back because the program may
+                save the model afterwards.
         """
         model, replica, period = self.model, self.replica, self.policy.period
         repeats = repeats or replica.elastic is not None
         if (deterministic := self.deterministic) is not None:
             return deterministic
         if period is None or is_single:
-            # Gradients that a rank holds are in no checkpoint, and would be lost with it.
+            # Gradients that a rank holds back are in no checkpoint and would be lost with it.
             accumulates = accumulates and not repeats and self.engine.merges
             return SynchronousStepper(model, self.engine, self.merge, replica, accumulates=accumulates)
         if self._local_sgd is None:
             compression = self.policy.compression
             self._local_sgd = LocalSGDStepper(model, self.engine, self.merge, replica, period, compression)
-        # What is in flight between two exchanges is in no checkpoint, and would be lost with a replica.
+        # Data in flight between two exchanges are in no checkpoint and would be lost with a replica.
         self._local_sgd.overlaps = period.overlap and not repeats
         return self._local_sgd
 
     @property
     def deterministic(self) -> DeterministicStepper | None:
-        """Takes the steps of a model whose batches are cut into micro-batches; else None."""
+        """Stepper of a model whose batches are divided into micro-batches; otherwise None."""
         if self.replica.micro_batches and self._deterministic is None:
             self._deterministic = DeterministicStepper(self.model, self.engine, self.merge, self.replica)
         return self._deterministic
@@ -330,7 +330,7 @@ class ReplicaModel:
     # Callbacks and output.
 
     def build_callbacks(self, callbacks: Any, verbose: Any, **options: Any) -> Any:
-        """The `CallbackList` of this rank; see `build_callback_list`."""
+        """Return the `CallbackList` of this rank; see `build_callback_list`."""
         replica = self.replica
         built = callback_list.build_callback_list(
             callbacks, self.model, is_chief=replica.is_chief, replicas=replica.world_size, verbose=verbose, **options
@@ -341,7 +341,7 @@ class ReplicaModel:
         return built
 
     def announce_sharding(self, source: ShardedInput, verbose: Any) -> None:
-        """On the chief: log and print, once each, how the training data are divided."""
+        """On the chief: log and print once how the training data are divided."""
         if not self.replica.is_chief or self.replica.is_alone:
             return
         line = source.description.policy_line
@@ -352,19 +352,19 @@ class ReplicaModel:
 
 
 def _needs_a_batch(model: Any) -> bool:
-    """Whether something is to be built for a batch."""
+    """Return whether anything must be built from a batch."""
     return is_unbuilt(model) or stateful_layer(model) is not None
 
 
 def _outputs_are_rows(model: Any, x: Any) -> bool:
-    """Whether the first axis of each output is that of the samples, as far as that is known.
+    """Return whether the first axis of each output is the sample axis, as far as that is known.
 
     Args:
-        x: as the model takes it.
+        x: Input as the model receives it.
     """
-    if stateful_layer(model) is not None:  # made for one number of samples, and so its outputs are
+    if stateful_layer(model) is not None:  # built for a fixed number of samples, and so are its outputs
         return True
     shapes = output_shapes(model, x)
-    if shapes is None:  # then the rows of each batch tell (`LocalOutputs`)
+    if shapes is None:  # the rows of each batch decide (`LocalOutputs`)
         return True
     return all(len(shape) > 0 and shape[0] is None for shape in shapes)

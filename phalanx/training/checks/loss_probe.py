@@ -1,13 +1,13 @@
-"""Finds out before the first step how the losses of a program combine over the parts of a batch.
+"""Determine before the first step how a program's losses combine over the parts of a batch.
 
-A loss function that returns one number may be a mean over the samples, their sum, a ratio of two sums, or relate the
-samples to each other, and nothing says which. So one process computes the losses of one small batch, and of two unequal
-parts of it as two ranks would, and compares. What merges to the loss of the whole batch needs nothing. A sum is noted
-as one (`global_losses.note_sum`). Anything else is an error.
+A loss function that returns one number may be a mean over the samples, their sum, a ratio of two sums, or may relate
+the samples to each other; nothing declares which. So one process computes the losses of one small batch, and of two
+unequal parts of it as two ranks would, and compares them. Losses that merge to the loss of the whole batch need
+nothing. A sum is noted as one (`global_losses.note_sum`). Anything else is an error.
 
-Nothing is computed where nothing is to be found out: Keras's own losses are known, and so are Keras's own layers. All
-is computed eagerly, of a few samples, in a `StatelessScope`, so that no variable and no seed changes; a loss is
-computed of fixed predictions, so that dropout has no say. What draws random numbers of its own cannot be compared.
+Keras's own losses and layers are known and not probed. The probe computes eagerly, on a few samples, in a
+`StatelessScope`, so that no variable and no seed changes. Losses are computed from fixed predictions, so dropout has no
+effect. Code that draws its own random numbers cannot be compared.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from phalanx.training.checks.tried_targets import (
 )
 
 ROWS = 12
-"""Samples of the batch that losses are computed of; a third of them is the first part."""
+"""Number of samples from which losses are computed; the first part is a third of them."""
 
 _REFUSED = (Combination.OTHER, Combination.UNSCALED_SUM)
 
@@ -59,12 +59,12 @@ logger = logging.getLogger(__name__)
 
 
 class Findings(NamedTuple):
-    """The findings of the probe.
+    """Findings of the probe.
 
     Attributes:
-        is_sum: of each loss whether it is a sum over the batch; False for a mean and for what is the same for every
-            batch, None where nothing can be said. `_describe` tells what the keys stand for.
-        error: what no number of replicas can compute as one process does; empty if there is none.
+        is_sum: Whether each loss is a sum over the batch; False for a mean and for a constant, None if unknown.
+            `_describe` explains the keys.
+        error: Why replicas cannot compute the losses as one process does; empty if they can.
     """
 
     is_sum: dict[str, bool | None]
@@ -72,16 +72,16 @@ class Findings(NamedTuple):
 
     @property
     def sums(self) -> set[str]:
-        """The losses that steps merge as sums."""
+        """Losses that steps merge as sums."""
         return {loss for loss, is_sum in self.is_sum.items() if is_sum}
 
     def conflicts_with(self, other: Findings) -> list[str]:
-        """The losses that combine in one way here, and in another there."""
+        """Return the losses that combine in one way here and in another way there."""
         common = self.is_sum.keys() & other.is_sum
         return sorted(loss for loss in common if {self.is_sum[loss], other.is_sum[loss]} == {True, False})
 
     def updated(self, later: Findings) -> Findings:
-        """With what other findings, which do not conflict, know of losses of which nothing could be said."""
+        """Add what later findings, which must not conflict, say about losses that are unknown here."""
         known = {loss: is_sum for loss, is_sum in later.is_sum.items() if is_sum is not None}
         return Findings({**later.is_sum, **self.is_sum, **known})
 
@@ -94,12 +94,12 @@ def _compiled(index: int) -> str:
 
 
 def _added_by(layer: int) -> str:
-    """What the keys of a layer's losses begin with; the number of the loss follows."""
+    """Prefix of the keys of a layer's losses; the number of the loss follows."""
     return f"added by {layer}: "
 
 
 def _describe(model: Any, loss: str) -> str:
-    """What a key of `Findings.is_sum` stands for."""
+    """Describe what a key of `Findings.is_sum` refers to."""
     if loss == _COMPUTE_LOSS:
         return f"What compute_loss of {type(model).__name__} returns"
     for index, compiled in enumerate(compiled_losses(model)):
@@ -110,7 +110,7 @@ def _describe(model: Any, loss: str) -> str:
 
 
 def conflict_error(model: Any, loss: str) -> str:
-    """Of a loss that `conflicts_with` names."""
+    """Message for a loss that `conflicts_with` returns."""
     return (
         f"{_describe(model, loss)} is a sum over the batch for some data, and a mean for others (with sample weights, "
         f"or where it is clipped), and replicas merge it in one way. Return a mean over the samples for all."
@@ -118,12 +118,12 @@ def conflict_error(model: Any, loss: str) -> str:
 
 
 def has_open_questions(model: Any) -> bool:
-    """Whether `probe` would find out anything; the same on all ranks."""
+    """Whether `probe` has anything to determine; the same on all ranks."""
     return bool(unknown_losses(model) or adding_layers(model) or computes_own_loss(model))
 
 
 def note(model: Any, findings: Findings) -> None:
-    """Let steps use what was found out."""
+    """Make the findings available to training steps."""
     for index, loss in enumerate(compiled_losses(model)):
         note_sum(loss, is_sum=_compiled(index) in findings.sums)
     for index, layer in enumerate(model._flatten_layers()):
@@ -133,28 +133,28 @@ def note(model: Any, findings: Findings) -> None:
 
 
 def probe(model: Any, x: Any, y: Any, sample_weight: Any, *, replicas: int) -> Findings:
-    """Find out; computes on this process alone.
+    """Probe the model on this process alone.
 
     Args:
-        model: built.
-        x, y, sample_weight: arrays of a local batch, as Keras's steps get them.
-        replicas: that share the global batch.
+        model: The built model.
+        x, y, sample_weight: Arrays of a local batch, as Keras's steps receive them.
+        replicas: Number of replicas that share the global batch.
     """
     for each in (*compiled_losses(model), model):
-        note_sum(each, is_sum=False)  # a loss that is compiled again may be noted already
+        note_sum(each, is_sum=False)  # a recompiled loss may already be noted
     own = len(leaves(x)[0])
-    # At least three samples, one in the first part and two in the other, so that these differ in size.
+    # At least three samples, one in the first part and two in the second, so that the parts differ in size.
     few = _Probe(model, x, y, sample_weight, min(own, ROWS) if own > 2 else 3)
     found = few.find()
     if found.error:
         return found
-    # Then again with as many samples in the first part as a replica has.
+    # Repeat with as many samples in the first part as a replica has.
     rows = 3 * part_size(own, 3, replicas, few.values_per_row)
     return _agreed(model, found, _Probe(model, x, y, sample_weight, rows).find()) if rows > few.rows else found
 
 
 def _agreed(model: Any, found: Findings, later: Findings) -> Findings:
-    """What was found out of some samples of a kind, and later of others."""
+    """Combine the findings for some samples with later findings for others."""
     if error := found.error or later.error:
         return Findings({}, error)
     if conflicts := found.conflicts_with(later):
@@ -163,12 +163,12 @@ def _agreed(model: Any, found: Findings, later: Findings) -> Findings:
 
 
 class _ProgramError(Exception):
-    """The program's own code has raised its cause."""
+    """Raised from an error in the program's own code."""
 
 
 @contextmanager
 def _program() -> Iterator[None]:
-    """A context in which code of the program runs."""
+    """Context for running code of the program."""
     try:
         yield
     except Exception as error:
@@ -176,7 +176,7 @@ def _program() -> Iterator[None]:
 
 
 class _Part(NamedTuple):
-    """Some rows of the batch, and their predictions."""
+    """Some rows of the batch, with their predictions."""
 
     x: Any
     y: Any
@@ -189,7 +189,7 @@ class _Part(NamedTuple):
             if each is None:
                 return None
             rows = each[start:stop]
-            if (mask := get_keras_mask(each)) is not None:  # by which Keras's losses leave out steps of a sequence
+            if (mask := get_keras_mask(each)) is not None:  # Keras's losses skip time steps by this mask
                 set_keras_mask(rows, mask[start:stop])
             return rows
 
@@ -201,15 +201,15 @@ class _Probe:
     """One probe of one model.
 
     Attributes:
-        rows: number of samples.
-        values_per_row: of the largest array.
+        rows: Number of samples.
+        values_per_row: Number of values per sample in the largest array.
     """
 
     def __init__(self, model: Any, x: Any, y: Any, sample_weight: Any, rows: int) -> None:
         self._model = model
         self.rows = rows
         self._own = own = min(len(leaves(x)[0]), rows, MOST)
-        # The same samples again would say nothing of what relates them.
+        # Repeating identical samples would reveal nothing about relations between them.
         self._repeats = own < rows
         self._by_rows = True  # whether outputs have a row for each sample
         chosen = np.resize(np.arange(own), rows)
@@ -222,11 +222,11 @@ class _Probe:
         self._data = map_leaves(ops.convert_to_tensor, (x, y, sample_weight))
 
     def find(self) -> Findings:
-        """The findings; nothing if the program cannot compute losses of these samples."""
+        """Return the findings; empty if the program cannot compute losses of these samples."""
         try:
             return self._find()
         except (_ProgramError, StepsDifferError, TooManyCollectivesError) as error:
-            # A loss or layer may need what only a step has. Whatever is wrong with the program shows there.
+            # A loss or layer may need what only a step provides. If the program is wrong, the step will show it.
             text = "The losses of %r cannot be computed of parts of %d samples: %r"
             logger.info(text, self._model.name, self.rows, error.__cause__ or error)
             return Findings({})
@@ -243,9 +243,9 @@ class _Probe:
             return found
 
     def _batches(self) -> Iterator[_Part]:
-        """The batch as it is; then with some targets set to zero, as padding has them: a ratio of sums shows where the
-        parts' sums differ. Then with some that are not zero: where no target of a part is positive, a ratio is no
-        number."""
+        """Yield the batch unchanged; then with some targets set to zero, as in padding, which exposes a ratio of sums
+        if the parts' sums differ; then with some nonzero targets, because a ratio is NaN if no target of a part is
+        positive."""
         x, y, sample_weight = self._data
         y_pred, _ = self._forward(map_leaves(lambda each: each[: self._own], x), training=False)
         largest = max(int(np.prod(each.shape)) for each in tree.flatten(y_pred))
@@ -258,7 +258,7 @@ class _Probe:
                 else self._forward(x, training=False)[0]
             )
         yield _Part(x, y, sample_weight, y_pred, self.rows)
-        # Twice: one part's loss may happen to be the mean of all.
+        # Zeros in each part in turn: one part's loss may happen to equal the mean of all.
         first = slice(self.rows // 3)
         yield _Part(x, map_leaves(partial(with_zeros, rows=first, step=2), y), sample_weight, y_pred, self.rows)
         others = slice(self.rows // 3, self.rows)
@@ -275,7 +275,7 @@ class _Probe:
             recorded_calls(model, unknown_losses(model), partial(compute, model, part)) for part in (whole, *parts)
         ]
         found = Findings({})
-        # Calls are matched by their order. Where a part calls other losses than the batch, nothing can be said.
+        # Calls are matched by their order. If a part calls other losses than the batch, nothing can be concluded.
         if len({len(each) for each in calls}) == 1:
             for of_whole, *of_parts in zip(*calls, strict=True):
                 loss = of_whole[0]
@@ -285,7 +285,7 @@ class _Probe:
                 index = next((i for i, each in enumerate(compiled) if each is loss), None)
                 if verdict in _REFUSED or (index is None and verdict is Combination.SUM):
                     return Findings({}, _error(f"The loss {loss.name!r} of {model.name!r}", verdict))
-                if index is not None:  # the same loss may be that of several outputs
+                if index is not None:  # several outputs may share one loss
                     found = _agreed(model, found, Findings({_compiled(index): _is_sum(verdict)}))
         if computes_own_loss(model) and not found.error:
             with noted_as_sums([loss for index, loss in enumerate(compiled) if _compiled(index) in found.sums]):
@@ -308,7 +308,7 @@ class _Probe:
             )
 
     def _forward(self, x: Any, *, training: bool, other_seeds: bool = False) -> tuple[Any, list[tuple[Any, Any]]]:
-        """The predictions, and the losses that layers add meanwhile, with the layer."""
+        """Return the predictions, and the losses that layers add on the way, with their layers."""
         model = self._model
         seeds = [v for v in model.non_trainable_variables if "seed_generator_state" in v.path] if other_seeds else []
         mapping = [(seed, ops.cast(seed.value + 1, seed.dtype)) for seed in seeds]
@@ -322,7 +322,8 @@ class _Probe:
         return y_pred, added
 
     def _added(self) -> Findings:
-        """What layers add: of the samples, and with some of them changed, as all may take one way through the model."""
+        """Probe added losses with the samples, and with some changed: all samples may take one path through the
+        model."""
         if not adding_layers(self._model):
             return Findings({})
         x = self._data[0]
@@ -337,7 +338,7 @@ class _Probe:
         return _agreed(self._model, found, changed)
 
     def _added_for(self, x: Any) -> Findings:
-        """How the losses that layers add for these inputs combine; unknown for those that depend on random numbers."""
+        """Determine how added losses combine for these inputs; unknown for losses that depend on random numbers."""
         cut = self.rows // 3
         parts = [map_leaves(lambda each: each[:cut], x), map_leaves(lambda each: each[cut:], x)]
         rows = [cut, self.rows - cut]
@@ -360,12 +361,13 @@ class _Probe:
             loss = f"{name}{so_far[name]}"
             so_far[name] += 1
             is_random = not is_close(own, float(other), own)
-            # Of other seeds another value: it follows from random numbers, which the parts draw differently as well.
+            # A different value with other seeds means that it depends on random numbers, which differ between parts,
+            # too.
             tolerance = tolerance_of(layer.compute_dtype)
             verdict = Combination.UNKNOWN if is_random else combination_of_values(own, numbers, rows, tolerance)
             if verdict is Combination.SUM and is_close(numbers[0], numbers[1], own):
-                # No sum over samples, of which the parts have unequally many: a term that is divided by the number of
-                # replicas. Those without samples, in the last batch, do not count, and its rest would be missing.
+                # Not a sum over samples, because the parts differ in size, but a term divided by the number of
+                # replicas. Replicas without samples in the last batch do not count, and their share would be missing.
                 verdict = Combination.OTHER
             if verdict is Combination.OTHER:
                 return Findings({}, _error(_describe(self._model, loss), verdict))
@@ -384,7 +386,7 @@ def _call(recorded: tuple[Any, ...]) -> Any:
 
 
 def _compute_compiled(model: Any, part: _Part) -> Any:
-    # Without effect on the means of single losses, which the program may read before it takes a step.
+    # Leaves the running means of single losses unchanged: the program may read them before it takes a step.
     with keras.StatelessScope(), _program():
         return model._compile_loss(part.y, part.y_pred, part.sample_weight)
 

@@ -1,17 +1,17 @@
-"""How a metric's state is merged is found out before the first step: on one batch and on parts of it.
+"""Determine how to merge a metric's state before the first step, from one batch and parts of it.
 
-What two parts do to a variable is compared with what the whole batch does, from two different starts:
+The effect of two parts on a variable is compared with the effect of the whole batch, from two different starts:
 
     counter     whole - start = (first - start) + (second - start)
     mean        whole = share of first * first + share of second * second
     extreme     whole = max(first, second), or min
 
-The first that holds is the variable's rule. A metric of which none holds is refused: no merge of what the replicas
-know gives what one process would have. Metrics of Keras's own are known to be counters, and need no probe.
+The first rule that holds is the variable's. If none holds, the metric is refused: no merge of the replicas' states
+gives what one process would compute. Keras's own metrics are known to be counters and need no probe.
 
-A batch may leave a variable alone (a maximum that begins at zero, and predictions below), change it by so little that
-every rule holds to rounding, or have samples that are alike, so that a mean is an extreme. Then other values of the
-batch's targets, predictions or weights are tried, until they tell.
+A batch may leave a variable unchanged (a maximum that starts at zero, and predictions below), change it so little that
+every rule holds up to rounding, or have identical samples, so that a mean equals an extreme. Then the probe tries other
+targets, predictions or weights until the rules can be distinguished.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ Values = tuple[Any, Any, Any]
 """Targets, predictions and weights of a batch."""
 Change = Callable[[Values], Values]
 Update = Callable[[Values, float], None]
-"""Adds samples to the metrics, as this share of a global batch."""
+"""Adds samples to the metrics, with the given share of a global batch."""
 
 ROWS = 8
 """Number of samples that are probed; at least two are needed."""
 PARTS = 4
-"""Then so many parts are probed, each with as many samples as a replica has."""
+"""Number of parts in the second probe, each with as many samples as a replica has."""
 TOLERANCE = {"float16": 5e-3, "bfloat16": 3e-2, "float64": 1e-6}
 FLOAT32_TOLERANCE = 1e-5
 CLEARLY = 100
-"""Times the tolerance: a change by less, relative to the variable, looks like a sum, a mean and an extreme at once."""
+"""Multiple of the tolerance. A smaller change, relative to the variable, fits a sum, a mean and an extreme equally."""
 
 logger = logging.getLogger(__name__)
 
 
 class Trial(NamedTuple):
-    """What some samples do to a variable: before, after the first part of them, after the second instead, after all."""
+    """States of a variable: before any samples, after the first part, after the second part instead, after all."""
 
-    share: float  # of the first part
+    share: float  # share of the first part
     start: Array
     first: Array
     second: Array
@@ -69,12 +69,12 @@ class Trial(NamedTuple):
 
 
 def find_rules(model: Any, engine: Engine, data: Any, *, replicas: int) -> tuple[MetricRule, ...] | str:
-    """The rules of the metrics' variables; or why one of the metrics cannot be merged.
+    """Return the merge rules of the metrics' variables, or the reason why one of the metrics cannot be merged.
 
     Args:
-        engine: of the model, built, not begun.
-        data: a local batch, `(x, y, sample_weight)`.
-        replicas: that share the global batch.
+        engine: Engine of the model, built but not begun.
+        data: Local batch, `(x, y, sample_weight)`.
+        replicas: Number of replicas that share the global batch.
     """
     rules = engine.metric_rules
     compiled = compiled_metrics(model)
@@ -82,14 +82,14 @@ def find_rules(model: Any, engine: Engine, data: Any, *, replicas: int) -> tuple
     flat = _flat_outputs(model, data) if of_classes else []
     if flat and all(flat):
         return _refusal_of_flat_outputs(of_classes[0])
-    # Of several outputs only Keras knows which one a metric is of.
+    # With several outputs, only Keras knows to which one a metric applies.
     unknown = of_classes if any(flat) else []
     probed = [metric for metric in compiled if not counts_samples(metric) or metric in unknown]
     if not probed:
         return rules.rules
     own = {id(variable): metric for metric in probed for variable in metric.variables}
     numbers = [number for number, variable in enumerate(rules.variables) if id(variable) in own]
-    # The probe runs on the model and its own metrics; nothing of it may be left in them.
+    # The probe runs on the model and its metrics and must leave no trace in them.
     state = ProgramState(model, trains=False)
     try:
         batch = _batch_of(engine, data)
@@ -104,7 +104,8 @@ def find_rules(model: Any, engine: Engine, data: Any, *, replicas: int) -> tuple
             logger.info("Metrics of %r cannot be computed of few samples: %r", model.name, error)
             few = many
         state.restore()
-        # A metric may take pairs of samples, or the ten largest values. Of large arrays there are no more than before.
+        # A metric may use pairs of samples, or the ten largest values. For large samples, no more rows than before are
+        # used.
         if not series or PARTS * size > ROWS or samples < ROWS:
             series.append(_trials_that_tell(rules, many, update, numbers, size))
         state.restore()
@@ -122,7 +123,7 @@ def find_rules(model: Any, engine: Engine, data: Any, *, replicas: int) -> tuple
 
 
 def _flat_outputs(model: Any, data: Any) -> list[bool]:
-    """Of each output whether it has no other axis than that of the samples; empty if that is not known."""
+    """Whether each output has only the sample axis; empty if unknown."""
     shapes = graph_output_shapes(model)
     if shapes is None:
         shapes = output_shapes(model, keras.utils.unpack_x_y_sample_weight(data)[0])
@@ -130,7 +131,7 @@ def _flat_outputs(model: Any, data: Any) -> list[bool]:
 
 
 def _metric_in_python(model: Any, metrics: Sequence[Any], batch: Values) -> Any:
-    """The first metric whose result depends on what it keeps outside of its variables; None if there is none."""
+    """Return the first metric whose result depends on state outside its variables; None if there is none."""
     half = model_state.samples(batch) // 2
     _update(model, map_leaves(lambda array: array[:half], batch), 0.5)
     kept = [PythonState([metric]) for metric in metrics]
@@ -147,18 +148,18 @@ def _result(metric: Any) -> Array:
     try:
         values = tree.flatten(metric.result())
         return np.concatenate([np.ravel(keras.ops.convert_to_numpy(value)).astype("float64") for value in values])
-    except Exception as error:  # a metric need not have a result of so few samples
+    except Exception as error:  # a metric may have no result for so few samples
         logger.debug("The metric %r has no result: %r", metric.name, error)
         return np.zeros(0)
 
 
 def rules_from_message(values: Sequence[tuple[str, bool]]) -> tuple[MetricRule, ...]:
-    """Rules that came in a message."""
+    """Decode rules from a message."""
     return tuple(MetricRule(MergeWeight(weight), is_additive) for weight, is_additive in values)
 
 
 def rules_or_raise(found: tuple[MetricRule, ...] | str) -> tuple[MetricRule, ...]:
-    """The rules, or UnsupportedError with the reason why there are none."""
+    """Return the rules, or raise UnsupportedError with the reason why there are none."""
     if isinstance(found, str):
         raise UnsupportedError(found)
     return found
@@ -167,10 +168,10 @@ def rules_or_raise(found: tuple[MetricRule, ...] | str) -> tuple[MetricRule, ...
 def _trials_that_tell(
     rules: MetricRules, batch: Values, update: Update, numbers: Sequence[int], part: int = 1
 ) -> dict[int, list[Trial]]:
-    """Trials that change the variables of these numbers, clearly if any do; none of a variable that nothing changes.
+    """Return trials that change these variables, clearly if possible; a variable that nothing changes has none.
 
     Args:
-        part: number of samples in the smallest part of a batch.
+        part: Number of samples in the smallest part of a batch.
     """
     trials = _observe(rules, batch, update, part)
     known = {number: trials[number] for number in numbers if not _is_silent(trials[number])}
@@ -182,14 +183,14 @@ def _trials_that_tell(
         rules.set_values(start)
         try:
             trials = _observe(rules, change(batch), update, part)
-        except Exception as error:  # a metric need not know values that no model of its kind has
+        except Exception as error:  # a metric may not accept values that no model of its kind produces
             logger.debug("Metrics refuse other values: %r", error)
             continue
         for number in numbers:
             found = trials[number]
             if number in clear or _is_silent(found) or not _are_finite(found):
                 continue
-            # Where parts of samples that are not alike do the same, steps are counted.
+            # If parts of differing samples have the same effect, the metric counts steps.
             if _is_clear(found) and (all_unlike or not _has_like_parts(found)):
                 clear.add(number)
                 known[number] = found
@@ -198,7 +199,7 @@ def _trials_that_tell(
 
 
 def _observe(rules: MetricRules, batch: Values, update: Update, smallest: int) -> list[list[Trial]]:
-    """The effect of the samples of a batch on each variable."""
+    """Return the effect of a batch's samples on each variable."""
     rows = model_state.samples(batch)
 
     turned = map_leaves(lambda array: array[::-1], batch)
@@ -206,17 +207,17 @@ def _observe(rules: MetricRules, batch: Values, update: Update, smallest: int) -
     def after(start: States, first: int, stop: int, samples: Values = batch) -> States:
         rules.set_values(start)
         part = map_leaves(lambda array: array[first:stop], samples)
-        # With the part's share, as a step of replicas has it: means of one number for each step are weighted by it.
+        # With the part's share, as in a replica's step: means of one number per step are weighted by it.
         update(part, (stop - first) / rows)
         return rules.values()
 
     start = rules.values()
-    # Each start tells what another hides: one far away rounds all differences, a sample may leave a start as it is, and
-    # all samples leave no maximum to be found.
+    # Each start reveals what another hides: a start far away rounds off all differences, a sample may leave a start
+    # unchanged, and after all samples a maximum no longer changes.
     later, last = after(start, 0, smallest), after(start, 0, rows)
 
-    # One sample differs from all others more than two halves from each other; and what keeps the last sample's value
-    # may look like an extreme in one order, not in both.
+    # One sample differs from all others more than two halves differ from each other. A state that keeps the last
+    # sample's value may look like an extreme in one order, but not in both.
     half = rows // 2
     cuts = (
         (start, smallest, batch),
@@ -236,12 +237,12 @@ def _observe(rules: MetricRules, batch: Values, update: Update, smallest: int) -
 
 
 def _is_silent(trials: Sequence[Trial]) -> bool:
-    """Whether the samples leave a variable alone."""
+    """Return whether the samples leave a variable unchanged."""
     return all(np.array_equal(one.start, state) for one in trials for state in (one.first, one.second, one.whole))
 
 
 def _is_clear(trials: Sequence[Trial]) -> bool:
-    """Whether the samples change a variable by much more than its rounding, seen from the first start."""
+    """Return whether the samples change a variable by much more than its rounding, from the first start."""
     start, whole = trials[0].start, trials[0].whole
     if start.dtype.kind in "biu":
         return True
@@ -251,12 +252,12 @@ def _is_clear(trials: Sequence[Trial]) -> bool:
 
 
 def _has_like_parts(trials: Sequence[Trial]) -> bool:
-    """Whether all parts do the same to a variable, so that nothing tells a mean from an extreme."""
+    """Return whether all parts affect a variable equally, so that a mean and an extreme look the same."""
     return all(_close(_wide(one.first), one.second, one.start) for one in trials)
 
 
 def _changes() -> Iterator[tuple[Change, bool]]:
-    """Other values of a batch, the most likely ones first; and whether nothing in it is left that may be alike."""
+    """Yield changes to the values of a batch, most useful first, and whether the changed samples all differ."""
     for values in (_unlike, _reflected, lambda array: -_unlike(array), lambda array: 10 * _unlike(array)):
         for chosen in ((1,), (0,), (2,), (0, 1, 2)):
 
@@ -272,17 +273,17 @@ def _changes() -> Iterator[tuple[Change, bool]]:
 
 
 def _unlike(array: Array) -> Array:
-    """Each sample smaller than the one before: probabilities stay probabilities."""
+    """Make each sample smaller than the one before: probabilities stay probabilities."""
     return scaled(array, np.linspace(1.0, 0.5, len(array)))
 
 
 def _reflected(array: Array) -> Array:
-    """The largest values as the smallest, and so on: labels stay labels, and probabilities too."""
+    """Reflect the values, so that the largest become the smallest: labels and probabilities stay valid."""
     return np.asarray(array.max() + array.min() - array)
 
 
 def _rule_of(declared: MetricRule, *series: Sequence[Trial]) -> MetricRule | None:
-    """The rule that holds in all trials."""
+    """Return the rule that holds in all trials."""
     trials = [one for each in series for one in each]
     if not trials or (
         declared.weight is MergeWeight.FIRST and all(_same(one.first, one.second, one.whole) for one in trials)
@@ -295,7 +296,7 @@ def _rule_of(declared: MetricRule, *series: Sequence[Trial]) -> MetricRule | Non
     ]
     if not weights:
         return None
-    # Several rules may hold for the samples at hand. What the variable declares is then more likely than the order of a
+    # Several rules may hold for these samples. The variable's declared rule is then more likely than the first of a
     # list.
     weight = declared.weight if declared.weight in weights else weights[0]
     return MetricRule(weight, weight is MergeWeight.ONE or all(map(_is_additive, series)))
@@ -307,7 +308,7 @@ def _fits(weight: MergeWeight, trials: Sequence[Trial]) -> bool:
         return all(_close(EXTREMES[weight](one.first, one.second), one.whole, one.start) for one in trials)
     if kind == "b" or not _are_finite(trials):
         return False
-    if weight is MergeWeight.SHARE:  # what is no float is not weighted
+    if weight is MergeWeight.SHARE:  # only floats are weighted
         return kind not in "iu" and all(
             _close(one.share * _wide(one.first) + (1 - one.share) * _wide(one.second), one.whole, one.start)
             for one in trials
@@ -318,7 +319,7 @@ def _fits(weight: MergeWeight, trials: Sequence[Trial]) -> bool:
 
 
 def _is_additive(trials: Sequence[Trial]) -> bool:
-    """Whether what the whole batch adds does not depend on the state before."""
+    """Return whether what the whole batch adds is independent of the state before it."""
     if trials[0].start.dtype.kind == "b" or not _are_finite(trials):
         return False
     one, later = trials[0], trials[-1]
@@ -338,11 +339,10 @@ def _wide(state: Array) -> Array:
 
 
 def _close(computed: Array, state: Array, begun: Array) -> bool:
-    """Whether a state is what was computed, up to the rounding of numbers of its size."""
+    """Return whether a state equals the computed value, up to the rounding of numbers of its size."""
     if state.dtype.kind in "biu":
         return bool(np.array_equal(computed, state))
-    # Relative to the largest number that was added up: a difference of two large states has their rounding, not its
-    # own.
+    # Relative to the largest number in the sum: a difference of two large states has their rounding error.
     finite = [abs(_wide(each)[np.isfinite(_wide(each))]).max(initial=0) for each in (state, begun)]
     return bool(np.allclose(_wide(computed), _wide(state), rtol=0, atol=_tolerance(state) * max(*finite, 1e-30)))
 
@@ -352,13 +352,13 @@ def _tolerance(state: Array) -> float:
 
 
 def _batch_of(engine: Engine, data: Any) -> Values:
-    """A batch of at least two samples, with the model's predictions."""
+    """Return a batch of at least two samples, with the model's predictions."""
     engine.begin()
     try:
         outputs = engine.predict(data)
     finally:
         engine.end()
-    if model_state.samples(data) == 1:  # a second sample like it, with other predictions
+    if model_state.samples(data) == 1:  # add a copy of the sample with other predictions
         data = map_leaves(lambda array: np.concatenate([array, array]), data)
         outputs = tree.map_structure(_with_another, outputs)
     _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -366,7 +366,7 @@ def _batch_of(engine: Engine, data: Any) -> Values:
 
 
 def _rows_of(batch: Values, rows: int) -> Values:
-    """So many samples of a batch, each repeated where there are too few: parts have other ones."""
+    """Return this many samples of a batch, repeating samples if there are too few; parts get different ones."""
     chosen = np.sort(np.resize(np.arange(model_state.samples(batch)), rows))
     found: Values = map_leaves(lambda array: array[chosen], batch)
     return found

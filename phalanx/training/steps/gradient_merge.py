@@ -1,7 +1,7 @@
-"""The merge of one training step: one all-reduce over everything that the ranks contribute to it.
+"""Merge of one training step: one all-reduce over everything that the ranks contribute to it.
 
-With a compression, a `CompressedReducer` sums the gradients that it accepts, apart from the rest. Not every step is
-merged: see `MergeMode`.
+With a compression, a `CompressedReducer` sums the gradients that it accepts, separately from the rest. Not every step
+is merged: see `MergeMode`.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from phalanx.training.steps.micro_batch_merge import MicroBatchMerge
 Array = np.ndarray[Any, Any]
 
 BUFFERS = 2
-"""While the backend's asynchronous update still reads one buffer, the next step writes to the other."""
+"""Number of buffers. While the backend's asynchronous update reads one, the next step writes to the other."""
 MOST_LAYOUTS = 8
-"""Whose buffers are kept, each as large as the model: a step that leaves out layers at random has another layout each
-time."""
+"""Number of layouts whose buffers are kept, each as large as the model: a step that leaves out layers at random has a
+new layout each time."""
 MOST_SCALES = 1024
-"""Factors of layouts and shares that are kept: streams of changing sizes have other shares all the time."""
+"""Number of cached scales by layout and share: in streams of varying batch sizes, the shares keep changing."""
 
 
 class MergeMode(enum.Enum):
-    """What of a step is merged over the ranks.
+    """Which parts of a step are merged over the ranks.
 
-    MERGE: all of it. UPDATE: all of it, and what the steps before have accumulated. ACCUMULATE_GRADIENTS: all but the
-    gradients, which wait for the optimizer's update (`GradientAccumulator`). ACCUMULATE: layer state alone; what
-    metrics count waits as well. LOCAL: nothing; this rank takes a step alone.
+    MERGE: everything. UPDATE: everything, including what earlier steps have accumulated. ACCUMULATE_GRADIENTS:
+    everything except gradients, which wait for the optimizer's update (`GradientAccumulator`). ACCUMULATE: only layer
+    state; metric increments wait as well. LOCAL: nothing; this rank takes the step alone.
     """
 
     MERGE = "merge"
@@ -56,37 +56,37 @@ class MergeMode(enum.Enum):
 
 
 class MergeBuffers:
-    """The buffers that steps are merged into, used in turn; of the layouts that were used last."""
+    """Buffers that steps are merged into, used in turn, for the most recently used layouts."""
 
     def __init__(self) -> None:
         self._rings: dict[StepLayout, list[tuple[list[Array], list[Array]]]] = {}  # least recently used first
 
     def next(self, layout: StepLayout) -> tuple[list[Array], list[Array]]:
-        """Flat buffers, and views of the layout's arrays in them."""
+        """Return flat buffers, and views of the layout's arrays in them."""
         ring = self._rings.pop(layout, None)
         if ring is None:
             ring = [_buffers(layout) for _ in range(BUFFERS)]
             if len(self._rings) == MOST_LAYOUTS:
                 del self._rings[next(iter(self._rings))]
         self._rings[layout] = ring
-        # Reinserted above as the last of the dictionary, so that its first is the one that was used least recently.
+        # Reinserted above as the last entry, so the first entry is the least recently used.
         ring.append(ring.pop(0))
         return ring[-1]
 
 
 class _Groups(NamedTuple):
-    """The arrays of a layout by what they are, as indices."""
+    """Arrays of a layout by kind, as indices."""
 
-    owners: list[int]  # whose gradients they are
+    owners: list[int]  # owners of the gradients
     gradients: list[int]
     compressed: list[int]  # a subset of the gradients
-    counts: list[int]  # what metrics count
+    counts: list[int]  # metric increments
     rest: list[int]
     extremes: list[int]
 
 
 class _Kept(NamedTuple):
-    """What waits for the optimizer's update: gradients, and what metrics count."""
+    """Gradients and metric increments that wait for the optimizer's update."""
 
     gradients: GradientAccumulator
     counts: GradientAccumulator
@@ -96,14 +96,14 @@ class StepMerge(Merge):
     """Merges the arrays of a step over the ranks.
 
     Args:
-        compression: compresses gradients; None to send them as they are.
+        compression: Gradient compression; None to send gradients unchanged.
 
     Attributes:
-        unit: the present scale of the loss, by which gradients are multiplied.
-        accumulates: whether some steps accumulate gradients; the same for all steps of a model.
-        compresses: whether gradients are compressed.
-        overflow: where the loss has a dynamic scale, finds gradients that overflow; the same for all steps.
-        micro_batches: sums what the micro-batches of a step contribute, where steps are taken that way.
+        unit: Current scale of the loss, by which gradients are multiplied.
+        accumulates: Whether some steps accumulate gradients; the same for all steps of a model.
+        compresses: Whether gradients are compressed.
+        overflow: Detector of gradient overflows if the loss has a dynamic scale; the same for all steps.
+        micro_batches: Sums the contributions of a step's micro-batches, if steps are taken in micro-batches.
     """
 
     def __init__(self, replica: Replica, compression: Compression | None = None) -> None:
@@ -112,11 +112,11 @@ class StepMerge(Merge):
         self.in_micro_batches = self.once_per_step = replica.micro_batches is not None
         self._reducer = None if compression is None else CompressedReducer(compression)
         self._kept = _Kept(GradientAccumulator(), GradientAccumulator())
-        # Set for the time of one step by its stepper. The thread that trains is the only one that merges.
+        # Set by the stepper for the duration of one step. Only the thread that trains merges.
         self._mode = MergeMode.MERGE
         self._buffers = MergeBuffers()
-        # Both are found once for each layout: a step takes less than a millisecond on small models, and this would be a
-        # part of it.
+        # Both are computed once per layout: a step takes less than a millisecond on small models, and this would be
+        # noticeable.
         self._scales: dict[tuple[StepLayout, float, bool], tuple[float, ...]] = {}
         self._groups: dict[StepLayout, _Groups] = {}
         self.unit = 1.0
@@ -131,12 +131,12 @@ class StepMerge(Merge):
 
     @property
     def gather(self) -> Gather | None:
-        """None where gradients are accumulated: Keras sums their rows, too."""
+        """None if gradients are accumulated: Keras sums their rows, too."""
         return None if self.accumulates else self._gather
 
     @contextmanager
     def in_mode(self, mode: MergeMode) -> Iterator[None]:
-        """While inside, steps are merged in this mode."""
+        """Merge steps in this mode inside the context."""
         former, self._mode = self._mode, mode
         try:
             yield
@@ -145,7 +145,7 @@ class StepMerge(Merge):
 
     def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:
         if self.micro_batches is not None and self._mode is not MergeMode.LOCAL:
-            # Raises MicroBatchKept until the last micro-batch, so the notice is merged once for each step.
+            # Raises MicroBatchKept until the last micro-batch, so the notice is merged once per step.
             merged = self.micro_batches.merge(layout, arrays)
             if self._replica.notice is not None:
                 self.merge_notice()
@@ -184,7 +184,7 @@ class StepMerge(Merge):
         return _gather_rows(self._replica, rows, share)
 
     def _all_reduce(self, arrays: Sequence[Array], scales: tuple[float, ...], views: Sequence[Array]) -> None:
-        """The sum over the ranks, and with it the notice of a preemption."""
+        """Sum over the ranks, and merge the preemption notice along with it."""
         notice = self._replica.notice
         if notice is None:
             self._replica.all_reduce(arrays, scale=scales, out=views)
@@ -194,7 +194,7 @@ class StepMerge(Merge):
             notice.read_merge()
 
     def _merge_extremes(self, layout: StepLayout, arrays: Sequence[Array], views: Sequence[Array]) -> None:
-        """Maxima and minima, in every mode but LOCAL: the next step follows from them."""
+        """Merge maxima and minima, in every mode except LOCAL: the next step depends on them."""
         extremes = self._groups_of(layout).extremes
         for op, weight in ((ReduceOp.MAX, MergeWeight.MAX), (ReduceOp.MIN, MergeWeight.MIN)):
             chosen = [i for i in extremes if layout.weights[i] is weight]
@@ -202,7 +202,7 @@ class StepMerge(Merge):
                 self._replica.communicator.all_reduce(_chosen(chosen, arrays), op, out=_chosen(chosen, views))
 
     def merge_notice(self) -> None:
-        """Merge nothing but the notice of a preemption."""
+        """Merge only the preemption notice."""
         zero = [np.zeros(1, np.float32)]
         self._all_reduce(zero, (1.0,), [np.empty_like(zero[0])])
 
@@ -210,7 +210,7 @@ class StepMerge(Merge):
         if self.micro_batches is not None:
             return self.micro_batches.total(own)
         if self._mode is MergeMode.LOCAL:
-            return own / np.float32(share)  # as if all other ranks had as much for each of their samples
+            return own / np.float32(share)  # as if all other ranks had the same total per sample
         return self._replica.all_reduce([own if share else np.zeros_like(own)])[0]
 
     def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
@@ -227,36 +227,36 @@ class StepMerge(Merge):
         return np.concatenate(parts), sum(len(part) for part in parts[: self._replica.rank])
 
     def merge_accumulated(self, variables: Sequence[Any]) -> list[Array | None]:
-        """The accumulated gradients of these variables, summed over all ranks, and forgotten; None for a variable that
-        had no gradient. All ranks must call."""
+        """Return the accumulated gradients of these variables, summed over all ranks, and clear them; None for a
+        variable without a gradient. All ranks must call."""
         own = [self._kept.gradients.get(id(variable)) for variable in variables]
         merged = map_present(lambda present: self._replica.all_reduce(present) if present else [], own)
         self._kept.gradients.clear()
         return merged
 
     def reset_counts(self) -> None:
-        """Metrics were reset: forget what they have counted since the last merge."""
+        """Discard what metrics have counted since the last merge, because they were reset."""
         self._kept.counts.clear()
 
     def forget_compression(self) -> None:
-        """Forget what a compression has kept of steps so far."""
+        """Discard the state that the compression has kept from earlier steps."""
         if self._reducer is not None:
             self._reducer.load({})
 
     def pooled(self) -> dict[str, Array]:
-        """The state that merges keep between steps, pooled over all ranks; all ranks must call."""
+        """Return the state that merges keep between steps, pooled over all ranks; all ranks must call."""
         if self._reducer is None:
             return {}
         pooled = self._reducer.pooled(self._replica.communicator)
         return {f"compression/{name}": array for name, array in pooled.items()}
 
     def load_pooled(self, state: State) -> None:
-        """Continue, with the present ranks, from what `pooled` returned."""
+        """Continue from what `pooled` returned, with the current ranks."""
         if self._reducer is not None:
             self._reducer.load_pooled(strip_prefix("compression/", state), self._replica.world_size)
 
     def synchronise(self) -> None:
-        """Give every rank the shared part of the chief's state; all ranks must call."""
+        """Synchronize the shared part of the state with the chief's; all ranks must call."""
         if self._reducer is not None:
             self._reducer.synchronise(self._replica.communicator)
 
@@ -266,9 +266,9 @@ class StepMerge(Merge):
         groups, mode, unit = self._groups_of(layout), self._mode, self.unit
         gradients, counts = (_chosen(group, arrays) for group in (groups.gradients, groups.counts))
         factors, weights = (_chosen(group, scales) for group in (groups.gradients, groups.counts))
-        # From here: what is compressed, what is merged at full size, and what is only added to this rank's sums.
-        # `arrays` and `scales` are this call's own lists, so parts of them may be replaced.
-        # State is merged at every step: that of a rank without samples, or with others of them, is not the job's.
+        # Below: what is compressed, what is merged uncompressed, and what is only added to this rank's sums. `arrays`
+        # and `scales` are local lists, so their items may be replaced. State is merged at every step: the state of a
+        # rank with no samples, or with different ones, is not the job's.
         merged = list(groups.rest)
         if mode is not MergeMode.ACCUMULATE:
             merged = [*groups.counts, *merged]
@@ -289,15 +289,15 @@ class StepMerge(Merge):
                 )
         if merged or self._replica.notice is not None:
             self._all_reduce(_chosen(merged, arrays), tuple(_chosen(merged, scales)), _chosen(merged, views))
-        # From here on nothing can fail: what is kept between steps may change.
+        # Nothing below can fail, so the state kept between steps may change.
         if self._reducer is not None:
             self._reducer.commit()
         if mode in (MergeMode.ACCUMULATE, MergeMode.ACCUMULATE_GRADIENTS):
-            # The optimizer accumulates zeros, which change nothing, until the sums come with the update.
+            # The optimizer accumulates zeros, which change nothing, until the update adds the sums.
             self._kept.gradients.add(groups.owners, gradients, factors, unit=unit)
             _clear(_chosen(groups.gradients, views))
         elif mode is MergeMode.UPDATE:
-            self._kept.gradients.clear()  # as in Keras, what a weight without a gradient in this step had is dropped
+            self._kept.gradients.clear()  # as in Keras: accumulated gradients are dropped if this step has no gradient
         if mode is MergeMode.ACCUMULATE:
             self._kept.counts.add(range(len(counts)), counts, weights)
             _clear(_chosen(groups.counts, views))
@@ -330,7 +330,7 @@ class StepMerge(Merge):
         key = (layout, share, self._replica.is_chief)
         scale = self._scales.get(key)
         if scale is None:
-            # `is_chief` is a part of the key: in elastic jobs another rank becomes chief.
+            # `is_chief` is part of the key: in elastic jobs another rank may become chief.
             first = 1.0 if self._replica.is_chief else 0.0
             factor_of = {
                 MergeWeight.GRADIENT: share,
@@ -360,7 +360,7 @@ def _gather_rows(replica: Replica, rows: Sequence[GradientRows], share: float) -
 
 
 class CustomLoopMerge:
-    """Sums gradients over the ranks outside of `fit`, with or without a compression."""
+    """Sums gradients over the ranks outside of `fit`, with or without compression."""
 
     def __init__(self, replica: Replica, compression: Compression | None = None) -> None:
         self._replica = replica
@@ -368,22 +368,22 @@ class CustomLoopMerge:
         self._generation = replica.generation
 
     def function_for(self, variables: Sequence[Any], scale: Any = None) -> Callable[[Sequence[Array]], list[Array]]:
-        """A function that sums gradients of these variables. All ranks must call it, with those of the same variables,
-        in the same order.
+        """Return a function that sums gradients of these variables. All ranks must call it with the gradients of the
+        same variables, in the same order.
 
         Args:
-            variables: the weights.
-            scale: the variable by which the loss is multiplied at the time of the call; None if it is not.
+            variables: The weights.
+            scale: The variable by which the loss is multiplied at the time of the call; None if it is not scaled.
         """
 
         def merge(gradients: Sequence[Array]) -> list[Array]:
             if self._merge is None:
                 return self._replica.all_reduce(gradients)
-            # A member that has joined has nothing of what a compression keeps, some of it of steps that were undone.
+            # A member that has joined has no compression state, and the others' may include steps that were undone.
             if self._generation != self._replica.generation:
                 self._generation = self._replica.generation
                 self._merge.forget_compression()
-            # What is left of earlier gradients is kept in the unit of the loss.
+            # Residuals of earlier gradients are kept in the unit of the loss.
             self._merge.unit = 1.0 if scale is None else float(keras.ops.convert_to_numpy(scale))
             layout = StepLayout.of(gradients, [MergeWeight.GRADIENT] * len(gradients), variables)
             return [np.array(array) for array in layout.cut(self._merge(layout, gradients, 1.0))]
@@ -391,7 +391,8 @@ class CustomLoopMerge:
         return merge
 
     def gather(self, rows: Sequence[GradientRows]) -> list[GradientRows]:
-        """The rows of all ranks, of gradients that are single rows; all ranks must call. See `Merge.gather`."""
+        """Gather the rows of all ranks, for gradients that consist of single rows; all ranks must call. See
+        `Merge.gather`."""
         return _gather_rows(self._replica, rows, 1.0)
 
 
@@ -400,7 +401,7 @@ def _chosen(indices: Iterable[int], values: Sequence[Any]) -> list[Any]:
 
 
 def _put(indices: Iterable[int], whole: Iterable[Array], arrays: list[Array], scales: list[float]) -> None:
-    """Replace some arrays by sums that contain their scales already."""
+    """Replace some arrays by sums that already include their scales."""
     for index, array in zip(indices, whole, strict=True):
         arrays[index], scales[index] = array, 1.0
 
