@@ -1,9 +1,9 @@
-"""Recovery in elastic jobs: members are lost and join while `fit` runs.
+"""Recovery in elastic jobs: members leave and join while `fit` runs.
 
-A loss shows as `MembershipChangedError` on all members at the same collective. The batch at hand is cut again for those
-who are left and the step is repeated; what was agreed on is agreed on again. Processes that join get the state that all
-have at this step, and continue with the others. Ranks are renumbered without gaps, and the process that becomes rank 0
-does what a chief does from there on.
+A loss raises `MembershipChangedError` on all members at the same collective. The current batch is divided again among
+the remaining members and the step is repeated, as are collective decisions. Processes that join receive the state that
+all have at this step, and continue with the others. Ranks are renumbered without gaps, and the process that becomes
+rank 0 acts as chief from then on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ElasticRecovery:
     """Keeps one `fit` consistent on all members of an elastic job.
 
     Attributes:
-        ends_epoch: whether a chief may be in the middle of the end of an epoch.
+        ends_epoch: Whether a chief may be in the middle of ending an epoch.
     """
 
     def __init__(
@@ -56,50 +56,50 @@ class ElasticRecovery:
         self._state = state
         self._recorder = recorder
         self.ends_epoch = False
-        # Whether this process has begun what only a chief does.
+        # Whether this process has started what only a chief does.
         self._was_chief = self._replica.is_chief
-        # The membership for which inputs are cut, as opposed to the one that there is: a callback's own collective may
-        # have met a change of which this object was not told.
+        # The membership for which inputs are divided, as opposed to the current one: a callback's own collective may
+        # have met a change of which this object was not notified.
         self._generation = self._replica.generation
-        self._compiled: dict[int, set[int]] = {}  # world sizes, and global batches whose parts were compiled for them
+        self._compiled: dict[int, set[int]] = {}  # by world size, the global batch sizes whose parts were compiled
 
-    # While the members change.
+    # Membership changes.
 
     def retry(self, action: Callable[[], T]) -> T:
-        """Do what all members do together, and again from its beginning whenever the membership changes."""
+        """Run a collective action of all members, and restart it whenever the membership changes."""
         return self._replica.retry(action, self.adapt)
 
     def keep_up(self) -> None:
-        """A callback may have met a change of the membership, in an evaluation of its own."""
+        """Adapt if a callback has met a membership change, for example in its own evaluation."""
         if self._generation != self._replica.generation:
             self.adapt()
 
     def next_batch(self) -> JointBatch | None:
-        """The next batch of the epoch, cut for the present members."""
+        """Return the next batch of the epoch, divided among the current members."""
         assert self._state.batches is not None
         self.keep_up()
         return self.retry(self._state.batches.next)
 
     def train_step(self, batch: JointBatch, *, last: bool | None, boundary: bool) -> JointBatch:
-        """One step, repeated until it has happened on all members; returns the batch as it was cut in the end.
+        """Take one step, repeated until it succeeds on all members; return the batch as finally divided.
 
         Args:
-            last: see `Stepper.train`.
-            boundary: whether members may join before this step.
+            last: See `Stepper.train`.
+            boundary: Whether members may join before this step.
         """
         stepper, batches = self._state.stepper, self._state.batches
         assert batches is not None
         while True:
-            if not batches.is_current(batch):  # callbacks, or what was agreed on since, met a change
+            if not batches.is_current(batch):  # a callback or a collective decision has met a change
                 again = self.next_batch()
                 assert again is not None, "a batch that was read can be read again"
                 batch = again
-            # Where steps are not merged one by one, members join in `merge_notice` instead
+            # If not every step is merged, members join in `merge_notice` instead
             # (`ReplicaCoordination._meet_between_steps`).
             self._elastic.join_points.at_boundary = boundary and stepper.merges_every_step
             try:
-                # The merge succeeds on all members or on none, and a step that raises leaves the state as it was
-                # (`Engine`): so it can be repeated with the same weights, cut for those who are left.
+                # The merge succeeds on all members or on none, and a step that raises leaves the state unchanged
+                # (`Engine`). So it can be repeated with the same weights, divided among the remaining members.
                 stepper.train(batch, last=last)
             except MembershipChangedError:
                 self.adapt()
@@ -108,8 +108,8 @@ class ElasticRecovery:
                 return batch
 
     def share_chief_callbacks(self) -> None:
-        """After each epoch all ranks learn the state of the chief's own callbacks, in case they become chief."""
-        # A collective in any case: ranks may have been passed different callbacks (`if rank == 0: ...`).
+        """After each epoch, send the state of the chief's own callbacks to all ranks, because each may become chief."""
+        # Always a collective: ranks may have been passed different callbacks (`if rank == 0: ...`).
         waiting = chief_callbacks.chief_only_callbacks(self._state.arguments.callbacks)
         own = self._states_of(waiting)
         chiefs: Any = self.retry(lambda: self._replica.broadcast_from_chief(own))
@@ -117,26 +117,26 @@ class ElasticRecovery:
             restore_states(waiting, chiefs)
 
     def _states_of(self, chosen: Sequence[Any]) -> list[tuple[str, bytes]]:
-        """What these of the callbacks that `fit` was passed have learnt."""
+        """Return the states of the chosen callbacks among those passed to `fit`."""
         callbacks = flatten_callbacks(self._state.arguments.callbacks)
         states = zip(callbacks, self._recorder.callback_states(), strict=True)
         return [state for callback, state in states if callback in chosen]
 
     def adapt(self) -> None:
-        """The membership has changed: cut the data again, become chief if that is who we are, admit newcomers."""
+        """Adapt to a new membership: divide the data again, become chief if this is rank 0, admit new members."""
         replica, elastic, state = self._replica, self._elastic, self._state
         self._generation = replica.generation
         self._regroup_inputs()
         if state.progress_bar is not None:
             state.progress_bar.replicas = replica.world_size
-        # A process that comes from now on must learn of the entry, which a lost chief may not have published.
+        # A process that joins from here on needs the entry, which a lost chief may not have published.
         if replica.is_chief and not self._was_chief:
             self._was_chief = True
             replica.announce_entry()
-            if state.callbacks is not None:  # else they are built for a chief
+            if state.callbacks is not None:  # otherwise they are built for a chief
                 self._become_chief()
-        # Only inside an epoch: there all members are at the same step, and newcomers enter at it. The engine must end,
-        # so that the state is in the variables from which it is sent.
+        # Only inside an epoch, where all members are at the same step, which is where new members enter. The engine
+        # must end so that the state is in the variables from which it is sent.
         if elastic.newcomers and state.batches is not None:
             self._model.engine.end()
             try:
@@ -145,11 +145,11 @@ class ElasticRecovery:
             except MembershipChangedError:
                 changed = True
             self._model.engine.begin()
-            if changed:  # a member, perhaps a newcomer, was lost while the state was sent
+            if changed:  # a member, perhaps a new one, was lost while the state was sent
                 self.adapt()
 
     def _regroup_inputs(self) -> None:
-        """Cut what is read from here on for the present members."""
+        """Divide further input among the current members."""
         part = read_part(self._replica)
         if self._state.batches is not None:
             self._state.batches.regroup()
@@ -159,24 +159,24 @@ class ElasticRecovery:
             self._state.validation.regroup(*part)
 
     def _become_chief(self) -> None:
-        """Begin what only a chief does: progress, files."""
+        """Start what only a chief does: progress, files."""
         state = self._state
         waiting = chief_callbacks.chief_only_callbacks(state.arguments.callbacks)
         former, learnt = state.callbacks, self._states_of(waiting)
-        # These have run on this rank all the time, and continue.
+        # These were running on this rank already, and continue.
         kept = [callback for callback in former.callbacks if callback not in waiting]
         build_fit_callbacks(self._model, state, [*kept, *waiting])
         callback_list.transfer_list_state(former, state.callbacks)
         new = [callback for callback in state.callbacks.callbacks if callback not in kept]
         callback_list.start_mid_epoch(new, state.epoch, restore=lambda: restore_states(waiting, learnt))
-        if self.ends_epoch:  # how far the former chief came is not known
+        if self.ends_epoch:  # how far the former chief got is unknown
             for callback in new:
                 callback.on_epoch_end(state.epoch, state.logs)
 
     # Joining.
 
     def _admit(self) -> None:
-        """Give those who join the state of all others. They leave again if their program is not the chief's."""
+        """Send the common state to joining processes. They leave again if their program is not the chief's."""
         state, payload = self._state, b""
         if self._replica.is_chief:
             position = self._recorder.position()
@@ -187,13 +187,13 @@ class ElasticRecovery:
         state.stepper.admit()
 
     def join(self) -> None:
-        """As a candidate: wait to be admitted, and take over the state that the others have.
+        """As a candidate, wait to be admitted, and adopt the others' state.
 
-        Raises: EntryOverError if the others have finished this `fit` meanwhile.
+        Raises: EntryOverError if the others have finished this `fit` in the meantime.
         """
         state, replica, fresh = self._state, self._replica, random_state()
         self._warm_up()
-        # From the admission on, the members wait for this process; hence the compilation before.
+        # Once this process is admitted, the members wait for it. Hence it compiles first.
         replica.join_entry()
         content, flags = self._receive_state()
         self._elastic.needs_state = False
@@ -203,8 +203,8 @@ class ElasticRecovery:
         self._regroup_inputs()
         state.watched, state.watched_validation, state.stop_requested, state.chief_adds_logs = flags
 
-        # What callbacks do to the model when training or epoch begins is in the state that was received. They must
-        # still see these hooks: most set up their own attributes there.
+        # The received state includes what callbacks do to the model when training or the epoch begins. They must still
+        # run these hooks, because most create their attributes there.
         with state_sync.unchanged(self._model.model), chief_callbacks.on_this_rank_only():
             state.callbacks.on_train_begin()
             state.callbacks.on_epoch_begin(position.epoch)
@@ -214,7 +214,7 @@ class ElasticRecovery:
         replica = self._replica
         while True:
             try:
-                # The chief sends the state. A candidate that has become rank 0 has outlived all that had it.
+                # The chief sends the state. A candidate that becomes rank 0 has outlived all processes that had it.
                 if replica.rank == 0:
                     raise PeerLostError(
                         "All members that had the job's state were lost.", rank=0, task="chief", host=""
@@ -227,16 +227,16 @@ class ElasticRecovery:
                 continue
 
     def _program(self) -> list[Any]:
-        """What a process that joins must have in common with the members, and what was found out about it."""
+        """What a joining process must have in common with the members, and the findings about it."""
         model, inputs = self._model.model, [self._state.source, self._state.validation]
         given = [each for each in inputs if each is not None]
-        # Of the variables of which it gets the values.
+        # The variables whose values it receives.
         variables = [*state_sync.variables_of(model), *model.metrics_variables]
         described = describe_program(model, self._state.arguments, given)
         return [structure_of(variables), described, self._model.probes.agreement.findings]
 
     def _check_program(self, chiefs: list[Any]) -> None:
-        """Raises: DisagreementError here alone, and the members continue without this process."""
+        """Check a joining program. Raises: DisagreementError on this process only; the members continue without it."""
         chiefs_structure, chiefs_program, chiefs_findings = chiefs
         structure, program, findings = self._program()
         check_chiefs_program(chiefs_program, program)
@@ -246,7 +246,7 @@ class ElasticRecovery:
     # Compilation ahead of time.
 
     def _warm_up(self) -> None:
-        """Compile what a step needs, before others wait for it. The state that comes of it is overwritten."""
+        """Compile the step before others wait for it. The resulting state is overwritten."""
         elastic, replica, engine = self._elastic, self._replica, self._model.engine
         if not elastic.is_late or replica.micro_batches:
             return
@@ -259,12 +259,12 @@ class ElasticRecovery:
         engine.begin()
         engine.train(part, 1.0 / replica.world_size)
         engine.end()
-        # The trial has left residuals of arbitrary samples in it.
+        # The trial has left residuals of arbitrary samples in the merge.
         self._model.merge.forget_compression()
 
     def _compile_for_a_loss(self, batch: JointBatch) -> None:
-        """Compile steps for the parts that this rank would have if a member were lost, so that the others do not wait
-        then. In a thread, and once for each size."""
+        """Compile steps, in a thread and once per size, for the parts that this rank would have if a member were lost,
+        so that the others need not wait then."""
         world_size = self._replica.world_size - 1
         if world_size == 0 or batch.micro_batches or batch.global_size in self._compiled.get(world_size, ()):
             return
@@ -278,7 +278,7 @@ class ElasticRecovery:
 
 
 def build_fit_callbacks(replica_model: ReplicaModel, state: ReplicaFitState, callbacks: Any) -> None:
-    """Let a `fit` run these callbacks, as far as this rank runs them."""
+    """Build the callbacks that this rank runs in a `fit`."""
     arguments = state.arguments
     built = replica_model.build_callbacks(
         callbacks, arguments.verbose, epochs=arguments.epochs, steps=state.source.num_batches, add_history=True
@@ -289,7 +289,7 @@ def build_fit_callbacks(replica_model: ReplicaModel, state: ReplicaFitState, cal
 
 
 def _resized(data: Any, size: int) -> Any:
-    """A batch of another size, of arbitrary samples."""
+    """Resize a batch to `size` arbitrary samples."""
 
     def resize(array: Any) -> Any:
         return None if array is None else np.take(array, np.arange(size) % len(array), axis=0)
@@ -298,8 +298,8 @@ def _resized(data: Any, size: int) -> Any:
 
 
 def compile_in_background(work: Sequence[Callable[[], None]]) -> None:
-    """Do this work in a thread. When the program exits, the thread finishes the part it is at and skips the rest: the
-    interpreter would stop it in the middle of native code, which aborts the process."""
+    """Do this work in a thread. When the program exits, the thread finishes its current part and skips the rest: the
+    interpreter would stop it inside native code, which aborts the process."""
     is_exiting = threading.Event()
 
     def compile_all() -> None:

@@ -1,4 +1,4 @@
-"""How replicas coordinate a `fit`: every decision is a collective, taken by all ranks alike or sent by the chief."""
+"""Coordination of replicas in a `fit`: every decision is a collective, taken by all ranks or broadcast by the chief."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ReplicaCoordination:
             self._checkpointing.start()
 
     def _begin_alike(self) -> None:
-        """Give all ranks the state of a checkpoint, or the chief's."""
+        """Start all ranks from a checkpoint, or from the chief's state."""
         state, checkpointing = self._state, self._checkpointing
         if checkpointing is not None and checkpointing.has_checkpoint:
             append_to_log_files(state.arguments.callbacks)
@@ -67,11 +67,11 @@ class ReplicaCoordination:
         self._replica_model.note_synchronised()
 
     def _start_from_chief(self) -> None:
-        """All start alike, from the chief's state: it may just have restored a backup (`BackupAndRestore`)."""
+        """Start all ranks from the chief's state, which may come from a backup (`BackupAndRestore`)."""
         state, source, replica = self._state, self._state.source, self._replica
         first = state.arguments.initial_epoch
         step = step_of_backup(state.arguments.callbacks) if replica.is_chief else 0
-        # `_initial_epoch` is where Keras's BackupAndRestore leaves the epoch that it restored in `on_train_begin`.
+        # Keras's BackupAndRestore stores the restored epoch in `_initial_epoch` in `on_train_begin`.
         own = [self._model._initial_epoch or first, step]
         chiefs: Any = self._retry(lambda: replica.broadcast_from_chief(own))
         state.epoch, step = chiefs
@@ -84,7 +84,7 @@ class ReplicaCoordination:
         place = source.position.place_of(state.epoch, first) if step else None
         if place is None:
             return
-        # The backup is of the epoch's last step: the epoch is over, but Keras has not counted it.
+        # The backup is from the epoch's last step: the epoch is over, but Keras has not counted it.
         if step == source.position.batches_from(place):
             state.epoch += 1
             source.position.resume_between_epochs(source.position.place_of(state.epoch, first) or InputPlace(0, 0))
@@ -113,19 +113,19 @@ class ReplicaCoordination:
             self._replica_model.agree_on_learning_rate(self._retry)
             self._replica_model.probes.begin_epoch(engine)
             if self._recovery is not None:
-                self._recovery.keep_up()  # the tests may have met a change of the membership
-            # A callback may have stopped in `on_epoch_begin`. Keras takes one group of steps then, and looks after it.
+                self._recovery.keep_up()  # the tests may have met a membership change
+            # A callback may have stopped in `on_epoch_begin`. Keras takes one group of steps, and then checks.
             state.stop_requested = self._any_stops()
             state.batches = JointBatches(state.source, state.epoch, self._replica)
             engine.begin()
         batches = state.batches
         stepper.begin(watched=state.watched, entering=self._enters_mid_epoch)
         self._meet_between_steps()
-        # Where each step is merged, members join in the merge, after what is agreed on before it; else before all that.
+        # If each step is merged, members join in the merge, after the decisions that precede it; otherwise before them.
         self._enters_mid_epoch = self._enters_mid_epoch and stepper.merges_every_step
         try:
             yield
-            # Not after an exception: the ranks may be at different steps then, and must not wait for each other.
+            # Not after an exception: the ranks may be at different steps, and must not wait for each other.
             if batches.done % self.steps_per_group:  # else `end_group` was called after the last step
                 self._stops_within_epoch()
             self._recorder.record_merge(stepper.finish(self._retry))
@@ -146,7 +146,7 @@ class ReplicaCoordination:
     def begin_group(self) -> None:
         """See `Coordination.begin_group`."""
         entering, self._enters_mid_epoch = self._enters_mid_epoch, False
-        # A process that joins here finds that the others have agreed.
+        # For a process that joins here, the others have already agreed.
         if entering or not (self._state.watched and self._state.stepper.is_merged):
             return
         engine = self._replica_model.engine
@@ -159,12 +159,12 @@ class ReplicaCoordination:
         """See `Coordination.train_step`."""
         state, stepper, checkpointing = self._state, self._state.stepper, self._checkpointing
         step = batch.step
-        # Of an epoch that callbacks have ended before its first step any step may be the last one.
+        # If callbacks have ended an epoch before its first step, any step may be the last one.
         last = state.stop_requested or state.is_last(step)
         engine, form = self._replica_model.engine, state.source.structure
         if not self._has_trained and stepper.merges_every_step:
             self._replica_model.probes.examine(engine, "train_step", batch.data, form)
-        engine.expect(form)  # what was evaluated meanwhile may have another one
+        engine.expect(form)  # an evaluation in between may have used another structure
         progress.report("gradients", epoch=state.epoch, step=step)
         if checkpointing is not None and stepper.merges_every_step:
             checkpointing.announce(steps=1)
@@ -177,7 +177,7 @@ class ReplicaCoordination:
                 stepper.train(batch, last=last)
         timeline.current.leave()
         assert state.batches is not None
-        # Before anything else of this step: from here on, a change of the membership must not repeat it.
+        # Before anything else: from here on, a membership change must not repeat this step.
         state.batches.done = step + 1
         self._has_trained = True
         self._recorder.record_step(batch)
@@ -188,7 +188,7 @@ class ReplicaCoordination:
         """See `Coordination.end_group`."""
         if self._stops_within_epoch():
             return True
-        # Between two groups all ranks have the same state: here checkpoints are taken, and members join.
+        # Between two groups all ranks have the same state, so checkpoints are taken and members join here.
         if self._checkpointing is not None:
             self._checkpointing.save_if_due()
         if not self._state.is_last(step):
@@ -200,8 +200,8 @@ class ReplicaCoordination:
         self._recorder.end_epoch()
         if self._is_empty_epoch:
             return logs_of_empty_epoch(self._model, self._step_logs)
-        # A process that resumed after the last step of an epoch knows what the metrics have counted. And of its own
-        # steps Keras logs what the metrics say now: a callback may have evaluated since the last one.
+        # A process that resumed after an epoch's last step has only the metrics. For its own steps, Keras logs the
+        # current metrics: a callback may have evaluated since the last step.
         is_watched = self._state.watched and not logs_differ_from_metrics(self._model, "train_step")
         takes_results = is_watched or not self._has_trained
         logs = self._model.get_metrics_result() if takes_results else self._state.stepper.logs()
@@ -233,7 +233,7 @@ class ReplicaCoordination:
             self._replica_model.validation = None
 
     def merge_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """See `Coordination.merge_logs`. They are merged already."""
+        """See `Coordination.merge_logs`. The logs are already merged."""
         return logs
 
     def end_epoch(self) -> None:
@@ -241,7 +241,7 @@ class ReplicaCoordination:
         state, model, recovery = self._state, self._model, self._recovery
         if state.chief_adds_logs:
             self._adopt_chief_history()
-        # Members that meet here have run `on_epoch_end`. If the chief is lost instead, it is not known whether it did:
+        # Members that get here have run `on_epoch_end`. If the chief is lost instead, it is unknown whether it did, so
         # its successor runs it again.
         if recovery is not None:
             recovery.ends_epoch = True
@@ -265,14 +265,14 @@ class ReplicaCoordination:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         yield
 
-    # Its parts.
+    # Internals.
 
     def _any_stops(self) -> bool:
         """Whether a callback of any rank has set `stop_training`."""
         return self._retry(lambda: self._replica.any(self._model.stop_training))
 
     def _stops_within_epoch(self) -> bool:
-        """After a group of steps: whether the epoch stops, which callbacks of all ranks see then."""
+        """After a group of steps, return whether the epoch stops; if so, callbacks of all ranks see it."""
         state = self._state
         stops = state.stepper.is_merged and (state.stop_requested or (state.watched and self._any_stops()))
         if stops:
@@ -280,8 +280,8 @@ class ReplicaCoordination:
         return stops
 
     def _meet_between_steps(self) -> None:
-        """Where steps are not merged, do what their merge does besides: admit members, and tell all ranks whether to
-        save or to stop."""
+        """If steps are not merged, do what their merge does otherwise: admit members, and agree whether to save or
+        stop."""
         stepper, recovery, checkpointing = self._state.stepper, self._recovery, self._checkpointing
         if stepper.merges_every_step or not stepper.is_merged or (recovery is None and checkpointing is None):
             return
@@ -298,7 +298,7 @@ class ReplicaCoordination:
             checkpointing.save_if_due()
 
     def _adopt_chief_history(self) -> None:
-        """A callback that only the chief runs may have added to the logs of an epoch that is over."""
+        """Adopt what callbacks that run only on the chief have added to the logs of the finished epoch."""
         history = self._model.history.history
         own = encode({name: [len(values), as_plain_value(values[-1])] for name, values in history.items()})
         chiefs = self._retry(lambda: self._replica.communicator.broadcast_bytes(own))

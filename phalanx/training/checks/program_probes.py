@@ -1,11 +1,12 @@
-"""What all ranks find out about a program before its first step, each once: the chief's findings count.
+"""Probes that determine, once per program and before its first step, what all ranks must know. The chief's findings
+apply.
 
-How its metrics are merged (`metric_probe`), how its losses combine (`loss_probe`), and whether the steps of replicas
-are then the step of one process (`step_probe`). The first two choose how something is merged, also where nothing is
-trained, and compute no more than that something. The last only judges, and takes whole steps of the program's own code.
-Of evaluations and predictions, outputs are compared (`prediction_probe`).
+They determine how metrics are merged (`metric_probe`), how losses combine (`loss_probe`), and whether the steps of
+replicas amount to the step of one process (`step_probe`). The first two decide how values are merged, also if nothing
+is trained, and compute only the metrics or losses. The last only judges, and runs whole steps of the program's code.
+For evaluations and predictions, outputs are compared (`prediction_probe`).
 
-Losses and steps are tested again at the beginning of an epoch if something is on that was off (`program_switches`).
+Losses and steps are tested again at the start of an epoch if something has been switched on (`program_switches`).
 """
 
 from __future__ import annotations
@@ -33,33 +34,33 @@ from phalanx.training.replica import Replica, divides_batches
 from phalanx.transport.decoding import decode_message
 
 _SAMPLES = max(loss_probe.ROWS, RANKS * PART)
-"""Of the first batch, which are kept for tests in later epochs."""
+"""Number of samples of the first batch that are kept for tests in later epochs."""
 PUBLISHED_S = 30.0
-"""How long a candidate waits for the members' findings. They publish them before their first step, but may wait for
+"""Time for which a candidate waits for the members' findings. They publish before their first step, but may wait for
 this process before that."""
 POLL_S = 0.1
 _LOSSES_ALONE = ""
-"""Instead of a step, where replicas do not take the same steps (local SGD)."""
+"""Used instead of a step if replicas do not take the same steps (local SGD)."""
 
 
 class ChiefProbing:
-    """The chief's findings hold on all replicas.
+    """Applies the chief's findings on all replicas.
 
-    The members of an elastic job publish theirs. A candidate uses those instead of its own, which may be others: it
-    tests with other samples, and has not seen what members have trained on before.
+    The members of an elastic job publish their findings. A candidate uses those instead of its own, which may differ:
+    it tests with other samples, and has not seen what members trained on earlier.
 
     Attributes:
-        findings: what holds, by subject.
+        findings: The findings that apply, by subject.
     """
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self.findings: dict[str, Any] = {}
-        self._published: dict[str, Any] | None = None  # what a candidate has learnt
+        self._published: dict[str, Any] | None = None  # what a candidate has received
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process's own findings hold."""
+        """Whether this process's own findings apply."""
         return self._replica.is_chief or self._replica.is_candidate
 
     @property
@@ -76,17 +77,17 @@ class ChiefProbing:
 
     @property
     def admits_ranks(self) -> bool:
-        """Whether a rank may have joined that must be told again what the others know."""
+        """Whether a rank may have joined to which the findings must be sent again."""
         return self._replica.elastic is not None
 
     @property
     def meets_in_passes(self) -> bool:
-        """Whether something may be found out in the middle of a pass. A change of the members would interrupt it, and
-        deterministic steps, which compute micro-batches, are not tested there."""
+        """Whether probes may run in the middle of a pass. A membership change would interrupt it, and deterministic
+        steps, which compute micro-batches, are not tested there."""
         return not self.admits_ranks and not self._replica.micro_batches
 
     def from_chief(self, subject: str, found: Any) -> Any:
-        """The chief's findings about this subject; all ranks must call."""
+        """Return the chief's findings about this subject; all ranks must call."""
         replica = self._replica
         if replica.is_candidate:
             if self._published is None:
@@ -98,15 +99,15 @@ class ChiefProbing:
         return agreed
 
     def publish(self) -> None:
-        """Let candidates know what was found out. All ranks must call, as each may become chief."""
+        """Publish the findings to candidates. All ranks must call, because each may become chief."""
         entry = self._replica.present_entry
-        # Candidates know of the outer call alone.
+        # Candidates see only the outer call.
         if self._replica.elastic is not None and not self._replica.is_candidate and not entry.depth:
             entry.findings = msgspec.msgpack.encode(self.findings)
             self._replica.announce_entry()
 
     def _await_published(self) -> dict[str, Any]:
-        """As a candidate: what the members have found out; nothing if they do not publish it in time."""
+        """As a candidate, return the members' findings; empty if they do not publish them in time."""
         entry, elastic = self._replica.present_entry, self._replica.elastic
         assert elastic is not None
         until = time.monotonic() + PUBLISHED_S
@@ -117,7 +118,7 @@ class ChiefProbing:
 
 
 class IndependentProbing:
-    """Every process finds out the same by itself, as all of them see the whole batch; see `ChiefProbing`."""
+    """For processes that all see the whole batch, and so reach the same findings independently; see `ChiefProbing`."""
 
     replicas = 1
     is_chief = True
@@ -135,43 +136,44 @@ class IndependentProbing:
 
 
 class _Sample(NamedTuple):
-    """What losses and steps were tested with."""
+    """The batch with which losses and steps were tested."""
 
     data: Any
     form: ElementStructure
 
     @property
     def kind(self) -> str:
-        """The same for batches that a step takes alike: whether there are sample weights, what is a dictionary."""
+        """Key of batches that a step handles alike: whether there are sample weights, which parts are dictionaries."""
         return f"{self.form} {map_leaves(np.ndim, self.data)}"
 
 
 class ProgramProbes:
-    """The probes of one model on one rank.
+    """Probes of one model on one rank.
 
     Attributes:
-        agreement: whose findings hold.
+        agreement: Decides whose findings apply.
     """
 
     def __init__(self, model: Any, agreement: ChiefProbing | IndependentProbing) -> None:
         self._model = model
         self.agreement = agreement
-        # Of the compiled loss, by kind of batch. `compile` makes another loss, of which nothing is known.
+        # Findings about the compiled loss, by kind of batch. `compile` creates a new loss, about which nothing is
+        # known.
         self._compiled_loss: Any = None
         self._losses: dict[str, loss_probe.Findings] = {}
-        # What the model was compiled with when this step was tried with such batches.
+        # What the model was compiled with when this step was tried on such batches.
         self._tried: dict[tuple[str, str], tuple[Any, ...]] = {}
-        # What the steps were tested with that may be tested again, and what was switched on then.
+        # Samples of the steps that may be tested again, and what was switched on at the time.
         self._tests: dict[str, _Sample] = {}
         self._switches: Switches = {}
-        # What the chief has found out about outputs: where an evaluation needs it, it is the same for predictions.
+        # The chief's findings about outputs: if an evaluation needs them, they hold for predictions, too.
         self._outputs: Outputs | None = None
 
     def need_a_batch(self, engine: Engine, steps: Sequence[str]) -> bool:
-        """Whether nothing is known yet of what a batch would show.
+        """Whether a batch would show something that is not known yet.
 
         Args:
-            steps: "train_step" and "test_step", as far as replicas are to take such steps together.
+            steps: The steps that replicas take together: "train_step", "test_step" or both.
         """
         compiled = self._compiled_with()
         tried = {step for (step, _), with_ in self._tried.items() if with_ == compiled}
@@ -182,11 +184,11 @@ class ProgramProbes:
         return self._judges_losses and not self._losses_of_compiled
 
     def judge(self, steps: Sequence[str]) -> bool:
-        """Whether anything depends on what batches are like; the same on all ranks."""
+        """Whether anything depends on the kind of batches; the same on all ranks."""
         return self._judges_losses or any(map(self._judges, steps))
 
     def _knows(self, step: str, data: Any, form: ElementStructure) -> bool:
-        """Whether there is nothing to find out of such batches; the same on all ranks."""
+        """Whether such batches would show nothing new; the same on all ranks."""
         if not self.judge([step]):
             return True
         kind = _Sample(data, form).kind
@@ -196,11 +198,11 @@ class ProgramProbes:
         return knows_losses and knows_step
 
     def examine(self, engine: Engine, step: str, data: Any, form: ElementStructure) -> None:
-        """Find out what the first batch of a pass shows, if it is of another kind than those before: validation data,
-        or those of a later `fit`, may have sample weights that the others lack. All ranks must call.
+        """Probe the first batch of a pass if its kind is new: validation data or the data of a later `fit` may have
+        sample weights that earlier data lack. All ranks must call.
 
         Args:
-            engine: of the model; it has begun.
+            engine: Engine of the model; it has begun.
 
         Raises: see `run`.
         """
@@ -215,14 +217,14 @@ class ProgramProbes:
     def run(
         self, engine: Engine, data: Any, form: ElementStructure, steps: Sequence[str], *, again: bool = False
     ) -> None:
-        """Find out what there is to find out; all ranks must call.
+        """Run all probes that are needed; all ranks must call.
 
         Args:
-            engine: of the model, built.
-            data: a local batch; None where none was read, as something is known of each step already.
-            form: its structure.
-            steps: see `need_a_batch`.
-            again: whether these steps are tested again in later epochs; see `begin_epoch`.
+            engine: Engine of the model, built.
+            data: Local batch; None if none was read because each step is already known.
+            form: Structure of the batch.
+            steps: See `need_a_batch`.
+            again: Whether these steps are tested again in later epochs; see `begin_epoch`.
 
         Raises: UnsupportedError on every rank, if replicas cannot compute what one process does.
         """
@@ -241,12 +243,12 @@ class ProgramProbes:
         return self._outputs is None and self._probes_outputs(method)
 
     def relates_samples(self, method: str, data: Any, form: ElementStructure) -> bool:
-        """Whether outputs have to be computed of whole batches; all ranks must call.
+        """Whether outputs must be computed from whole batches; all ranks must call.
 
         Args:
             method: "predict" or "evaluate".
-            data: a local batch; nothing where none is needed.
-            form: its structure.
+            data: Local batch; empty if none is needed.
+            form: Structure of the batch.
         """
         if not self._probes_outputs(method):
             return False
@@ -262,17 +264,17 @@ class ProgramProbes:
         return self.agreement.divides_batches and prediction_probe.is_needed(self._model, method)
 
     def begin_epoch(self, engine: Engine) -> None:
-        """Test losses and steps again if callbacks have switched something on; all ranks meet here.
+        """Test losses and steps again if callbacks have switched something on; all ranks must call.
 
-        Raises: UnsupportedError on every rank, as `run`; or if a loss that has begun is merged in another way, since
-            compiled steps merge it as before.
+        Raises: UnsupportedError on every rank, as `run` does, or if a loss that has begun must be merged in another
+        way, because compiled steps keep merging it as before.
         """
         if not self._judges_losses and not any(map(self._judges, self._tests)):
             return
         now = find_switches(self._model)
-        # The chief's list: a member that has joined since may not know of all of them.
+        # The chief's list: a member that joined later may not know all of them.
         wanted = self.agreement.from_chief("again", list(self._tests) if has_begun(self._switches, now) else [])
-        # Once is enough: programs switch to and fro.
+        # Once is enough: programs switch back and forth.
         self._switches = {place: is_on or self._switches.get(place, False) for place, is_on in now.items()}
         if not wanted:
             return
@@ -289,7 +291,7 @@ class ProgramProbes:
             )
 
     def _test(self, engine: Engine, sample: _Sample | None, steps: Sequence[str]) -> None:
-        """Find out about losses, and then about the steps that compute them."""
+        """Probe the losses, and then the steps that compute them."""
         self._find_out_losses(sample)
         for step in steps:
             if self._judges(step):
@@ -300,16 +302,17 @@ class ProgramProbes:
         if rules.is_decided:
             return
         found = find_rules(self._model, engine, data, replicas=self.agreement.replicas)
-        if found is not rules.rules:  # else there was nothing to find out, on any rank
+        if found is not rules.rules:  # otherwise no rank had anything to determine
             own = found if isinstance(found, str) else [list(rule) for rule in found]
             chiefs = self.agreement.from_chief("metrics", own)
             found = chiefs if isinstance(chiefs, str) else rules_from_message(chiefs)
         rules.decide(rules_or_raise(found))
 
     def _find_out_losses(self, sample: _Sample | None) -> None:
-        """The ranks meet whether or not the chief knows: one of them may have joined since."""
+        """Probe the losses. All ranks take part even if the chief knows the answer: one of them may have joined
+        recently."""
         model, agreement = self._model, self.agreement
-        # WHOLE elements are no (x, y): only a `train_step` of the program's own can take them apart.
+        # WHOLE elements are not (x, y): only a custom `train_step` can unpack them.
         is_whole = sample is not None and sample.form is ElementStructure.WHOLE
         if is_whole or not self._judges_losses:
             return
@@ -343,7 +346,7 @@ class ProgramProbes:
         off = [] if found.error else variables_that_are_off(model)
         if not off:
             return found
-        # Of a loss that is zero nothing shows. Steps are compiled with what it is once its weight is not.
+        # A loss that is zero reveals nothing. Steps are compiled for its behavior when its weight is not zero.
         with state.kept():
             for variable in off:
                 variable.assign(0.5)
@@ -352,18 +355,18 @@ class ProgramProbes:
 
     @property
     def _losses_of_compiled(self) -> dict[str, loss_probe.Findings]:
-        """What is known of the compiled loss, by kind of batch."""
+        """Findings about the compiled loss, by kind of batch."""
         if self._compiled_loss is not self._model._compile_loss:
             self._compiled_loss, self._losses = self._model._compile_loss, {}
         return self._losses
 
     @property
     def _judges_losses(self) -> bool:
-        """Whether there are losses to find out about; the same on all ranks."""
+        """Whether there are losses to probe; the same on all ranks."""
         return self.agreement.divides_batches and loss_probe.has_open_questions(self._model)
 
     def _judges(self, step: str) -> bool:
-        """Whether steps of this kind are to be tried; the same on all ranks."""
+        """Whether to try steps of this kind; the same on all ranks."""
         return self.agreement.divides_batches and step_probe.is_needed(self._model, step)
 
     def _compiled_with(self) -> tuple[Any, ...]:
@@ -371,13 +374,13 @@ class ProgramProbes:
         return model._compile_loss, model._compile_metrics, model.optimizer
 
     def _try(self, step: str, engine: Engine, sample: _Sample | None) -> None:
-        """All ranks try it, because it creates variables."""
+        """Try the step on all ranks, because it creates variables."""
         place, compiled = (step, sample.kind if sample is not None else ""), self._compiled_with()
         is_new = sample is not None and self._tried.get(place) != compiled
         if not is_new and not self.agreement.admits_ranks:
             return
-        # In elastic jobs, only ranks that have joined since take the step. A chief that has tried it answers with "",
-        # since it would have raised otherwise.
+        # In elastic jobs, only ranks that joined later take the step. A chief that has tried it answers "", because
+        # otherwise it would have raised.
         problem = ""
         if sample is not None and is_new:
             problem = step_probe.find_difference(
@@ -390,7 +393,7 @@ class ProgramProbes:
 
 
 def check_chiefs_findings(chiefs: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise DisagreementError if this process, which joins, has found out something else than the members."""
+    """Raise DisagreementError if the findings of this joining process differ from the members'."""
     for subject in chiefs.keys() & own.keys():
         if chiefs[subject] != own[subject]:
             raise DisagreementError(
@@ -400,5 +403,5 @@ def check_chiefs_findings(chiefs: Mapping[str, Any], own: Mapping[str, Any]) -> 
 
 
 def _merge_differently(before: loss_probe.Findings, now: loss_probe.Findings) -> bool:
-    """Whether steps that were compiled with what was found out before merge a loss in a wrong way."""
+    """Whether steps compiled with the earlier findings merge a loss incorrectly."""
     return bool(before.conflicts_with(now) or now.sums - before.sums)

@@ -1,7 +1,7 @@
-"""Compares a step that one process takes of a batch with the same step as replicas take it of the batch's parts.
+"""Compare a step that one process takes on a batch with the same step taken by replicas on the batch's parts.
 
-Gradients, weights, layer state, metrics and logs must come out alike, to rounding. Of each kind of difference this says
-what it means and what to write instead. What other random numbers change is not compared.
+Gradients, weights, layer state, metrics and logs must agree up to rounding. For each kind of difference, the message
+explains what it means and what to write instead. Values that change with the random seed are not compared.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from phalanx.keras_compat.observation.trial_conditions import LARGEST_CHANGE
 Array = np.ndarray[Any, Any]
 
 TOLERANCE, TOLERANCE_OF_WEIGHTS = 2e-5, 5e-3
-"""Of the largest value, and of a weight's largest change: gradients are sums, and tensor cores round to ten bits."""
+"""Relative to the largest value, and to a weight's largest change: gradients are sums, and tensor cores round to ten
+bits."""
 COARSE_TOLERANCE = 5e-2
-"""Of both, where the model computes in half precision, or with quantized values."""
+"""Replaces both if the model computes in half precision or with quantized values."""
 ROUNDING = 1e-6
-"""Of a weight itself, and of the largest change of all, for gradients that are nothing but rounding."""
+"""Relative to a weight, and to the largest change of all, for gradients that are only rounding error."""
 NOISE = 10
-"""Times what a change of all weights by `ROUNDING` does to a result. Where it is known, it limits the differences of
+"""Multiple of the effect on a result of changing all weights by `ROUNDING`. If known, it limits the differences of
 gradients; for everything else, it is added to the limit."""
 
 
 class StepResults(NamedTuple):
-    """The effects of a step, by name: gradients as they were applied, and the state after it.
+    """Effects of a step, by name: gradients as they were applied, and the state after it.
 
     Attributes:
-        others: variables that the step assigns and that are none of the model's; and learning rates.
+        others: Variables that the step assigns but that do not belong to the model; and learning rates.
     """
 
     gradients: dict[str, Array]
@@ -47,10 +48,10 @@ class StepResults(NamedTuple):
 
 @dataclass(frozen=True)
 class StepComparison:
-    """Results of a step: before it, of the batch, of the batch with other seeds, and of the replicas.
+    """Results of a step: before it, on the batch, on the batch with other seeds, and on the replicas.
 
     Attributes:
-        rounded: of the batch with weights that rounding has changed; None if products are rounded more than that.
+        rounded: Results for the batch with weights perturbed by rounding; None if products are rounded more coarsely.
     """
 
     model: Any
@@ -67,7 +68,7 @@ class StepComparison:
         return f"Replicas that each see a part of a batch would not compute what one process does with {name}: "
 
     def verdict(self) -> str:
-        """The first difference, in the order in which one causes another; "" if there is none."""
+        """Return the first difference, causes before effects; "" if there is none."""
         name = type(self.model).__name__
         if apart := self._apart():
             return (
@@ -108,11 +109,11 @@ class StepComparison:
         return ""
 
     def verdict_of_next_step(self) -> str:
-        """The difference that the state left by the first step makes to the second; "" if there is none."""
+        """Return the difference in the second step due to state left by the first; "" if there is none."""
         limits = {"gradients": self._allowed_gradient, "weights": self._allowed_change, "others": self._allowed_change}
         for kind in StepResults._fields:
             if name := self._different(kind, limits.get(kind, self._allowed)):
-                if kind == "logs":  # all else is the same
+                if kind == "logs":  # everything else is equal
                     return (
                         f"{self._start}in the second {self.step}, it logs another {name!r}. So it computes that from "
                         f"what earlier steps have left, such as the results of two metrics, of which a replica has its "
@@ -143,18 +144,18 @@ class StepComparison:
         )
 
     def _apart(self) -> str:
-        """A weight that is not the same on the replicas."""
+        """Return a weight that differs between the replicas; "" if there is none."""
         first, second = (rank.weights for rank in self.ranks)
         for name, value in first.items():
             size = np.abs(value - self.before.weights[name]).max(initial=0) + ROUNDING * np.abs(value).max(initial=0)
-            # Merged gradients give both the same update, to rounding. Those of two parts of a batch differ by much more
-            # than 5 % of it.
+            # Merged gradients give both the same update, up to rounding. Updates from two parts of a batch differ by
+            # much more than 5 %.
             if np.abs(value - second[name]).max(initial=0) > 0.05 * size:
                 return repr(name)
         return ""
 
     def tells(self) -> bool:
-        """Whether replicas have found numbers where one process has, and gradients that are numbers other than 0."""
+        """Whether replicas computed numbers wherever one process did, and some gradient is finite and not all zero."""
         has_numbers = all(
             np.isfinite(value).all() or not np.isfinite(getattr(self.whole, kind).get(name, np.nan)).all()
             for rank in self.ranks
@@ -166,12 +167,13 @@ class StepComparison:
 
     @cached_property
     def moves_by_rounding(self) -> bool:
-        """Whether all gradients are nothing but rounding. Steps of the trial are as large as those of any others."""
+        """Whether all gradients are only rounding error. Steps of the trial are as large for those as for any
+        others."""
         return 0 < max(self._largest_gradients.values(), default=0.0) <= ROUNDING * self._loss
 
     @cached_property
     def _largest_gradients(self) -> dict[str, float]:
-        """Of each update."""
+        """Largest gradient of each update."""
         found: dict[str, float] = {}
         for name, value in self.whole.gradients.items():
             update = _update_of(name)
@@ -185,7 +187,7 @@ class StepComparison:
                 continue
             limit = allowed(kind, name)
             if np.abs(other[name] - value).max(initial=0) > limit:
-                continue  # it is random
+                continue  # random
             for rank in self.ranks:
                 own = getattr(rank, kind).get(name)
                 if own is None or own.shape != value.shape or not np.isfinite(own).all():
@@ -198,7 +200,7 @@ class StepComparison:
         known = [getattr(each, kind).get(name, np.zeros(())) for each in (self.whole, self.before)]
         tolerance = COARSE_TOLERANCE if rounds_coarsely(self.model) else TOLERANCE
         own = tolerance * float(max(np.abs(each).max(initial=0) for each in known))
-        # A metric may divide by what is almost zero, such as the sum of logits that it takes for probabilities.
+        # A metric may divide by a value close to zero, such as a sum of logits that it takes for probabilities.
         return own + ROUNDING + NOISE * self._noise(kind, name)
 
     def _allowed_gradient(self, kind: str, name: str) -> float:
@@ -211,7 +213,7 @@ class StepComparison:
         return float(allowed + rounding * largest + ROUNDING * self._loss)
 
     def _noise(self, kind: str, name: str) -> float:
-        """What a change of all weights by `ROUNDING` does to a result; 0 where that is not known."""
+        """Effect on a result of changing all weights by `ROUNDING`; 0 if unknown."""
         whole = getattr(self.whole, kind)[name]
         rounded = getattr(self.rounded, kind, {}).get(name)
         if rounded is None or rounded.shape != whole.shape:
@@ -220,12 +222,12 @@ class StepComparison:
 
     @cached_property
     def _loss(self) -> float:
-        """The size of the loss: where all gradients are much smaller, they are nothing but rounding of it."""
+        """Size of the loss: gradients that are all much smaller are only its rounding error."""
         total, count = (self.whole.metrics.get(f"loss/{name}", np.zeros(1)) for name in ("total", "count"))
         return float(np.abs(total).max(initial=0) / max(1.0, count.max(initial=0)))
 
     def _tolerances(self) -> tuple[float, float]:
-        """Relative to a gradient or a change, and to the largest of all."""
+        """Tolerances relative to a gradient or a change, and to the largest of all."""
         return (
             (COARSE_TOLERANCE, COARSE_TOLERANCE)
             if rounds_coarsely(self.model)
@@ -234,7 +236,7 @@ class StepComparison:
 
     def _allowed_change(self, kind: str, name: str) -> float:
         whole = getattr(self.whole, kind)[name]
-        if kind == "others" and whole.size == 1:  # not made of weights, whose gradients may differ
+        if kind == "others" and whole.size == 1:  # not derived from weights, whose gradients may differ
             return self._allowed(kind, name)
         if self.moves_by_rounding:
             return np.inf
@@ -257,7 +259,7 @@ class StepComparison:
 
 
 def advice_on_layers(model: Any) -> str:
-    """What to write instead where the model, and no step of the program's own, relates samples."""
+    """Advice for a program in which the model, rather than a custom step, relates samples."""
     own = model_state.own_layers(model)
     names = list(dict.fromkeys(repr(layer.name) for layer in own))
     listed = f"{'one of ' if len(names) > 1 else ''}{', '.join(names)}"
@@ -278,7 +280,7 @@ def advice_on_layers(model: Any) -> str:
 def rounds_coarsely(model: Any) -> bool:
     """Whether any layer computes in half precision, or is quantized.
 
-    A last bit more or less may be a whole step of a quantized input; and with float8, Keras rounds biases to bfloat16.
+    One bit of rounding may be a whole step of a quantized input; and with float8, Keras rounds biases to bfloat16.
     """
     return any(
         str(getattr(layer, "compute_dtype", "")) in ("float16", "bfloat16")
@@ -288,5 +290,5 @@ def rounds_coarsely(model: Any) -> bool:
 
 
 def _update_of(name: str) -> str:
-    """Of a gradient's name, that of the update."""
+    """Name of the update to which a gradient's name belongs."""
     return name.partition(".")[0]

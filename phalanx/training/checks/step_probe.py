@@ -1,13 +1,13 @@
-"""Tries the first step of a program's own code, as one process would take it and as replicas would.
+"""Try the first step of a program's custom code, as one process would take it and as replicas would.
 
-What a `train_step` or a layer of the program's own computes, no one knows. So one process takes the step of a few
-samples, and those of two replicas that have a part of them each (`engines.local_ranks`), under conditions in which
-they compare (`keras_compat.trial_conditions`), and undoes them (`program_state`). Gradients, weights, layer state,
-metrics and logs must come out alike. What does not is an error that names it, before the first step. Of a `test_step`,
-metrics and logs are compared.
+What a custom `train_step` or layer computes is unknown. So one process takes the step on a few samples, and the steps
+of two replicas that each have a part of them (`engines.local_ranks`), under conditions that make them comparable
+(`keras_compat.trial_conditions`), and then undoes them (`program_state`). Gradients, weights, layer state, metrics and
+logs must agree. A value that differs raises an error that names it, before the first step. For a `test_step`, metrics
+and logs are compared.
 
-A step that cannot be taken of so few samples is tried with as many as a replica has; and one that may take another way
-with more samples, again. Changes caused by random numbers of other libraries are not compared.
+If a step fails with so few samples, it is tried with as many as a replica has; if more samples might take another path,
+it is tried again. Changes caused by random numbers of other libraries are not compared.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ from phalanx.training.state_sync import seed_generators, variables_of
 Array = np.ndarray[Any, Any]
 
 ATTEMPTS = 3
-"""With other samples, where those of a part alone give no number (there is nothing that a ratio divides by)."""
+"""Number of attempts, with other samples if one part alone yields NaN (for example, a ratio whose divisor is empty)."""
 SAMPLED = 4096
-"""So many values of each variable are compared."""
+"""Number of values of each variable that are compared."""
 
 logger = logging.getLogger(__name__)
 
 
 def is_needed(model: Any, step: str) -> bool:
-    """Whether there is anything to find out about `train_step` or `test_step`; the same on all ranks."""
+    """Whether there is anything to determine about `train_step` or `test_step`; the same on all ranks."""
     if step == "train_step":
         return model_state.has_own_code(model)
     return model_state.has_own_steps(model, step) or bool(model_state.state_of_own_layers(model))
 
 
 def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructure, step: str, *, replicas: int) -> str:
-    """What replicas would compute otherwise than one process, and what to write instead; "" if nothing is known of.
+    """Describe what replicas would compute differently from one process, and the remedy; "" if no difference is found.
 
     Args:
-        model: built, with its state in its variables.
-        engine: its engine, whose rules of metrics are decided.
-        data: a local batch, `(x, y, sample_weight)`.
-        form: its structure.
+        model: The built model, with its state in its variables.
+        engine: Engine of the model, with its metric rules decided.
+        data: Local batch, `(x, y, sample_weight)`.
+        form: Structure of the batch.
         step: "train_step" or "test_step".
-        replicas: that share the global batch.
+        replicas: Number of replicas that share the global batch.
     """
     if not can_be_tried(model, data):
         return ""
@@ -91,13 +91,13 @@ def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructur
             logger.info("The parts of a %s of %r call other collectives than the batch", step, model.name)
             return ""
         except Exception as error:
-            # The step may need a batch of its own size, or compilation. What is wrong with both shows when it is taken.
+            # The step may need a batch of its usual size, or compilation. Errors of either kind show when it is taken.
             logger.info("The %s of %r cannot be tried with %d samples: %r", step, model.name, 2 * part, error)
     return ""
 
 
 class _Trial:
-    """The trial of one step, with so many samples in each part."""
+    """Trial of one step, with a given number of samples in each part."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class _Trial:
         self._conditions = conditions
         self._ranks = LocalRanks()
         self._uses = MetricUses()
-        # Engines of its own, whose merge is local: the model's engine would wait for the other ranks.
+        # Separate engines with a local merge: the model's engine would wait for the other ranks.
         self._ranks_engine, self._whole_engine = (make_engine(model, self._ranks) for _ in range(2))
         self._engine = self._whole_engine
         for each in (self._ranks_engine, self._whole_engine):
@@ -124,8 +124,8 @@ class _Trial:
         self._rules = engine.metric_rules.rules
 
     def difference(self, data: Any) -> str | None:
-        """See `find_difference`; None if the samples give no numbers to compare."""
-        # In one process a step finds in the metrics what earlier ones have added; on a rank, only what it adds itself.
+        """Return the difference as in `find_difference`; None if the samples yield no numbers to compare."""
+        # In one process, metrics at a step include earlier steps; on a rank, only what this step adds.
         whole_rules = [MetricRule(MergeWeight.FIRST, False)] * len(self._rules)
         for engine, rules in ((self._ranks_engine, self._rules), (self._whole_engine, whole_rules)):
             engine.build(few_samples(data, 0, self._part))
@@ -137,7 +137,7 @@ class _Trial:
                 found = self._compare(samples, second)
             except UnsupportedError:
                 raise
-            except Exception as error:  # among them StepsDifferError: a branch of the model that only some samples take
+            except Exception as error:  # includes StepsDifferError: a branch of the model that only some samples take
                 logger.info("The %s of %r does not know changed samples: %r", self._name, self._model.name, error)
                 second = others
                 found = self._compare(samples, second)
@@ -147,22 +147,22 @@ class _Trial:
                 verdict = _kept_by_layers(self._model, found[0]) or verdict
             if verdict or found[0].tells():
                 break
-        # What moved by rounding is elsewhere on the replicas.
+        # Values moved by rounding differ on the replicas.
         if verdict or found[0].moves_by_rounding or not (later := found[1].verdict_of_next_step()):
             return verdict if verdict or found[0].tells() else None
-        # Is it because of what the first step has left, or because of the samples?
+        # Is the cause what the first step has left, or the samples?
         return self._compare(second)[0].verdict() or later
 
     def _compare(self, *batches: Any) -> list[StepComparison]:
-        """What replicas make of some batches, one after the other, and what one process makes of them."""
+        """Compare what replicas and one process compute from consecutive batches."""
         self._state.restore()
         before = self._results({})
-        # What differs between these two follows from random numbers, and says nothing about the replicas.
+        # A difference between these two comes from random numbers, and says nothing about the replicas.
         whole, other = self._whole(batches), self._whole(batches, self._state.change_seeds)
         is_coarse = _has_accelerators() or rounds_coarsely(self._model)
         rounded = [None] * len(batches) if is_coarse else self._whole(batches, self._round_weights)
         ranks = self._of_ranks([[part_of(batch, rank, self._part) for batch in batches] for rank in range(RANKS)])
-        # Variables that the steps were the first to assign.
+        # Variables that were first assigned by these steps.
         before = before._replace(others=self._others({id(v): value for v, value in self._state.variables()}))
         model, step = self._model, self._name
         return [
@@ -171,10 +171,10 @@ class _Trial:
         ]
 
     def _misuse(self, *, differs: bool) -> str:
-        """The error text if a step uses metrics in a way that a later merge would change.
+        """Return an error message if a step uses metrics in a way that a later merge would change.
 
         Args:
-            differs: whether replicas compute something else, so that a number that is not logged may be the cause.
+            differs: Whether the replicas' results differ, so that a number that is not logged may be the cause.
         """
         if name := self._uses.resets:
             return (
@@ -198,7 +198,7 @@ class _Trial:
         return self._ranks.whole(lambda: self._steps(batches, 1.0))
 
     def _round_weights(self) -> None:
-        """Change all weights by what rounding may change in them."""
+        """Perturb all weights by as much as rounding may change them."""
         signs = np.random.default_rng(0)
         for variable in self._model.trainable_variables:
             value = host_copy(variable)
@@ -226,7 +226,7 @@ class _Trial:
                 logs = self._train(part, share) if self._name == "train_step" else self._test(part, share)
         finally:
             engine.end()
-        # What follows from the state of metrics is compared there: a ratio may divide by what rounding leaves.
+        # Logs that equal metric results are compared as metric state: a ratio may divide by rounding error.
         known = model_state.flat_logs(self._model.get_metrics_result())
         found = {name: _array(value) for name, value in model_state.flat_logs(logs).items()}
         return self._results(
@@ -247,7 +247,7 @@ class _Trial:
         weights: dict[str, Array] = {}
         state: dict[str, Array] = {}
         metrics: dict[str, Array] = {}
-        # The trial replaces the optimizers' update, so their variables say nothing; and seeds are changed on purpose.
+        # The trial replaces the optimizers' update, so their variables are irrelevant; seeds are changed on purpose.
         apart = {id(generator.state) for generator in seed_generators(model)}
         apart |= {id(variable) for optimizer in model_state.optimizers(model) for variable in optimizer.variables}
         trained = {id(variable) for variable in model.trainable_variables}
@@ -260,10 +260,10 @@ class _Trial:
         return StepResults(self._gradients(), weights, state, metrics, self._others(), logs)
 
     def _others(self, values: Mapping[int, Array] | None = None) -> dict[str, Array]:
-        """Variables of which the model does not know, with these values or their own."""
+        """Return variables unknown to the model, with these values or their current ones."""
         model, found = self._model, dict[str, Array]()
         known = [*variables_of(model), *model.metrics_variables, *self._conditions.optimizer_variables()]
-        # A model whose `metrics` leaves Keras's own tracker out never reads it, but Keras's step updates it.
+        # If a model's `metrics` omits Keras's own tracker, the model never reads it, but Keras's step updates it.
         known += model._loss_tracker.variables
         apart = {id(variable) for variable in known} | {id(each.state) for each in seed_generators(model)}
         rates = [getattr(each, "_learning_rate", None) for each in self._conditions.optimizers]
@@ -283,12 +283,12 @@ class _Trial:
 
 
 def _has_accelerators() -> bool:
-    """Whether products of matrices may be computed with fewer bits than float32 has."""
+    """Whether matrix products may be computed with less precision than float32."""
     return bool(count_gpus(process_environment()) or count_tpus())
 
 
 def _kept_by_layers(model: Any, found: StepComparison) -> str:
-    """The error text if layers keep something of their samples in a test step, after which nothing of it is merged."""
+    """Return an error message if layers keep data of their samples in a test step, after which no state is merged."""
     for variable in model_state.state_of_own_layers(model):
         if variable.path not in found.whole.state:
             continue
@@ -299,8 +299,8 @@ def _kept_by_layers(model: Any, found: StepComparison) -> str:
 
 
 def can_be_tried(model: Any, data: Any) -> bool:
-    """Whether a step leaves nothing behind that cannot be undone, nothing in it is local on purpose, and all arrays of
-    the batch have a row for each sample."""
+    """Whether a step can be undone completely, contains nothing that is local on purpose, and all arrays of the batch
+    have a row for each sample."""
     if reads_iterators(model):
         return False
     wrapped = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.TorchModuleWrapper)]
@@ -316,5 +316,5 @@ def _add(found: dict[str, Array], name: str, value: Any) -> None:
 
 def _array(value: Any) -> Array:
     flat = np.asarray(keras.ops.convert_to_numpy(value)).reshape(-1)
-    # Strided, not the first ones: these may be a padding row or a bias of zeros.
+    # Strided instead of the first ones, which may be a padding row or a bias of zeros.
     return flat[:: max(1, flat.size // SAMPLED)].astype(np.float64)

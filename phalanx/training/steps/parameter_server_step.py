@@ -1,4 +1,4 @@
-"""One training step of a worker among parameter servers: gradients go out, new weights come back."""
+"""One training step of a worker with parameter servers: send gradients, receive new weights."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ Array = np.ndarray[Any, Any]
 Clip = Callable[[Sequence[Array]], Sequence[Array]]
 
 NO_EPOCH = -1
-"""Epoch and batch of a ticket that no schedule has issued."""
+"""Epoch and batch of a ticket that was not issued by the schedule."""
 SERIAL_BITS = 60
 
 
 class ParameterServerMerge(Merge):
-    """Lets the servers make a step's update.
+    """Merge whose update runs on the servers.
 
-    A worker waits for the response to a step's gradients. Among n asynchronous workers, weights then lack about n - 1
-    updates when the gradients that were computed with them arrive.
+    A worker waits for the response to a step's gradients. With n asynchronous workers, the weights then lack about
+    n - 1 updates when gradients computed from them arrive.
 
-    If the rules say `overlap`, the response is awaited with the next step's, so that sending, updating and receiving
-    overlap with this worker's computation. Weights then lack this worker's own last update too, and 2n - 1 updates in
-    all. A worker with tables of which only some rows are sent waits anyway: its gradients are accompanied by the
-    numbers of the rows that its next batch needs, and the rows come with the response.
+    If the rules say `overlap`, the worker awaits the response together with the next step's, so that sending, updating
+    and receiving overlap with its computation. The weights then also lack this worker's last update, and 2n - 1 updates
+    in total. A worker with tables of which only some rows are sent waits in any case: it sends its gradients with the
+    numbers of the rows that its next batch needs, and the rows arrive with the response.
 
     Args:
-        worker: this process as a worker.
+        worker: This process as a worker.
 
     Attributes:
-        tickets: what this worker knows of the schedule.
+        tickets: This worker's view of the schedule.
     """
 
     updates = separate = once_per_step = True
@@ -71,17 +71,17 @@ class ParameterServerMerge(Merge):
         self._clip: Clip | None = None
         self._is_outstanding = False
         self.tickets = StepTickets()
-        self._after = -1  # at an epoch's end: its last step's serial, others' parts of which may still be on their way
+        self._after = -1  # at an epoch's end: its last step's serial, since others' parts may still be in flight
         self._heard_at = 0.0  # when the head last responded, by the monotonic clock
 
     def place(self, fit: int, placed: PlacedVariables, clip: Clip | None) -> None:
-        """The variables of the `fit` that begins.
+        """Set the variables of the `fit` that begins.
 
         Args:
-            fit: number of the `fit` call.
-            placed: where the variables' shards are.
-            clip: clips gradients if no server sees all of them: in asynchronous training each worker's, in synchronous
-                training the merged ones.
+            fit: Number of the `fit` call.
+            placed: Placement of the variables' shards.
+            clip: Clips gradients if no server sees all of them: each worker's gradients in asynchronous training, the
+                merged ones in synchronous training.
         """
         compression = self._worker.compression
         self._transfer = ShardTransfer(self._client, placed, None if compression is None else compression.wire)
@@ -94,27 +94,27 @@ class ParameterServerMerge(Merge):
 
     @property
     def transfer(self) -> ShardTransfer:
-        """The variables' way to the servers and back."""
+        """Sends variables to the servers and receives them."""
         assert self._transfer is not None, "the model is placed before the first step"
         return self._transfer
 
     @property
     def rows(self) -> EmbeddingRowExchange:
-        """The rows of tables that are sent and received; only if there are tables."""
+        """Rows of tables that are sent and received; only if there are tables."""
         assert self._rows is not None, "there are tables"
         return self._rows
 
     def rejoin(
         self, server: int, epoch: int = -1, steps: int = -1, order_epoch: int = -1, *, opened: bool = True
     ) -> messages.Rejoin:
-        """This worker's position, for a server that comes back in the middle of the training."""
+        """Return this worker's position, for a server that recovers in the middle of training."""
         version, step = self.transfer.versions[server], self._worker.global_step
         return self.tickets.rejoin(version, step, epoch, steps, order_epoch, opened=opened)
 
     # The schedule.
 
     def next_ticket(self, fit: int, epoch: int) -> Ticket | EpochOver | FitOver:
-        """Begin the next step, with a ticket that came with a response or else with a requested one."""
+        """Begin the next step, with a ticket from an earlier response or else a newly requested one."""
         tickets = self.tickets
         if tickets.upcoming() is None:
             self.flush()
@@ -128,8 +128,8 @@ class ParameterServerMerge(Merge):
             self._heard_at = time.monotonic()
             tickets.add(response)
             if self._is_overlapped or (self._rows is not None and not self._is_synchronous):
-                # While a step's gradients are on their way, or to state which rows the next step needs, the next ticket
-                # must be here already.
+                # The next ticket must be available while a step's gradients are in flight, or to state which rows the
+                # next step needs.
                 spare, _ = self._client.request(HEAD, messages.RequestTicket(fit, epoch, tickets.era, wait=False))
                 if isinstance(spare, Ticket):
                     tickets.add(spare)
@@ -138,7 +138,7 @@ class ParameterServerMerge(Merge):
     def request_from_chief(
         self, request: messages.RequestSampleOrder | messages.RequestValidationLogs
     ) -> Sequence[memoryview] | EpochOver | FitOver:
-        """What the chief has sent for an epoch; otherwise why there is none."""
+        """Return what the chief has sent for an epoch, or the reason why there is none."""
         response, buffers = self._client.request(HEAD, request)
         if isinstance(response, EpochOver | FitOver):
             self._end_epoch(response)
@@ -146,7 +146,7 @@ class ParameterServerMerge(Merge):
         return buffers
 
     def _end_epoch(self, response: EpochOver | FitOver) -> None:
-        """The epoch is over, or the chief has gone back and begun a new era."""
+        """End the epoch, or begin the new era to which the chief has gone back."""
         self._after = response.newest if isinstance(response, EpochOver) else -1
         if isinstance(response, EpochOver) and response.back_to >= 0:
             self.tickets.begin_era(response.era)
@@ -154,14 +154,14 @@ class ParameterServerMerge(Merge):
     # Updates.
 
     def update(self, gradients: Sequence[Array]) -> list[Array]:
-        """An update outside of epochs, without a ticket of the schedule; in asynchronous training only.
+        """Update outside of epochs, without a ticket of the schedule; in asynchronous training only.
 
         Returns: the variables' values; they are not overwritten.
         """
         tickets = self.tickets
         if tickets.current is None or (tickets.current.fit, tickets.current.era) != (tickets.fit, tickets.era):
             number = self._worker.number
-            # Unlike those of a former process of this task, whose updates the servers may remember.
+            # Distinct from those of an earlier process of this task, whose updates the servers may remember.
             serial = -1 - secrets.randbits(SERIAL_BITS)
             tickets.current = Ticket(tickets.fit, NO_EPOCH, NO_EPOCH, (number,), number, serial, tickets.era)
         progress.enter("push")
@@ -170,7 +170,7 @@ class ParameterServerMerge(Merge):
 
     def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:
         flats, views = self._buffers.next(layout)
-        # Gradients come first in every layout of an engine; the rest are state, metrics and logs.
+        # Gradients come first in every engine layout, followed by state, metrics and logs.
         count = sum(weight is MergeWeight.GRADIENT for weight in layout.weights)
         if count:
             self._check_number(count)
@@ -222,7 +222,8 @@ class ParameterServerMerge(Merge):
         return [*(self.transfer.values if gradients else ()), *merged]
 
     def _merged(self, gradients: Sequence[Array], share: float) -> list[Array]:
-        """The mean over the workers, which the head computes: pushed by all of them, it is its own mean."""
+        """Return the mean over the workers, which the head computes: the mean of equal gradients pushed later is the
+        same."""
         self._send((), gradients, [MergeWeight.SHARE] * len(gradients), share)
         merged = self._receive()
         return [mean.reshape(own.shape) for mean, own in zip(merged, gradients, strict=True)]
@@ -230,10 +231,10 @@ class ParameterServerMerge(Merge):
     def _send(
         self, gradients: Sequence[Array], extras: Sequence[Array], weights: Sequence[MergeWeight], share: float
     ) -> None:
-        """Send each server the gradients of its shards, and the head the rest."""
+        """Send each server the gradients of its shards, and the head everything else."""
         if self._client.num_servers > 1 and time.monotonic() - self._heard_at > self._client.timeout_s / 2:
-            # This process was stopped, or is very slow. Only the head knows whether it was evicted; the other servers
-            # would apply its old gradients.
+            # This process was suspended, or is very slow. Only the head knows whether it was evicted; the other servers
+            # would apply its outdated gradients.
             self._client.request(HEAD, messages.QueryJobOver())
         ticket, transfer = self.tickets.current, self.transfer
         assert ticket is not None, "a step begins with a ticket"
@@ -266,16 +267,16 @@ class ParameterServerMerge(Merge):
         self.tickets.phase += 1
 
     def _receive(self) -> list[Array]:
-        """The servers' responses to the step that was sent first; returns the merged extras."""
+        """Receive the servers' responses to the oldest outstanding step; return the merged extras."""
         rows, extras = self.transfer.receive(self._client.receive_all(on_response=self._note_response))
         if any(rows):
             self.rows.receive(rows)
         return extras
 
     def _note_response(self, server: int, response: Response) -> None:
-        """The head has applied the step, and may have issued the ticket of the next one.
+        """Record that the head has applied the step and may have issued the next ticket.
 
-        If the head is lost before another server has responded, its successor must learn of both.
+        If the head is lost before another server responds, its successor must be informed of both.
         """
         if server != HEAD or not isinstance(response, Values):
             return
@@ -294,22 +295,22 @@ class ParameterServerMerge(Merge):
     # Values.
 
     def pull(self) -> list[Array | None]:
-        """The variables' newest values; None for tables."""
+        """Return the variables' newest values; None for tables."""
         self.flush()
         transfer = self.transfer
         requests = [messages.PullValues(self.tickets.fit, version, self._after) for version in transfer.versions]
         responses = self._client.request_all([(request, ()) for request in requests])
         head, _ = responses[HEAD]
         assert isinstance(head, Values)
-        # Others may have made the last steps alone.
+        # The last steps may have been taken by other workers only.
         self._worker.global_step = self.tickets.note_count(head)
         transfer.receive(responses)
-        # Copies: received arrays may be overwritten, or be aliased by a backend.
+        # Copies: received arrays may be overwritten, or aliased by a backend.
         return [None if value is None else np.array(value) for value in transfer.values]
 
 
 def _is_finite(array: Array) -> bool:
-    # Over its squares, which BLAS sums in one quick pass; they may overflow where the array does not.
+    # Checked on its squares, which BLAS sums in one fast pass; they may overflow even if the array is finite.
     flat = array.reshape(-1)
     if flat.dtype.itemsize > 2 and np.isfinite(np.dot(flat, flat)):
         return True
