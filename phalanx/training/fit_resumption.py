@@ -1,8 +1,9 @@
-"""A `fit` that is saved while it runs, and resumes where it was saved.
+"""Saving a running `fit`, and resuming it where it was saved.
 
-A checkpoint contains what one rank has between two steps: weights, optimizer, metrics and the order of the data are the
-same on all, and what differs (random state of layers) follows from the chief's and the rank. So a job resumes with any
-number of ranks. The chief writes it, or where one program spans all ranks, each its part; both read what either wrote.
+A checkpoint contains the state of one rank between two steps: weights, optimizer, metrics and data order are equal on
+all ranks, and what differs (random state of layers) follows from the chief's state and the rank. So a job can resume
+with any number of ranks. The chief writes the checkpoint, or each rank its part if one program spans all ranks; both
+read either format.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ logger = logging.getLogger(__name__)
 STATE = "fit"
 """Key of the encoded `FitSnapshot` in a checkpoint's state."""
 
-_finished: dict[StoragePath, int] = {}  # number of calls of `fit` that have finished in this process, by directory
+_finished: dict[StoragePath, int] = {}  # number of `fit` calls that have finished in this process, by directory
 
 
 @dataclass(kw_only=True)
 class FitSnapshot(FitPosition):
-    """The part of a checkpoint that describes a `fit`, besides weights and optimizer: its position, and more.
+    """The part of a checkpoint that describes a `fit`, in addition to weights and optimizer: its position, and more.
 
     Attributes:
-        samples: number of samples in a pass over the data; None if unknown.
-        batches: number of batches in an epoch; None if unknown.
-        is_over: whether the training has come to its end.
-        stopped: whether it decided so itself.
-        seed: determines the orders of the data.
-        variables: those that a file of weights does not have: random state of layers, metrics.
-        random_states: that of the program, see `engines.random_state`; of former versions, those of all ranks.
-        streams: the position of `PerRankRandomStreams`.
-        pooled: see `ReplicaStepper.pooled`.
+        samples: Number of samples in a pass over the data; None if unknown.
+        batches: Number of batches in an epoch; None if unknown.
+        is_over: Whether training has ended.
+        stopped: Whether training stopped itself (`stop_training`).
+        seed: Determines the order of the data.
+        variables: Variables that are not in weight files: random state of layers, metrics.
+        random_states: Random state of the program, see `engines.random_state`; in earlier versions, of all ranks.
+        streams: Position of `PerRankRandomStreams`.
+        pooled: See `ReplicaStepper.pooled`.
     """
 
     samples: int | None
@@ -68,14 +69,14 @@ class FitSnapshot(FitPosition):
 
 
 class FitResumption:
-    """The checkpoints of one call of `fit`, on one rank; made by `resumable`.
+    """Checkpoints of one call of `fit`, on one rank; created by `resumable`.
 
     Attributes:
-        checkpoint: the callback, with its intervals.
-        directory: the checkpoints of this `fit`; with the claim for those of both formats.
-        ledger: path of the readable sample ledger.
-        writer: writes checkpoints in the background, in the format of this job.
-        notice: what the merges of the steps say about saving and preemption.
+        checkpoint: The callback, with its intervals.
+        directory: Checkpoints of this `fit`, with the claim for both formats.
+        ledger: Path of the readable sample ledger.
+        writer: Writes checkpoints in the background, in the format of this job.
+        notice: Notice in the merges of steps about saving and preemption.
     """
 
     def __init__(self, checkpoint: Checkpoint, model: Any, replica: Replica, number: int) -> None:
@@ -90,8 +91,8 @@ class FitResumption:
         self._spans = replica.mesh_parts is not None
         if self._spans:
             sharded = ShardedCheckpoint(checkpoint.directory, basename=basename, keep=checkpoint.keep)
-            # One claim for both formats, with the generation of elastic jobs, which a ShardedCheckpoint does not know;
-            # `resumable` releases it.
+            # One claim for both formats, with the generation of elastic jobs, which a ShardedCheckpoint does not
+            # handle; `resumable` releases it.
             sharded.claim = self.directory.claim
             self.writer = FitWriter(sharded)
         self.notice = PreemptionNotice()
@@ -99,8 +100,8 @@ class FitResumption:
         self._replica = replica
         self._basename = basename
         self._number = number
-        # What `_search` has found, on the chief alone, once per `fit`: the checkpoint, or a problem for `restore` to
-        # report.
+        # Results of `_search`, which runs once per `fit` and only on the chief: the checkpoint, or a problem for
+        # `restore` to report.
         self._seed: int | None = None
         self._found: tuple[StoredCheckpoint, FitSnapshot] | None = None
         self._problem = ""
@@ -108,7 +109,7 @@ class FitResumption:
 
     @property
     def has_checkpoint(self) -> bool:
-        """On the chief: whether there is a checkpoint to resume from."""
+        """On the chief, whether there is a checkpoint to resume from."""
         # Not on other ranks: the search removes what looks abandoned, and a chief may be writing it.
         if not self._replica.is_chief:
             return False
@@ -116,24 +117,24 @@ class FitResumption:
         return self._found is not None
 
     def seed(self) -> int:
-        """Determines the orders of the data of this `fit`: that of the checkpoint, or a new one. On the chief, unless
-        it has been set; never raises."""
+        """Return the seed for the data order of this `fit`: the checkpoint's, or a new one. Only on the chief unless it
+        has been set; never raises."""
         if self._seed is None:
             self._search()
             self._seed = seed_from_program() ^ self._number if self._found is None else self._found[1].seed
         return self._seed
 
     def set_seed(self, seed: int) -> None:
-        """All ranks know the seed already."""
+        """Set a seed that all ranks already share."""
         self._seed = seed
 
     def common_seed(self) -> int:
-        """The chief's `seed`, on all ranks of a fixed job."""
+        """Return the chief's `seed` on all ranks of a job of fixed size."""
         self._seed = int(self._replica.broadcast_from_chief(self.seed() if self._replica.is_chief else 0))
         return self._seed
 
     def restore(self) -> FitSnapshot | None:
-        """Give all ranks the state of the newest whole checkpoint; None if there is none. All ranks must call.
+        """Restore the newest complete checkpoint on all ranks; None if there is none. All ranks must call.
 
         Raises: ConfigurationError on all ranks if the checkpoints cannot be used.
         """
@@ -143,8 +144,8 @@ class FitResumption:
             raise ConfigurationError(problem)
         if content is None:
             return None
-        # Until now the chief alone has the weights, or no rank where one program spans all of them. `synchronise` gives
-        # them, and the variables that files of weights lack, to all.
+        # So far only the chief has the weights, or no rank if one program spans all of them. `synchronise` sends them,
+        # and the variables that are not in weight files, to all.
         snapshot = FitSnapshot(**content)
         if self._spans:
             self._load_part(Path(os.fsdecode(path)), snapshot)
@@ -156,8 +157,8 @@ class FitResumption:
         return snapshot
 
     def check(self, snapshot: FitSnapshot, samples: int | None, batches: int | None) -> None:
-        """Raise ConfigurationError if the data have another size than when the checkpoint was written."""
-        # Between two passes nothing depends on how a pass is cut: the batch size may be another one from here on.
+        """Raise ConfigurationError if the size of the data has changed since the checkpoint was written."""
+        # Between two passes nothing depends on how a pass is divided, so the batch size may change there.
         is_mid_pass = snapshot.step > 0 or snapshot.place.batch > 0
         pairs = [("samples", snapshot.samples, samples)]
         pairs += [("batches in an epoch", snapshot.batches, batches)] if is_mid_pass else []
@@ -170,7 +171,7 @@ class FitResumption:
                 )
 
     def _search(self) -> None:
-        """Find the newest whole checkpoint. Problems are reported by `restore`, where all ranks listen."""
+        """Find the newest complete checkpoint. `restore` reports problems, because all ranks take part in it."""
         if self._is_searched:
             return
         self._is_searched = True
@@ -179,7 +180,7 @@ class FitResumption:
             found = self.newest()
             if found is not None:
                 self._found = found, FitSnapshot(**decode(base64.b64decode(found.state[STATE])))
-        # Not raised: the other ranks are in the broadcast of the seed, and would not learn of it.
+        # Not raised: the other ranks are in the broadcast of the seed, and would not see the error.
         except (ConfigurationError, SupersededError, OSError) as error:
             self._problem = str(error)
         except (KeyError, TypeError, FrameError) as error:
@@ -189,13 +190,13 @@ class FitResumption:
             )
 
     def newest(self) -> StoredCheckpoint | None:
-        """The newest checkpoint of either format."""
+        """Return the newest checkpoint of either format."""
         found = [self.directory.newest(), newest_sharded(self.directory.directory, self._basename)]
         return max((each for each in found if each is not None), key=lambda each: each.step, default=None)
 
     def _load(self) -> bytes:
-        """As the chief: put the checkpoint into the model, unless all ranks do so; returns the problem, or the snapshot
-        for all ranks and where it is."""
+        """As the chief, load the checkpoint into the model, unless all ranks do so; return the problem, or the snapshot
+        for all ranks and its path."""
         self._search()
         if self._problem or self._found is None:
             return encode([sendable(self._problem), b"", None])
@@ -206,18 +207,18 @@ class FitResumption:
                 self._load_from(stored.path, snapshot)
             except (PhalanxError, OSError, ValueError) as error:
                 return encode([sendable(str(error)), b"", None])
-            # They are in the chief's model now, from which the others get them.
+            # The variables are in the chief's model now, which sends them to the others.
             content = {**content, "variables": []}
         logger.info("Resuming from %s: epoch %d, step %d.", stored.path, snapshot.epoch + 1, snapshot.step)
         return encode(["", os.fsencode(str(stored.path)), content])
 
     def _load_part(self, path: Path, snapshot: FitSnapshot) -> None:
-        """As one of the processes of a program, all of which call this: read what lies on its devices.
+        """As one process of a program, all of which must call, read what belongs on its devices.
 
-        Raises: ConfigurationError on all ranks if one does not see the checkpoint, or if it is of another model.
+        Raises: ConfigurationError on all ranks if one cannot see the checkpoint, or if it is of another model.
         """
         communicator = self._replica.communicator
-        # Before any rank reads: Orbax's restore is a collective, in which a rank without the files would be missed.
+        # Before any rank reads: Orbax's restore is a collective, which would wait for a rank without the files.
         seen = [bool(each[0]) for each in communicator.all_gather_bytes(bytes([path.exists()]))]
         if not all(seen):
             blind = [
@@ -243,7 +244,7 @@ class FitResumption:
 
 @contextlib.contextmanager
 def resumable(callbacks: Any, model: Any, replica: Replica) -> Iterator[FitResumption | None]:
-    """Around a `fit`: what its `Checkpoint` does, if there is one among its callbacks.
+    """Run a `fit` with its `Checkpoint`, if its callbacks include one.
 
     Raises: ConfigurationError if there are several, or if it needs orbax-checkpoint and that is missing.
     """
@@ -262,7 +263,7 @@ def resumable(callbacks: Any, model: Any, replica: Replica) -> Iterator[FitResum
     try:
         with notified_by_signals(resumption.notice.signal):
             yield resumption
-            # Only if `fit` has returned: one that raised is tried again under the same number.
+            # Only if `fit` has returned: one that raised is retried with the same number.
             _finished[directory] = number + 1
     finally:
         checkpoint.driven, replica.notice = False, former
@@ -278,5 +279,5 @@ def has_checkpoint(callbacks: Any) -> bool:
 
 
 def variables_beyond_weights(model: Any) -> list[Any]:
-    """Variables that a file of weights does not have: of random layers and of metrics."""
+    """Return the variables that are not in weight files: those of random layers and of metrics."""
     return [*[generator.state for generator in state_sync.seed_generators(model)], *model.metrics_variables]

@@ -1,4 +1,4 @@
-"""The ranks iterate over their inputs together: the same number of steps, and each knows its share of every batch."""
+"""Joint iteration of the ranks over their inputs: equal numbers of steps, and each rank's share of every batch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from phalanx.training.replica import Replica, alone
 from phalanx.transport.serialization import decode, encode
 
 COMPARED_BATCHES = 3
-"""At the start of an epoch, and after each change of the membership, so many batches are compared over the ranks, where
-each reads a stream for itself."""
+"""Number of batches that are compared over the ranks at the start of an epoch, and after each membership change, if
+each rank reads a stream itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class JointBatch:
     """This rank's part of a global batch that all ranks have agreed on.
 
     Attributes:
-        data: `(x, y, sample_weight)`; a placeholder of one sample where `size` is 0.
-        sizes: the number of samples of every rank's part, in rank order.
-        rank: this rank.
-        step: index of the global batch in its epoch.
-        micro_batches: those that this rank computes, where global batches are cut into these; `data` is the whole
-            batch then.
-        fixed_size: the size of every global batch of this input, see `SourceTraits`.
-        is_whole: whether `data` is the whole batch, because a mesh cannot divide it as it was read.
+        data: `(x, y, sample_weight)`; a placeholder of one sample if `size` is 0.
+        sizes: Number of samples in every rank's part, in rank order.
+        rank: This rank.
+        step: Index of the global batch in its epoch.
+        micro_batches: Micro-batches that this rank computes, if global batches are divided into them; `data` is
+            then the whole batch.
+        fixed_size: Size of every global batch of this input, see `SourceTraits`.
+        is_whole: Whether `data` is the whole batch, because a mesh cannot divide it as it was read.
     """
 
     data: tuple[Any, Any, Any]
@@ -64,24 +64,25 @@ class JointBatch:
 class JointBatches:
     """One epoch of a source: the same number of batches on every rank.
 
-    Where the input alone does not say what the other ranks have (streams), the ranks exchange sizes before each step.
-    Where each rank has different data, one whose stream has ended takes part with an empty part until all have ended.
+    If the input alone does not determine what the other ranks have (streams), the ranks exchange sizes before each
+    step. If ranks have different data, a rank whose stream has ended takes part with an empty part until all have
+    ended.
 
     Args:
-        done: number of batches of the epoch that are done; None: iterate from the beginning.
+        done: Number of batches of the epoch that are done; None to iterate from the beginning.
 
     Attributes:
-        done: number of batches that have been used; the caller counts them.
+        done: Number of batches that have been used; the caller counts them.
     """
 
     def __init__(self, source: ShardedInput, epoch: int, replica: Replica, done: int | None = None):
         if done is None:
-            source.enter(epoch)  # not later: a checkpoint may ask for its place before the first batch is read
+            source.enter(epoch)  # not later: a checkpoint may need its place before the first batch is read
         self._source = source
         self._epoch = epoch
         self._replica = replica
-        # `_read` counts batches that were taken from the source, `done` those that were trained on; `_read` is at most
-        # one ahead. That one comes again when the membership changes.
+        # `_read` counts batches taken from the source, `done` those trained on; `_read` is at most one ahead. That
+        # batch is repeated when the membership changes.
         self.done = self._read = done or 0
         self._batches = source.epoch(epoch, self.done)
         self._compared = self.done + COMPARED_BATCHES  # batches before this one are compared
@@ -89,7 +90,7 @@ class JointBatches:
         self._peeked: JointBatch | None = None
 
     def next(self) -> JointBatch | None:
-        """The next batch; None at the end of the epoch.
+        """Return the next batch; None at the end of the epoch.
 
         Raises:
             DisagreementError: if the ranks should read the same stream but read different ones; see `RankComparison`.
@@ -99,7 +100,7 @@ class JointBatches:
             peeked, self._peeked = self._peeked, None
             return peeked
         timeline.current.enter("data")
-        self._comparison = RankComparison(self._replica)  # before what this step exchanges
+        self._comparison = RankComparison(self._replica)  # before the exchanges of this step
         if self._replica.micro_batches:
             self._current = self._next_whole(self._replica.micro_batches)
         else:
@@ -110,16 +111,16 @@ class JointBatches:
         return self._current
 
     def peek(self) -> JointBatch | None:
-        """What `next` will return."""
+        """Return what `next` will return."""
         self._peeked = self.next()
         return self._peeked
 
     def take_whole(self) -> Replica:
-        """Every rank gets whole batches from here on, of what `next` has not returned, as if it were alone.
+        """Give every rank whole batches from here on, starting after what `next` returned last, as if it were alone.
 
         Returns: a replica without others.
 
-        Raises: UnsupportedError if ranks have data of their own.
+        Raises: UnsupportedError if ranks have different data.
         """
         if self._source.source.traits.policy is not AutoShardPolicy.DATA:
             raise UnsupportedError(
@@ -131,14 +132,14 @@ class JointBatches:
         return self._replica
 
     def is_current(self, batch: JointBatch) -> bool:
-        """Whether this batch, which `next` returned last, is cut for the present members."""
+        """Whether this batch, the last that `next` returned, is divided for the current members."""
         return self._current is batch
 
     def regroup(self) -> None:
-        """The membership has changed: the batch that was read but not used comes again, cut for the present members."""
+        """Repeat a batch that was read but not used, divided for the current members, after a membership change."""
         again = self._read > self.done
         self._batches.close()
-        # The source may only be cut again while no iterator of it is open.
+        # The source may be divided again only while no iterator of it is open.
         self._source.regroup(*read_part(self._replica), repeat=again)
         self._batches = self._source.epoch(self._epoch, self.done)
         self._read = self.done
@@ -146,7 +147,7 @@ class JointBatches:
         self._current = self._peeked = None
 
     def close(self) -> None:
-        """Read no further. In its next epoch the source continues here where Keras's would."""
+        """Stop reading. In its next epoch the source continues here if Keras's would."""
         self._batches.close()
 
     def _next_uniform(self) -> JointBatch | None:
@@ -161,12 +162,12 @@ class JointBatches:
         return self._joint(batch.data, _sizes(batch.global_size, self._replica.world_size), step)
 
     def _next_whole(self, count: int) -> JointBatch | None:
-        """Each rank reads the global batch, and computes some of its micro-batches."""
+        """Read the global batch on each rank, and compute some of its micro-batches."""
         source, replica = self._source, self._replica
         batch = next(self._batches, None)
         step = self._read
-        # Uniform sources have the same length on all ranks, so that without a comparison no collective is needed to
-        # find the end.
+        # Uniform sources are equally long on all ranks. Unless batches are compared, finding the end takes no
+        # collective.
         if not source.is_uniform or step < self._compared:
             parts = leaves(batch.data) if batch and step < self._compared else []
             note = encode([batch.size, [*map(sample_checksum, parts)]] if batch else None)
@@ -184,7 +185,7 @@ class JointBatches:
         if batch is not None:
             self._read += 1
         fingerprint = source.fingerprint() if batch and source.fingerprint and step < self._compared else 0
-        # Every rank sends a note before each step, also one whose stream has ended: else the others would wait for it.
+        # Every rank sends a note before each step, even after its stream has ended, because the others wait for it.
         note = np.array([batch is None, batch.size if batch else 0, fingerprint], np.int64)
         notes = np.stack(self._replica.communicator.all_gather(note))
         if notes[:, 0].all():
@@ -192,7 +193,7 @@ class JointBatches:
         if source.fingerprint:
             self._check_same(step, [None if ended else each for ended, _, each in notes.tolist()])
             if batch is None:
-                return None  # only some that are late read on, and end
+                return None  # only ranks that are behind read on, and end
         return self._joint((batch or source.stand_in()).data, tuple(notes[:, 1].tolist()), step)
 
     def _joint(
@@ -201,7 +202,7 @@ class JointBatches:
         return JointBatch(data, sizes, self._replica.rank, step, micro_batches, self._source.source.traits.fixed_size)
 
     def _check_same(self, step: int, read: Sequence[Any]) -> None:
-        """Compare what tells the ranks' batches apart; None where the data of a rank have ended.
+        """Compare the ranks' batch fingerprints; None marks a rank whose data have ended.
 
         Raises: DisagreementError, see `RankComparison`.
         """
@@ -217,18 +218,18 @@ class JointBatches:
         raise DisagreementError(f"Batch {step} of epoch {self._epoch}: {advice}")
 
 
-@functools.lru_cache(maxsize=8)  # that of most batches, and the last one's
+@functools.lru_cache(maxsize=8)  # for the usual batch size and the last batch's
 def _sizes(global_size: int, world_size: int) -> tuple[int, ...]:
     ranges = [local_range(global_size, rank, world_size) for rank in range(world_size)]
     return tuple(stop - start for start, stop in ranges)
 
 
 def fit_to_mesh(batch: JointBatch, replica: Replica, parts: int) -> JointBatch:
-    """The batch, as the processes of one program put it on their mesh: each its own equal part, or each the whole
-    batch, which they exchange, where that is not what their devices need.
+    """Return the batch as the processes of one program put it on their mesh: each rank's equal part, or the whole
+    batch, which they exchange if equal parts are not what their devices need.
 
     Args:
-        parts: see `Replica.mesh_parts`.
+        parts: See `Replica.mesh_parts`.
     """
     divides = parts % replica.world_size == 0 and batch.global_size % parts == 0 and len(set(batch.sizes)) == 1
     if divides or replica.world_size == 1:
@@ -243,32 +244,32 @@ def fit_to_mesh(batch: JointBatch, replica: Replica, parts: int) -> JointBatch:
 
 
 def all_gather_rows(rows: Array, communicator: Communicator) -> list[Array]:
-    """Each rank's rows; also of strings, as lookup layers take and produce them."""
+    """Gather each rank's rows, including rows of strings, as lookup layers take and produce them."""
     if rows.dtype.kind not in "OSU":
         return communicator.all_gather(np.ascontiguousarray(rows))
     return [decode(each).astype(rows.dtype) for each in communicator.all_gather_bytes(encode(rows.astype(object)))]
 
 
 def read_part(replica: Replica) -> tuple[int, int]:
-    """The part of each global batch that this process reads, and of how many: all of it where it is cut into
+    """Return which part of each global batch this process reads, and of how many: all of it if it is divided into
     micro-batches."""
     return (0, 1) if replica.micro_batches else (replica.rank, replica.world_size)
 
 
 def batch_groups(batches: JointBatches, size: int) -> Iterator[tuple[int, int, Iterator[JointBatch]]]:
-    """All batches of a pass in groups of `size` (`steps_per_execution`), of which callbacks see the first and the
-    last: the indices of these two, and the batches, which are read as they are taken. Take all of a group."""
+    """Yield all batches of a pass in groups of `size` (`steps_per_execution`): the indices of the first and the last,
+    which callbacks see, and the batches, which are read as they are taken. Take all batches of a group."""
 
     def group(batch: JointBatch | None) -> Iterator[JointBatch]:
         while batch is not None:
             yield batch
-            # When the caller asks for the next one: until then the batch may have to come again.
+            # Once the caller requests the next one: before that, the batch may have to be repeated.
             batches.done += 1
             batch = batches.next() if batches.done % size else None
 
     try:
         while (first := batches.next()) is not None:
-            # Of the last group Keras, too, names the last step of a whole one.
+            # For the last group, Keras also reports the last step of a full one.
             yield first.step, first.step + size - 1, group(first)
     finally:
         batches.close()

@@ -1,7 +1,7 @@
-"""Which trainer runs a model: what the strategies register with `phalanx.keras_compat.trainer_hook`.
+"""Selection of the trainer that runs a model; strategies register it with `phalanx.keras_compat.trainer_hook`.
 
-A model that is constructed or compiled inside `strategy.scope()` belongs to this process's member of the job: its
-place among replicas, or among parameter servers. Its `fit`, `evaluate`, ... then go to a `ReplicaTrainer` or a
+A model that is constructed or compiled inside `strategy.scope()` belongs to this process's member of the job: its place
+among replicas, or among parameter servers. `fit`, `evaluate`, ... of the model are then run by a `ReplicaTrainer` or a
 `ParameterServerTrainer`. All other models are left to Keras.
 """
 
@@ -39,16 +39,16 @@ _STEPS = {"fit": "train", "evaluate": "test"}  # the other methods begin with th
 _TRAINER = "_phalanx_trainer"
 
 Member = Replica | ParameterServerWorker
-"""What a model belongs to: this process's place among replicas, or among parameter servers."""
+"""Owner of a model: this process's place among replicas, or among parameter servers."""
 
 
 class ModelOwner(NamedTuple):
-    """A strategy, as far as its models' trainers know it.
+    """The part of a strategy that its models' trainers see.
 
     Attributes:
-        member: see `Member`.
-        policy: how it trains models.
-        running: makes the context in which methods of its models run.
+        member: See `Member`.
+        policy: How the strategy trains models.
+        running: Returns the context in which methods of its models run.
     """
 
     member: Member
@@ -60,9 +60,9 @@ class ModelDispatcher:
     """See `phalanx.keras_compat.trainer_hook.KerasDispatcher`.
 
     Args:
-        current_owner: returns the owner of a model that is constructed or compiled now; None for Keras's own.
-        merge_gradients: see `KerasDispatcher.merge_gradients`.
-        note_variable: called with each Keras variable that is created.
+        current_owner: Returns the owner of a model that is constructed or compiled now; None to leave it to Keras.
+        merge_gradients: See `KerasDispatcher.merge_gradients`.
+        note_variable: Called with each Keras variable that is created.
     """
 
     def __init__(
@@ -76,31 +76,30 @@ class ModelDispatcher:
         self.merge_gradients = merge_gradients
 
     def register_model(self, model: Any) -> None:
-        """Note the current strategy, and that a former trainer is stale.
+        """Record the current strategy, and invalidate an earlier trainer.
 
         Raises: UnsupportedError for a compiled model that parameter servers cannot train.
         """
         if (owner := self._current_owner()) is not None:
-            # Called for the constructor and for `compile`: a model that was made outside of the scope may be compiled
-            # in it.
+            # Called for the constructor and for `compile`: a model created outside the scope may be compiled inside it.
             set_untracked(model, **{OWNER: owner})
-        # Engines trace what `compile` was given, so a trainer lives as long as one compilation.
+        # Engines trace what `compile` received, so a trainer lives as long as one compilation.
         forget_trainer(model)
         if getattr(model, "compiled", False) and isinstance(member_of(model), ParameterServerWorker):
             check_served(model)
 
     def forget_functions(self, model: Any) -> None:
-        """Note that a former trainer is stale: engines compile functions of the model's variables."""
+        """Invalidate an earlier trainer, because engines compile functions of the model's variables."""
         forget_trainer(model)
 
     def register_object(self, thing: Any) -> None:
-        """Name what is created, so that tasks can refer to it."""
+        """Name a created object, so that tasks can refer to it."""
         owner = self._current_owner()
         if owner is not None and isinstance(owner.member, ParameterServerWorker):
             owner.member.scope_registry.note(thing)
 
     def run(self, model: Any, method: KerasMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `fit` and the like by the model's trainer, or by Keras if the model trains in this process alone."""
+        """Run a method with the model's trainer, or with Keras if the model trains in this process alone."""
         owner = _owner_of(model)
         with on_device(policy_of(model).device), nullcontext() if owner is None else owner.running():
             return self._run(model, method, args, kwargs)
@@ -114,7 +113,7 @@ class ModelDispatcher:
             return _run_by_keras(method, model, *args, **kwargs)
         if isinstance(member, Replica) and chief_callbacks.runs_on_this_rank_only():
             _refuse_training_in_chief_callback(method)
-            # The other ranks' metrics continue to count: logs, and what callbacks decide by them, must stay the same.
+            # The other ranks' metrics continue to count. Logs, and what callbacks decide from them, must stay the same.
             with metrics_kept(model):
                 return _run_by_keras(method, model, *args, **kwargs)
         arguments = method.bind(model, args, kwargs)
@@ -133,24 +132,24 @@ class ModelDispatcher:
         """See `shared_saving.save`."""
         member, trainer = member_of(model), vars(model).get(_TRAINER)
         if isinstance(member, ParameterServerWorker) and member.is_chief and trainer is not None:
-            # Between two batches the model has neither the servers' optimizer state nor all of their updates.
+            # Between two batches the model lacks the servers' optimizer state and some of their updates.
             trainer.pull_consistent()
         return shared_saving.save(model, member, method, filepath, overwrite, *args, **kwargs)
 
 
 def has_trainer(model: Any) -> bool:
-    """Whether a model was called since it was compiled, so that its trainer may have compiled functions."""
+    """Whether a model has been called since it was compiled, so that its trainer may have compiled functions."""
     return _TRAINER in vars(model)
 
 
 def member_of(model: Any) -> Member | None:
-    """The member to which a model belongs; None if Keras itself trains it."""
+    """Return the member to which a model belongs; None if Keras itself trains it."""
     owner = _owner_of(model)
     return None if owner is None else owner.member
 
 
 def policy_of(model: Any) -> TrainingPolicy:
-    """How its strategy trains a model."""
+    """Return the policy by which a model's strategy trains it."""
     owner = _owner_of(model)
     return EVERY_STEP if owner is None else owner.policy
 
@@ -166,9 +165,9 @@ def is_server_worker(model: Any) -> bool:
 
 
 def request_stop(model: Any) -> None:
-    """Stop `fit` on parameter servers, where the chief alone decides, at the end of the epoch.
+    """Stop `fit` on parameter servers, where only the chief decides, at the end of the epoch.
 
-    Replicas need no such request: they agree on `model.stop_training`.
+    Replicas need no request: they agree on `model.stop_training`.
     """
     trainer = vars(model).get(_TRAINER)
     if isinstance(trainer, ParameterServerTrainer):
@@ -176,9 +175,9 @@ def request_stop(model: Any) -> None:
 
 
 def update_variables(model: Any) -> None:
-    """Put the newest weights and optimizer state, all of the same step, into the model's variables.
+    """Write the newest weights and optimizer state, all of the same step, to the model's variables.
 
-    During `fit` JAX has them among the arguments of its functions, and parameter servers have them themselves, also
+    During `fit`, JAX holds them in the arguments of its functions, and parameter servers hold them themselves, also
     while a coordinator's functions run.
     """
     sync_jax_state(model)
@@ -192,7 +191,7 @@ def update_variables(model: Any) -> None:
 def _examine(
     model: Any, member: Replica, method: KerasMethod, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> NoReturn:
-    """`phalanx plan` runs this program, to learn what its `fit` computes and merges."""
+    """Run the program for `phalanx plan`, to measure what its `fit` computes and merges."""
     if method.name != "fit":
         raise UnsupportedError(
             f"`phalanx plan` measures the first fit() of a program, and this one calls {method.name}() before it."
@@ -203,8 +202,8 @@ def _examine(
 
 
 def _run_by_keras(method: KerasMethod, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Keras's own method, with datasets that it knows: what a `DatasetCreator` makes for one process, and what the
-    strategy was given to distribute."""
+    """Call Keras's own method with datasets that it supports: for `DatasetCreator` the dataset for one process, for a
+    distributed dataset the original."""
 
     def one(value: Any) -> Any:
         if isinstance(value, DistributedDataset):
@@ -225,10 +224,9 @@ def _refuse_training_in_chief_callback(method: KerasMethod) -> None:
 
 
 def _refuse_own_functions(model: Any, member: Member, method: str, *, validates: bool) -> None:
-    """Raise UnsupportedError if the model has its own `make_train_function` or the like.
+    """Raise UnsupportedError if the model has a custom `make_train_function` or the like.
 
-    The trainers of a job take the steps in functions of their own. Parameter servers leave evaluation and prediction
-    to Keras.
+    The trainers of a job run steps in their own functions. Parameter servers leave evaluation and prediction to Keras.
     """
     steps = [_STEPS.get(method, method.partition("_")[0]), *(["test"] if validates else [])]
     for step in [step for step in steps if step == "train" or isinstance(member, Replica)]:
@@ -242,12 +240,12 @@ def _refuse_own_functions(model: Any, member: Member, method: str, *, validates:
 
 @contextmanager
 def _entering(member: Member, model: Any, method: str, arguments: dict[str, Any]) -> Iterator[None]:
-    """Around a call of a model's method, in which all members take part."""
+    """Enter a call of a model's method in which all members take part."""
     if not isinstance(member, Replica):
         with nullcontext() if member.calls is None else member.calls.calling(model, method, arguments):
             yield
         return
-    is_nested = member.calling_thread is not None  # the others come to it by themselves
+    is_nested = member.calling_thread is not None  # the others reach the nested call themselves
     with in_method(member, method):
         if is_nested:
             yield
@@ -258,12 +256,12 @@ def _entering(member: Member, model: Any, method: str, arguments: dict[str, Any]
 
 
 def forget_trainer(model: Any) -> None:
-    """Have the next call of a method begin with nothing that former ones have left, but the model itself."""
+    """Discard the trainer, so that the next method call starts from the model only."""
     vars(model).pop(_TRAINER, None)
 
 
 def _trains_alone(model: Any, replica: Replica) -> bool:
-    """Whether Keras itself trains the model: no other replica, and nothing to do that Keras does not do."""
+    """Whether Keras itself trains the model: there is no other replica, and Keras can do everything."""
     policy = policy_of(model)
     return not divides_batches(replica) and policy.period is None and policy.placement is None
 

@@ -173,8 +173,7 @@ class Replica:
 
     @property
     def initial_world_size(self) -> int:
-        """Number of replicas that programs see: in an elastic job the initial one, on which all members always
-        agree."""
+        """Number of replicas that programs see: in an elastic job the initial one, on which all members agree."""
         elastic = self.elastic
         return self.world_size if elastic is None else elastic.initial_world_size
 

@@ -280,8 +280,7 @@ class ReplicaCoordination:
         return stops
 
     def _meet_between_steps(self) -> None:
-        """If steps are not merged, do what their merge does otherwise: admit members, and agree whether to save or
-        stop."""
+        """If steps are not merged, do what their merge does otherwise: admit members, agree whether to save or stop."""
         stepper, recovery, checkpointing = self._state.stepper, self._recovery, self._checkpointing
         if stepper.merges_every_step or not stepper.is_merged or (recovery is None and checkpointing is None):
             return

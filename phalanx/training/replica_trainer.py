@@ -1,8 +1,8 @@
 """`fit`, `evaluate`, `predict` and the single-batch methods of a Keras model on one of several replicas.
 
-Arguments and results are those of the Keras methods; `batch_size` is that of the global batch. All ranks must call the
+Arguments and results are those of the Keras methods; `batch_size` is the global batch size. All ranks must call the
 same methods in the same order. In elastic jobs each call is an *entry* (`Replica.entry`): a process that joins later
-gets the result of those that are over.
+receives the results of finished entries.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class ReplicaTrainer:
         self._replica_model = ReplicaModel(model, replica, policy)
 
     def fit(self, **arguments: Any) -> Any:
-        """Takes `FitArguments`."""
+        """Train the model with these `FitArguments`."""
         self._model._assert_compile_called("fit")
         with resumable(arguments.get("callbacks"), self._model, self._replica) as resumption:
             try:
-                # Inside of `resumable`: the seed of a new entry may be that of a checkpoint.
+                # Inside `resumable`: the seed of a new entry may come from a checkpoint.
                 with self._replica.entry(seed=None if resumption is None else resumption.seed) as entry:
                     # A process that joins gets the seed with the entry, and must not look for checkpoints.
                     if resumption is not None and self._replica.elastic is not None:
@@ -101,9 +101,9 @@ class ReplicaTrainer:
         return_dict: bool = False,
         **unknown: Any,
     ) -> Any:
-        """The metrics over all samples, the same on every rank."""
+        """Return the metrics over all samples, the same on every rank."""
         self._model._assert_compile_called("evaluate")
-        # Only an `evaluate` of the program's own passes this on, which `fit` has called.
+        # Only a custom `evaluate` that `fit` has called passes this on.
         uses_data_of_fit = unknown.pop("_use_cached_eval_dataset", False)
         if unknown:
             raise ValueError(f"Arguments not recognized: {unknown}")
@@ -134,7 +134,7 @@ class ReplicaTrainer:
         steps: int | None = None,
         callbacks: Any = None,
     ) -> Any:
-        """The outputs for all samples, in their order, on every rank."""
+        """Return the outputs for all samples, in their order, on every rank."""
         replica, replica_model = self._replica, self._replica_model
 
         def run() -> Any:
@@ -158,7 +158,7 @@ class ReplicaTrainer:
         class_weight: Any = None,
         return_dict: bool = False,
     ) -> Any:
-        """One training step on this global batch; its logs, the same on every rank."""
+        """Take one training step on this global batch; return its logs, the same on every rank."""
         self._model._assert_compile_called("train_on_batch")
         if class_weight is not None:
             if sample_weight is not None:
@@ -174,7 +174,7 @@ class ReplicaTrainer:
         return self._single_batch_result(engine.logs(), return_dict)
 
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
-        """The metrics of this global batch, the same on every rank."""
+        """Return the metrics of this global batch, the same on every rank."""
         self._model._assert_compile_called("test_on_batch")
         batch = _only(self._batches_of_one("test_on_batch", x, y, sample_weight))
         self._reset_metrics_of_a_single_batch()
@@ -185,7 +185,7 @@ class ReplicaTrainer:
         return self._single_batch_result(logs, return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:
-        """The outputs for this global batch, on every rank."""
+        """Return the outputs for this global batch, on every rank."""
         batches = self._batches_of_one("predict_on_batch", x)
         outputs = LocalOutputs.of(batches, self._replica_model)
         batch = _only(batches)
@@ -196,10 +196,10 @@ class ReplicaTrainer:
             counts.merge()
         return outputs.gather()
 
-    # Their parts.
+    # Internals.
 
     def _as_entry(self, run: Callable[[], T], encode: Callable[[T], bytes], decode: Callable[[bytes], T]) -> T:
-        """The result of `run`, as an entry: a process that joins later gets the members' result."""
+        """Return the result of `run`, as an entry: a process that joins later receives the members' result."""
         try:
             with self._replica.entry() as entry:
                 result = run()
@@ -210,7 +210,7 @@ class ReplicaTrainer:
             return decode(over.result)
 
     def _wait_for_result(self) -> None:
-        """Members are admitted to a `fit` only: a candidate waits for the results of all else."""
+        """As a candidate, wait for the result: members are admitted only to `fit`."""
         if self._replica.is_candidate:
             self._replica.join_entry()
 
@@ -234,7 +234,7 @@ class ReplicaTrainer:
             timeline.current.leave()
 
     def _reset_metrics_of_a_single_batch(self) -> None:
-        """Metrics of single batches are of the batch alone since Keras 3.15; before, of all since the last reset."""
+        """Reset the metrics: since Keras 3.15 they cover a single batch; before, all batches since the last reset."""
         if tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 15):
             self._model.reset_metrics()
 

@@ -244,8 +244,7 @@ class _Probe:
 
     def _batches(self) -> Iterator[_Part]:
         """Yield the batch unchanged; then with some targets set to zero, as in padding, which exposes a ratio of sums
-        if the parts' sums differ; then with some nonzero targets, because a ratio is NaN if no target of a part is
-        positive."""
+        if the parts' sums differ; then with some nonzero, because a ratio is NaN if no target of a part is positive."""
         x, y, sample_weight = self._data
         y_pred, _ = self._forward(map_leaves(lambda each: each[: self._own], x), training=False)
         largest = max(int(np.prod(each.shape)) for each in tree.flatten(y_pred))
@@ -322,8 +321,7 @@ class _Probe:
         return y_pred, added
 
     def _added(self) -> Findings:
-        """Probe added losses with the samples, and with some changed: all samples may take one path through the
-        model."""
+        """Probe added losses with the samples, and with some changed: all samples may take one path in the model."""
         if not adding_layers(self._model):
             return Findings({})
         x = self._data[0]
@@ -361,8 +359,7 @@ class _Probe:
             loss = f"{name}{so_far[name]}"
             so_far[name] += 1
             is_random = not is_close(own, float(other), own)
-            # A different value with other seeds means that it depends on random numbers, which differ between parts,
-            # too.
+            # A different value with other seeds means that it depends on random numbers, which differ between parts.
             tolerance = tolerance_of(layer.compute_dtype)
             verdict = Combination.UNKNOWN if is_random else combination_of_values(own, numbers, rows, tolerance)
             if verdict is Combination.SUM and is_close(numbers[0], numbers[1], own):

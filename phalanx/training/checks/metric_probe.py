@@ -104,8 +104,7 @@ def find_rules(model: Any, engine: Engine, data: Any, *, replicas: int) -> tuple
             logger.info("Metrics of %r cannot be computed of few samples: %r", model.name, error)
             few = many
         state.restore()
-        # A metric may use pairs of samples, or the ten largest values. For large samples, no more rows than before are
-        # used.
+        # A metric may use pairs of samples, or the ten largest values. Large samples get no more rows than before.
         if not series or PARTS * size > ROWS or samples < ROWS:
             series.append(_trials_that_tell(rules, many, update, numbers, size))
         state.restore()

@@ -157,8 +157,7 @@ class ProgramProbes:
     def __init__(self, model: Any, agreement: ChiefProbing | IndependentProbing) -> None:
         self._model = model
         self.agreement = agreement
-        # Findings about the compiled loss, by kind of batch. `compile` creates a new loss, about which nothing is
-        # known.
+        # Findings about the compiled loss, by kind of batch. `compile` creates a new, unknown loss.
         self._compiled_loss: Any = None
         self._losses: dict[str, loss_probe.Findings] = {}
         # What the model was compiled with when this step was tried on such batches.
@@ -309,8 +308,7 @@ class ProgramProbes:
         rules.decide(rules_or_raise(found))
 
     def _find_out_losses(self, sample: _Sample | None) -> None:
-        """Probe the losses. All ranks take part even if the chief knows the answer: one of them may have joined
-        recently."""
+        """Probe the losses. All ranks take part even if the chief knows the answer, because one may have joined."""
         model, agreement = self._model, self.agreement
         # WHOLE elements are not (x, y): only a custom `train_step` can unpack them.
         is_whole = sample is not None and sample.form is ElementStructure.WHOLE

@@ -20,8 +20,7 @@ from phalanx.keras_compat.observation.trial_conditions import LARGEST_CHANGE
 Array = np.ndarray[Any, Any]
 
 TOLERANCE, TOLERANCE_OF_WEIGHTS = 2e-5, 5e-3
-"""Relative to the largest value, and to a weight's largest change: gradients are sums, and tensor cores round to ten
-bits."""
+"""Relative to the largest value, and to a weight's largest change: gradients are sums, tensor cores keep ten bits."""
 COARSE_TOLERANCE = 5e-2
 """Replaces both if the model computes in half precision or with quantized values."""
 ROUNDING = 1e-6
@@ -148,8 +147,7 @@ class StepComparison:
         first, second = (rank.weights for rank in self.ranks)
         for name, value in first.items():
             size = np.abs(value - self.before.weights[name]).max(initial=0) + ROUNDING * np.abs(value).max(initial=0)
-            # Merged gradients give both the same update, up to rounding. Updates from two parts of a batch differ by
-            # much more than 5 %.
+            # Merged gradients give both the same update, up to rounding. Those of two parts differ by far more than 5%.
             if np.abs(value - second[name]).max(initial=0) > 0.05 * size:
                 return repr(name)
         return ""
@@ -167,8 +165,7 @@ class StepComparison:
 
     @cached_property
     def moves_by_rounding(self) -> bool:
-        """Whether all gradients are only rounding error. Steps of the trial are as large for those as for any
-        others."""
+        """Whether all gradients are only rounding error. Steps of the trial are as large for those as for any."""
         return 0 < max(self._largest_gradients.values(), default=0.0) <= ROUNDING * self._loss
 
     @cached_property

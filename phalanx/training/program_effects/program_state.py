@@ -1,4 +1,4 @@
-"""All that a step of a program can change, so that a step can be tried and undone."""
+"""All state that a step of a program can change, so that a step can be tried and undone."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from phalanx.training.state_sync import seed_generators, variables_of
 Array = np.ndarray[Any, Any]
 
 OTHER_SEED = 0x5EED_0DD
-"""That no program is likely to have chosen."""
+"""A seed that no program is likely to choose."""
 
 
 class ProgramState:
-    """The state of a model, its optimizers and metrics, and of what the program keeps with them.
+    """State of a model, its optimizers and metrics, and of what the program keeps with them.
 
-    That is: the variables, also those that are created or first assigned since then; attributes that are numbers,
-    texts, arrays or collections; and the states of random number generators. Files, and what else a step does outside
-    of its model, are not undone.
+    It comprises variables, including those created or first assigned later; attributes that are numbers, strings,
+    arrays or collections; and the states of random number generators. Files and other effects outside of the model are
+    not undone.
 
     Args:
-        model: whose parts that are not built yet keep what they get when they are built.
-        trains: whether weights and optimizers may change too. Without, no copy of them is made.
+        model: The model. Parts that are not built yet keep what they receive when they are built.
+        trains: Whether weights and optimizers may change too. If not, they are not copied.
     """
 
     def __init__(self, model: Any, *, trains: bool = True) -> None:
         self._model = model
-        # By id, with the variable itself, so that no other object gets this id meanwhile.
+        # By ID, with the variable itself, so that no other object can reuse the ID.
         self._variables: dict[int, tuple[Any, Array]] = {}
-        self._raws: dict[int, Any] = {}  # likewise, what they keep their values in
+        self._raws: dict[int, Any] = {}  # likewise, the backend variables that hold their values
         layers = model._flatten_layers()
         parts = [*layers, *model.metrics, *(model_state.optimizers(model) if trains else [])]
         parts = [part for part in parts if part is model or getattr(part, "built", True)]
@@ -62,10 +62,10 @@ class ProgramState:
         self._in_python = PythonState(unique, model_state.compiled_losses(model))
         self._random = program_random_state.states(), random_state(), _tensorflow_random()
         self._gradients = [(tensor, tensor.grad) for tensor in _parameters(model)]
-        self._restore_gradients()  # with a copy, as steps add to it in place
+        self._restore_gradients()  # with a copy, because steps add to gradients in place
 
     def keep(self, variables: Iterable[Any]) -> None:
-        """Note the values of variables that are not known yet."""
+        """Record the values of variables that are not known yet."""
         for variable in variables:
             if id(variable) not in self._variables:
                 self._variables[id(variable)] = variable, host_copy(variable)
@@ -74,7 +74,7 @@ class ProgramState:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """A context after which the state is as it was."""
+        """Restore the state at the end of the context."""
 
         def found(variable: Any) -> None:
             with outside_of_functions():
@@ -92,15 +92,15 @@ class ProgramState:
                 self.restore()
 
     def restore_python(self) -> None:
-        """Undo what has happened since to attributes and objects of the program."""
+        """Undo changes to attributes and objects of the program."""
         self._in_python.restore()
 
     def variables(self) -> list[tuple[Any, Array]]:
-        """The variables that are known so far, and the values that they began with."""
+        """Return the variables that are known so far, with their initial values."""
         return list(self._variables.values())
 
     def restore(self) -> None:
-        """Undo what has happened since."""
+        """Undo all changes."""
         self.restore_python()
         for variable, value in self.variables():
             if not np.array_equal(host_copy(variable), value):
@@ -122,7 +122,7 @@ class ProgramState:
         return [*seed_generators(self._model), *([] if everywhere is None else [everywhere])]
 
     def change_seeds(self) -> None:
-        """Let all that draws random numbers draw others, until `restore`."""
+        """Change the seeds of all random number generators, until `restore`."""
         for generator in self._seed_generators():
             generator.state.assign(host_copy(generator.state) + 1)
         random.seed(OTHER_SEED)
@@ -136,11 +136,11 @@ class ProgramState:
 
 
 class PythonState:
-    """What parts of a model keep in attributes, and in objects and functions of the program.
+    """Attributes of a model's parts, and state in objects and functions of the program.
 
     Args:
-        parts: layers, metrics and optimizers.
-        others: losses of the model.
+        parts: Layers, metrics and optimizers.
+        others: Losses of the model.
     """
 
     def __init__(self, parts: Sequence[Any], others: Sequence[Any] = ()) -> None:
@@ -150,17 +150,17 @@ class PythonState:
         self._kept += [_Variable(place) for place in held.variables]
 
     def restore(self) -> None:
-        """Undo what has happened to it since."""
+        """Undo all changes."""
         for each in self._kept:
             each.restore()
 
 
 def _held_variables(value: Any, depth: int = 4) -> Iterator[Any]:
-    """The variables in the attributes of a part, also those that Keras does not track, as states of recurrent layers.
+    """Yield the variables in a part's attributes, including those that Keras does not track, such as recurrent states.
 
     Args:
-        value: the attributes, or what is in one of them.
-        depth: so many collections within each other are looked through.
+        value: The attributes, or the value of one of them.
+        depth: Maximum number of nested collections to search.
     """
     if isinstance(value, keras.Variable):
         yield value
@@ -170,10 +170,10 @@ def _held_variables(value: Any, depth: int = 4) -> Iterator[Any]:
 
 
 class _Attributes:
-    """The attributes of an object that a step may count or collect in.
+    """Attributes of an object in which a step may count or collect.
 
     Args:
-        is_programs: whether its class is the program's own, and no part of Keras.
+        is_programs: Whether its class is the program's, and not part of Keras.
     """
 
     def __init__(self, owner: Any, *, is_programs: bool = False) -> None:
@@ -183,8 +183,8 @@ class _Attributes:
         for name, value in vars(owner).items():
             is_counter = isinstance(value, int | float) and not isinstance(value, bool)
             restore = None if is_programs and is_large(value) else _content(value)
-            # Private attributes are mostly Keras's bookkeeping, which follows from what was built, and what was built
-            # stays. Private numbers may be counters of the program.
+            # Private attributes are mostly Keras's bookkeeping for what was built, and what was built stays. Private
+            # numbers may be counters of the program.
             if restore is not None and name != "built" and (is_programs or is_counter or not name.startswith("_")):
                 self._kept.append((name, value, restore))
 
@@ -199,7 +199,7 @@ class _Attributes:
 
 
 class _Variable:
-    """A variable around a function of the program, or a global one, which the function may count or collect in."""
+    """A closure variable or global of a function of the program, in which the function may count or collect."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -213,7 +213,7 @@ class _Variable:
 
 
 def _content(value: Any) -> Callable[[], None] | None:
-    """What gives a value its present content again; None if that is not known."""
+    """Return a function that restores a value's current content; None if there is no known way."""
     if isinstance(value, model_state.PLAIN) or type(value).__module__.startswith("jax"):
         return _nothing
     if isinstance(value, np.random.Generator):
@@ -239,7 +239,7 @@ def _content_of_collection(value: Any) -> Callable[[], None]:
     kind = next(each for each in (list, deque, OrderedDict, dict, set) if isinstance(value, each))
     extend = kind.extend if kind in (list, deque) else kind.update  # type: ignore[union-attr]
 
-    def restore() -> None:  # past Keras's tracking of what is in it
+    def restore() -> None:  # bypasses Keras's tracking of the items
         for each in _stores(value):
             kind.clear(each)
             extend(each, items)  # type: ignore[operator]
@@ -250,7 +250,7 @@ def _content_of_collection(value: Any) -> Callable[[], None]:
 
 
 def _stores(collection: Any) -> list[Any]:
-    """The lists or dictionaries with the items: TensorFlow wraps dictionaries, and keeps the items of lists twice."""
+    """Return the containers of the items: TensorFlow wraps dictionaries, and stores the items of lists twice."""
     if hasattr(collection, "__wrapped__"):
         return [collection.__wrapped__]
     storage = getattr(collection, "_storage", None)
@@ -271,14 +271,14 @@ def _content_of_tensor(value: Any) -> Callable[[], None] | None:
 
 
 def _parameters(model: Any) -> list[Any]:
-    """PyTorch's tensors that have gradients, which a step may add to those of an earlier one."""
+    """Return PyTorch's tensors that have gradients, to which a step may add."""
     if keras.backend.backend() != "torch":
         return []
     return [variable.value for variable in model.trainable_variables if variable.value.requires_grad]
 
 
 def _tensorflow_random() -> tuple[random.Random, Any] | None:
-    """TensorFlow's generator of seeds, if there is one, and its state."""
+    """Return TensorFlow's seed generator and its state, if there is one."""
     if keras.backend.backend() != "tensorflow":
         return None
     from tensorflow.python.eager import context

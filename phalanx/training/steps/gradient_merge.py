@@ -115,8 +115,7 @@ class StepMerge(Merge):
         # Set by the stepper for the duration of one step. Only the thread that trains merges.
         self._mode = MergeMode.MERGE
         self._buffers = MergeBuffers()
-        # Both are computed once per layout: a step takes less than a millisecond on small models, and this would be
-        # noticeable.
+        # Both are computed once per layout: a step on a small model takes less than a millisecond, so this matters.
         self._scales: dict[tuple[StepLayout, float, bool], tuple[float, ...]] = {}
         self._groups: dict[StepLayout, _Groups] = {}
         self.unit = 1.0
@@ -391,8 +390,7 @@ class CustomLoopMerge:
         return merge
 
     def gather(self, rows: Sequence[GradientRows]) -> list[GradientRows]:
-        """Gather the rows of all ranks, for gradients that consist of single rows; all ranks must call. See
-        `Merge.gather`."""
+        """Gather single-row gradients of all ranks; all ranks must call. See `Merge.gather`."""
         return _gather_rows(self._replica, rows, 1.0)
 
 

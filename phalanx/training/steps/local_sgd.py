@@ -1,30 +1,30 @@
-"""Local SGD: replicas take steps of their own and exchange weights every `SyncPeriod.steps` steps.
+"""Local SGD: replicas train independently and exchange weights every `SyncPeriod.steps` steps.
 
 Theory
 ------
-Since the last exchange, replica r has gone from `start_r` to `w_r`. With n_r of the N samples of these steps,
+Since the last exchange, replica r has moved from `start_r` to `w_r`. With n_r of the N samples of these steps,
 
     progress = sum over r of n_r / N (start_r - w_r)        one exchange, which may be compressed
-    anchor   = outer step(anchor, progress)                 the same bits on every rank
+        anchor   = outer step(anchor, progress)                 bitwise equal on every rank
 
 and all continue from the anchor: w_r = start_r = anchor. With Stich's local SGD the outer step takes the mean itself;
-with DiLoCo it is SGD with momentum, for which the progress takes the role of a gradient. A replica without samples in
-these steps does not count, so streams of unequal length need nothing more.
+with DiLoCo it is SGD with momentum, with the progress as the gradient. A replica without samples in these steps does
+not count, so streams of unequal length need no special case.
 
-*Overlapped*, an exchange proceeds while the replicas take the next steps, and takes effect at the next exchange: the
-new anchor replaces what the replicas began from, and what each has done since stays its own,
+An *overlapped* exchange proceeds while the replicas take the next steps, and takes effect at the next exchange: the new
+anchor replaces what the replicas started from, and each keeps its progress since then,
 
     w_r = anchor - (start_r - w_r)
 
-until it is merged in turn. At the end of an epoch all is merged, without overlap: validation, checkpoints and callbacks
-see one model.
+until it is merged in turn. At the end of an epoch everything is merged, without overlap: validation, checkpoints and
+callbacks see one model.
 
-*Elastic jobs.* What a replica has done since the last exchange is lost with it; the others repeat an exchange in which
-it is lost. Processes join where all are merged, and checkpoints are written there: right after an exchange, or at the
-beginning of an epoch. In elastic jobs, and in those that are saved, exchanges are not overlapped.
+*Elastic jobs.* The progress of a replica since the last exchange is lost with it; the others repeat an exchange in
+which it is lost. Processes join, and checkpoints are written, where everything is merged: right after an exchange, or
+at the start of an epoch. Exchanges are not overlapped in elastic jobs, or in jobs that are saved.
 
-Layer state (averages of batch normalization) is averaged with the weights. Optimizers keep their moments to themselves;
-when `fit` ends these are averaged, so that what is saved or trained on then is one model's.
+Layer state (moving averages of batch normalization) is averaged with the weights. Optimizers keep their moments local;
+when `fit` ends these are averaged, so that one model is saved, or trained further.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class LocalSGDStepper(ReplicaStepper):
     """See the top of this file, and `stepper.ReplicaStepper`.
 
     Attributes:
-        overlaps: whether exchanges may proceed during the steps after them.
-        exchange: the weights that all have in common.
+        overlaps: Whether exchanges may proceed during the steps after them.
+        exchange: The common weights.
     """
 
     merges_every_step = False
@@ -74,19 +74,18 @@ class LocalSGDStepper(ReplicaStepper):
         self._period = period
         self.overlaps = period.overlap
         self.exchange = WeightExchange(period.outer, compression)
-        # Samples that this rank has trained on: in this epoch, as far as its metrics still count them; in this epoch;
-        # in this `fit`.
+        # Samples that this rank has trained on: those that its metrics still count, in this epoch, in this `fit`.
         self._trained = self._averaged = self._all_trained = 0
-        self._metrics_start: list[Any] = []  # when they were reset
-        # What an exchange averages: the weights, then the layer state, and others that may have changed.
+        self._metrics_start: list[Any] = []  # state of the metrics at their reset
+        # The variables that an exchange averages: weights, then layer state, and others that may have changed.
         self._variables: list[Any] = []
         self._optimizer = inner_optimizer(model.optimizer)
-        # Steps without samples count for schedules only: an optimizer that accumulates gradients decides by this number
-        # when to update, and Adam how many steps its moments contain.
+        # Steps without samples count only for schedules: from this count, an optimizer that accumulates gradients
+        # decides when to update, and Adam how many steps its moments contain.
         follows_schedule = isinstance(getattr(self._optimizer, "_learning_rate", None), LearningRateSchedule)
         accumulates = getattr(self._optimizer, "gradient_accumulation_steps", None)
         self._iterations = self._optimizer._iterations if follows_schedule and not accumulates else None
-        # Merged, at the end of an epoch; None while it runs, when each rank logs its own batches.
+        # Merged at the end of an epoch; None during it, when each rank logs its own batches.
         self._logs: Mapping[str, Any] | None = None
         self._pooled_logs: Mapping[str, Any] | None = None  # of what `_metrics_start` contains of this epoch
 
@@ -96,15 +95,15 @@ class LocalSGDStepper(ReplicaStepper):
         return self.exchange.steps == 0
 
     def begin(self, *, watched: bool, entering: bool = False) -> None:
-        """See `ReplicaStepper.begin`. The logs of single batches are this replica's own."""
+        """See `ReplicaStepper.begin`. The logs of single batches are local to this replica."""
         weights, layer_state = self._model.trainable_variables, self._engine.layer_state()
-        # A step of the program's own, or a callback, may let others follow the weights, as those of a teacher.
+        # A custom step or a callback may update other variables from the weights, such as those of a teacher.
         may_change = watched or overrides(self._model, "train_step")
         self._variables = [*weights, *layer_state, *(frozen_weights(self._model) if may_change else ())]
-        # A process that resumes or joins has these from `load_pooled` or `admit`, of the middle of the epoch.
+        # A process that resumes or joins has these from `load_pooled` or `admit`, from the middle of the epoch.
         if not entering:
             self._trained = 0
-        # Also from a checkpoint of a job that merged every step: all ranks have what it had counted.
+        # Also after the checkpoint of a job that merged every step: all ranks have its counts.
         if not entering or not self._metrics_start:
             self._metrics_start = self._engine.metric_rules.values()
         self._logs = self._pooled_logs = None
@@ -116,7 +115,7 @@ class LocalSGDStepper(ReplicaStepper):
             self._merge.expect(batch.global_size, batch.fixed_size)
             with self._merge.in_mode(MergeMode.LOCAL):
                 self._engine.train(batch.data, batch.share)
-        elif self._iterations is not None:  # schedules proceed, as on the other ranks
+        elif self._iterations is not None:  # schedules advance, as on the other ranks
             (steps,) = self._engine.read([self._iterations])
             self._engine.write([(self._iterations, np.asarray(steps + 1, steps.dtype))])
         self._trained += batch.size
@@ -129,7 +128,7 @@ class LocalSGDStepper(ReplicaStepper):
         if self.exchange.steps < self._period.steps:
             return ()
         tasks = self._exchange(retry, overlap=self.overlaps)
-        if self._replica.elastic is not None:  # what a member has counted is not lost with it then
+        if self._replica.elastic is not None:  # so that a member's counts are not lost with it
             self._pool_metrics(retry)
         return tasks
 
@@ -156,9 +155,9 @@ class LocalSGDStepper(ReplicaStepper):
         self._all_trained = 0
 
     def admit(self) -> None:
-        """See `ReplicaStepper.admit`. Each rank keeps its optimizer's moments, and what its metrics have counted."""
+        """See `ReplicaStepper.admit`. Each rank keeps its optimizer moments and metric counts."""
         elastic = self._replica.elastic
-        # The others have weights in common already, and optimizer moments and metrics of their own, which they keep.
+        # The others already have common weights, and keep their local optimizer moments and metrics.
         fresh = elastic is not None and elastic.needs_state
         state_sync.synchronise(self._model, self._replica, take=fresh)
         self.exchange.synchronise(self._replica.communicator, take=fresh)
@@ -169,7 +168,7 @@ class LocalSGDStepper(ReplicaStepper):
             self._trained = self._all_trained = 0
 
     def pooled(self) -> State:
-        """See `ReplicaStepper.pooled`. The chief, which saves it, takes over what all metrics have counted."""
+        """See `ReplicaStepper.pooled`. The chief, which saves it, takes over the counts of all metrics."""
         counts = self._replica.gather(self._trained)
         if any(counts):
             self._engine.merged_metrics(self._trained / sum(counts), self._metrics_start, final=True, training=True)
@@ -196,12 +195,12 @@ class LocalSGDStepper(ReplicaStepper):
     def _exchange(self, retry: RetryOnMembershipChange, *, overlap: bool) -> Sequence[str]:
         progress.enter("exchange")
         timeline.current.enter("exchange")
-        # Read once, before any attempt: what this rank has done stays the same if the exchange is repeated.
+        # Read once, before any attempt: this rank's progress stays the same if the exchange is repeated.
         own = self._engine.read(self._variables)
         tasks: list[str] = []
 
         def run() -> list[Any]:
-            # Of the attempt that succeeds: the samples of members that were lost meanwhile are not in the exchange.
+            # For the attempt that succeeds: samples of members that were lost earlier are not in the exchange.
             tasks[:] = [member.task for member in self._replica.communicator.membership.members]
             return self.exchange.run(own, self._replica, overlap=overlap)
 
@@ -219,10 +218,10 @@ class LocalSGDStepper(ReplicaStepper):
         if share is not None:
             means = self._replica.communicator.all_reduce(self._engine.read(own), scale=share)
             self._engine.write(list(zip(own, means, strict=True)))
-        self._averaged = 0  # not before: it is repeated if a member is lost
+        self._averaged = 0  # not before, because the merge is repeated if a member is lost
 
     def _pool_metrics(self, retry: RetryOnMembershipChange) -> None:
-        """Let the metrics of all ranks continue from what all of them have counted."""
+        """Continue the metrics of all ranks from their combined counts."""
         logs = retry(self._merge_metrics)
         if logs is not None:
             self._pooled_logs, self._metrics_start = logs, self._engine.metric_rules.values()
@@ -235,10 +234,10 @@ class LocalSGDStepper(ReplicaStepper):
         return self._engine.merged_metrics(share, self._metrics_start, final=True, training=True)
 
     def _share(self, samples: int) -> float | None:
-        """This rank's part of the samples of all ranks; None if there are none."""
+        """Return this rank's share of the samples of all ranks; None if there are none."""
         total = sum(self._replica.gather(samples))
         return samples / total if total else None
 
     def _forget_metrics(self) -> None:
-        """Another rank has what they have counted since they were reset."""
+        """Discard what the metrics have counted since their reset, because another rank holds it."""
         self._engine.metric_rules.set_values(self._metrics_start)

@@ -128,8 +128,8 @@ class ParameterServerMerge(Merge):
             self._heard_at = time.monotonic()
             tickets.add(response)
             if self._is_overlapped or (self._rows is not None and not self._is_synchronous):
-                # The next ticket must be available while a step's gradients are in flight, or to state which rows the
-                # next step needs.
+                # The next ticket must be available while gradients are in flight, or to state which rows the next step
+                # needs.
                 spare, _ = self._client.request(HEAD, messages.RequestTicket(fit, epoch, tickets.era, wait=False))
                 if isinstance(spare, Ticket):
                     tickets.add(spare)
@@ -222,8 +222,7 @@ class ParameterServerMerge(Merge):
         return [*(self.transfer.values if gradients else ()), *merged]
 
     def _merged(self, gradients: Sequence[Array], share: float) -> list[Array]:
-        """Return the mean over the workers, which the head computes: the mean of equal gradients pushed later is the
-        same."""
+        """Return the mean over the workers, computed by the head. When all workers push it, its mean is the same."""
         self._send((), gradients, [MergeWeight.SHARE] * len(gradients), share)
         merged = self._receive()
         return [mean.reshape(own.shape) for mean, own in zip(merged, gradients, strict=True)]

@@ -1,7 +1,7 @@
-"""The exchange of local SGD: what replicas keep between two exchanges, and how it becomes common.
+"""The exchange of local SGD: what replicas keep between two exchanges, and how it is merged.
 
-The formulas are at the top of `local_sgd.py`. All state is here, in arrays that are replaced and never changed in
-place: an exchange that fails leaves it as it was.
+The formulas are at the top of `local_sgd.py`. All state is kept here, in arrays that are replaced and never changed in
+place, so an exchange that fails leaves it unchanged.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _ANCHOR, _VELOCITY, _WEIGHTS, _COMPRESSION = "anchor/", "velocity/", "weights", 
 
 
 class WeightExchange:
-    """The common weights, and how this replica's weights become common.
+    """The common weights, and the exchange that merges this replica's weights into them.
 
     Args:
-        outer: optimizer for the mean progress of the weights; that of layer state is taken as it is.
-        compression: compresses the progress of the weights; None to send it as it is.
+        outer: Optimizer for the mean progress of the weights; the progress of layer state is applied directly.
+        compression: Compresses the progress of the weights; None to send it unchanged.
 
     Attributes:
-        steps: number of steps since the last exchange began.
+        steps: Number of steps since the last exchange began.
     """
 
     def __init__(self, outer: OuterOptimizer, compression: Compression | None = None) -> None:
         self._outer = outer
         self._reducer = None if compression is None else CompressedReducer(compression)
         self._weights = 0
-        # In float32 at least: an outer step on 16-bit weights would be lost to rounding.
+        # At least float32: an outer step on 16-bit weights would be lost to rounding.
         self._anchor: list[Array] = []  # weights, then layer state
         self._velocity: list[Array] = []
-        # Where this replica began the steps that no exchange contains: the anchor, or its own weights while an exchange
-        # is under way.
+        # Where this replica started the steps that no exchange contains: the anchor, or its own weights while an
+        # exchange is in progress.
         self._start: list[Array] = []
         self._samples = 0
         self._underway: PendingExchange | None = None
@@ -53,13 +53,13 @@ class WeightExchange:
         return self.steps > 0 or self._underway is not None
 
     def begin(self, values: Arrays, weights: int) -> None:
-        """An epoch begins with these values, the same on all replicas.
+        """Begin an epoch with these values, the same on all replicas.
 
         Args:
-            values: weights, then layer state.
-            weights: how many of them are weights.
+            values: Weights, then layer state.
+            weights: Number of values that are weights.
         """
-        # Of 16-bit weights the anchor has more digits, unless a callback has set others.
+        # For 16-bit weights the anchor is more precise, unless a callback has set others.
         same = len(values) == len(self._anchor) and weights == self._weights
         kept = self._anchor if same else values
         self._anchor = [
@@ -72,7 +72,7 @@ class WeightExchange:
         self._samples, self._underway, self.steps = 0, None, 0
 
     def took_step(self, samples: int) -> None:
-        """The replicas have taken a step; this one's part had so many samples."""
+        """Record a step of all replicas, and the number of samples in this replica's part."""
         self.steps += 1
         self._samples += samples
 
@@ -80,15 +80,15 @@ class WeightExchange:
         """Exchange weights; all replicas must call.
 
         Args:
-            values: this replica's weights, then layer state.
-            overlap: whether the exchange takes effect at the next one.
+            values: This replica's weights, then layer state.
+            overlap: Whether the exchange takes effect at the next one.
 
         Returns: the values to continue with.
         """
-        # Nothing of `self` changes until the exchange is done: if it fails, the caller may repeat it.
+        # `self` does not change until the exchange succeeds: if it fails, the caller may repeat it.
         progress = [start - value for start, value in zip(self._start, values, strict=True)]
         anchor, velocity = self._anchor, self._velocity
-        # First the exchange that was sent at the end of the last period, among the ranks of then; then the present one.
+        # First the exchange that was sent at the end of the last period, among the ranks of that time, then the new.
         if (before := self._underway) is not None:
             anchor, velocity = self._stepped(anchor, velocity, before.wait(replica))
         underway = None
@@ -96,7 +96,7 @@ class WeightExchange:
         if overlap:
             own.send(replica)
             underway = own
-            # The first exchange has nothing to take effect yet: the replica continues from where it is.
+            # After the first exchange there is no result yet: the replica continues from where it is.
             local = [_wide(v) for v in values]
             if before is not None:
                 local = [a - p for a, p in zip(anchor, progress, strict=True)]
@@ -107,25 +107,24 @@ class WeightExchange:
         self._samples = self.steps = 0
         return [array.astype(value.dtype) for array, value in zip(local, values, strict=True)]
 
-    # Right after an exchange that was not overlapped, nothing is under way and this replica has no steps of its own:
-    # what it keeps is the same on all ranks, except what a compression keeps.
+    # Right after an exchange without overlap, nothing is in progress and this replica has no unmerged steps: its state
+    # is the same on all ranks, except what a compression keeps.
 
     def pooled(self, communicator: Communicator) -> dict[str, Array]:
-        """Right after an exchange that was not overlapped: the state of all ranks, pooled. All must call."""
+        """Return the state of all ranks, pooled, right after an exchange without overlap. All must call."""
         found = self._shared()
         if self._reducer is not None:
             found |= {_COMPRESSION + name: array for name, array in self._reducer.pooled(communicator).items()}
         return found
 
     def load_pooled(self, state: State, ranks: int) -> None:
-        """Continue, on so many ranks, from what `pooled` returned."""
+        """Continue from what `pooled` returned, on this number of ranks."""
         self._take(state)
         if self._reducer is not None:
             self._reducer.load_pooled(strip_prefix(_COMPRESSION, state), ranks)
 
     def synchronise(self, communicator: Communicator, *, take: bool) -> None:
-        """Right after an exchange that was not overlapped: give ranks that join (`take`) what all have in common. All
-        ranks must call."""
+        """Send the common state to ranks that join (`take`), right after an exchange without overlap; collective."""
         shared = broadcast_named(communicator, self._shared())
         if take:
             self._take(shared)
@@ -153,7 +152,7 @@ class WeightExchange:
         return [*weights, *(a - p for a, p in zip(anchor[count:], merged[count:], strict=True))], velocity
 
     def _merge(self, progress: Arrays, samples: int, replica: Replica) -> list[Array] | None:
-        """The mean progress, weighted by samples; None if there were no samples."""
+        """Return the mean progress, weighted by samples; None if there were no samples."""
         counts = replica.gather(samples)
         if not sum(counts):
             return None
@@ -184,7 +183,7 @@ Merge = Callable[[Arrays, int, Replica], list[Array] | None]
 
 
 class PendingExchange:
-    """One replica's contribution to an exchange, whose result is wanted later."""
+    """One replica's contribution to an exchange, whose result is needed later."""
 
     def __init__(self, merge: Merge, progress: Arrays, samples: int) -> None:
         self._merge = merge
@@ -199,7 +198,7 @@ class PendingExchange:
         )
 
     def wait(self, replica: Replica) -> list[Array] | None:
-        """The mean progress; merged now, among the present ranks, if it was not started."""
+        """Return the mean progress; merge it now, among the current ranks, if it was not started."""
         if self._handle is None:
             return self._merge(self._progress, self._samples, replica)
         merged: list[Array] | None = self._handle.wait()
@@ -207,7 +206,7 @@ class PendingExchange:
 
 
 def _wide(array: Array) -> Array:
-    """The array in at least 32 bits."""
+    """Convert the array to at least 32 bits."""
     return array.astype(np.float32) if array.dtype.itemsize < np.dtype(np.float32).itemsize else array
 
 
