@@ -26,8 +26,8 @@ from phalanx.transport.serialization import encode
 
 
 class FitCheckpointing:
-    """Restores a `fit` from its checkpoints, and writes them while it runs. All ranks call its methods; the writer says
-    whether they write together, or the chief alone."""
+    """Restores a `fit` from its checkpoints, and writes them while it runs. All ranks call its methods; the writer
+    determines whether they write together or only the chief writes."""
 
     def __init__(
         self,
@@ -43,17 +43,17 @@ class FitCheckpointing:
         self._recorder = recorder
         self._resumption = resumption
         self._retry = retry
-        # How many epochs the readable ledger had when it was last written, by the thread that writes.
+        # Number of epochs in the readable ledger when it was last written, by the writer thread.
         self._epochs_in_ledger = 0
-        # Steps, and seconds of the monotonic clock, at the last save. All ranks count them, so that a new chief has
-        # them; the chief alone decides by them.
+        # Steps, and seconds of the monotonic clock, at the last save. All ranks record them, so that a new chief has
+        # them; only the chief decides by them.
         self._saved_at = 0
         self._saved_time = time.monotonic()
-        self._is_postponed = False  # on the chief: one was due while another was still being written
+        self._is_postponed = False  # on the chief: a save was due while another was being written
 
     @property
     def has_checkpoint(self) -> bool:
-        """On the chief: whether there is one to resume from."""
+        """On the chief, whether there is a checkpoint to resume from."""
         return self._resumption.has_checkpoint
 
     def restore(self) -> FitSnapshot | None:
@@ -72,23 +72,23 @@ class FitCheckpointing:
         return snapshot
 
     def start(self) -> None:
-        """The steps begin. Those that this process took to warm up gave no notice."""
+        """Prepare for the first step: start the intervals, and clear the notices of warm-up steps."""
         self._note_saved()
         self._resumption.notice.is_preempted = self._resumption.notice.is_save_due = False
 
     def announce(self, *, steps: int = 0) -> None:
-        """Before the ranks merge: let the merge tell all whether the chief is to save after so many steps more."""
-        # Clocks and writers differ between ranks. One rank decides, and the merge of the step tells all: `_snapshot`
-        # below has collectives, into which no rank may go alone.
+        """Set the notice that the next merge sends to all ranks: whether to save after this many more steps."""
+        # Clocks and writers differ between ranks, so one rank decides and the merge tells all: `_snapshot` below has
+        # collectives, which no rank may enter alone.
         is_due = self._replica.is_chief and self._is_due(self._recorder.applied + steps)
         self._resumption.notice.request_save(is_due and not self._resumption.writer.busy)
 
     def save_if_due(self, *, ends_epoch: bool = False) -> None:
-        """Between two steps: save in the background, or stop, if it is time to.
+        """Between two steps, save in the background or stop, if it is time to.
 
         Raises: PreemptedError if the job was preempted.
         """
-        # Between two exchanges of local SGD each rank has weights of its own, and no rank's are the job's.
+        # Between two exchanges of local SGD, each rank has its own weights, and no rank's are the job's.
         if not self._state.stepper.is_merged:
             return
         notice, checkpoint = self._resumption.notice, self._resumption.checkpoint
@@ -101,7 +101,7 @@ class FitCheckpointing:
             notice.is_save_due = False
             self._note_saved()
             writer = self._resumption.writer
-            # Of those that write together, none may decide for itself.
+            # If all write together, no rank may decide for itself.
             if writer.needs_all or (self._replica.is_chief and not writer.busy):
                 timeline.current.enter("checkpoint")
                 writer.begin(*self._prepared(snapshot))
@@ -110,7 +110,7 @@ class FitCheckpointing:
                 self._is_postponed = self._replica.is_chief
 
     def finish(self) -> None:
-        """The training is over, and so the state final."""
+        """Save the final state after training is over."""
         # Before `finalize_variable_values` and `on_train_end`: with more `epochs`, the next start continues from these
         # weights, not from averaged or restored ones.
         snapshot = self._retry(lambda: self._snapshot(is_over=True))
@@ -118,11 +118,11 @@ class FitCheckpointing:
         if writer.needs_all or self._replica.is_chief:
             writer.wait()  # one writer at a time: names are swept below
             if self._replica.is_chief:
-                self._resumption.directory.sweep()  # a chief before this one may have been killed while it wrote
+                self._resumption.directory.sweep()  # an earlier chief may have been killed while writing
             writer.write(*self._prepared(snapshot))
 
     def _stop(self) -> None:
-        """The job was preempted: save, and let no rank exit before that is done."""
+        """Save the preempted job; no rank exits before that is done."""
 
         def save() -> Any:
             snapshot, path, writer = self._snapshot(), None, self._resumption.writer
@@ -136,7 +136,7 @@ class FitCheckpointing:
         raise PreemptedError(f"The job was preempted after {self._recorder.applied} steps. {resumes}")
 
     def _where_it_resumes(self, path: Any) -> str:
-        """As the chief: what a job that is started again does; `path` is None if its state could not be saved."""
+        """As the chief, describe where a restarted job resumes; `path` is None if its state could not be saved."""
         if path is not None:
             return f"It resumes from {path} when it is started again."
         # Not raised: the other ranks wait for this answer.
@@ -163,7 +163,7 @@ class FitCheckpointing:
         )
 
     def _snapshot(self, *, is_over: bool = False) -> FitSnapshot:
-        # The collectives of a checkpoint are those of `pooled`. `_prepared` has none: a chief may call it alone.
+        # `pooled` has the only collectives of a checkpoint. `_prepared` has none: a chief may call it alone.
         pooled = dict(self._state.stepper.pooled())
         source = self._state.source
         return FitSnapshot(
@@ -179,13 +179,13 @@ class FitCheckpointing:
         )
 
     def _prepared(self, snapshot: FitSnapshot) -> tuple[Any, int, State]:
-        """What the writer takes: the model, with its newest values, its step, and copies of all else that changes with
-        the next step; the function does the rest of the work, in any thread."""
+        """Return the writer's arguments: the model with its newest values, its step, and a function that does the
+        remaining work in any thread, from copies of everything that changes with the next step."""
         model, ledger = self._model.model, self._recorder.ledger
         if hasattr(model, "jax_state_sync"):
             model.jax_state_sync()
         variables = variables_beyond_weights(model)
-        # Copies, here and now: on JAX the next step donates the arrays, on PyTorch it writes into them.
+        # Copies, made now: on JAX the next step donates the arrays, on PyTorch it writes into them.
         snapshot.variables = [host_copy(variable) for variable in variables]
         frozen = None if ledger is None else ledger.frozen()
 
@@ -201,5 +201,5 @@ class FitCheckpointing:
         if len(ledger.epochs) == self._epochs_in_ledger:
             return
         with contextlib.suppress(OSError), self._resumption.directory.claim.writing():
-            write_ledger(self._resumption.ledger, ledger.readable())  # else the checkpoint cannot be written either
+            write_ledger(self._resumption.ledger, ledger.readable())  # if this fails, so does the checkpoint
             self._epochs_in_ledger = len(ledger.epochs)

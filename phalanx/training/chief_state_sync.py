@@ -1,8 +1,8 @@
-"""State that servers do not train is broadcast by the chief, through the first server.
+"""Broadcast by the chief, through the first server, of the state that servers do not train.
 
 Frozen weights and random seeds are broadcast when a `fit` begins; the state that layers change while they compute
-(batch-norm statistics) also at each epoch, for a worker that comes back in the middle. Seeds are shifted by the
-worker's number, so that workers draw different masks.
+(batch-norm statistics) also at each epoch, for a worker that returns in the middle. Seeds are shifted by the worker's
+number, so that workers draw different masks.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ class _Described(msgspec.Struct, array_like=True, frozen=True):
     sent_as: str
 
     def __str__(self) -> str:
-        # Integers are seeds and counters, whose dtypes differ between backends: a job may mix these.
+        # Integers are seeds and counters, whose dtypes differ between backends: a job may mix backends.
         return f"`{self.path}` {self.dtype if 'float' in self.dtype else 'integer'}{list(self.shape)}"
 
 
 def send_state(worker: ParameterServerWorker, model: Any, fit: int, changing: Sequence[Any]) -> None:
-    """On the chief, when a `fit` begins: broadcast all state that servers do not train.
+    """Broadcast all state that servers do not train, on the chief when a `fit` begins.
 
     Args:
-        worker: this process as a worker.
-        model: a built Keras model.
-        fit: number of the `fit` call.
-        changing: the variables that layers change while they compute.
+        worker: This process as a worker.
+        model: A built Keras model.
+        fit: Number of the `fit` call.
+        changing: The variables that layers change while they compute.
     """
     worker.broadcast(FROZEN, _packed(_frozen(model, changing)), fit)
     send_layer_state(worker, fit, changing)
 
 
 def send_layer_state(worker: ParameterServerWorker, fit: int, changing: Sequence[Any]) -> None:
-    """On the chief, when another epoch begins: broadcast the state of layers."""
+    """Broadcast the state of layers, on the chief when another epoch begins."""
     worker.broadcast(CHANGING, _packed(changing), fit)
 
 
 def receive_state(worker: ParameterServerWorker, model: Any, fit: int, changing: Sequence[Any]) -> None:
-    """On the others: assign the state that the chief has broadcast for this `fit`.
+    """Assign the state that the chief has broadcast for this `fit`, on the other workers.
 
     Raises: DisagreementError naming the first variable that differs.
     """
@@ -83,7 +83,7 @@ def receive_state(worker: ParameterServerWorker, model: Any, fit: int, changing:
             )
         for variable, before, value in zip(variables, values, chiefs_values, strict=True):
             if id(variable) in seeds:
-                # Other masks than the chief's, or two workers would drop the same units of their batches.
+                # Use other masks than the chief's, or two workers would drop the same units of their batches.
                 value = shifted_seed(value, worker.number)
             if not np.array_equal(value, before):
                 variable.assign(value)
@@ -92,8 +92,8 @@ def receive_state(worker: ParameterServerWorker, model: Any, fit: int, changing:
 
 @contextmanager
 def sharing_final_weights(worker: ParameterServerWorker, fit: int, variables: Sequence[Any]) -> Iterator[None]:
-    """Around the callbacks at the end of a `fit`: what those of the chief make of the trained variables holds for all
-    workers; what those of the others make of them, by logs of their own, is undone."""
+    """Run the callbacks at the end of a `fit`: changes that the chief's callbacks make to the trained variables apply
+    to all workers; changes that other workers' callbacks make, from their own logs, are undone."""
     # Copies: a callback may write into the same memory (PyTorch).
     before = [host_copy(variable) for variable in variables]
     yield
@@ -106,19 +106,18 @@ def sharing_final_weights(worker: ParameterServerWorker, fit: int, variables: Se
         _send_final_weights(worker, fit, changed)
         return
     chiefs = _receive_final_weights(worker, fit)
-    # The chief's value where it has set one; else back to what the servers have, because this worker's callbacks saw
-    # only its own logs.
+    # The chief's value if it has set one; otherwise the servers': this worker's callbacks saw only its own logs.
     for number in {*changed, *chiefs}:
         variables[number].assign(chiefs.get(number, before[number]))
 
 
 def _send_final_weights(worker: ParameterServerWorker, fit: int, changed: Mapping[int, Any]) -> None:
-    """On the chief: broadcast the trained variables, by number, that callbacks have set at the end of the `fit`."""
+    """Broadcast, on the chief, the trained variables, by number, that callbacks have set at the end of the `fit`."""
     worker.broadcast(FINAL, [np.array([fit, *changed], np.int64), *_packed([*changed.values()])], fit)
 
 
 def _receive_final_weights(worker: ParameterServerWorker, fit: int) -> dict[int, Array]:
-    """On the others: the variables of `_send_final_weights`; none, with a warning, if the chief takes too long."""
+    """Receive the variables of `_send_final_weights`; none, with a warning, if the chief takes too long."""
     try:
         received = worker.receive_broadcast(FINAL, fit)
     except CollectiveTimeoutError as error:
@@ -128,13 +127,13 @@ def _receive_final_weights(worker: ParameterServerWorker, fit: int) -> dict[int,
         return {}
     of, *numbers = np.frombuffer(received[0], np.int64).tolist()
     _, values = _unpacked(received[1:])
-    # The head keeps the last broadcast of a subject; a worker that is late may be given that of a later `fit`.
+    # The head keeps the last broadcast of a subject; a late worker may receive that of a later `fit`.
     return dict(zip(numbers, values, strict=True)) if of == fit else {}
 
 
 def are_chiefs_averages_in_weights(worker: ParameterServerWorker, fit: int, own: bool) -> bool:
-    """At the end of a `fit`, on all: whether the chief's weights and their averages are exchanged. `own`: whether those
-    of this worker are."""
+    """Return, on all workers, whether the chief's weights and averages are exchanged at the end of a `fit`; `own` is
+    whether this worker's are."""
     if worker.is_chief:
         worker.broadcast(AVERAGES, [np.array([fit, own], np.int64)], fit)
         return own
@@ -152,8 +151,8 @@ def _frozen(model: Any, changing: Sequence[Any]) -> list[Any]:
 
 
 def _key(variable: Any) -> Any:
-    # A buffer of a PyTorch module is another object at each look (`module_buffers`), but has a path of its own. Paths
-    # of Keras's variables need not be unique.
+    # A buffer of a PyTorch module is a new object on each access (`module_buffers`), but has a unique path. Paths of
+    # Keras's variables need not be unique.
     return id(variable) if isinstance(variable, keras.Variable) else variable.path
 
 

@@ -1,7 +1,6 @@
-"""The position of a running `fit`: what another process needs to continue it, besides the state of the model.
+"""Position of a running `fit`: what another process needs to continue it, in addition to the state of the model.
 
-Two kinds of process do: one that joins an elastic job (`elastic_recovery`), and one that restarts from a checkpoint
-(`fit_resumption`).
+Such a process either joins an elastic job (`elastic_recovery`), or restarts from a checkpoint (`fit_resumption`).
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from phalanx.training.replica_model import ReplicaModel
 
 @dataclass(kw_only=True)
 class FitPosition:
-    """Where a `fit` stands between two steps or two epochs; the same on all ranks.
+    """Position of a `fit` between two steps or two epochs; the same on all ranks.
 
     Attributes:
-        epoch: index of the epoch of the next step.
-        step: index of the next step; 0 also between two epochs.
-        place: where in the data the running epoch began, or, between two epochs, where the next one begins.
-        validation_place: where in the validation data the next evaluation begins; None without any.
-        epochs: indices of the epochs that `History` has recorded.
-        history: what `History` has recorded, by the name of the log.
-        logs: the logs of the last finished epoch.
-        callbacks: for each one that was passed, its class and what it has learnt.
-        ledger: the `SampleLedger`, encoded; empty without one.
-        applied: steps in all epochs so far.
+        epoch: Index of the epoch of the next step.
+        step: Index of the next step; also 0 between two epochs.
+        place: Place in the data where the running epoch began, or, between two epochs, where the next one begins.
+        validation_place: Place in the validation data where the next evaluation begins; None without any.
+        epochs: Indices of the epochs that `History` has recorded.
+        history: Logs that `History` has recorded, by name.
+        logs: Logs of the last finished epoch.
+        callbacks: Class and state of each callback that was passed.
+        ledger: The encoded `SampleLedger`; empty without one.
+        applied: Steps in all epochs so far.
     """
 
     epoch: int
@@ -60,11 +59,11 @@ class FitRecorder:
     """Records what another process would need to continue a `fit`: positions and the sample ledger.
 
     Args:
-        is_continuable: whether another process may continue it; else callbacks and samples are not looked at.
+        is_continuable: Whether another process may continue it; if not, callbacks and samples are not tracked.
 
     Attributes:
-        ledger: None where the samples have no numbers, or are not looked at.
-        applied: steps in all epochs so far.
+        ledger: The sample ledger; None if the samples have no numbers, or are not tracked.
+        applied: Steps in all epochs so far.
     """
 
     def __init__(self, replica_model: ReplicaModel, state: ReplicaFitState, *, is_continuable: bool) -> None:
@@ -76,12 +75,12 @@ class FitRecorder:
         self._callback_states: CallbackStateTracker | None = None
 
     def track_callbacks(self) -> None:
-        """The callbacks have their model and parameters: what they know from here on they have learnt."""
+        """Track changes in the callbacks, which have their model and parameters by this point."""
         if self._is_continuable:
             self._callback_states = CallbackStateTracker(self._state.arguments.callbacks)
 
     def record_step(self, batch: JointBatch) -> None:
-        """A step was taken; where the stepper does not merge every step, only by each rank for itself."""
+        """Record a step; if the stepper does not merge every step, it counts only for the rank that took it."""
         self.applied += 1
         if self.ledger is None:
             return
@@ -89,35 +88,35 @@ class FitRecorder:
         if stepper.merges_every_step:
             is_counted = self.ledger.note(source, batch.step, batch.sizes)
         else:
-            # Not counted as used before the merge: what a rank did is lost with it until then.
+            # Not counted as used before the merge: until then, a rank's work would be lost with it.
             tasks = [member.task for member in self._model.replica.communicator.membership.members]
             is_counted = self.ledger.hold(source, batch.step, batch.sizes, tasks)
         if not is_counted:
             self.ledger = None
 
     def record_merge(self, tasks: Sequence[str]) -> None:
-        """The steps that these tasks have taken for themselves have been merged."""
+        """Record the merge of the steps that these tasks took independently."""
         if self.ledger is not None and tasks:
             self.ledger.release(tasks)
 
     def end_epoch(self) -> None:
-        """The steps of an epoch are over."""
+        """Record the end of an epoch."""
         if self.ledger is not None:
             self.ledger.end_epoch(self._state.epoch)
 
     def callback_states(self) -> list[tuple[str, bytes]]:
-        """The state that the callbacks have learned since this `fit` began."""
+        """Return the state that the callbacks have accumulated since this `fit` began."""
         assert self._callback_states is not None, "the callbacks are tracked before the first step"
         return self._callback_states.changes(self._state.arguments.callbacks)
 
     def position(self) -> FitPosition:
-        """Where this `fit` stands now, without the ledger, which takes time to encode."""
+        """Return the current position of this `fit`, without the ledger, which takes time to encode."""
         state = self._state
         data, batches, history = state.source.position, state.batches, self._model.model.history
         return FitPosition(
             epoch=state.epoch,
-            # `batches` is None exactly between two epochs. There the place is that of the next pass, because the one
-            # that ended is over for the source, too.
+            # `batches` is None exactly between two epochs. The place is then that of the next pass, because the
+            # previous one is over for the source, too.
             step=0 if batches is None else batches.done,
             place=data.next if batches is None else data.running,
             validation_place=None if state.validation is None else state.validation.position.next_pass,
@@ -129,11 +128,11 @@ class FitRecorder:
         )
 
     def restore(self, position: FitPosition, restart_epoch: Callable[[], None] | None, fresh: State) -> None:
-        """Continue from a position; the model and the random numbers have their state already.
+        """Continue from a position; the model and the random numbers already have their state.
 
         Args:
-            restart_epoch: begins the epoch for the callbacks; None: the position is between two epochs.
-            fresh: the random state that the program had when it began, with which data are read again.
+            restart_epoch: Begins the epoch for the callbacks; None if the position is between two epochs.
+            fresh: Initial random state of the program, with which data are read again.
         """
         state = self._state
         state.epoch, state.logs, self.applied = position.epoch, dict(position.logs), position.applied
@@ -146,7 +145,7 @@ class FitRecorder:
                 state.source.position.resume_between_epochs(position.place)
             else:
                 state.source.position.resume_epoch(position.place, position.step)
-        # `on_train_begin` has emptied it.
+        # Cleared by `on_train_begin`.
         history = self._model.model.history
         history.epoch, history.history = list(position.epochs), dict(position.history)
         if restart_epoch is not None:
@@ -157,7 +156,7 @@ class FitRecorder:
 
     @contextmanager
     def _rereading(self, fresh: State) -> Iterator[None]:
-        """While inside, data are read that were read before: what they draw is drawn already."""
+        """Reread data inside the context with the initial random state; restore the current state on exit."""
         streams = self._model.replica.random_streams
         drawn, position = random_state(), streams.position
         set_random_state(fresh)
@@ -169,14 +168,13 @@ class FitRecorder:
 
 
 def enter_epoch(replica_model: ReplicaModel, state: ReplicaFitState, step: int) -> None:
-    """Begin in the middle of an epoch, at which the source stands. What callbacks changed when it began is contained in
-    the model's state."""
+    """Begin in the middle of an epoch, at the source's position. What callbacks changed when the epoch began is in the
+    model's state."""
     replica_model.engine.begin()
     state.batches = JointBatches(state.source, state.epoch, replica_model.replica, done=step)
 
 
 def restart_epoch(replica_model: ReplicaModel, state: ReplicaFitState) -> None:
-    """Begin the epoch for callbacks that did not see its beginning. What they do to weights and learning rate was done
-    then."""
+    """Begin the epoch for callbacks that did not see its start, without their effects on weights and learning rate."""
     with state_sync.unchanged(replica_model.model):
         state.callbacks.on_epoch_begin(state.epoch)

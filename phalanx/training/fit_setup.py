@@ -1,4 +1,4 @@
-"""What all replicas settle before the loop of a `fit`: that they were passed the same, and who does what."""
+"""Setup of a `fit` on all replicas: checks that they were passed the same, and decides who does what."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ReplicaFit:
-    """One call of `fit` on one replica, and what accompanies it.
+    """One call of `fit` on one replica, and its collaborators.
 
     Attributes:
-        model: this rank's copy of the model.
-        state: where the `fit` stands.
-        recorder: records positions, so that another process may continue this `fit`.
-        recovery: follows the membership in elastic jobs; else None.
-        checkpointing: restores and saves, if `fit` was passed a `Checkpoint`; else None.
+        model: This rank's copy of the model.
+        state: State of the `fit`.
+        recorder: Records positions, so that another process may continue this `fit`.
+        recovery: Follows the membership in elastic jobs; otherwise None.
+        checkpointing: Restores and saves, if `fit` was passed a `Checkpoint`; otherwise None.
     """
 
     model: ReplicaModel
@@ -45,26 +45,26 @@ class ReplicaFit:
     checkpointing: FitCheckpointing | None = None
 
     def retry(self, action: Callable[[], T]) -> T:
-        """Do what all ranks do together, and again from its beginning whenever the membership changes."""
+        """Run a collective action of all ranks, and restart it whenever the membership changes."""
         return action() if self.recovery is None else self.recovery.retry(action)
 
 
 def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption: FitResumption | None) -> ReplicaFit:
-    """Compare what the ranks were passed, and make engine, stepper and callbacks.
+    """Compare what the ranks were passed, and create engine, stepper and callbacks.
 
     Args:
-        resumption: the checkpoints of this `fit`, if it was passed a `Checkpoint`.
+        resumption: Checkpoints of this `fit`, if it was passed a `Checkpoint`.
 
     Raises: DisagreementError if the ranks were passed different data or arguments; see `RankComparison`.
     """
     # Invariant from here to the end of `fit`: all ranks go through the same collectives in the same order. A decision
-    # that depends on what one rank was passed is a collective itself (`any_rank`), never an `if` of that rank.
+    # that depends on what one rank was passed is itself a collective (`any_rank`), never an `if` on that rank.
     replica, model = replica_model.replica, replica_model.model
     if replica.mesh_parts is not None and replica_model.policy.placement is not None:
         saver_claims.refuse_divided(arguments.callbacks, replica_model.policy.placement)
     fit = _begin_fit(replica_model, arguments, resumption)
     state, retry, recovery = fit.state, fit.retry, fit.recovery
-    # After what every method does first, so that ranks which call different ones learn it here; and before the
+    # After what every method does first, so that ranks that call different methods notice it here; and before the
     # validation data are read, which one of them may lack.
     retry(lambda: check_same_configuration(model, arguments, replica))
     if arguments.validation_data is not None:
@@ -82,7 +82,7 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
     repeats = resumption is not None or any_rank(saves)
     state.stepper = replica_model.stepper(repeats=repeats, accumulates=not any_rank(reads))
     if recovery is not None:
-        recovery.keep_up()  # building the model may have met a change of the membership
+        recovery.keep_up()  # building the model may have met a membership change
     retry(lambda: compare_samples(state.source, replica))
     replica_model.announce_sharding(state.source, arguments.verbose)
     state.watched = any_rank(callback_hooks.has_batch_hooks(arguments.callbacks, "train"))
@@ -93,14 +93,14 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
         fit.recorder.track_callbacks()
         if overrides(model, "train_step") and state.stepper.merges_every_step and divides_batches(replica):
             check_clipping(model)
-    except BaseException:  # a lost peer, Ctrl-C: the callbacks are the program's own again
+    except BaseException:  # a lost peer, Ctrl-C: the callbacks belong to the program again
         state.undo.close()
         raise
     return fit
 
 
 def _begin_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption: FitResumption | None) -> ReplicaFit:
-    """With the input, which an elastic job may have to cut again from here on."""
+    """Create the fit with its input, which an elastic job may have to divide again from here on."""
     elastic = replica_model.replica.elastic
     source = shard_training_data(replica_model, arguments, _shuffle_seed(replica_model, arguments, resumption))
     state = ReplicaFitState(arguments=arguments, source=source)
@@ -113,10 +113,10 @@ def _begin_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption:
 
 
 def shard_training_data(replica_model: ReplicaModel, arguments: FitArguments, seed: int | None) -> ShardedInput:
-    """This rank's part of what `fit` trains on.
+    """Return this rank's part of the training data of `fit`.
 
     Args:
-        seed: of the orders of the samples; None: the source draws them.
+        seed: Seed of the sample orders; None if the source draws them.
     """
     return replica_model.shard(
         arguments.x,
@@ -131,7 +131,7 @@ def shard_training_data(replica_model: ReplicaModel, arguments: FitArguments, se
 
 
 def _shuffle_seed(replica_model: ReplicaModel, arguments: FitArguments, resumption: FitResumption | None) -> int | None:
-    """Determines the orders of the samples, where a process that resumes in the middle must draw them again."""
+    """Return the seed of the sample orders, if a process that resumes in the middle must draw them again."""
     replica = replica_model.replica
     if replica.elastic is not None:
         return None  # the entry's

@@ -166,8 +166,7 @@ class JointBatches:
         source, replica = self._source, self._replica
         batch = next(self._batches, None)
         step = self._read
-        # Uniform sources are equally long on all ranks. Unless batches are compared, finding the end takes no
-        # collective.
+        # Uniform sources are equally long on all ranks: unless batches are compared, the end needs no collective.
         if not source.is_uniform or step < self._compared:
             parts = leaves(batch.data) if batch and step < self._compared else []
             note = encode([batch.size, [*map(sample_checksum, parts)]] if batch else None)

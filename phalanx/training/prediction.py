@@ -1,4 +1,4 @@
-"""`predict`: each replica computes its part of every batch, and all get all outputs in the order of the samples."""
+"""`predict`: each replica computes its part of every batch; all receive all outputs in sample order."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Array = np.ndarray[Any, Any]
 
 
 def predict_on_replicas(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, *, watched: bool) -> Any:
-    """The outputs for all samples of a source, in their order, on every rank.
+    """Return the outputs for all samples of a source, in their order, on every rank.
 
     Args:
-        watched: whether callbacks of any rank see single batches.
+        watched: Whether callbacks of any rank see single batches.
     """
     replica_model.model.stop_predicting = False
     callbacks.on_predict_begin()
@@ -38,12 +38,12 @@ def predict_on_replicas(replica_model: ReplicaModel, source: ShardedInput, callb
 
 
 def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, watched: bool, stops: bool) -> Any:
-    """Predict all batches; those of one group if callbacks of any rank have stopped it before (`stops`)."""
+    """Predict all batches, or one group if callbacks of any rank have already stopped the prediction (`stops`)."""
     model, engine, replica = replica_model.model, replica_model.engine, replica_model.replica
     has_hooks = callback_hooks.runs_batch_hooks(callbacks, "predict")
     bar = progress_bar.progress_bar(callbacks, replica.world_size)
     progress.report("predict")
-    model.stop_predicting = stops = replica.any(stops)  # as Keras, which looks after each group
+    model.stop_predicting = stops = replica.any(stops)  # like Keras, which checks after each group
     batches = JointBatches(source, 0, replica)
     outputs = LocalOutputs.of(batches, replica_model)
     gathered: list[Any] = []  # as callbacks see them
@@ -68,7 +68,7 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
                 break
         counts.merge()
     except MembershipChangedError:
-        counts.forget()  # the prediction begins again
+        counts.forget()  # the prediction restarts
         raise
     finally:
         engine.end()
@@ -86,7 +86,7 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
 def local_outputs(
     replica_model: ReplicaModel, batch: JointBatch, form: ElementStructure = ElementStructure.PARTS
 ) -> Any:
-    """The outputs for this rank's part of a batch; see `Engine.predict`."""
+    """Return the outputs for this rank's part of a batch; see `Engine.predict`."""
     replica_model.merge.expect(batch.global_size, batch.fixed_size)
     if replica_model.deterministic is None:
         return replica_model.engine.predict(batch.data, form, batch.share)
@@ -94,11 +94,11 @@ def local_outputs(
 
 
 class LayerCounts:
-    """The counts of layers' metrics while a model predicts: merged, as if one process had predicted all samples.
+    """Counts of layers' metrics during a prediction, merged as if one process had predicted all samples.
 
     Args:
-        replica_model: whose engine has begun.
-        outputs: of the same prediction.
+        replica_model: The model; its engine has begun.
+        outputs: Outputs of the same prediction.
     """
 
     def __init__(self, replica_model: ReplicaModel, outputs: LocalOutputs) -> None:
@@ -110,7 +110,7 @@ class LayerCounts:
 
     @contextmanager
     def of(self, batch: JointBatch) -> Iterator[None]:
-        """Inside, this rank predicts its part of a batch."""
+        """Predict this rank's part of a batch inside the context."""
         is_placeholder = self._counts and not batch.size
         before = self._engine.metric_rules.values() if is_placeholder else []
         yield
@@ -120,12 +120,12 @@ class LayerCounts:
         self._all_samples += batch.global_size
 
     def merge(self) -> None:
-        """All batches are predicted; all ranks must call."""
+        """Merge the counts after all batches are predicted; all ranks must call."""
         if self._counts and self._all_samples:
             self._engine.merge_metrics(self._own_samples / self._all_samples, self._start)
 
     def forget(self) -> None:
-        """Leave the metrics as they were."""
+        """Reset the metrics to their state before the prediction."""
         if self._counts:
             self._engine.metric_rules.set_values(self._start)
 
@@ -134,24 +134,24 @@ class LocalOutputs:
     """This rank's predictions for its parts of batches, until the ranks gather them.
 
     Attributes:
-        parts: a structure of arrays for each batch.
+        parts: A structure of arrays for each batch.
     """
 
     def __init__(self, replica: Replica) -> None:
         self.parts: list[Any] = []
         self._replica = replica
-        self._sizes: list[tuple[int, ...]] = []  # of each batch, the samples of each rank
+        self._sizes: list[tuple[int, ...]] = []  # for each batch, the number of samples on each rank
 
     @classmethod
     def of(cls, batches: JointBatches, replica_model: ReplicaModel) -> LocalOutputs:
-        """For these batches, of which none has been taken. Where an output has no row for each sample, or one that
-        depends on other samples, every rank predicts whole batches."""
+        """Create the outputs for these batches, none of which has been taken. If an output has no row for each sample,
+        or depends on other samples, every rank predicts whole batches."""
         if replica_model.replica.mesh_parts is not None:
-            return cls(alone())  # one program computes all outputs, and all processes get them
+            return cls(alone())  # one program computes all outputs, and all processes receive them
         first = batches.peek()
         if first is None or replica_model.predicts_parts(first.data):
             return cls(replica_model.replica)
-        # The same on all ranks: all read whole batches from here on, or none.
+        # The same on all ranks: from here on all read whole batches, or none does.
         return cls(batches.take_whole())
 
     @property
@@ -160,20 +160,19 @@ class LocalOutputs:
         return self._replica.is_alone
 
     def add(self, outputs: Any, batch: JointBatch) -> None:
-        """Note the outputs for this rank's part of a batch: none where that is a placeholder of one sample."""
+        """Add the outputs for this rank's part of a batch; none if the part is a placeholder of one sample."""
         has_rows = batch.size or self._replica.is_alone
         self.parts.append(outputs if has_rows else tree.map_structure(lambda part: part[:0], outputs))
         self._sizes.append(batch.sizes)
 
     def gather(self) -> Any:
-        """The outputs for these batches of all ranks, in the order of the samples; afterwards there are none. All
-        ranks must call."""
+        """Return and clear the outputs for these batches from all ranks, in sample order. All ranks must call."""
         parts, sizes, self.parts, self._sizes = self.parts, self._sizes, [], []
         return tree.map_structure_up_to(parts[0], lambda *each: self._in_order(each, sizes), *parts)
 
     def _in_order(self, parts: Any, sizes: list[tuple[int, ...]]) -> Array:
-        """All ranks' rows, batch by batch and in each batch in rank order."""
-        # A number has no rows: what it is of several batches, Keras does not know either.
+        """Return all ranks' rows, batch by batch, in rank order within each batch."""
+        # A scalar has no rows; Keras does not define its value for several batches either.
         columns = all_gather_rows(parts[0] if len(parts) == 1 else np.concatenate(parts), self._replica.communicator)
         if len(columns) == 1:
             return columns[0]
@@ -189,12 +188,12 @@ class LocalOutputs:
 
 
 def _check_rows(rows: Sequence[int], samples: Sequence[int]) -> None:
-    """Raise UnsupportedError unless each sample of a batch has as many rows of an output: one, or several where a model
-    makes its first axis longer.
+    """Raise UnsupportedError unless each sample of a batch has the same number of rows of an output: one, or several if
+    a model lengthens its first axis.
 
     Args:
-        rows: number of rows of the output on each rank.
-        samples: number of samples of the batch on each rank.
+        rows: Number of rows of the output on each rank.
+        samples: Number of samples of the batch on each rank.
     """
     each, rest = divmod(sum(rows), sum(samples))
     if rest or not each or any(count != each * size for count, size in zip(rows, samples, strict=True)):

@@ -17,20 +17,20 @@ from phalanx.keras_compat.variables.host_values import host_copy, to_host
 from phalanx.training.checks.same_model import check_same_model
 from phalanx.training.replica import Replica
 
-# An odd constant far from small multiples, so that the seeds of neighbouring ranks share no low bits
+# An odd constant far from small multiples, so that the seeds of neighboring ranks share no low bits
 # (2**32 divided by the golden ratio; Knuth, The Art of Computer Programming, 6.4).
 SEED_STRIDE = 0x9E3779B9
 
 
 def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bool = True) -> None:
-    """Give every rank the chief's weights, optimizer state and layer state; call on all ranks.
+    """Set every rank to the chief's weights, optimizer state and layer state; call on all ranks.
 
-    Random seeds of layers (dropout) come from the chief too, shifted by the rank, so that the replicas draw different
+    Random seeds of layers (dropout) also come from the chief, shifted by the rank so that replicas draw different
     masks, and so does the position of the streams in `PerRankRandomStreams`.
 
     Args:
-        metrics: whether to send what the metrics have counted, for ranks that join in the middle of an epoch.
-        take: whether this rank takes the values over; else it only takes part.
+        metrics: Whether to send metric counts, for ranks that join in the middle of an epoch.
+        take: Whether this rank adopts the values; otherwise it only takes part.
 
     Raises:
         DisagreementError: if the models differ in structure; names the first difference. See `RankComparison`.
@@ -48,7 +48,7 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
     values, chiefs_random = received[: len(arrays)], received[len(arrays) :]
     if not take:
         return
-    # Micro-batches have random numbers of their own, which follow from the chief's.
+    # Micro-batches have their own random numbers, which follow from the chief's.
     stream = 0 if replica.micro_batches else replica.rank
     seeds = {id(generator.state) for generator in seed_generators(model)}
     for variable, old, new in zip(variables, arrays, values, strict=True):
@@ -62,28 +62,28 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
 
 
 def _random_state_to_share(replica: Replica) -> list[np.ndarray[Any, Any]]:
-    """The position of the streams, and the backend's random state for processes that may have joined since the program
-    began, and for micro-batches, whose numbers follow from it. In other jobs a program may give its ranks different
-    states."""
+    """Return the position of the streams, and the backend's random state for processes that may have joined since the
+    program began, and for micro-batches, whose numbers follow from it. In other jobs a program may give its ranks
+    different states."""
     position = np.array(replica.random_streams.position, np.uint64)
     return [position, *(random_state()[:1] if replica.elastic is not None or replica.micro_batches else [])]
 
 
 def draw_apart(replica: Replica) -> None:
-    """Give each rank a random state of its own, which follows from the chief's, where no trainer takes the steps."""
+    """Derive a different random state for each rank from the chief's, if no trainer takes the steps."""
     if keeps_random_state():
         draw_own_numbers(replica.communicator.broadcast(random_state()[:1], root=0), replica.rank)
 
 
 def _synchronise_copies(model: Any, replica: Replica) -> None:
-    """As `synchronise`, for a program that spans all ranks: they give the chief's values to the variables of which each
-    has a copy. Of divided variables each rank has its own part, which no other rank knows."""
+    """Synchronize a program that spans all ranks: set variables that are copied on all ranks to the chief's values. Of
+    divided variables each rank has its own part, which no other rank has."""
     variables = [*variables_of(model), *model.metrics_variables]
     check_same_model(variables, replica)
     copied = [variable for variable in variables if getattr(variable.value, "is_fully_replicated", True)]
     arrays = [host_copy(variable) for variable in copied]
     chiefs = replica.communicator.broadcast(arrays, root=0)
-    # An assignment to a variable that spans processes may be a collective of JAX, so all ranks must make the same ones.
+    # Assigning to a variable that spans processes may be a collective of JAX, so all ranks must assign the same.
     differs = np.array([not np.array_equal(old, new) for old, new in zip(arrays, chiefs, strict=True)], np.uint8)
     (differ_somewhere,) = replica.communicator.all_reduce([differs], ReduceOp.MAX)
     for variable, value, assigns in zip(copied, chiefs, differ_somewhere, strict=True):
@@ -93,10 +93,9 @@ def _synchronise_copies(model: Any, replica: Replica) -> None:
 
 @contextmanager
 def unchanged(model: Any) -> Iterator[None]:
-    """Restore weights, layer state, optimizer state, metrics and the backend's random state on exit, whatever was done
-    to them inside."""
+    """Restore weights, layer state, optimizer state, metrics and the backend's random state on exit."""
     variables = [*variables_of(model), *model.metrics_variables]
-    # Arrays of JAX never change, and of one that lies in several processes too this one cannot read all.
+    # JAX arrays are immutable, and this process cannot read the whole of an array that spans several processes.
     divided = {id(v): v.value for v in variables if not getattr(v.value, "is_fully_addressable", True)}
     copied = [variable for variable in variables if id(variable) not in divided]
     before = [host_copy(variable) for variable in copied]
@@ -113,7 +112,7 @@ def unchanged(model: Any) -> Iterator[None]:
 
 @contextmanager
 def metrics_kept(model: Any) -> Iterator[None]:
-    """Restore on exit what the metrics have counted, whatever is evaluated inside."""
+    """Restore the metric counts on exit, whatever is evaluated inside."""
     sync_jax_state(model)
     variables = list(model.metrics_variables)
     before = [host_copy(variable) for variable in variables]
@@ -126,12 +125,12 @@ def metrics_kept(model: Any) -> Iterator[None]:
 
 
 def average_optimizers(model: Any, replica: Replica, share: float) -> None:
-    """Give every rank the mean of all ranks' optimizer variables; call on all ranks.
+    """Set every rank to the mean of all ranks' optimizer variables; call on all ranks.
 
     Scalars (step counts, learning rates, the scale of the loss) are the chief's.
 
     Args:
-        share: the weight of this rank's variables in the mean; the sum over all ranks is 1.
+        share: Weight of this rank's variables in the mean; the sum over all ranks is 1.
     """
     variables = [variable for optimizer in optimizers(model) for variable in optimizer.variables]
     arrays = [to_host(variable) for variable in variables]
@@ -146,7 +145,7 @@ def average_optimizers(model: Any, replica: Replica, share: float) -> None:
 
 
 def variables_of(model: Any) -> list[Any]:
-    """Weights, layer state and optimizer state of a model, each once."""
+    """Return weights, layer state and optimizer state of a model, each once."""
     found = {id(v): v for v in [*model.trainable_variables, *model.non_trainable_variables, *buffers(model)]}
     for optimizer in optimizers(model):
         found |= {id(v): v for v in optimizer.variables}
@@ -154,12 +153,12 @@ def variables_of(model: Any) -> list[Any]:
 
 
 def seed_generators(model: Any) -> list[Any]:
-    """The seed generators of all layers."""
+    """Return the seed generators of all layers."""
     return [generator for layer in model._flatten_layers() for generator in layer._seed_generators]
 
 
 def shifted_seed(state: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]:
-    """The state of a seed generator, shifted so that each rank draws different numbers."""
+    """Return the state of a seed generator, shifted so that each rank draws different numbers."""
     shifted = state.copy()
     modulus = 1 << (8 * state.dtype.itemsize - (state.dtype.kind == "i"))
     shifted[0] = (int(state[0]) + rank * SEED_STRIDE) % modulus

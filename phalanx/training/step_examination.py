@@ -1,7 +1,7 @@
-"""The `fit` of a program that `phalanx plan` examines: a few measured steps, or one that is compiled and not run. Then
+"""Examination of a program's `fit` by `phalanx plan`: measures a few steps, or compiles one without running it. Then
 the program ends.
 
-Nothing of the program's is touched: no callback runs, nothing is validated, restored or saved.
+The program's state is not touched: no callback runs, nothing is validated, restored or saved.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from phalanx.training.replica_model import ReplicaModel
 from phalanx.training.steps.optimizer_properties import accumulation_steps
 
 WARM_UP_STEPS = 4
-"""The first compile; of the next some still allocate."""
+"""Number of steps before the measured ones: the first compiles, and some of the next still allocate."""
 STEPS, LEAST_STEPS = 60, 5
 ENOUGH_S = 5.0
-"""After so many seconds, fewer steps will do."""
+"""Time in seconds after which fewer steps suffice."""
 MANY_EPOCHS = 1_000_000
 
 
 def is_examined(replica: Replica) -> bool:
-    """Whether `phalanx plan` runs this program for what this replica's model does."""
+    """Whether `phalanx plan` runs this program to examine this replica's model."""
     return replica.recording is not None or PlanRequest.from_environment() is not None
 
 
@@ -75,7 +75,7 @@ def _compile_step(replica_model: ReplicaModel, arguments: FitArguments, topology
 
 
 def _with_rows(array: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
-    """An array of zeros of this kind with so many rows, which takes no memory; of a single value as it is."""
+    """Return zeros of this dtype and row shape with `rows` rows, which take no memory; scalars stay scalars."""
     return np.broadcast_to(np.zeros((), array.dtype), (rows, *array.shape[1:]) if array.ndim else ())
 
 
@@ -103,15 +103,15 @@ def _measure_steps(replica_model: ReplicaModel, arguments: FitArguments) -> Step
 
 
 class _Measured(BaseException):
-    """Enough steps. No `except Exception` of the program's may stop it."""
+    """Raised after enough steps. No `except Exception` of the program can catch it."""
 
 
 class StepTimer:
-    """Stands for a stepper's `train`, and notes how long steps compute, how large they are and what they merge.
+    """Replaces a stepper's `train`, and records how long steps compute, how large they are and what they merge.
 
     Args:
-        take: the stepper's own `train`.
-        cycle: number of steps after which the collectives repeat.
+        take: The stepper's original `train`.
+        cycle: Number of steps after which the collectives repeat.
     """
 
     def __init__(self, take: Callable[..., None], recording: RecordingAlgorithm, cycle: int) -> None:
@@ -144,10 +144,10 @@ class StepTimer:
         return taken >= STEPS or sum(self.seconds) > ENOUGH_S
 
     def usual_cycle(self) -> tuple[float, tuple[RecordedCall, ...]]:
-        """Seconds of a step, the median over cycles, and the calls of the most frequent kind of cycle: at the turn of
-        an epoch the ranks agree on more."""
+        """Return the seconds per step, the median over cycles, and the calls of the most frequent kind of cycle:
+        between epochs the ranks exchange more."""
         starts = range(0, len(self.seconds) - self.cycle + 1, self.cycle)
-        # Of whole cycles, because steps of one differ: some merge, some accumulate.
+        # Over whole cycles, because the steps of a cycle differ: some merge, some accumulate.
         seconds = statistics.median(sum(self.seconds[start : start + self.cycle]) for start in starts) / self.cycle
         cycles = [tuple(call for calls in self.calls[start : start + self.cycle] for call in calls) for start in starts]
         return seconds, Counter(cycles).most_common(1)[0][0]

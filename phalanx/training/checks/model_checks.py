@@ -1,4 +1,4 @@
-"""Checks of the model: what several replicas cannot do, or would do differently."""
+"""Checks of the model for what several replicas cannot do, or would do differently."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SETS_ITS_WEIGHTS = (keras.layers.SpectralNormalization,)
 
 
 def kept_state(variable: Any) -> str:
-    """The error text where a layer keeps something of its samples outside of training."""
+    """Error message for a layer that keeps data of its samples outside of training."""
     return (
         f"The layer state {variable.path!r} changes when the model is evaluated or predicts, by what its batch is. "
         f"Replicas merge layer state in training alone, so each would keep that of its own samples. Change it only in "
@@ -36,7 +36,7 @@ def kept_state(variable: Any) -> str:
 
 
 def check_kept_state(model: Any, replica: Replica) -> None:
-    """Raise UnsupportedError on every rank if a prediction has left other layer state on some ranks."""
+    """Raise UnsupportedError on every rank if a prediction has left different layer state on some ranks."""
     variables = state_of_own_layers(model)
     if not variables:
         return
@@ -75,13 +75,13 @@ def check_stateless(model: Any) -> None:
 
 
 def stateful_layer(model: Any) -> Any:
-    """The first layer that keeps a state for each sample of a batch; None if there is none."""
+    """Return the first layer that keeps a state for each sample of a batch; None if there is none."""
     return next((layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)), None)
 
 
 @contextmanager
 def explaining_parts(data: Any, replicas: int) -> Iterator[None]:
-    """A context that adds to an error of the program's about sizes that a replica sees a part of a batch."""
+    """Add a note to the program's errors about sizes inside the context: a replica sees only a part of a batch."""
     try:
         yield
     except PhalanxError:
@@ -98,7 +98,7 @@ def explaining_parts(data: Any, replicas: int) -> Iterator[None]:
 
 
 def _own_words(error: Exception) -> str:
-    """The message of an error, without what Keras says around it of shapes whatever it is about."""
+    """Return an error's message, without the shapes that Keras adds to any message."""
     text, _, _ = str(error).lower().partition("arguments received by")
     return text.rpartition("error encountered:")[2]
 
@@ -107,8 +107,8 @@ def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:
     """Check that stateful layers, which keep a state for each sample of a batch, are built for a replica's part of it.
 
     Args:
-        batch: the first batch of this rank.
-        replicas: number of replicas.
+        batch: The first batch of this rank.
+        replicas: Number of replicas.
 
     Raises: ConfigurationError if they are built for another size.
     """
@@ -117,7 +117,7 @@ def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:
         return
     try:
         inputs = leaves(model.inputs)
-    except (AttributeError, ValueError):  # of a subclassed model
+    except (AttributeError, ValueError):  # a subclassed model
         return
     fixed = {one.shape[0] for one in inputs if one is not None and one.shape[0] not in (None, batch.size)}
     if fixed:
@@ -130,12 +130,12 @@ def check_batch_size(model: Any, batch: LocalBatch, replicas: int) -> None:
 
 
 def check_normalization(model: Any) -> None:
-    """Check that no batch normalization is over the batches of all replicas, where these do not wait for each other.
+    """Check that no batch normalization is over all replicas' batches if the replicas do not wait for each other.
 
     Raises: UnsupportedError naming the layer.
     """
     for layer in model._flatten_layers():
-        # A frozen one uses what it has collected.
+        # A frozen layer uses the statistics that it has collected.
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized and layer.trainable:
             raise UnsupportedError(
                 f"{layer.name!r} of {model.name!r} is a BatchNormalization(synchronized=True), whose replicas meet in "
@@ -145,7 +145,7 @@ def check_normalization(model: Any) -> None:
 
 
 def check_spectrograms(model: Any) -> None:
-    """Check that no spectrogram is cut relative to the loudest sample of the whole batch.
+    """Check that no spectrogram is cut off relative to the loudest sample of the whole batch.
 
     Raises: UnsupportedError naming the layer.
     """
@@ -159,7 +159,7 @@ def check_spectrograms(model: Any) -> None:
 
 
 def check_clipping(model: Any) -> None:
-    """Check that a custom `train_step` does not clip gradients, which are those of this replica alone there.
+    """Check that a custom `train_step` does not clip gradients, which are only this replica's at that point.
 
     Raises: UnsupportedError naming the function.
     """

@@ -19,7 +19,7 @@ from phalanx.training.replica import Replica
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
 _NOT_COMPARED = ("name", "learning_rate")
-"""Of a configuration: Keras numbers names, and the learning rate is the chief's."""
+"""Keys of a configuration that are not compared: Keras numbers names, and the learning rate is the chief's."""
 
 _INPUT = "input"
 """Subject of the chief's message about its data."""
@@ -48,7 +48,7 @@ def compare_inputs(source: ShardedInput, replica: Replica, method: str) -> None:
 
 
 def gather_of_method(replica: Replica, method: str, text: str) -> list[str]:
-    """Every rank's text about the method of the model that it called.
+    """Gather every rank's text about the model method that it called.
 
     Raises: DisagreementError, if they called different methods; see `RankComparison`.
     """
@@ -56,8 +56,8 @@ def gather_of_method(replica: Replica, method: str, text: str) -> list[str]:
     gathered = [
         each.decode().partition("\n") for each in replica.communicator.all_gather_bytes(f"{method}\n{text}".encode())
     ]
-    # The method travels with the first comparison of every call: a rank in `evaluate` and one in `fit` learn it here,
-    # and do not wait for each other in different collectives.
+    # The method travels with the first comparison of every call, so that a rank in `evaluate` and one in `fit` notice
+    # it here instead of waiting for each other in different collectives.
     methods = [name for name, _, _ in gathered]
     difference = comparison.difference(methods)
     if difference is not None:
@@ -72,7 +72,7 @@ def gather_of_method(replica: Replica, method: str, text: str) -> list[str]:
 def compare_samples(source: ShardedInput, replica: Replica) -> None:
     """Compare a sample of the values in the ranks' data.
 
-    Raises: DisagreementError, if they differ, or come in another order; see `RankComparison`.
+    Raises: DisagreementError, if the values differ, or are in another order; see `RankComparison`.
     """
     comparison = RankComparison(replica)
     samples, expected = replica.communicator.all_gather(source.probe), comparison.expected
@@ -86,18 +86,18 @@ def compare_samples(source: ShardedInput, replica: Replica) -> None:
 
 
 def send_input(source: ShardedInput, worker: ParameterServerWorker, fit: int) -> None:
-    """On the chief among parameter servers: send what the others compare their data with."""
+    """On the chief with parameter servers, send what the other workers compare their data with."""
     signature = np.frombuffer(source.description.signature.encode(), np.uint8)
     worker.broadcast(_INPUT, [signature, source.probe, np.array([fit], np.int64)], fit)
 
 
 def compare_input_with_chief(source: ShardedInput, worker: ParameterServerWorker, fit: int) -> None:
-    """On another worker among parameter servers: compare its data with the chief's.
+    """On another worker with parameter servers, compare its data with the chief's.
 
     Raises: DisagreementError if they differ.
     """
     message = worker.receive_broadcast(_INPUT, fit)
-    # A late worker may get the message of a later `fit`, where this one is over.
+    # A late worker may receive the message of a later `fit`, if this one is over.
     if message is None or np.frombuffer(message[2], np.int64)[0] != fit:
         return
     own = source.description.signature, source.probe.tobytes()
@@ -109,7 +109,7 @@ def compare_input_with_chief(source: ShardedInput, worker: ParameterServerWorker
 
 
 def _same(sample: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    # Not bit by bit: hosts with different processors round differently.
+    # Not bitwise: hosts with different processors round differently.
     return sample.shape == other.shape and np.allclose(sample, other, rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
@@ -117,10 +117,10 @@ def check_same_configuration(model: Any, call: FitArguments, replica: Replica) -
     """Compare the arguments of `fit` and `compile`.
 
     Raises: DisagreementError, if they differ (see `RankComparison`): gradients of two losses, or two kinds of updates,
-        make no model.
+    do not make one model.
     """
     comparison = RankComparison(replica)
-    # Compared as texts: one that came late, and called another method, has sent something else.
+    # Compared as text: a late rank that called another method has sent something else.
     texts = gather_of_method(replica, "fit", json.dumps(_facts(model, call)))
     difference = comparison.difference(texts)
     if difference is not None:
@@ -138,19 +138,19 @@ def _compare_facts(first: Mapping[str, str], second: Mapping[str, str], who: str
 
 
 def describe_program(model: Any, call: FitArguments, inputs: Sequence[ShardedInput]) -> list[Any]:
-    """The arguments of `fit` and `compile`, and what tells the data of one rank from those of another; it travels.
+    """Return the arguments of `fit` and `compile`, and fingerprints of the data, in a form that can be sent.
 
     Args:
-        inputs: the training data, and validation data if there are any.
+        inputs: Training data, and validation data if there are any.
     """
     return [_facts(model, call), [[each.description.signature, each.probe.tobytes()] for each in inputs]]
 
 
 def check_chiefs_program(chiefs: list[Any], own: list[Any]) -> None:
-    """Compare a program with the chief's, on this rank alone: one that joins must not end a job that runs.
+    """Compare a program with the chief's, on this rank only: a joining process must not end a running job.
 
     Args:
-        chiefs, own: from `describe_program`.
+        chiefs, own: Results of `describe_program`.
 
     Raises: DisagreementError if they differ.
     """
@@ -162,7 +162,7 @@ def check_chiefs_program(chiefs: list[Any], own: list[Any]) -> None:
 
 
 def _difference(chiefs: Sequence[Any], own: Sequence[Any]) -> str:
-    """How this rank's data differ from the chief's, each as signature and bytes of the probe; empty if they do not."""
+    """Describe how this rank's data differ from the chief's, as signature and probe bytes; empty if they are equal."""
     if chiefs[0] != own[0]:
         return f"the chief has {chiefs[0]}; this worker has {own[0]}."
     if not _same(*(np.frombuffer(probe, np.float64) for _, probe in (chiefs, own))):
@@ -173,7 +173,7 @@ def _difference(chiefs: Sequence[Any], own: Sequence[Any]) -> str:
 def _facts(model: Any, call: FitArguments) -> dict[str, str]:
     facts: dict[str, Any] = {
         "epochs of fit()": call.epochs,
-        # Whether there are any, not which: values are compared as those of the training data.
+        # Only whether they were given: the values are compared like the training data's.
         "validation data of fit()": "given" if call.validation_data is not None else "not given",
         "validation_freq of fit()": call.validation_freq,
     }
@@ -184,14 +184,14 @@ def _facts(model: Any, call: FitArguments) -> dict[str, str]:
         facts |= {"metrics": metrics._user_metrics, "weighted_metrics": metrics._user_weighted_metrics}
     facts["optimizer"] = [type(optimizer).__name__ for optimizer in optimizers(model)]
     for number, optimizer in enumerate(optimizers(model)):
-        # Messages name the first as users do; several of one class must have different keys.
+        # Messages name the first as users do; several of one class need different keys.
         kind = type(optimizer).__name__ if number == 0 else f"{type(optimizer).__name__} ({number + 1})"
         facts |= {f"{name} of {kind}": value for name, value in _settings(optimizer).items()}
     return {name: _described(value) for name, value in facts.items()}
 
 
 def _settings(thing: Any) -> dict[str, Any]:
-    """The plain values in the configuration of a Keras object; empty, if it has none."""
+    """Return the plain values in the configuration of a Keras object; empty if it has none."""
     try:
         configuration = configuration_of(thing)
     except (NotImplementedError, TypeError, ValueError, AttributeError):
@@ -200,7 +200,7 @@ def _settings(thing: Any) -> dict[str, Any]:
 
 
 def _described(thing: Any) -> str:
-    """The same text on all ranks for the same thing: without addresses, and in an order that does not vary."""
+    """Return the same text on all ranks for the same object: without addresses, and in a fixed order."""
     if isinstance(thing, PLAIN):
         return repr(thing)
     if isinstance(thing, Mapping):

@@ -1,11 +1,11 @@
-"""Small tables that stand for the tables of embedding layers while a model trains by rows.
+"""Small tables that replace the tables of embedding layers while a model trains by rows.
 
 Before a step, the row numbers that a batch looks up are computed on the host, from the batch alone. The layer's table
-is replaced by a small one with just these rows, in ascending order of their numbers, and the layer searches the place
-of each number among them. So what a step computes, sends and receives does not grow with the height of the table.
+is replaced by a small one with only these rows, in ascending order of their numbers, and the layer searches for each
+number among them. So what a step computes, sends and receives does not grow with the height of the table.
 
-The small tables have room for a power of two of rows, so that compiled functions keep their shapes. Unused rows are
-never looked at, and their gradients are zero.
+The number of rows of a small table is a power of two, so that compiled functions keep their shapes. Unused rows are
+never looked up, and their gradients are zero.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from phalanx.training.sparse_embeddings.table_selection import MAX_ROWS, Embeddi
 Array = np.ndarray[Any, Any]
 
 SPARE_ROOM = 1.25
-"""How much more room there is than the first batch needs: each time it gets too small, steps are compiled again."""
+"""Factor by which a table is larger than the first batch needs: whenever it becomes too small, steps are recompiled."""
 NO_ROW = MAX_ROWS
-"""Follows the numbers of the rows in use: greater than any, so that they stay in order."""
+"""Pads the numbers of the rows in use; greater than any row number, so that they stay sorted."""
 
 
 class SparseEmbeddings:
-    """The embeddings of a model that are trained by rows.
+    """Embeddings of a model that are trained by rows.
 
-    Row numbers and rows are lists with an array for each table.
+    Row numbers and rows are lists with one array per table.
 
     Args:
-        model: a built Keras model.
-        tables: its tables to train by rows; they have no `problem`.
+        model: A built Keras model.
+        tables: Its tables to train by rows, all with an empty `problem`.
     """
 
     def __init__(self, model: Any, tables: Sequence[EmbeddingTable]):
         self.tables = tuple(tables)
         self._lookup = RowLookup(model, tables)
         self._compact: list[CompactTable] = []
-        # Whether the layers have the small tables now: only in steps, so that what else reads the model finds whole
+        # Whether the layers have the small tables now: only in steps, so that other readers of the model find whole
         # ones.
         self._in_place = False
 
@@ -54,11 +54,11 @@ class SparseEmbeddings:
         return [_identity(table) for table in tables] == [_identity(table) for table in self.tables]
 
     def count(self, data: Any) -> list[int]:
-        """How many numbers a batch looks up in each table, repetitions included."""
+        """Return how many numbers a batch looks up in each table, repetitions included."""
         return [sum(part.size for part in parts) for parts in self._lookup(data[0])]
 
     def numbers(self, data: Any) -> list[Array]:
-        """The distinct numbers that a batch looks up in each table, ascending.
+        """Return the distinct numbers that a batch looks up in each table, ascending.
 
         Raises: ConfigurationError if one is not in the table.
         """
@@ -71,8 +71,8 @@ class SparseEmbeddings:
             engine.end()
             if not fits:
                 self.leave()
-                # Rooms only grow: a size that was needed once will be needed again, and each other size is compiled
-                # again.
+                # Rooms only grow: a size that was needed once will be needed again, and any other means a
+                # recompilation.
                 rooms = [compact.room for compact in self._compact] or [0] * len(self.tables)
                 self._compact = [
                     CompactTable(table, max(room, _room_for(table, len(n))))
@@ -86,7 +86,7 @@ class SparseEmbeddings:
         engine.write([pair for c, n, r in zip(self._compact, numbers, rows, strict=True) for pair in c.values(n, r)])
 
     def leave(self) -> None:
-        """Restore the model's tables, with the values that they had; after `engine.end()`. Safe to call twice."""
+        """Restore the model's tables, with their previous values; after `engine.end()`. Safe to call twice."""
         if self._in_place:
             self._in_place = False
             for compact in self._compact:
@@ -99,11 +99,11 @@ class SparseEmbeddings:
 
 
 class CompactTable:
-    """A small table that replaces a layer's own.
+    """A small table that replaces a layer's table.
 
     Args:
-        table: the table to replace.
-        room: number of rows.
+        table: The table to replace.
+        room: Number of rows.
     """
 
     def __init__(self, table: EmbeddingTable, room: int):
@@ -114,7 +114,7 @@ class CompactTable:
         self._rows = keras.Variable(
             np.zeros((room, *variable.shape[1:]), dtype), dtype=dtype, trainable=True, name=variable.name
         )
-        # Messages, and what chooses variables by their paths, must see that of the table.
+        # Messages, and code that selects variables by path, must see the table's path.
         self._rows._path = variable.path
         self._numbers = keras.Variable(np.full(room, NO_ROW), dtype=NUMBER.name, trainable=False, name="row_numbers")
 
@@ -131,14 +131,14 @@ class CompactTable:
         _swap_variables(layer, [self._rows, self._numbers], [self._table.variable])
 
     def values(self, numbers: Array, rows: Array) -> list[tuple[Any, Array]]:
-        """The variables, with their values for a step."""
+        """Return the variables, with their values for a step."""
         places = np.full(self.room, NO_ROW, NUMBER)
-        # Ascending, and NO_ROW behind: `_call` searches by bisection.
+        # Ascending, then NO_ROW: `_call` searches by bisection.
         places[: len(numbers)] = numbers
         return [(self._numbers, places), (self._rows, padded(rows, self.room))]
 
     def _call(self, inputs: Any) -> Any:
-        """Replaces `Embedding.call`. A number that is not among the rows, which must not happen, gives NaN."""
+        """Replacement for `Embedding.call`. A number that is not among the rows, which must not happen, gives NaN."""
         ops = keras.ops
         layer, height = self._table.layer, self._table.variable.shape[0]
         if keras.backend.standardize_dtype(inputs.dtype) not in ("int32", "int64"):

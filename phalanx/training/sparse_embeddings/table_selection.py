@@ -1,4 +1,4 @@
-"""Which embeddings of a model can be trained by rows, and which are worth it."""
+"""Selection of the embeddings that can be trained by rows, and that are worth it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from phalanx.parameter_server.table_rows import NUMBER
 logger = logging.getLogger(__name__)
 
 MIN_ROWS_PER_LOOKUP = 16
-"""A table with fewer rows for each row that a batch looks up is sent with all rows, unless the user decides otherwise:
-finding the rows costs about as much as handling a few times as many."""
+"""Minimum ratio of table rows to rows that a batch looks up. Below it, all rows are sent unless the user decides
+otherwise: finding the rows costs about as much as handling a few times as many."""
 MIN_TABLE_BYTES = 1 << 20
 """A smaller table is sent with all rows, unless the user decides otherwise."""
 LARGE_TABLE_BYTES = 16 << 20
-"""A table of this size that is sent with all rows is worth a line in the log."""
+"""Size from which a table that is sent with all rows is logged."""
 MAX_ROWS = np.iinfo(NUMBER).max
 """Greater than any row number."""
 
@@ -35,11 +35,11 @@ class EmbeddingTable:
     """An embedding of a model.
 
     Attributes:
-        layer: a `keras.layers.Embedding`.
-        variable: its table, with all rows.
-        number: number of the variable among the model's trainable ones.
-        inputs: the tensors that the layer is called with, one for each call in the model's graph.
-        problem: why it cannot be trained by rows; "" if it can.
+        layer: A `keras.layers.Embedding`.
+        variable: Its table, with all rows.
+        number: Index of the variable among the model's trainable ones.
+        inputs: Input tensors of the layer, one for each call in the model's graph.
+        problem: Why the table cannot be trained by rows; "" if it can.
     """
 
     layer: Any
@@ -57,18 +57,18 @@ class EmbeddingTable:
 
 
 def find_tables(model: Any, slots: Sequence[OptimizerSlot]) -> list[EmbeddingTable]:
-    """The tables of all embeddings that the model trains.
+    """Return the tables of all embeddings that the model trains.
 
     Args:
-        model: a built Keras model.
-        slots: what each variable of its optimizer belongs to.
+        model: A built Keras model.
+        slots: The variable to which each optimizer variable belongs.
     """
-    # By identity: a table that is not trainable now is none of these.
+    # By identity: a table that is not currently trainable is not among them.
     numbers = {id(variable): number for number, variable in enumerate(model.trainable_variables)}
     graph, problem_of_model = layer_graph(model)
     tables = []
     for layer in model._flatten_layers():
-        # Past the property `embeddings`, which computes for a quantized or LoRA-adapted layer.
+        # Bypasses the property `embeddings`, which computes for a quantized or LoRA-adapted layer.
         variable = vars(layer).get("_embeddings")
         if isinstance(layer, keras.layers.Embedding) and id(variable) in numbers:
             number = numbers[id(variable)]
@@ -86,12 +86,12 @@ def find_tables(model: Any, slots: Sequence[OptimizerSlot]) -> list[EmbeddingTab
 def select_tables(
     tables: Iterable[EmbeddingTable], wanted: bool | str, uses: Callable[[Sequence[EmbeddingTable]], Sequence[int]]
 ) -> list[EmbeddingTable]:
-    """The tables to train by rows.
+    """Return the tables to train by rows.
 
     Args:
-        tables: all tables of the model.
-        wanted: True: all that can be; "auto": those that can be and are worth it; False: none.
-        uses: counts the rows that the first batch looks up in each of the tables given to it.
+        tables: All tables of the model.
+        wanted: True for all tables that support it; "auto" for those that are also worth it; False for none.
+        uses: Counts the rows that the first batch looks up in each given table.
     """
     if wanted is False:
         return []
@@ -111,7 +111,7 @@ def select_tables(
 
 
 def layer_graph(model: Any) -> tuple[Any, str]:
-    """The model's graph of layers; or None, and why it cannot be relied on."""
+    """Return the model's graph of layers; or None, and why it cannot be relied on."""
     kind = type(model)
     graph = model._functional if isinstance(model, keras.Sequential) else model
     if not isinstance(graph, Functional):
@@ -128,7 +128,7 @@ def _nodes(graph: Any) -> list[Any]:
 
 
 def _inputs_of(layer: Any, graph: Any) -> tuple[Any, ...]:
-    """The tensors that a layer is called with in a graph."""
+    """Return the tensors with which a layer is called in a graph."""
     return tuple(tensor for node in _nodes(graph) if node.operation is layer for tensor in node.input_tensors)
 
 
@@ -149,7 +149,7 @@ def _problem_of_layer(layer: Any, variable: Any) -> str:
 def _problem_of_graph(layer: Any, variable: Any, inputs: Sequence[Any], graph: Any, model: Any) -> str:
     if not inputs:
         return "its layer is inside another layer or model"
-    # The layer itself, its graph and the model hold the table in any case.
+    # The layer itself, its graph and the model always hold the table.
     for other in model._flatten_layers():
         others = () if any(other is part for part in (layer, graph, model)) else other.variables
         if any(own is variable for own in others):
@@ -167,9 +167,9 @@ def _problem_of_graph(layer: Any, variable: Any, inputs: Sequence[Any], graph: A
 
 
 def _problem_of_numbers(tensor: Any, graph: Any) -> str:
-    """Why a tensor cannot be computed before the step, from the batch alone."""
+    """Describe why a tensor cannot be computed before the step from the batch alone; "" if it can."""
     starts = {id(start) for start in graph.inputs}
-    # Back through the graph: every operation on the way must be a function of the batch alone.
+    # Walk back through the graph: every operation on the way must be a function of the batch alone.
     ahead, seen = [tensor], set()
     while ahead:
         current = ahead.pop()

@@ -1,14 +1,14 @@
-"""The sum of what the micro-batches of a global batch contribute to a step: the same bits for any number of ranks.
+"""Sum of the contributions of a global batch's micro-batches to a step: bitwise equal for any number of ranks.
 
 Each rank computes its micro-batches one after the other, and sums them in the nodes of a fixed tree
 (`arrays/tree_sum`). With its last one, the ranks exchange the largest nodes, and each sums these in the rest of the
 tree.
 
-Some losses and layers need sums over the whole global batch in the middle of a step: what a loss divides by, the
-moments of a batch normalization, and what flows back through these. No micro-batch can wait there for those after it.
-So all are computed several times. Each time, a micro-batch gets the sums of what all had contributed the time before,
-until no contribution changes. The first sums depend on nothing else, and so are right from the second time on; those
-that depend on these, from the third time on.
+Some losses and layers need sums over the whole global batch in the middle of a step: the divisor of a loss, the moments
+of a batch normalization, and their gradients. No micro-batch can wait there for the later ones. So all are computed
+several times. Each time, a micro-batch receives the sums of all contributions of the previous pass, until no
+contribution changes. The first sums depend on nothing else, and so are right from the second pass on; those that depend
+on these, from the third pass on.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ class MicroBatchMerge:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._global_size = 0
-        # The one that the engine computes now; collectives of the step refer to it.
+        # The micro-batch that the engine is computing; collectives of the step refer to it.
         self._micro: MicroBatch
         self._is_last = False
-        self._sums: TreeSum | None = None  # made with the first, whose layout says what is summed
+        self._sums: TreeSum | None = None  # created with the first, whose layout determines what is summed
         self._rows: list[list[GradientRows]] = []  # of each micro-batch
-        self._contributed: list[list[Array]] = []  # by each micro-batch to sums on the way, this time
+        self._contributed: list[list[Array]] = []  # by each micro-batch to sums within the step, in this pass
         self._contributed_before: list[list[Array]] = []
         self._totals: list[Array] = []  # the sums of the latter
-        self._is_final: bool | None = None  # whether this time is the last; None: not known, or there is no merge
+        self._is_final: bool | None = None  # whether this pass is the last; None if unknown, or there is no merge
 
     def run(self, batch: JointBatch, compute: Callable[[MicroBatch], None]) -> None:
         """Take one step with a global batch. All ranks must call.
 
         Args:
-            compute: lets the engine compute a micro-batch; the last call takes the step.
+            compute: Makes the engine compute a micro-batch; the last call takes the step.
 
-        Raises: UnsupportedError if the step computes other numbers when it is computed again.
+        Raises: UnsupportedError if the step yields different numbers when it is computed again.
         """
         self._global_size = batch.global_size
         self._contributed, self._totals = [], []
@@ -87,7 +87,7 @@ class MicroBatchMerge:
         contributed = self._contributed[-1]
         contributed.append(np.array(own).reshape(-1))
         if len(contributed) > len(self._totals):
-            return own  # an arbitrary number: the step will be computed again
+            return own  # an arbitrary value: the step will be computed again
         return self._totals[len(contributed) - 1].reshape(own.shape)
 
     def gather(self, rows: Sequence[GradientRows]) -> list[GradientRows]:
@@ -126,11 +126,10 @@ class MicroBatchMerge:
         return flats
 
     def _ends_step(self) -> bool:
-        """Whether the micro-batch that is computed now is the last of the last time; a collective then, if there are
-        sums on the way."""
+        """Whether the current micro-batch is the last of the last pass; a collective if the step has inner sums."""
         if not self._is_last:
             return False
-        # Asked once for each time, by the last micro-batch of every rank: `any` is a collective.
+        # Determined once per pass, by the last micro-batch of every rank: `any` is a collective.
         if self._is_final is None:
             self._is_final = not self._replica.any(self._has_changed()) if self._contributed[-1] else True
         return self._is_final
@@ -152,29 +151,29 @@ class MicroBatchMerge:
         return [total.astype(array.dtype, copy=False) for total, array in zip(totals, like, strict=True)]
 
     def _exchange(self, own: TreeSum | None, like: Sequence[Array], operations: Sequence[np.ufunc] = ()) -> list[Array]:
-        """The sum over all micro-batches of all ranks.
+        """Return the sum over all micro-batches of all ranks.
 
         Args:
-            own: the sums over this rank's; None if it has none.
-            like: arrays like those of the sum.
-            operations: see `TreeSum`.
+            own: Sums over this rank's micro-batches; None if it has none.
+            like: Arrays like those of the sum.
+            operations: See `TreeSum`.
         """
         replica, nodes = self._replica, [] if own is None else own.nodes()
         if not like:
             return []
-        if replica.is_alone:  # not in an elastic job: others join in a collective
+        if replica.is_alone:  # not in an elastic job, where others join in a collective
             assert own is not None
             return own.total()
         gathered = []
         for index, array in enumerate(like):
             rows = [node[index] for node in nodes]
             stacked = np.stack(rows) if rows else np.empty((0, len(array)), array.dtype)
-            # Nodes, not sums: the ranks' parts of the tree meet in nodes of any level, and only a fixed tree has fixed
+            # Nodes, not sums: the ranks' parts of the tree meet at nodes of any level, and only a fixed tree has fixed
             # bits.
             gathered.append(replica.communicator.all_gather(stacked))
         assert replica.micro_batches is not None
         whole = TreeSum(operations)
-        world_size = len(gathered[0])  # the replica's may be that of a later generation already
+        world_size = len(gathered[0])  # the replica may already belong to a later generation
         for rank in range(world_size):
             of_rank = numbers_of(self._global_size, replica.micro_batches, rank, world_size)
             for row, (level, index) in enumerate(nodes_between(*of_rank)):
@@ -182,7 +181,7 @@ class MicroBatchMerge:
         return whole.total()
 
     def _exchange_rows(self, number: int, like: GradientRows) -> GradientRows:
-        """The rows of one variable's gradient, of all micro-batches of all ranks."""
+        """Return the rows of one variable's gradient, from all micro-batches of all ranks."""
         own = [rows[number] for rows in self._rows]
         all_gather = self._replica.communicator.all_gather
         lengths = np.concatenate(all_gather(np.array([len(rows.numbers) for rows in own], np.int64)))
@@ -198,7 +197,7 @@ class MicroBatchMerge:
 
 
 def _weighted(layout: StepLayout, arrays: Sequence[Array], micro: MicroBatch) -> list[Array]:
-    """The terms that a micro-batch adds to the sum: one array for each dtype of the layout, in the sum's dtype."""
+    """Return a micro-batch's terms of the sum: one array for each dtype of the layout, in the sum's dtype."""
     flats = layout.allocate()
     with np.errstate(all="ignore"):  # an overflow shows in the sum
         for view, array, weight in zip(layout.cut(flats), arrays, layout.weights, strict=True):

@@ -128,8 +128,7 @@ class ParameterServerMerge(Merge):
             self._heard_at = time.monotonic()
             tickets.add(response)
             if self._is_overlapped or (self._rows is not None and not self._is_synchronous):
-                # The next ticket must be available while gradients are in flight, or to state which rows the next step
-                # needs.
+                # The next ticket must be available while gradients are in flight, or to name the rows of the next step.
                 spare, _ = self._client.request(HEAD, messages.RequestTicket(fit, epoch, tickets.era, wait=False))
                 if isinstance(spare, Ticket):
                     tickets.add(spare)
