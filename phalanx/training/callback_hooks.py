@@ -1,4 +1,4 @@
-"""Which hooks callbacks have, and what those may read or change, as their classes reveal it."""
+"""Hooks of callbacks, and what they may read or change, as far as their classes reveal it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _BATCH_HOOKS = {
 
 
 def has_batch_hooks(callbacks: Any, phase: str) -> bool:
-    """Whether a user callback has hooks for single batches; then decisions are agreed on after each of them.
+    """Whether a user callback has hooks for single batches, after each of which the ranks must agree.
 
     Args:
-        callbacks: as the user passed them, which is the same on every rank; not this rank's list.
+        callbacks: The callbacks that the user passed, the same on every rank; not this rank's list.
         phase: "train", "test" or "predict".
     """
     return bool(_of_batches(callbacks, phase))
 
 
 def chief_may_add_logs(callbacks: Any) -> bool:
-    """Whether user callbacks run on the chief alone at the ends of epochs, where they may add to the logs."""
+    """Whether user callbacks run only on the chief at epoch ends, where they may add to the logs."""
     passed = [c for c in _each(callbacks) if runs_on_chief(c) and not isinstance(c, ChiefCallback)]
     return any(overrides_hook(callback, "on_epoch_end", _base_of(callback)) for callback in passed)
 
@@ -41,18 +41,18 @@ def runs_batch_hooks(callbacks: CallbackList, phase: str) -> bool:
 
 
 def reads_weights_at_epoch_ends(callbacks: CallbackList) -> bool:
-    """Whether any callback in this rank's list may read the weights where an epoch ends or begins."""
+    """Whether any callback in this rank's list may read the weights when an epoch begins or ends."""
     return _uses_weights(callbacks, "on_epoch_begin", "on_epoch_end")
 
 
 def may_set_weights_at_train_end(callbacks: CallbackList) -> bool:
-    """Whether any callback in this rank's list may set the weights when the training ends. If so here, then on the
-    chief, whose list contains all that this one does."""
+    """Whether any callback in this rank's list may set the weights when training ends. If so here, then also on the
+    chief, whose list contains this one."""
     return _uses_weights(callbacks, "on_train_end")
 
 
 def saves_between_batches(callbacks: Any) -> bool:
-    """Whether one of Keras's callbacks among these, a list of either kind, saves the model in the middle of epochs."""
+    """Whether one of Keras's callbacks in a list of either kind saves the model in the middle of epochs."""
     return any(isinstance(c, SAVERS) and getattr(c, "save_freq", "epoch") != "epoch" for c in _each(callbacks))
 
 
@@ -67,7 +67,7 @@ def may_read_optimizer(callbacks: Any) -> bool:
     return any(not _reads_logs_only(callback) for callback in _of_batches(callbacks, "train"))
 
 
-# What these do at the ends of epochs and of the training needs logs, not weights. Unknown callbacks may need weights.
+# At the ends of epochs and of training, these need logs, not weights. Unknown callbacks may need weights.
 _READS_LOGS_ONLY = (
     keras.callbacks.History,
     keras.callbacks.ProgbarLogger,
@@ -99,7 +99,7 @@ def _reads_logs_only(callback: Any) -> bool:
 
 
 def _of_batches(callbacks: Any, phase: str) -> list[Any]:
-    """The user callbacks that have hooks for single batches."""
+    """Return the user callbacks that have hooks for single batches."""
     ignored = (ChiefCallback, BatchListener, keras.callbacks.History)
     return [
         callback
@@ -110,12 +110,12 @@ def _of_batches(callbacks: Any, phase: str) -> list[Any]:
 
 
 def _base_of(callback: Any) -> type:
-    """The class whose hooks the other ranks need not know of: a logger's, one of Keras's for the chief, or none."""
+    """Return the class whose hooks need no agreement: a logger's, one of Keras's for the chief, or the base."""
     unnoticed = [kind for kind in CHIEF_ONLY if kind is not keras.callbacks.TerminateOnNaN]  # it stops after a batch
     keras_class = next((kind for kind in type(callback).__mro__ if kind in unnoticed), keras.callbacks.Callback)
     return logger_class(callback) or keras_class
 
 
 def _each(callbacks: Any) -> list[Any]:
-    """The callbacks that were passed to a method, or those of a `CallbackList`."""
+    """Return the callbacks that were passed to a method, or those of a `CallbackList`."""
     return callbacks.callbacks if isinstance(callbacks, CallbackList) else flatten_callbacks(callbacks)

@@ -1,4 +1,4 @@
-"""The callbacks that the chief alone runs, and what a callback that one rank runs alone may do."""
+"""The callbacks that only the chief runs, and what a callback that one rank runs alone may do."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ CHIEF_ONLY = (
 
 
 def runs_on_chief(callback: Any) -> bool:
-    """Whether the chief alone runs this callback."""
+    """Whether only the chief runs this callback."""
     if isinstance(callback, keras.callbacks.TerminateOnNaN) and getattr(callback, "raise_error", False):
-        return False  # it raises instead of printing, and a program that catches its error goes on: on all ranks
+        return False  # it raises instead of printing, and a program that catches its error continues, on all ranks
     return isinstance(callback, CHIEF_ONLY) or logger_class(callback) is not None or is_wrapped(callback)
 
 
 def chief_only_callbacks(callbacks: Any) -> list[Any]:
-    """Of the callbacks that were passed to `fit`, those that only the chief runs."""
+    """Return the callbacks passed to `fit` that only the chief runs."""
     return [callback for callback in flatten_callbacks(callbacks) if runs_on_chief(callback)]
 
 
@@ -44,18 +44,18 @@ _thread = threading.local()
 
 
 def runs_on_this_rank_only() -> bool:
-    """Whether this thread is inside a callback that the other ranks are not running now."""
+    """Whether this thread is inside a callback that the other ranks are not running."""
     return getattr(_thread, "is_rank_local", False)
 
 
 def hook_ranks() -> Literal["chief", "all"] | None:
-    """Which ranks run the callback's hook that this thread is inside of; None outside of hooks."""
+    """Return which ranks run the callback hook that this thread is in; None outside of hooks."""
     return getattr(_thread, "hook_ranks", None)
 
 
 @contextmanager
 def on_this_rank_only() -> Iterator[None]:
-    """While inside, callbacks evaluate and predict on this rank only."""
+    """Make callbacks evaluate and predict only on this rank inside the context."""
     before, _thread.is_rank_local = runs_on_this_rank_only(), True
     try:
         with drawing_in_callback():
@@ -66,7 +66,7 @@ def on_this_rank_only() -> Iterator[None]:
 
 @contextmanager
 def outside_of_hooks() -> Iterator[None]:
-    """While inside, this thread's code is not a hook's, such as that of an `evaluate` which a hook calls."""
+    """Treat this thread's code inside the context as outside of hooks, such as in an `evaluate` that a hook calls."""
     with _in_hook(None):
         yield
 
@@ -81,8 +81,8 @@ def _in_hook(ranks: Literal["chief", "all"] | None) -> Iterator[None]:
 
 
 def announce_hooks(callbacks: CallbackList, undo: ExitStack) -> None:
-    """Let `hook_ranks` know when hooks of user callbacks run, until `undo` is closed. Those that run on the chief alone
-    run inside `on_this_rank_only`: they may evaluate or predict, and the other ranks do not call these methods then."""
+    """Make `hook_ranks` report when hooks of user callbacks run, until `undo` is closed. Hooks that only the chief runs
+    use `on_this_rank_only`: they may evaluate or predict, which the other ranks do not call at that time."""
     for callback in callbacks.callbacks:
         kind = type(callback)
         if kind in CHIEF_ONLY or isinstance(callback, ChiefCallback):
@@ -99,12 +99,12 @@ def _run_on_chief(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_on_all(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # A process that joins catches up with hooks that the others have run.
+    # A process that joins catches up with hooks that the others have already run.
     with _in_hook(None if runs_on_this_rank_only() else "all"):
         return hook(*args, **kwargs)
 
 
 def overrides_hook(callback: Any, hook: str, base: type = keras.callbacks.Callback) -> bool:
-    """Whether a callback's class, or the callback itself, has a hook of its own."""
+    """Whether a callback's class, or the callback itself, overrides a hook."""
     # LambdaCallback sets its hooks on the instance.
     return getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook)

@@ -1,7 +1,7 @@
-"""`evaluate`: the metrics of one pass over a dataset, by all replicas together or by one parameter-server worker.
+"""`evaluate`: metrics of one pass over a dataset, by all replicas together or by one parameter-server worker.
 
-Each replica adds its own batches to its metrics. They are merged at the end, from a start that all have in common and
-that counts once. Metrics that weigh each batch by shares of its own, and micro-batches, are merged after every batch.
+Each replica adds its own batches to its metrics. They are merged at the end, from a common start that counts once.
+Metrics that weight each batch by their own shares, and micro-batches, are merged after every batch.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def evaluate_on_replicas(
     watched: bool,
     on_change: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
-    """Evaluate on all of a source; returns the logs, the same on every rank.
+    """Evaluate on the whole source; return the logs, the same on every rank.
 
     Args:
-        watched: whether callbacks of any rank see single batches.
-        on_change: see `ReplicaModel.repeat_over`.
+        watched: Whether callbacks of any rank see single batches.
+        on_change: See `ReplicaModel.repeat_over`.
     """
     progress.report("evaluate")
     replica_model.model.stop_evaluating = False
@@ -49,10 +49,10 @@ def evaluate_on_replicas(
 def _pass(
     replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, watched: bool, stops: bool
 ) -> dict[str, Any]:
-    """Evaluate on all batches; on those of one group if callbacks of any rank have stopped it before (`stops`)."""
+    """Evaluate on all batches, or one group if callbacks of any rank have already stopped the evaluation (`stops`)."""
     model, engine, replica = replica_model.model, replica_model.engine, replica_model.replica
     bar = progress_bar.progress_bar(callbacks, replica.world_size)
-    model.stop_evaluating = stops = replica.any(stops)  # as Keras, which looks after each group
+    model.stop_evaluating = stops = replica.any(stops)  # like Keras, which checks after each group
     before = engine.metric_rules.values()
     model.reset_metrics()
     own_samples = all_samples = 0
@@ -81,14 +81,14 @@ def _pass(
             callbacks.on_test_batch_end(last, logs)
             if stops or (watched and replica.any(model.stop_evaluating)):
                 break
-        # Without data there is no result: zeros would be the best of all losses.
+        # Without data there is no result: zero would be the best possible loss.
         if not all_samples:
             return {}
         if not every_batch:
             logs = engine.merged_metrics(own_samples / all_samples, start, final=True)
         return dict(pythonify_logs(logs))
     except MembershipChangedError:
-        engine.metric_rules.set_values(before)  # a metric that is not reset must not keep what will be counted again
+        engine.metric_rules.set_values(before)  # a metric that is not reset must not count batches twice
         raise
     finally:
         engine.end()
@@ -98,11 +98,11 @@ def _pass(
 def evaluate_by_program(
     evaluate: Callable[..., Any], arguments: FitArguments, callbacks: Any, **options: Any
 ) -> dict[str, Any]:
-    """Evaluate on the validation data of a `fit` as Keras's `fit` does: by a model's `evaluate`; returns the logs.
+    """Evaluate on the validation data of a `fit` with the model's `evaluate`, like Keras's `fit`; return the logs.
 
     Args:
-        options: passed on. Keras's own `fit` adds `_use_cached_eval_dataset`, with which its `evaluate` reads the data
-            that `fit` has opened; an `evaluate` of the program's own may look at it.
+        options: Passed on. Keras's own `fit` adds `_use_cached_eval_dataset`, with which its `evaluate` reads the data
+            that `fit` has opened; a custom `evaluate` may read it.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(arguments.validation_data)
     logs: dict[str, Any] = evaluate(
@@ -124,7 +124,7 @@ def evaluate_batch(
     """Add this rank's part of a batch to the metrics, which had the values `start`.
 
     Args:
-        merges: whether the ranks merge them now; else there are no logs yet.
+        merges: Whether the ranks merge the metrics now; if not, there are no logs yet.
     """
     replica_model.merge.expect(batch.global_size, batch.fixed_size)
     if (deterministic := replica_model.deterministic) is not None:

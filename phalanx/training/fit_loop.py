@@ -1,6 +1,6 @@
 """The loop of `fit`: epochs, batches, validation, stopping and history, the same for every kind of job.
 
-The walk of one training step:
+The path of one training step:
 
     coordination.next_batch      this process's part of the next global batch
     on_train_batch_begin
@@ -9,8 +9,8 @@ The walk of one training step:
     on_train_batch_end
     coordination.end_group       agree on stopping; save; admit new members
 
-How the processes agree, what a step does and how a lost process is replaced is up to the collaborators
-(`fit_coordination`, `steps/`, `elastic_recovery`, `fit_resumption`); the loop itself knows neither ranks nor servers.
+The collaborators (`fit_coordination`, `steps/`, `elastic_recovery`, `fit_resumption`) determine how the processes
+agree, what a step does and how a lost process is replaced; the loop itself knows neither ranks nor servers.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from phalanx.training.fit_state import FitState
 
 
 class FitLoop:
-    """Trains a model once, as `keras.Model.fit` does.
+    """Runs one training, like `keras.Model.fit`.
 
     Args:
-        model: compiled Keras model.
-        state: where this `fit` stands, ready to begin: its stepper and callbacks are there.
-        coordination: how the processes of the job agree.
+        model: The compiled Keras model.
+        state: State of this `fit`, with its stepper and callbacks.
+        coordination: Coordinates the processes of the job.
     """
 
     def __init__(self, model: Any, state: FitState, coordination: Coordination[Any]) -> None:
         self._model = model
         self._state = state
         self._coordination = coordination
-        self._compiled_with = model._loss_tracker  # `compile` makes another one
+        self._compiled_with = model._loss_tracker  # `compile` creates a new one
 
     def run(self) -> Any:
-        """Train; returns the `History`."""
+        """Train; return the `History`."""
         model, state, coordination = self._model, self._state, self._coordination
         model.stop_training = False
         telemetry.current.total_epochs = state.arguments.epochs
@@ -52,13 +52,13 @@ class FitLoop:
         return model.history
 
     def _run_epoch(self) -> None:
-        """Train and validate for one epoch, or for what is left of it."""
+        """Train and validate for one epoch, or for the rest of it."""
         model, state, coordination = self._model, self._state, self._coordination
         epoch = state.epoch
         if coordination.begin_epoch():
             model.reset_metrics()
             state.callbacks.on_epoch_begin(epoch)
-        # All decisions are the coordination's: an `if` on what one process sees would let the others wait forever.
+        # The coordination makes all decisions: an `if` on what one process sees would make the others wait forever.
         with coordination.epoch_batches():
             self._train_batches()
             self._check_compilation()
@@ -79,8 +79,8 @@ class FitLoop:
         coordination.end_epoch()
 
     def _train_batches(self) -> None:
-        """The steps of one epoch, in groups of `steps_per_group`."""
-        # `state.callbacks` is read again at each use: a process that becomes chief has others from there on.
+        """Take the steps of one epoch, in groups of `steps_per_group`."""
+        # `state.callbacks` is read again at each use, because a process that becomes chief gets new ones.
         state, coordination, figures = self._state, self._coordination, telemetry.current
         size = coordination.steps_per_group
         step = -1
@@ -95,10 +95,10 @@ class FitLoop:
                 coordination.begin_group()
             batch = coordination.train_step(batch)
             figures.samples += batch.size
-            # Each process decides by its own clock: `logs` of a stepper has no collective.
+            # Each process decides by its own clock: `logs` of a stepper runs no collective.
             if figures.are_logs_due:
                 figures.record_logs(state.stepper.logs())
-            # Before the hooks: the bar, which is one of them, shows the samples of this batch too.
+            # Before the hooks, because the progress bar is one of them and shows the samples of this batch, too.
             if state.progress_bar is not None:
                 state.progress_bar.count(batch.global_size)
             if (step + 1) % size == 0:
@@ -106,11 +106,11 @@ class FitLoop:
                 # All processes leave the loop at the same step, or one would wait in the next merge.
                 if coordination.end_group(step):
                     return
-        if (step + 1) % size:  # Keras, too, names the last step of a whole group
+        if (step + 1) % size:  # Keras also reports the last step of a full group
             self._end_batches(step - step % size + size - 1)
 
     def _check_compilation(self) -> None:
-        """Raise UnsupportedError if a callback has compiled the model: steps and logs are made of the former parts."""
+        """Raise UnsupportedError if a callback has compiled the model: steps and logs still use the previous parts."""
         if self._model._loss_tracker is not self._compiled_with:
             raise UnsupportedError(
                 f"{self._model.name!r} was compiled in the middle of fit(), which trains what was compiled before. Set "

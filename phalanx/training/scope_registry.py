@@ -1,4 +1,4 @@
-"""Names for the objects that a program creates inside a scope: the same on every task, since all run the same program.
+"""Names of the objects that a program creates inside a scope, equal on every task because all run the same program.
 
 So a task can refer to its model, optimizer or metric in a message without sending it.
 """
@@ -15,11 +15,11 @@ import keras
 from phalanx.keras_compat.trainer_hook import OBJECT_KINDS
 
 KINDS = OBJECT_KINDS
-"""The objects that are named; models are layers."""
+"""Classes of objects that are named; models are layers."""
 
 
 class ScopedName(NamedTuple):
-    """The `number`-th object of its class, from 0."""
+    """Name of the `number`-th object of its class, from 0."""
 
     kind: str
     number: int
@@ -29,18 +29,18 @@ class ScopedName(NamedTuple):
 
 
 class ScopeRegistry:
-    """The Keras layers (models too), optimizers and metrics that were created in the scope, in order."""
+    """The Keras layers (including models), optimizers and metrics created in the scope, in order."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         # Weak, because a program may drop an object and create it again.
         self._names: weakref.WeakKeyDictionary[Any, ScopedName] = weakref.WeakKeyDictionary()
-        # What can be found, kept alive; None until the first message that names an object.
+        # Objects that can be found, kept alive; None until the first message that names an object.
         self._settled: dict[ScopedName, Any] | None = None
         self._by_kind: dict[type, list[tuple[ScopedName, Any]]] = {}
 
     def note(self, made: Any) -> None:
-        """Name an object; once, though the constructors of its base classes may call this again."""
+        """Name an object; only once, although the constructors of its base classes may call this again."""
         if made in self._names:
             return
         kind = f"{type(made).__module__}.{type(made).__qualname__}"
@@ -48,34 +48,34 @@ class ScopeRegistry:
         self._counts[kind] += 1
 
     def put(self, name: ScopedName, made: Any) -> None:
-        """Name an object as another task names its own."""
+        """Give an object the name that another task gave to its counterpart."""
         self._names[made] = name
         self._settled = {**(self._settled or {}), name: made}
         self._by_kind.clear()
 
     def settle(self, *, again: bool = False) -> None:
-        """Keep the objects that have been created until now; only these can be found from here on.
+        """Keep the objects created so far; from here on, only these can be found.
 
         Args:
-            again: keep those too that have been created since the last time.
+            again: Whether to also keep the objects created since the last call.
         """
         if self._settled is None:
-            gc.collect()  # dropped objects are gone on every task, not only where the collector has run
+            gc.collect()  # dropped objects disappear on every task, not only where the collector has run
             self._settled = self.present()
         elif again:
             self._settled = {**self.present(), **self._settled}
             self._by_kind.clear()
 
     def present(self) -> dict[ScopedName, Any]:
-        """The objects that exist now, in the order in which they were created."""
+        """Return the existing objects, in the order in which they were created."""
         return {name: made for made, name in self._names.items()}
 
     def name_of(self, thing: Any) -> ScopedName | None:
-        """The name of an object; None if it was not created in the scope."""
+        """Return the name of an object; None if it was not created in the scope."""
         return self._names.get(thing) if isinstance(thing, KINDS) else None
 
     def find(self, name: ScopedName) -> Any:
-        """The object of a name; None if it did not exist when `settle` was called."""
+        """Return the object with this name; None if it did not exist when `settle` was called."""
         return (self.present() if self._settled is None else self._settled).get(name)
 
     def layers(self) -> list[tuple[ScopedName, Any]]:

@@ -62,9 +62,8 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
 
 
 def _random_state_to_share(replica: Replica) -> list[np.ndarray[Any, Any]]:
-    """Return the position of the streams, and the backend's random state for processes that may have joined since the
-    program began, and for micro-batches, whose numbers follow from it. In other jobs a program may give its ranks
-    different states."""
+    """Return the position of the streams, and the backend's random state for processes that may have joined late, and
+    for micro-batches, whose numbers follow from it. In other jobs a program may give its ranks different states."""
     position = np.array(replica.random_streams.position, np.uint64)
     return [position, *(random_state()[:1] if replica.elastic is not None or replica.micro_batches else [])]
 

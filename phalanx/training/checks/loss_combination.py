@@ -1,7 +1,7 @@
-"""How the losses of the parts of a batch combine to the loss of the batch: computed as ranks would, in one process.
+"""Combination of the losses of a batch's parts to the loss of the batch: computed as ranks would, in one process.
 
-What merges to the loss of the whole batch is a mean over the samples. Where it does as soon as it is noted as a sum
-(`global_losses.note_sum`), it is one. Anything else relates samples, or divides one sum by another.
+A loss whose parts merge to the loss of the whole batch is a mean over the samples. If they do only once it is noted as
+a sum (`global_losses.note_sum`), it is a sum. Anything else relates samples, or divides one sum by another.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Loss = Callable[..., Any]
 T = TypeVar("T")
 
 TOLERANCE, TOLERANCE_OF_HALF = 2e-5, 2e-2
-"""Relative to the largest of the compared numbers; the second where losses are computed in half precision."""
+"""Relative to the largest of the compared numbers; the second applies to losses computed in half precision."""
 
 ZERO = 1e-12
-"""Losses up to this are zero, of which nothing shows."""
+"""Losses up to this value count as zero and reveal nothing."""
 
 
 class Combination(Enum):
@@ -39,17 +39,17 @@ class Combination(Enum):
     MEAN = "mean"
     SUM = "sum"
     UNSCALED_SUM = "unscaled sum"
-    """A sum that steps do not scale, since it does not come from `Loss.__call__`."""
+    """A sum that steps do not scale, because it does not come from `Loss.__call__`."""
     OTHER = "other"
     UNKNOWN = "unknown"
-    """It is random, or zero, or no number."""
+    """The loss is random, zero, or not a number."""
 
 
 SUMS = (Combination.SUM, Combination.UNSCALED_SUM)
 
 
 def combination_of(function: Loss, whole: Any, parts: Sequence[Any], rows: Sequence[int], loss: Any) -> Combination:
-    """How ranks with these parts would combine a loss."""
+    """Determine how ranks with these parts would combine a loss."""
     # Computed twice: a loss that draws random numbers differs from itself.
     (expected, _), (once_more, _) = (_merged(function, [whole], [sum(rows)]) for _ in range(2))
     if not np.isfinite([expected, once_more]).all() or not is_close(expected, once_more, expected):
@@ -60,27 +60,27 @@ def combination_of(function: Loss, whole: Any, parts: Sequence[Any], rows: Seque
         return Combination.UNKNOWN
     if is_close(expected, merged, *sizes, tolerance=tolerance):
         return Combination.MEAN
-    # Now as if it were a sum; the note is taken back, whatever comes of it.
+    # Now as if it were a sum; the note is removed in any case.
     with noted_as_sums([loss]):
         scaled, of_parts = _merged(function, parts, rows)
     if is_close(expected, scaled, *of_parts, tolerance=tolerance):
         return Combination.SUM
-    # Steps scale what `Loss.__call__` returns, which a loss with a `__call__` of its own may not call.
+    # Steps scale what `Loss.__call__` returns, which a loss with a custom `__call__` may not call.
     is_sum = is_close(expected, sum(sizes), *sizes, tolerance=tolerance)
     return Combination.UNSCALED_SUM if is_sum else Combination.OTHER
 
 
 def _merged(function: Loss, parts: Sequence[Any], rows: Sequence[int]) -> tuple[float, list[float]]:
-    """The loss that ranks with these parts would train with, and what each computes for its part."""
+    """Return the loss that ranks with these parts would train with, and the loss that each computes for its part."""
     values = compute_as_ranks(lambda part: _number(function(part)), parts, rows)
     return sum(v * count for v, count in zip(values, rows, strict=True)) / sum(rows), values
 
 
 def compute_as_ranks(function: Callable[[Any], T], parts: Sequence[Any], rows: Sequence[int]) -> list[T]:
-    """What ranks with these parts, of so many rows, compute in a step, in which they reach each other.
+    """Return what ranks with these parts and row counts compute in a step with working collectives.
 
     Args:
-        function: computes what a rank does with its part; called several times.
+        function: Computes a rank's result from its part; called several times.
 
     Raises: as `LocalRanks.compute`.
     """
@@ -96,7 +96,7 @@ def compute_as_ranks(function: Callable[[Any], T], parts: Sequence[Any], rows: S
 
 
 def combination_of_values(whole: float, parts: Sequence[float], rows: Sequence[int], tolerance: float) -> Combination:
-    """As `combination_of`, of what a loss came to: for the batch, and for its parts of so many rows."""
+    """Apply `combination_of` to loss values: one for the batch, and one for each part with its row count."""
     numbers = [whole, *parts]
     if _says_nothing(*numbers):
         return Combination.UNKNOWN
@@ -106,29 +106,29 @@ def combination_of_values(whole: float, parts: Sequence[float], rows: Sequence[i
 
 
 def _says_nothing(*losses: float) -> bool:
-    """Whether one of the losses is no number, or all are zero."""
+    """Whether one of the losses is not finite, or all are zero."""
     return not np.isfinite(losses).all() or max(map(abs, losses)) <= ZERO
 
 
 def tolerance_of(dtype: Any) -> float:
-    """The relative tolerance for losses that are computed in this dtype."""
+    """Return the relative tolerance for losses computed in this dtype."""
     return TOLERANCE_OF_HALF if dtype in ("float16", "bfloat16") else TOLERANCE
 
 
 def is_close(left: float, right: float, *sizes: float, tolerance: float = 1e-6) -> bool:
-    """Whether two losses are the same, relative to the largest of them and of other numbers."""
+    """Whether two losses are equal, relative to the largest of them and of other numbers."""
     return abs(left - right) <= tolerance * max(map(abs, (left, right, *sizes)))
 
 
 def _number(value: Any) -> float:
-    """The value of a loss; NaN if it is none."""
+    """Return the value of a loss; NaN if it is not a scalar."""
     array = to_host(value).astype(np.float64)
     return float(array) if array.ndim == 0 else float("nan")
 
 
 @contextmanager
 def noted_as_sums(losses: Sequence[Any]) -> Iterator[None]:
-    """A context in which steps merge these losses as sums."""
+    """Merge these losses as sums inside the context."""
     noted = [loss for loss in losses if not is_noted_sum(loss)]
     for loss in noted:
         note_sum(loss)

@@ -1,9 +1,9 @@
-"""Finds out whether the output for a sample depends on the other samples of its batch, outside of training.
+"""Determine whether the output for a sample depends on the other samples of its batch, outside of training.
 
-A layer of the program's own may compute something of the whole batch: in every call, or only where it does not train.
-So one process predicts a few samples, and those of two replicas that have a part of them each, as in `step_probe`.
-Where the outputs differ, replicas predict whole batches; an evaluation, whose metrics are of parts, is refused. Where
-only their first axis is not that of the samples, losses and metrics know what it is, and `predict` does not.
+A custom layer may compute something from the whole batch: in every call, or only outside of training. So one process
+predicts a few samples, and also as two replicas that each have a part of them, as in `step_probe`. If the outputs
+differ, replicas predict whole batches; an evaluation, whose metrics cover parts, is refused. If only the first axis is
+not the sample axis, losses and metrics handle the outputs, but `predict` cannot.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from phalanx.training.program_effects.program_state import ProgramState
 Array = np.ndarray[Any, Any]
 
 TOLERANCE = 2e-4
-"""Of the largest output: one that is a small difference of large numbers has lost some digits."""
+"""Relative to the largest output: a small difference of large numbers has lost some digits."""
 
 logger = logging.getLogger(__name__)
 
 
 def is_needed(model: Any, method: str) -> bool:
-    """Whether there is anything to find out; the same on all ranks.
+    """Whether there is anything to determine; the same on all ranks.
 
     Args:
         method: "predict" or "evaluate".
@@ -46,7 +46,7 @@ def is_needed(model: Any, method: str) -> bool:
 
 
 class Outputs(Enum):
-    """What the outputs for a batch follow from."""
+    """What the outputs for a batch depend on."""
 
     ROWS = "a row for each sample, of this alone"
     OTHER_AXIS = "each sample alone, along another axis than the first"
@@ -54,13 +54,13 @@ class Outputs(Enum):
 
 
 def find_outputs(model: Any, data: Any, form: ElementStructure, *, replicas: int) -> Outputs:
-    """What the outputs for a few samples follow from; ROWS if they cannot be computed.
+    """Determine what the outputs for a few samples depend on; ROWS if they cannot be computed.
 
     Args:
-        model: built.
-        data: a local batch, `(x, y, sample_weight)`.
-        form: its structure.
-        replicas: that share the global batch.
+        model: The built model.
+        data: Local batch, `(x, y, sample_weight)`.
+        form: Structure of the batch.
+        replicas: Number of replicas that share the global batch.
     """
     if not can_be_tried(model, data):
         return Outputs.ROWS
@@ -83,13 +83,13 @@ def find_outputs(model: Any, data: Any, form: ElementStructure, *, replicas: int
                 found = _compare(model, predict, state, ranks, few_samples(data, 0, part), part)
             if found is not Outputs.ROWS or not may_depend_on_size(model):
                 return found
-        except Exception as error:  # the model may need a batch of its own size
+        except Exception as error:  # the model may need a batch of its usual size
             logger.info("The outputs of %r cannot be computed of parts of %d samples: %r", model.name, part, error)
     return Outputs.ROWS
 
 
 def refusal(model: Any) -> str:
-    """The error text for an evaluation."""
+    """Error message for an evaluation."""
     return (
         f"Replicas that each see a part of a batch would not compute what one process does with "
         f"{type(model).__name__}: outside of training its outputs for a few samples depend on what else is in their "
@@ -130,7 +130,7 @@ def _compare(
 
 
 def _samples_axis(whole: Array, parts: Sequence[Array]) -> int | None:
-    """The axis along which the parts make the whole; None if there is none."""
+    """Return the axis along which the parts concatenate to the whole; None if there is none."""
     for axis in range(whole.ndim):
         size = sum(part.shape[axis] for part in parts if part.ndim == whole.ndim)
         joined = [*whole.shape[:axis], *whole.shape[axis + 1 :]]

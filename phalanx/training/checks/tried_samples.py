@@ -1,4 +1,4 @@
-"""The samples that losses, metrics and steps are tried with before the first step."""
+"""Samples with which losses, metrics and steps are tried before the first step."""
 
 from __future__ import annotations
 
@@ -14,75 +14,75 @@ from phalanx.keras_compat import model_state
 Array = np.ndarray[Any, Any]
 
 RANKS = 2
-"""Replicas that take a tried step or prediction."""
+"""Number of replicas that take a tried step or prediction."""
 PART = 8
-"""Samples of each of them: few; as many, so that JAX compiles two steps and not three; and groups of two, four or
-eight, as some layers make where they can."""
+"""Number of samples of each of them: few; equal, so that JAX compiles two steps and not three; and divisible into
+groups of two, four or eight, as some layers need."""
 MOST = 256
-"""Samples of a part. A loss or a metric may take the sixteen largest, or be no number where no sample is positive."""
+"""Maximum samples of a part. A loss or metric may use the sixteen largest, or be NaN if no sample is positive."""
 MOST_TIMES = 2
-"""So many times what a replica has: a step of all of a large global batch takes long, and memory."""
+"""Maximum multiple of a replica's samples: a step on all of a large global batch takes much time and memory."""
 MOST_VALUES = 2**24
-"""Of an array of all parts: so many of a language model's outputs would not fit into memory."""
+"""Maximum values in an array of all parts: more outputs of a language model would not fit into memory."""
 
 
 def part_size(samples: int, parts: int, replicas: int, values_per_sample: int) -> int:
-    """How many samples each part has, where it should be as large as a replica's, and all parts as the global batch, if
-    that has few times as many.
+    """Return the number of samples in each part: as many as a replica has if possible, and all parts together as many
+    as the global batch, if that is only a few times larger.
 
     Args:
-        samples: of a replica.
-        parts: of that size, which are tried together.
-        replicas: that share the global batch.
-        values_per_sample: of the largest array.
+        samples: Number of samples of a replica.
+        parts: Number of parts that are tried together.
+        replicas: Number of replicas that share the global batch.
+        values_per_sample: Values per sample of the largest array.
     """
     wanted = max(samples, min(MOST_TIMES * samples, math.ceil(samples * replicas / parts)))
     return max(1, min(wanted, MOST, MOST_VALUES // (parts * values_per_sample)))
 
 
 def values_per_sample(data: Any) -> int:
-    """Of the largest array."""
+    """Return the number of values per sample of the largest array."""
     samples = model_state.samples(data)
     return max(1, *(np.size(array) // samples for array in leaves(data) if array is not None))
 
 
 def scaled(array: Array, factors: Array) -> Array:
-    """The array with each sample multiplied by its factor."""
+    """Multiply each sample of the array by its factor."""
     return np.asarray(array * factors.reshape(-1, *[1] * (array.ndim - 1)).astype(array.dtype))
 
 
 def sizes_of_parts(data: Any, replicas: int) -> tuple[int, ...]:
-    """Numbers of samples to try with in each part: few; and where those do not tell, as something takes the ten
-    largest or depends on how many there are, as many as a replica has.
+    """Return the numbers of samples to try in each part: first few; then as many as a replica has, because code may use
+    the ten largest or depend on their number.
 
     Args:
-        data: of a replica.
-        replicas: that share the global batch.
+        data: Batch of a replica.
+        replicas: Number of replicas that share the global batch.
     """
     samples = model_state.samples(data)
-    # Steps of a replica's own samples are about to be taken, however many values they have.
+    # A replica is about to take steps on this many samples, however many values they have.
     rows = max(samples, part_size(samples, RANKS, replicas, values_per_sample(data)))
     return (PART,) if rows == PART else (PART, rows)
 
 
 def few_samples(data: Any, attempt: int, part: int) -> Any:
-    """The samples of all parts; the same again, with inputs that are changed a little, where there are too few."""
+    """Return the samples of all parts; if there are too few, repeated with slightly changed inputs."""
     size, number = model_state.samples(data), RANKS * part
     order = np.random.default_rng(attempt).permutation(size) if attempt else np.arange(size)
-    # The same sample comes again at once, so that parts have others, and a ratio of sums differs from one to the next.
+    # Copies of a sample are adjacent, so that parts differ in samples, and ratios of sums differ between parts.
     places = np.sort(np.resize(np.arange(size), number))
     chosen, copy = order[places], np.arange(number) - np.searchsorted(places, places)
 
-    def changed(array: Array) -> Array:  # the same again says nothing of what relates samples
+    def changed(array: Array) -> Array:  # identical copies reveal nothing about relations between samples
         return scaled(array, 0.9**copy) if is_float(array.dtype) else array
 
     x, *others = map_leaves(lambda array: np.asarray(array)[chosen], data)
-    # Targets stay as they are: Keras's hinge losses ask whether all of a batch are 0 or 1.
+    # Targets are unchanged: Keras's hinge losses check whether all targets of a batch are 0 or 1.
     return (map_leaves(changed, x) if size < number else x, *others)
 
 
 def with_unlike_parts(data: Any, part: int) -> Any:
-    """A batch, with the largest inputs for the smallest, and so on, in half of the first replica's samples."""
+    """Reflect the inputs in half of the first replica's samples, so that the largest become the smallest."""
 
     def changed(array: Array) -> Array:
         found = np.array(array)
@@ -95,5 +95,5 @@ def with_unlike_parts(data: Any, part: int) -> Any:
 
 
 def part_of(data: Any, rank: int, part: int) -> Any:
-    """The samples that a replica has."""
+    """Return the samples of one replica."""
     return map_leaves(lambda array: array[rank * part : (rank + 1) * part], data)

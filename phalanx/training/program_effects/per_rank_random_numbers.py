@@ -1,10 +1,10 @@
-"""The random numbers that a replica draws apart from the others.
+"""Random numbers that a replica draws independently of the others.
 
-Python's `random`, `np.random` and PyTorch's generator are the program's, and in the same state on all ranks: what a
-program draws from them in its data, in callbacks and between two methods is the same everywhere. What one replica does
-apart (`RandomStream`) draws from streams instead, or all replicas would drop the same units, and is not seen in the
-program's generators. A stream follows from their states when the method began, its number, and the rank. So streams
-need not be saved: a process that joins or resumes continues to count.
+Python's `random`, `np.random` and PyTorch's generator belong to the program, and have the same state on all ranks: a
+program's draws in its data, in callbacks and between two methods are the same everywhere. What one replica does alone
+(`RandomStream`) draws from streams instead, because otherwise all replicas would drop the same units, and does not
+affect the program's generators. A stream follows from their states when the method began, its number, and the rank. So
+streams need not be saved: a process that joins or resumes continues the count.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class RandomStream(IntEnum):
-    """What one replica does apart from the others."""
+    """Activities of one replica that draw independently of the others."""
 
     STEP = 0
-    """Of its part of a batch; on a backend whose layers draw from the state of the whole process."""
+    """A step on its part of a batch, on a backend whose layers draw from the process-wide state."""
     SAMPLES = 1
     """Loading samples of a `DataLoader` that no other replica loads."""
     CALLBACK = 2
-    """Running a callback of the chief alone."""
+    """Running a callback that only the chief runs."""
 
 
 class PerRankRandomStreams:
@@ -42,26 +42,26 @@ class PerRankRandomStreams:
 
     def __init__(self) -> None:
         self._origins: list[int] | None = None  # digests of the program's generators; None before the first stream
-        self._methods = 0  # in a row with these origins
-        self._counts = [0] * len(RandomStream)  # of streams
-        self._final: list[int] | None = None  # digests when the last method with streams had ended
+        self._methods = 0  # number of consecutive methods with these origins
+        self._counts = [0] * len(RandomStream)  # number of streams of each kind
+        self._final: list[int] | None = None  # digests when the last method with streams ended
 
     def begin(self) -> None:
-        """A method begins."""
+        """Begin a method."""
         self._origins = None
         self._counts = [0] * len(RandomStream)
 
     def end(self) -> None:
-        """A method has ended."""
+        """End a method."""
         if self._origins is not None:
             self._final = program_random_state.digests()
 
     @property
     def position(self) -> list[int]:
-        """Of the streams to come, the same on all ranks, in numbers of 63 bits."""
+        """Position of the next streams, the same on all ranks, in 63-bit numbers."""
         if self._origins is None:
             self._origins = program_random_state.digests()
-            # Unless a program has seeded its generators again, it expects other numbers than in the last method.
+            # Unless a program has reseeded its generators, it expects other numbers than in the last method.
             self._methods = self._methods + 1 if self._origins == self._final else 0
         return [*self._origins, self._methods, *self._counts]
 
@@ -71,11 +71,11 @@ class PerRankRandomStreams:
 
     @contextmanager
     def stream(self, what: RandomStream, replica: Replica, *, in_program: bool = True) -> Iterator[None]:
-        """While inside, draw from the next stream of a kind.
+        """Draw from the next stream of a kind inside the context.
 
         Args:
-            in_program: whether code of the program runs, which may draw from any generator; else only layers of Keras
-                do.
+            in_program: Whether the program's code runs, which may draw from any generator; if not, only Keras's layers
+                draw.
         """
         *origins, methods = self.position[:4]
         self._counts[what] += 1
@@ -91,12 +91,12 @@ class PerRankRandomStreams:
                 random_state.set_random_state(of_backend)
 
 
-_running: list[Replica] = []  # whose methods run in this process, the innermost last
+_running: list[Replica] = []  # replicas whose methods run in this process, innermost last
 
 
 @contextmanager
 def running_method(replica: Replica) -> Iterator[None]:
-    """Around a call of a model's method that all replicas make."""
+    """Run a method of a model that all replicas call inside the context."""
     if replica.is_alone and not replica.micro_batches:
         yield
         return
@@ -113,7 +113,7 @@ def running_method(replica: Replica) -> Iterator[None]:
 
 
 def drawing_in_steps(model: Any, replica: Replica) -> Callable[[], AbstractContextManager[None]]:
-    """Makes the context around each step of a model on a replica that `draws_apart`."""
+    """Return a function that creates the context for each step of a model on a replica that `draws_apart`."""
 
     @cache
     def runs_program(knows_losses: bool) -> bool:
@@ -127,11 +127,11 @@ def drawing_in_steps(model: Any, replica: Replica) -> Callable[[], AbstractConte
 
 
 def drawing_in_callback() -> AbstractContextManager[None]:
-    """Around what the chief alone does for a callback while a method runs."""
+    """Return the context for what only the chief does for a callback while a method runs."""
     return _running[-1].random_streams.stream(RandomStream.CALLBACK, _running[-1]) if _running else nullcontext()
 
 
 def draws_apart(replica: Replica) -> bool:
-    """Whether steps and samples draw from streams. Micro-batches have random numbers of their own, the same whichever
-    rank computes them, and a replica that is alone draws as Keras does."""
+    """Whether steps and samples draw from streams. Micro-batches have their own random numbers, whichever rank computes
+    them, and a replica that is alone draws as Keras does."""
     return not replica.is_alone and not replica.micro_batches

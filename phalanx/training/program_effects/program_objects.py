@@ -1,5 +1,5 @@
-"""What a program keeps in Python, outside of Keras's layers, metrics and optimizers: a loss that counts its calls, a
-schedule object that a layer holds, the variables around a function, and global variables."""
+"""Python state of a program outside of Keras's layers, metrics and optimizers: a loss that counts its calls, a schedule
+object that a layer holds, closure variables, and global variables."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from phalanx.keras_compat.program_classes import is_of_program
 KERAS_PARTS = (keras.layers.Layer, keras.Variable, keras.optimizers.Optimizer, keras.metrics.Metric)
 
 _DEPTH = 4
-"""So many objects and collections within each other are looked through."""
+"""Maximum depth of nested objects and collections to search."""
 _MOST_ITEMS, _MOST_BYTES = 1000, 1 << 20
-"""Larger collections and arrays are data, not state."""
+"""Limits above which collections and arrays count as data, not state."""
 
 
 _SIZES = {"shape", "get_shape", "size", "numel", "len"}
@@ -27,14 +27,14 @@ _BEFORE_STEPS = {"__init__", "build", "compute_output_shape", "compute_output_sp
 
 
 class Place:
-    """A variable around a function, or a global variable: what a function of the program reads and assigns.
+    """A closure or global variable that a function of the program reads and assigns.
 
     Args:
-        owner: the dictionary of a module; or a function's cell.
-        name: "" for a cell.
+        owner: The dictionary of a module, or a function's cell.
+        name: Name in the module; "" for a cell.
 
     Attributes:
-        key: the same for the same place, while what has it lives.
+        key: Key of the place, stable while its owner lives.
     """
 
     def __init__(self, owner: dict[str, Any] | CellType, name: str = "") -> None:
@@ -53,16 +53,16 @@ class Place:
 
 
 class ProgramObjects:
-    """Those that are reachable from the attributes and methods of others.
+    """Objects that are reachable from the attributes and methods of other objects.
 
     Args:
-        owners: parts of a model; or losses, which are looked at themselves.
+        owners: Parts of a model, or losses, which are included themselves.
 
     Attributes:
-        objects: instances of the program's own classes.
-        functions: the program's own.
-        variables: those around the program's functions, and the global ones that they use.
-        iterators: whether there are any, which lose what is read from them.
+        objects: Instances of the program's classes.
+        functions: Functions of the program.
+        variables: Closure variables of the program's functions, and the globals that they use.
+        iterators: Whether there are iterators, which lose the items that are read from them.
     """
 
     def __init__(self, owners: Iterable[Any]) -> None:
@@ -91,7 +91,7 @@ class ProgramObjects:
                 self._look_at_all(value.values() if isinstance(value, dict) else value, depth - 1)
         elif isinstance(value, FunctionType):
             self._seen.add(id(value))
-            # An empty cell is of a variable that has no value yet.
+            # An empty cell belongs to a variable that has no value yet.
             used = [Place(cell) for cell in value.__closure__ or () if cell != CellType()]
             if is_of_program(value):
                 self.functions.append(value)
@@ -111,20 +111,20 @@ class ProgramObjects:
 
 
 def reads_iterators(model: Any) -> bool:
-    """Whether steps, layers or losses of the program may read from iterators: what a test of them reads would be lost.
+    """Whether custom steps, layers or losses may read from iterators; a trial of them would lose those items.
 
     Args:
-        model: compiled.
+        model: A compiled model.
     """
     return ProgramObjects([model, *own_layers(model), *compiled_losses(model)]).iterators
 
 
 def may_depend_on_size(model: Any) -> bool:
-    """Whether steps, layers or losses of the program may compute otherwise where a batch has more samples: they read a
-    size, and compare or limit a number.
+    """Whether custom steps, layers or losses may compute differently if a batch has more samples: they read a size, and
+    compare or limit a number.
 
     Args:
-        model: compiled.
+        model: A compiled model.
     """
     found = ProgramObjects([model, *own_layers(model), *compiled_losses(model)]).functions
     return any(_limits_a_size(function) for function in found if function.__name__ not in _BEFORE_STEPS)
@@ -136,13 +136,13 @@ def _limits_a_size(function: FunctionType) -> bool:
 
 
 def _own(owner: Any) -> list[Any]:
-    """The attributes of an object, and the methods of the program's own classes."""
+    """Return the attributes of an object, and the methods of its classes that the program defines."""
     kinds = [kind for kind in type(owner).__mro__ if is_of_program(kind)]
     return [*vars(owner).values(), *(value for kind in kinds for value in vars(kind).values())]
 
 
 def is_large(value: Any) -> bool:
-    """Whether a value of the program's is data rather than state."""
+    """Whether a value of the program is data rather than state."""
     if getattr(value, "nbytes", 0) > _MOST_BYTES:
         return True
     return isinstance(value, list | tuple | dict | set) and len(value) > _MOST_ITEMS

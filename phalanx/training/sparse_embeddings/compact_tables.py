@@ -71,8 +71,7 @@ class SparseEmbeddings:
             engine.end()
             if not fits:
                 self.leave()
-                # Rooms only grow: a size that was needed once will be needed again, and any other means a
-                # recompilation.
+                # Rooms only grow: a size that was needed once will be needed again, and any other is compiled again.
                 rooms = [compact.room for compact in self._compact] or [0] * len(self.tables)
                 self._compact = [
                     CompactTable(table, max(room, _room_for(table, len(n))))

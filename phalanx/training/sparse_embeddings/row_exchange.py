@@ -1,4 +1,4 @@
-"""The rows of tables that a worker requests from the servers, and the gradients that it sends of them."""
+"""Exchange of table rows, which a worker requests from the servers, and of their gradients, which it sends."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from phalanx.parameter_server.table_rows import TableRows, numbers_in_shard
 
 Array = np.ndarray[Any, Any]
 Numbers = Sequence[Array]
-"""For each table, the distinct numbers of rows, ascending."""
+"""The distinct row numbers for each table, ascending."""
 
 
 class EmbeddingRowExchange:
-    """Used for one `fit`. Row numbers and rows are lists with an array for each table, in the order of the tables.
+    """Exchanges rows during one `fit`. Row numbers and rows are lists with one array per table, in the order of the
+    tables.
 
     Args:
-        client: connections to the servers.
-        fit: number of the `fit` call.
-        placed: where the tables' shards are.
+        client: Connections to the servers.
+        fit: Number of the `fit` call.
+        placed: Placement of the tables' shards.
     """
 
     def __init__(self, client: ParameterServerClient, fit: int, placed: PlacedVariables):
@@ -38,27 +39,27 @@ class EmbeddingRowExchange:
     # Rows for a step.
 
     def prefetch(self, ticket: Ticket, numbers: Numbers) -> None:
-        """The step of this ticket, the next one, needs these rows: request them with the gradients."""
+        """Request the rows that the next step, with this ticket, needs together with the gradients."""
         self._next = (ticket.serial, numbers)
 
     def begin(self, ticket: Ticket, numbers: Numbers) -> list[Array]:
-        """The rows that the step of this ticket needs, which begins now."""
+        """Begin the step of this ticket, and return the rows that it needs."""
         self._step = numbers
         received = self._received.pop(ticket.serial, None)
-        # What is left is for a ticket that this worker has not used; its rows may be old by the time of another step.
+        # The rest is for a ticket that this worker has not used; its rows may be outdated at another step.
         self._received.clear()
         if received is not None:
             return received
         return self._request([(PullRows(self._fit), self._numbers_on(server, numbers)) for server in self._servers()])
 
     def pull_tables(self) -> list[Array]:
-        """The tables, with all rows."""
+        """Return the tables, with all rows."""
         return self._request([(PullTables(self._fit), ()) for _ in self._servers()])
 
-    # What accompanies a step's gradients.
+    # Data sent with a step's gradients.
 
     def with_rows(self, gradients: Sequence[Array]) -> list[Array | TableRows]:
-        """The gradients; of tables, only those of the step's rows."""
+        """Return the gradients; for tables, only those of the step's rows."""
         result: list[Array | TableRows] = list(gradients)
         for table, numbers in zip(self._placed.tables, self._step, strict=True):
             result[table] = TableRows(numbers, gradients[table][: len(numbers)])
@@ -66,24 +67,24 @@ class EmbeddingRowExchange:
         return result
 
     def wanted(self, server: int) -> list[Array]:
-        """The numbers of the rows that the next step needs from this server; empty if they are not known yet."""
+        """Return the row numbers that the next step needs from this server; empty if they are not known yet."""
         if self._next is None:
             return []
         self._requested = self._next[0]
         return self._numbers_on(server, self._next[1])
 
     def receive(self, parts: Sequence[Sequence[Array]]) -> None:
-        """Keep the rows that came with the responses to gradients, by server."""
+        """Store the rows that came with the responses to gradients, by server."""
         serial, self._requested, self._next = self._requested, None, None
         is_complete = all(
             len(part) == len(shards) for part, shards in zip(parts, self._placed.tables_of_server, strict=True)
         )
-        # Not every server has answered with rows: `begin` will request them.
+        # Otherwise not every server has responded with rows: `begin` will request them.
         if serial is not None and is_complete:
             self._received[serial] = self._placed.join_tables(parts)
 
     def _servers(self) -> list[int]:
-        """The servers that have tables."""
+        """Return the servers that have tables."""
         return [server for server, shards in enumerate(self._placed.tables_of_server) if shards]
 
     def _request(self, requests: Sequence[tuple[PullRows | PullTables, Sequence[Array]]]) -> list[Array]:
@@ -98,7 +99,7 @@ class EmbeddingRowExchange:
         return self._placed.join_tables(parts)
 
     def _numbers_on(self, server: int, numbers: Numbers) -> list[Array]:
-        """The numbers of the rows that a server has, counted from the beginning of each shard."""
+        """Return the numbers of a server's rows, counted from the beginning of each shard."""
         by_table = dict(zip(self._placed.tables, numbers, strict=True))
         shards = self._placed.tables_of_server[server]
         return [numbers_in_shard(by_table[shard.variable], shard) for shard in shards]

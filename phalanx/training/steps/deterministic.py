@@ -1,4 +1,4 @@
-"""Steps whose bits do not depend on the number of ranks: each global batch in the same micro-batches."""
+"""Steps that are bitwise independent of the number of ranks: each global batch has the same micro-batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OPTION = "CommunicationOptions(deterministic=True)"
 class DeterministicStepper(ReplicaStepper):
     """Trains, tests and predicts micro-batch by micro-batch (`CommunicationOptions.deterministic`).
 
-    Every step is merged. So an optimizer that accumulates gradients gets those of all ranks at each.
+    Every step is merged, so an optimizer that accumulates gradients receives those of all ranks at each step.
     """
 
     def __init__(self, model: Any, engine: Engine, merge: StepMerge, replica: Replica) -> None:
@@ -46,7 +46,7 @@ class DeterministicStepper(ReplicaStepper):
             self._randomness.enter(micro.number)
             self._engine.train(micro.data, micro.share)
 
-        # Of the whole batch, not of a micro-batch: Keras would have traced its step for it.
+        # Of the whole batch, not of a micro-batch: Keras traces its step for the whole batch.
         self._merge.expect(batch.global_size, batch.fixed_size)
         with self._randomness.step():
             self._sums.run(batch, compute)
@@ -58,7 +58,7 @@ class DeterministicStepper(ReplicaStepper):
         def compute(micro: MicroBatch) -> None:
             nonlocal logs
             self._randomness.enter(micro.number)
-            # Each micro-batch begins at the common start: the merge adds them up in its own order, and the start once.
+            # Each micro-batch begins at the common start: the merge adds them in its own order, and the start once.
             self._engine.metric_rules.set_values(start)
             self._engine.test(micro.data, micro.share)
             logs = self._engine.merged_metrics(micro.share, start, final=True)
@@ -68,9 +68,10 @@ class DeterministicStepper(ReplicaStepper):
         return logs
 
     def predict(self, batch: JointBatch, form: ElementStructure) -> Any:
-        """The model's outputs for this rank's micro-batches; see `Engine.predict`.
+        """Return the model's outputs for this rank's micro-batches; see `Engine.predict`.
 
-        There are none where the outputs have no row for each sample (`LocalOutputs.of`): the batch is computed whole.
+        If the outputs have no row for each sample (`LocalOutputs.of`), there are no micro-batches: the batch is
+        computed whole.
         """
         if not batch.micro_batches:
             return self._engine.predict(batch.data, form)
@@ -86,9 +87,9 @@ def check_deterministic(model: Any, *, trains: bool) -> None:
     """Check that the steps of a model can be taken micro-batch by micro-batch.
 
     Args:
-        trains: whether they are steps of training.
+        trains: Whether they are training steps.
 
-    Raises: UnsupportedError that says what cannot.
+    Raises: UnsupportedError that names what cannot.
     """
     backend = keras.backend.backend()
     if trains and backend != "jax" and model_state.overrides(model, "train_step"):
@@ -116,7 +117,7 @@ def check_deterministic(model: Any, *, trains: bool) -> None:
 
 
 def _torch_normalization(model: Any) -> Any:
-    """The first layer with a PyTorch module that normalizes with the statistics of a batch; None if there is none."""
+    """Return the first layer with a PyTorch module that normalizes with batch statistics; None if there is none."""
     if keras.backend.backend() != "torch":
         return None
     for layer in model._flatten_layers():

@@ -1,7 +1,7 @@
-"""A model's arrays on their way to the servers and back: gradients are cut into shards, and values joined again.
+"""Transfer of a model's arrays to the servers and back: gradients are cut into shards, and values joined again.
 
-Each copy counts here: gradients are copied once, to where they are sent from, and values stay in the memory where they
-were received.
+Every copy matters here: gradients are copied once, to the buffers they are sent from, and values stay in the memory
+where they were received.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Array = np.ndarray[Any, Any]
 
 
 class ShardTransfer:
-    """Used for one `fit`.
+    """Transfers the shards of one `fit`.
 
     Args:
-        client: connections to the servers.
-        placed: where the variables' shards are.
-        wire: dtype in which gradients are sent; None: their own.
+        client: Connections to the servers.
+        placed: Placement of the variables' shards.
+        wire: Dtype in which gradients are sent; None to keep theirs.
 
     Attributes:
-        placed: see above.
-        values: the variables' values as they were last received, None for tables: another list whenever some are new.
-        versions: of the values, by server.
+        placed: See above.
+        values: The variables' values as last received, None for tables; a new list whenever some are new.
+        versions: Versions of the values, by server.
     """
 
     def __init__(self, client: ParameterServerClient, placed: PlacedVariables, wire: np.dtype[Any] | None):
@@ -47,27 +47,27 @@ class ShardTransfer:
         for server, groups in enumerate(placed.groups):
             of_tables = [placed.kind(shard) for shard in placed.tables_of_server[server]]
             client.share_memory(server, [*groups.kinds, *of_tables])
-        # Kinds of the gradients that each server gets, tables excepted.
+        # Kinds of the gradients sent to each server, tables excepted.
         self._kinds = [tuple(map(self._wire_kind, groups.kinds)) for groups in placed.groups]
-        # Views of the shards in arrays that are used from step to step, with these arrays: of the buffers to send from,
-        # by server; and of those received, by server and place.
+        # Views of the shards in arrays that are reused from step to step, with these arrays: send buffers by server,
+        # and received arrays by server and place.
         self._send_views: dict[int, tuple[Sequence[Array], list[Array]]] = {}
         self._receive_views: dict[tuple[int, int], tuple[Sequence[memoryview], list[Array]]] = {}
 
     def _wire_kind(self, kind: Kind) -> Kind:
-        """The kind in which gradients of a kind are sent."""
+        """Return the kind in which gradients of this kind are sent."""
         shape, dtype = kind
         return kind if self._wire is None or dtype.itemsize <= self._wire.itemsize else (shape, self._wire)
 
     def fill(
         self, server: int, gradients: Sequence[Array | TableRows], more: Sequence[Array]
     ) -> tuple[list[Array], int]:
-        """Copy what is sent to a server to where it stays until it is answered.
+        """Copy the arrays for a server to the buffers where they stay until it responds.
 
         Args:
-            server: number of the server.
-            gradients: of all variables; empty if none are sent.
-            more: arrays that follow its part of the gradients.
+            server: Number of the server.
+            gradients: Gradients of all variables; empty if none are sent.
+            more: Arrays that follow the server's part of the gradients.
 
         Returns: the arrays, and how many of them are gradients.
         """
@@ -78,7 +78,7 @@ class ShardTransfer:
         buffers = self._client.send_buffers(server, (*kinds, *of_tables, *map(kind_of, more)))
         if gradients:
             views = self._send_views.get(server)
-            # The client gives the same buffers as long as the kinds are the same; others mean another channel or other
+            # The client returns the same buffers as long as the kinds are the same; others mean a new channel or other
             # arrays.
             if views is None or views[0] is not buffers:
                 views = self._send_views[server] = buffers, placed.groups[server].cut(buffers[: len(kinds)])
@@ -92,13 +92,13 @@ class ShardTransfer:
         return buffers, len(kinds) + len(of_tables)
 
     def receive(self, responses: Sequence[ResponseArrays]) -> tuple[list[list[Array]], list[Array]]:
-        """Keep the values of the servers' responses; returns the rows of tables by server, and the merged extras."""
+        """Store the values of the servers' responses; return the rows of tables by server, and the merged extras."""
         parts, rows, extras = [], [], []
         for server, (response, buffers) in enumerate(responses):
             assert isinstance(response, Values)
             if response.note:
                 logger.warning("An update of this worker: %s.", response.note)
-            if response.shards or not self.placed.dense_of_server[server]:  # otherwise newer ones are still to come
+            if response.shards or not self.placed.dense_of_server[server]:  # otherwise newer ones will follow
                 self.versions[server] = response.version
             parts.append(self._shards_in(server, response, buffers) if response.shards else [])
             more = arrays_of(buffers[response.shards :], response.dtypes[response.shards :])
@@ -108,7 +108,7 @@ class ShardTransfer:
         return rows, extras
 
     def _shards_in(self, server: int, response: Values, buffers: Sequence[memoryview]) -> list[Array]:
-        """The server's shards, tables excepted."""
+        """Return the server's shards, tables excepted."""
         known = self._receive_views.get((server, response.place))
         if known is None or known[0] is not buffers:
             arrays = arrays_of(buffers[: response.shards], response.dtypes[: response.shards])
@@ -121,11 +121,11 @@ class ShardTransfer:
         placed = self.placed
         if all(len(part) == len(shards) for part, shards in zip(parts, placed.dense_of_server, strict=True)):
             self.values = placed.join(parts)
-        # A server may send none: it has nothing newer, or newer ones are still to come.
+        # A server may send none: it has nothing newer, or newer values will follow.
         elif any(parts):
-            old = [placed.cut(self.values, server) for server in range(len(parts))]  # of tables there are none
+            old = [placed.cut(self.values, server) for server in range(len(parts))]  # none for tables
             self.values = placed.join([part or before for part, before in zip(parts, old, strict=True)])
 
     def dense_versions(self) -> list[int]:
-        """Versions of the values last received, of each server that has shards that are not of tables."""
+        """Return the versions of the values last received, from each server with shards that are not of tables."""
         return [v for v, shards in zip(self.versions, self.placed.dense_of_server, strict=True) if shards]

@@ -1,4 +1,4 @@
-"""A worker's tickets: which steps it makes next, which are on their way to the servers, and which are applied. Pure."""
+"""A worker's tickets: the steps that it takes next, that are in flight to the servers, and that are applied. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from phalanx.parameter_server.server_messages import FitJoined, Rejoin, Ticket, 
 
 
 class StepTickets:
-    """A worker's knowledge of the schedule.
+    """A worker's view of the schedule.
 
     Attributes:
-        fit: number of the `fit` call.
-        era: era of the `fit`.
-        ahead: as for `DeclareModel`.
-        current: the ticket of the step that is being made; None before the first.
-        phase: number of merges of that step so far.
+        fit: Number of the `fit` call.
+        era: Era of the `fit`.
+        ahead: See `DeclareModel`.
+        current: The ticket of the current step; None before the first.
+        phase: Number of merges of that step so far.
     """
 
     def __init__(self) -> None:
@@ -23,84 +23,84 @@ class StepTickets:
         self.era = self.ahead = 0
         self.current: Ticket | None = None
         self.phase = 0
-        self._counted: tuple[int, ...] = ()  # of the global step that the head said last; see `Values`
+        self._counted: tuple[int, ...] = ()  # included in the global step that the head reported last; see `Values`
         # Issued by the head, not begun; the next step takes the first.
         self._waiting: deque[Ticket] = deque()
-        self._unapplied: dict[int, Ticket] = {}  # by serial: steps that are not applied, as far as this worker knows
-        self._pushed: deque[int] = deque()  # serials of the steps whose gradients are on their way
+        self._unapplied: dict[int, Ticket] = {}  # by serial: steps that are not applied, to this worker's knowledge
+        self._pushed: deque[int] = deque()  # serials of the steps whose gradients are in flight
         self._finished = -1  # serial of the last applied step
         self._handed_out = (-1, 0)  # an epoch, and how many of its batches are known to be handed out
-        self._made = (-1, 0)  # an epoch, and how many of its steps this worker has made
+        self._made = (-1, 0)  # an epoch, and how many of its steps this worker has taken
 
     def begin_fit(self, fit: int) -> None:
-        """Another `fit` begins."""
+        """Begin another `fit`."""
         self.fit = fit
         self._waiting.clear()
         self._pushed.clear()
         self.forget()
 
     def begin_era(self, era: int) -> None:
-        """The chief has gone back, in a new era."""
+        """Begin a new era, to which the chief has gone back."""
         self.era = era
         self.forget()
 
     def forget(self) -> None:
-        """The tickets of the old era are void."""
+        """Discard the tickets of the old era, which are void."""
         self._unapplied.clear()
         self._handed_out = self._made = (-1, 0)
 
     def add(self, ticket: Ticket) -> None:
-        """The head has issued a ticket."""
+        """Add a ticket that the head has issued."""
         self._waiting.append(ticket)
         self._unapplied[ticket.serial] = ticket
         known = self._handed_out[1] if self._handed_out[0] == ticket.epoch else 0
         self._handed_out = (ticket.epoch, max(known, ticket.batch + 1))
 
     def begin_step(self) -> Ticket:
-        """The ticket of the next step, which begins."""
+        """Begin the next step, and return its ticket."""
         self.current = self._waiting.popleft()
         self.phase = 0
         return self.current
 
     def put_back(self, ticket: Ticket) -> None:
-        """The next step begins with this ticket, which was taken."""
+        """Return a ticket that was taken, so that the next step uses it."""
         self._waiting.appendleft(ticket)
 
     def upcoming(self) -> Ticket | None:
-        """The ticket of the step after this one, if it is at hand."""
+        """Return the ticket of the step after this one, if it is available."""
         return self._waiting[0] if self._waiting else None
 
     def drop_upcoming(self) -> None:
-        """That ticket has no batch."""
+        """Discard the upcoming ticket, which has no batch."""
         self._waiting.popleft()
 
     def push(self, serial: int) -> None:
-        """The gradients of a step are on their way."""
+        """Record that the gradients of a step are in flight."""
         self._pushed.append(serial)
 
     def complete_push(self) -> None:
-        """The head has applied the step that was pushed first."""
+        """Record that the head has applied the oldest pushed step."""
         if self._pushed:
             self._finished = self._pushed.popleft()
             self._count(self._unapplied.pop(self._finished, None))
 
     def abandon(self, ticket: Ticket) -> None:
-        """No step is made for this ticket."""
+        """Record that no step is taken for this ticket."""
         self._count(self._unapplied.pop(ticket.serial, None))
 
     def _count(self, ticket: Ticket | None) -> None:
         if ticket is not None:
             epoch, made = self._made
-            # Also tickets that were abandoned: a new head counts how much of the epoch is done.
+            # Abandoned tickets count, too: a new head needs to know how much of the epoch is done.
             self._made = (ticket.epoch, made + 1 if epoch == ticket.epoch else 1)
 
     def note_count(self, answer: Values | FitJoined) -> int:
-        """The head has said how many updates the job has made, and which are among them; returns their number."""
+        """Record which updates the head has included in the global step; return that step."""
         self._counted = answer.counted
         return answer.step
 
     def rejoin(self, version: int, step: int, epoch: int, steps: int, order_epoch: int, *, opened: bool) -> Rejoin:
-        """This worker's position in the training, for a server that comes back; arguments as for `Rejoin`."""
+        """Return this worker's position in the training, for a server that recovers; arguments as for `Rejoin`."""
         return Rejoin(
             fit=self.fit,
             era=self.era,

@@ -1,4 +1,4 @@
-"""Steppers take the training steps: what the loop needs of them, whatever computes."""
+"""Interface between the loop of `fit` and the steppers, which take the training steps."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ class RetryOnMembershipChange(Protocol):
 
 
 class Stepper(Protocol):
-    """Takes the training steps of one model: the seam between the loop and what computes.
+    """Takes the training steps of one model: the interface between the loop and the computation.
 
-    It does not say what a step consists of: engine and merge, or a single program for many devices
+    It does not specify what a step consists of: engine and merge, or a single program for many devices
     (`SynchronousStepper`), or parameter servers (`ParameterServerStepper`).
     """
 
     def train(self, batch: Any, *, last: bool | None = None) -> None:
-        """One step on a `TrainingBatch`.
+        """Take one step on a `TrainingBatch`.
 
         Args:
-            last: whether it is the epoch's last; None where that is not known.
+            last: Whether it is the epoch's last; None if unknown.
         """
 
     def logs(self) -> Mapping[str, Any]:
-        """The logs of the epoch until now."""
+        """Return the logs of the epoch so far."""
 
 
 class ReplicaStepper(ABC):
     """Takes the steps of a model that several ranks train, epoch after epoch; see `Stepper`.
 
     Args:
-        model: compiled.
-        engine: computes its steps.
-        merge: merges what they contribute.
-        replica: this process.
+        model: The compiled model.
+        engine: Computes the steps.
+        merge: Merges the contributions of the replicas.
+        replica: This process as a replica.
 
     Attributes:
-        merges_every_step: whether each step is one of all replicas, which happens on all or on none.
+        merges_every_step: Whether each step is taken by all replicas, and succeeds on all or on none.
     """
 
     merges_every_step = True
@@ -63,15 +63,15 @@ class ReplicaStepper(ABC):
 
     @property
     def is_merged(self) -> bool:
-        """Whether the replicas met at the last step, so that decisions may be taken together now."""
+        """Whether the replicas merged in the last step, so that collective decisions are possible now."""
         return True
 
     def begin(self, *, watched: bool, entering: bool = False) -> None:  # noqa: B027 (it may have nothing to do)
-        """An epoch begins; the engine has begun.
+        """Begin an epoch, after the engine has begun.
 
         Args:
-            watched: whether callbacks of any rank see the logs of single batches.
-            entering: whether this process joins or resumes in the middle of the epoch.
+            watched: Whether callbacks of any rank see the logs of single batches.
+            entering: Whether this process joins or resumes in the middle of the epoch.
         """
 
     @abstractmethod
@@ -79,12 +79,11 @@ class ReplicaStepper(ABC):
         """See `Stepper.train`."""
 
     def merge_if_due(self, retry: RetryOnMembershipChange) -> Sequence[str]:
-        """A step is over: merge if it is time to. Returns the tasks whose unmerged steps have been merged."""
+        """Merge after a step, if it is time to. Return the tasks whose unmerged steps have been merged."""
         return ()
 
     def finish(self, retry: RetryOnMembershipChange) -> Sequence[str]:
-        """The epoch's steps are done, and the engine has not ended yet: afterwards all replicas are alike. Returns what
-        `merge_if_due` does."""
+        """Merge at the end of an epoch, before the engine ends, so that all replicas are equal; as `merge_if_due`."""
         return ()
 
     def logs(self) -> Mapping[str, Any]:
@@ -92,18 +91,18 @@ class ReplicaStepper(ABC):
         return self._engine.logs()
 
     def end(self, retry: RetryOnMembershipChange) -> None:  # noqa: B027 (likewise)
-        """`fit` has taken its last step, and the engine has ended."""
+        """Finish after the last step of `fit`, when the engine has ended."""
 
     def admit(self) -> None:
-        """In elastic jobs, while the replicas are merged and the engine has ended: give those who join what the others
-        have. All ranks must call."""
+        """In elastic jobs, while the replicas are merged and the engine has ended, send the common state to processes
+        that join. All ranks must call."""
         state_sync.synchronise(self._model, self._replica, metrics=True)
         self._merge.synchronise()
 
     def pooled(self) -> State:
-        """While they are merged: what the replicas keep besides the model, pooled. All ranks must call."""
+        """While merged, return the replicas' state in addition to the model, pooled. All ranks must call."""
         return self._merge.pooled()
 
     def load_pooled(self, state: State) -> None:
-        """Continue from what `pooled` returned; the model has the values of then already."""
+        """Continue from what `pooled` returned; the model already has the values of that time."""
         self._merge.load_pooled(state)
