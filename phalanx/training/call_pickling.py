@@ -1,4 +1,4 @@
-"""How Keras objects are taken apart where they travel to other processes of the job by value."""
+"""Reduction of Keras objects that are sent to other processes of the job by value."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from phalanx.runtime.pickling import Reduce
 from phalanx.training.chief_callbacks import runs_on_chief
 
 A_CALL_TAKES = "Pass arrays, a keras.utils.PyDataset, a DataLoader or a tf.data.Dataset rather than a running generator"
-"""The beginning of what to do where an argument cannot travel."""
+"""Start of the advice if an argument cannot be sent."""
 
 
 def by_value(tensors: Tensors, *, with_weights: bool = False) -> Reduce:
-    """Keras objects as `model_copies` has them, and those of the backend as `tensors` has them.
+    """Reduce Keras objects like `model_copies`, and objects of the backend like `tensors`.
 
     Args:
-        with_weights: whether layers have their weights with them.
+        with_weights: Whether layers include their weights.
     """
 
     def reduced(thing: Any) -> Any:
@@ -33,14 +33,14 @@ def by_value(tensors: Tensors, *, with_weights: bool = False) -> Reduce:
 
 
 def of_call(tensors: Tensors, *, with_weights: bool) -> Reduce:
-    """As `by_value`, for what a method of a model is called with: callbacks that only the chief runs are shells."""
+    """Extend `by_value` to the arguments of a model's method: callbacks that only the chief runs become shells."""
     others = by_value(tensors, with_weights=with_weights)
 
     def reduced(thing: Any) -> Any:
         if isinstance(thing, OnChief):
             return OnChief, (thing.create(),)
         if isinstance(thing, keras.callbacks.Callback) and runs_on_chief(thing):
-            # There it is never called, but asked what it does, such as in the middle of an epoch.
+            # The other process never calls it, but examines what it does, such as in the middle of an epoch.
             return copyreg.__newobj__, (type(thing),), plain_attributes(thing)  # type: ignore[attr-defined]
         return others(thing)
 

@@ -1,4 +1,4 @@
-"""The callbacks of one rank as Keras's `CallbackList`: all run on the same logs; only the chief writes and prints."""
+"""The callbacks of one rank as Keras's `CallbackList`: all use the same logs; only the chief writes and prints."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from phalanx.training.progress_bar import ReplicaProgbar
 def build_callback_list(
     callbacks: Any, model: Any, *, is_chief: bool, replicas: int, verbose: Any, **options: Any
 ) -> CallbackList:
-    """The callbacks that this rank runs, as Keras's `CallbackList`.
+    """Return the callbacks that this rank runs, as Keras's `CallbackList`.
 
     Args:
-        callbacks: as they were passed to a method; a `CallbackList` is returned as it is.
-        is_chief: whether this rank is the chief.
-        replicas: number of replicas that the progress bar shows.
-        options: passed to Keras's `CallbackList`.
+        callbacks: The callbacks passed to a method; a `CallbackList` is returned unchanged.
+        is_chief: Whether this rank is the chief.
+        replicas: Number of replicas that the progress bar shows.
+        options: Options for Keras's `CallbackList`.
     """
     if isinstance(callbacks, CallbackList):  # evaluation inside `fit` uses the list of `fit`
         return callbacks
     verbose = 1 if verbose == "auto" else verbose
     if is_chief:
         create_on_chief(callbacks)
-    # All ranks run the others on the same logs, so what these decide (stop, learning rate) is the same everywhere, and
-    # a member that becomes chief already has up-to-date callbacks.
+    # All ranks run the others on the same logs, so their decisions (stop, learning rate) are the same everywhere, and a
+    # member that becomes chief already has up-to-date callbacks.
     own = [each for each in flatten_callbacks(callbacks) if is_chief or not runs_on_chief(each)]
     if not is_chief:
         for callback in own:
@@ -43,21 +43,21 @@ def build_callback_list(
 
 
 def transfer_list_state(old: CallbackList, new: CallbackList) -> None:
-    """Let a list continue where another one, of the same training, stops."""
+    """Make a list continue where another one, of the same training, stops."""
     # Keras's count of open `on_*_begin`, and the executor of asynchronous hooks, which it shuts down when the count is
-    # 0: a list that began at 0 would raise at its first `on_*_end`.
+    # 0: a list that started at 0 would raise at its first `on_*_end`.
     for name in ("_in_begin_end_block_count", "_executor"):
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
 
 
 def start_mid_epoch(callbacks: Sequence[Any], epoch: int, restore: Callable[[], None]) -> None:
-    """Begin, in the middle of an epoch, callbacks that a former chief has run until now.
+    """Start callbacks, in the middle of an epoch, that an earlier chief has run so far.
 
     Args:
-        restore: gives them what they have learnt until the epoch, which `on_train_begin` resets.
+        restore: Restores their state at the epoch's start, which `on_train_begin` resets.
     """
-    # A backup would be restored, which is older than the state of this process.
+    # A backup would be restored, although it is older than the state of this process.
     begun = [each for each in callbacks if not isinstance(each, keras.callbacks.BackupAndRestore)]
     for callback in begun:
         if isinstance(callback, keras.callbacks.CSVLogger):

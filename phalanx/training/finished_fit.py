@@ -1,7 +1,7 @@
-"""What a `fit` leaves to the program besides its history, for processes that join an elastic job when it is over.
+"""State that a `fit` leaves to the program in addition to its history, for processes that join later.
 
-They have not run it. What the program does before its next call may depend on what callbacks have learnt
-(`stopping.best_epoch`), on the optimizer, or on the weights (targets made by `model(x)`).
+Those processes have not run the `fit`. What the program does before its next call may depend on the state of callbacks
+(`stopping.best_epoch`), on the optimizer, or on the weights (targets computed by `model(x)`).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from phalanx.training.state_sync import variables_of
 from phalanx.transport.serialization import decode, encode
 
 MAX_STATE_BYTES = 2**26
-"""What a state may take: it is in the launcher's memory."""
+"""Maximum size of a state, which is kept in the launcher's memory."""
 LARGE_BYTES = 2**20
-"""What an attribute of a callback may take of it: more are weights, such as the best ones."""
+"""Maximum size of a callback attribute in it: anything larger is weights, such as the best ones."""
 
 
 def encode_finished_fit(model: Any, callbacks: Sequence[tuple[str, bytes]]) -> bytes:
-    """The state of the callbacks and of the model after a `fit`; without the model's if that is too large, and without
-    what is too large of a callback.
+    """Encode the state of the callbacks and the model after a `fit`, without the model if that is too large, and
+    without large attributes of callbacks.
 
     Args:
-        callbacks: from `CallbackStateTracker.changes`.
+        callbacks: Result of `CallbackStateTracker.changes`.
     """
     states = [(name, _without_large(content)) for name, content in callbacks]
     variables = variables_of(model)
@@ -41,7 +41,7 @@ def encode_finished_fit(model: Any, callbacks: Sequence[tuple[str, bytes]]) -> b
 
 
 def _without_large(content: bytes) -> bytes:
-    """What one callback has learnt, without weights that it keeps."""
+    """Return the state of one callback, without weights that it keeps."""
     if len(content) <= LARGE_BYTES:
         return content
     return encode({name: value for name, value in decode(content).items() if len(encode(value)) <= LARGE_BYTES})
@@ -52,12 +52,13 @@ def _nbytes(shape: Sequence[int], dtype: str) -> int:
 
 
 def adopt_finished_fit(content: bytes, model: Any, callbacks: Any) -> bool:
-    """Give the callbacks and the model the state that the members have after a `fit`.
+    """Set the callbacks and the model to the state that the members have after a `fit`.
 
     Args:
-        content: from `encode_finished_fit`; empty if it was not kept.
+        content: Result of `encode_finished_fit`; empty if it was not kept.
 
-    Returns: whether the model has it. Not if it is not built yet or has another structure, which its next call reports.
+    Returns: whether the model has adopted it. It does not if it is not built or has another structure, which its next
+    call reports.
     """
     if not content:
         return False

@@ -1,4 +1,4 @@
-"""The arguments of Keras's `fit`, which all trainers share."""
+"""Arguments of Keras's `fit`, which all trainers share."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from phalanx.keras_compat.keras_internals import train_validation_split
 
 @dataclass
 class FitArguments:
-    """The arguments of `keras.Model.fit`, with its names and defaults.
+    """Arguments of `keras.Model.fit`, with its names and defaults.
 
     `epochs` and `steps_per_epoch` are capped by `keras.config`; `validation_split` is replaced by `validation_data`.
-    There are as many fields as Keras's method has arguments: every one of them is a promise of `fit`.
+    The fields match the arguments of Keras's method exactly: each of them is a promise of `fit`.
     """
 
     x: Any = None
@@ -46,7 +46,7 @@ class FitArguments:
 
 
 def capped(value: Any, cap: int | None, name: str) -> Any:
-    """The value, or with a warning the cap of `keras.config`, whichever is less; no value is more than any."""
+    """Return the smaller of the value and the cap of `keras.config`, and warn if capped; no value is unlimited."""
     if cap and (not value or cap < value):
         warnings.warn(f"Limiting {name} to {cap}", stacklevel=3)
         return cap

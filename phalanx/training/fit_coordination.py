@@ -1,4 +1,4 @@
-"""How the processes of one job coordinate a `fit`: the interface between the loop and the kind of job.
+"""Coordination of a `fit` between the processes of a job: the interface between the loop and the kind of job.
 
 `ReplicaCoordination` agrees through collectives between replicas; `ParameterServerCoordination` follows the schedule of
 the parameter servers.
@@ -15,7 +15,7 @@ class TrainingBatch(Protocol):
 
     @property
     def data(self) -> tuple[Any, Any, Any]:
-        """`(x, y, sample_weight)`; a placeholder of one sample where `size` is 0."""
+        """`(x, y, sample_weight)`; a placeholder of one sample if `size` is 0."""
 
     @property
     def step(self) -> int:
@@ -23,11 +23,11 @@ class TrainingBatch(Protocol):
 
     @property
     def size(self) -> int:
-        """Samples of this part."""
+        """Number of samples in this part."""
 
     @property
     def global_size(self) -> int:
-        """Samples of the whole batch."""
+        """Number of samples in the whole batch."""
 
     @property
     def share(self) -> float:
@@ -38,50 +38,50 @@ BatchT = TypeVar("BatchT", bound=TrainingBatch)
 
 
 class Coordination(Protocol[BatchT]):
-    """What `FitLoop` needs from the kind of job. The loop calls the methods in the order in which they stand here.
+    """What `FitLoop` needs from the kind of job. The loop calls the methods in the order of their definition.
 
     Attributes:
-        steps_per_group: callbacks see the first and the last of this many steps (`steps_per_execution`).
+        steps_per_group: Number of steps of which callbacks see the first and the last (`steps_per_execution`).
     """
 
     steps_per_group: int
 
     def begin(self) -> None:
-        """Run `on_train_begin`, then give every process the same initial state, or that of a checkpoint."""
+        """Run `on_train_begin`, then set every process to the same initial state, or to that of a checkpoint."""
 
     def is_over(self) -> bool:
-        """Whether no further epoch is to be trained. Sets `FitState.epoch` where the chief has gone back."""
+        """Return whether no epoch is left to train. Sets `FitState.epoch` if the chief has gone back."""
 
     def begin_epoch(self) -> bool:
-        """Fetch what an epoch starts from; False where this process resumes in the middle of it."""
+        """Fetch what an epoch starts from; False if this process resumes in the middle of it."""
 
     def epoch_batches(self) -> AbstractContextManager[None]:
-        """Around the steps of an epoch: open the input after `on_epoch_begin`; afterwards all processes are alike."""
+        """Run the steps of an epoch: open the input after `on_epoch_begin`; afterwards all processes are equal."""
 
     def next_batch(self) -> BatchT | None:
-        """The next batch of the epoch; None at its end."""
+        """Return the next batch of the epoch; None at its end."""
 
     def begin_group(self) -> None:
-        """After `on_train_batch_begin`: agree on what callbacks may have changed."""
+        """After `on_train_batch_begin`, agree on what callbacks may have changed."""
 
     def train_step(self, batch: BatchT) -> BatchT:
-        """Take one training step; returns the batch as it was trained on in the end."""
+        """Take one training step; return the batch on which it was finally taken."""
 
     def end_group(self, step: int) -> bool:
-        """After `on_train_batch_end`: whether the epoch stops here. Saves, and admits new members, if it is time."""
+        """After `on_train_batch_end`, return whether the epoch stops here. Saves, and admits new members, when due."""
 
     def epoch_logs(self) -> dict[str, Any] | None:
-        """The logs of the epoch's training steps; None if the epoch was abandoned because the chief went back."""
+        """Return the logs of the epoch's training steps; None if it was abandoned because the chief went back."""
 
     def evaluate(self) -> dict[str, Any] | None:
-        """The logs of the validation data, without the prefix `val_`; None if the epoch was abandoned meanwhile."""
+        """Return the validation logs, without the prefix `val_`; None if the epoch was abandoned in the meantime."""
 
     def merge_logs(self, logs: dict[str, Any]) -> dict[str, Any] | None:
-        """The epoch's logs as this process's callbacks and history see them; None if it has taken no step in it: they
-        see no end of the epoch then."""
+        """Return the epoch's logs for this process's callbacks and history; None if it has taken no step in the epoch,
+        so that they do not see its end."""
 
     def end_epoch(self) -> None:
-        """After `on_epoch_end`: agree on whether to stop, count the epoch and save."""
+        """After `on_epoch_end`, agree on whether to stop, count the epoch and save."""
 
     def end(self) -> AbstractContextManager[None]:
-        """Around `on_train_end`: before it the final weights are in the model, after it they are alike everywhere."""
+        """Run `on_train_end`: before it the model has the final weights, after it they are equal everywhere."""

@@ -1,4 +1,4 @@
-"""Where a running `fit` stands: shared by the loop, the coordination and what recovers or saves it."""
+"""State of a running `fit`, shared by the loop, the coordination, recovery and checkpointing."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from phalanx.training.steps.stepper import ReplicaStepper, Stepper
 
 @dataclass(kw_only=True)
 class FitState:
-    """The state of one call of `fit`.
+    """State of one call of `fit`.
 
     Attributes:
-        arguments: the arguments of `fit`.
-        stepper: takes the training steps; see `steps/stepper.py`.
-        callbacks: the `CallbackList` that this process runs; another one once it becomes chief.
-        has_batch_hooks: whether any of these sees single training batches.
-        progress_bar: among the callbacks, if this process shows one.
-        epoch: index of the running epoch; between two epochs, of the next one.
-        logs: the logs of the last epoch, with those of its validation.
-        undo: gives the callbacks their own methods back, and what they claim to others, when the `fit` is over.
+        arguments: The arguments of `fit`.
+        stepper: Takes the training steps; see `steps/stepper.py`.
+        callbacks: The `CallbackList` that this process runs; a new one once it becomes chief.
+        has_batch_hooks: Whether any of the callbacks sees single training batches.
+        progress_bar: The progress bar among the callbacks, if this process shows one.
+        epoch: Index of the running epoch; between two epochs, of the next one.
+        logs: Logs of the last epoch, including validation.
+        undo: Restores the callbacks' methods, and releases their claims, when the `fit` is over.
     """
 
     arguments: FitArguments
@@ -46,16 +46,16 @@ class FitState:
 
 @dataclass(kw_only=True)
 class ReplicaFitState(FitState):
-    """The state of a `fit` on one of several replicas.
+    """State of a `fit` on one of several replicas.
 
     Attributes:
-        source: this rank's part of the training data.
-        validation: this rank's part of the validation data; None without any.
-        batches: the walk over the running epoch; None between two epochs.
-        watched: whether callbacks of any rank see single batches of the training.
-        watched_validation: whether callbacks of any rank see single batches of the validation.
-        stop_requested: whether callbacks ended the training when the running epoch began, before its first step.
-        chief_adds_logs: whether callbacks that only the chief runs may add to the logs of an epoch.
+        source: This rank's part of the training data.
+        validation: This rank's part of the validation data; None without any.
+        batches: Batches of the running epoch; None between two epochs.
+        watched: Whether callbacks of any rank see single training batches.
+        watched_validation: Whether callbacks of any rank see single validation batches.
+        stop_requested: Whether callbacks stopped the training at the start of the running epoch, before its first step.
+        chief_adds_logs: Whether callbacks that only the chief runs may add to the logs of an epoch.
     """
 
     stepper: ReplicaStepper = field(init=False)
@@ -68,7 +68,7 @@ class ReplicaFitState(FitState):
     chief_adds_logs: bool = False
 
     def is_last(self, step: int) -> bool | None:
-        """Whether a step is its epoch's last; None where that is not known."""
+        """Return whether a step is its epoch's last; None if unknown."""
         position, source = self.source.position, self.source.source
         batches = position.batches_from(position.running)
         if batches is None or source.num_batches is None or source.traits.may_end_early:

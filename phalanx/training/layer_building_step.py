@@ -1,8 +1,8 @@
-"""Builds the layers that only a step of the program's own builds, before the first step.
+"""Builds, before the first step, the layers that only a custom step builds.
 
-Keras builds them in the step itself: those of a model without `call`, or a head that only its `train_step` uses. That
-is too late for replicas, whose weights begin as the chief's, and for the trial of the step (`step_probe`). So a step is
-taken and undone, apart from what it has created.
+Keras builds them in the step itself: layers of a model without `call`, or a head that only its `train_step` uses. That
+is too late for replicas, whose weights start as the chief's, and for the trial of the step (`step_probe`). So a step is
+taken and undone, except for what it has created.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from phalanx.training.program_effects.program_state import ProgramState
 
 
 def build_parts(model: Any, data: Any, form: ElementStructure, step: str) -> None:
-    """Let a step build what it uses.
+    """Run a step to build what it uses.
 
     Args:
-        data: a local batch, `(x, y, sample_weight)`.
-        form: its structure.
+        data: Local batch, `(x, y, sample_weight)`.
+        form: Structure of the batch.
         step: "train_step" or "test_step".
     """
     with ProgramState(model).kept(), running_eagerly(model):
         engine = make_engine(model, LocalRanks())
         engine.expect(form)
         engine.build(data)
-        # What the variables declare will do: nothing that is computed here stays.
+        # The declared rules suffice: nothing that is computed here is kept.
         engine.metric_rules.decide(engine.metric_rules.rules)
         engine.begin()
         try:

@@ -1,4 +1,4 @@
-"""Methods of models that are called while another one runs: by callbacks, and by the program's data."""
+"""Model methods that are called while another one runs: by callbacks, or by the program's data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from phalanx.training.replica import Replica
 
 @contextmanager
 def in_method(replica: Replica, name: str) -> Iterator[None]:
-    """All ranks run a method of a model: each in one thread, and in the same order.
+    """Run a method of a model on all ranks inside the context: each in one thread, and in the same order.
 
-    Raises: UnsupportedError where the other ranks may not call it, or another thread is in one.
+    Raises: UnsupportedError if the other ranks may not call it, or another thread is in one.
     """
     thread, former = threading.get_ident(), replica.calling_thread
     problem = None

@@ -1,4 +1,4 @@
-"""Keras's progress bar, for several replicas."""
+"""Keras's progress bar for several replicas."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class ReplicaProgbar(ProgbarLogger):  # type: ignore[misc]
     """Keras's progress bar, with the number of replicas and the samples per second of all of them.
 
     Attributes:
-        replicas: how many there are now.
-        devices: how many one program computes on; None: the replicas have programs of their own.
+        replicas: Current number of replicas.
+        devices: Number of devices of one program; None if the replicas have separate programs.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -28,7 +28,7 @@ class ReplicaProgbar(ProgbarLogger):  # type: ignore[misc]
         self._start = time.perf_counter()
 
     def count(self, samples: int) -> None:
-        """Add samples that the replicas have processed together."""
+        """Add samples that all replicas have processed."""
         self._samples += samples
         if self.progbar is not None:
             rate = self._samples / max(time.perf_counter() - self._start, 1e-9)
@@ -45,7 +45,7 @@ def _short(number: float) -> str:
 
 
 def progress_bar(callbacks: CallbackList, replicas: int | None = None) -> ReplicaProgbar | None:
-    """The bar that counts samples, if this rank shows one; if a number of replicas is given, it shows that."""
+    """Return the bar that counts samples, if this rank shows one, and set its number of replicas if given."""
     bar = getattr(callbacks, "_progbar", None)
     if not isinstance(bar, ReplicaProgbar):
         return None

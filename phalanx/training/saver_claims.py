@@ -1,4 +1,4 @@
-"""Keras's own callbacks that save, in a job: they write only as long as their process may (`runtime.write_claim`)."""
+"""Claims for Keras's callbacks that save: they write only as long as their process may (`runtime.write_claim`)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from phalanx.storage.paths import StoragePath
 
 
 def refuse_divided(callbacks: Any, placement: Placement) -> None:
-    """Raise UnsupportedError for one of Keras's callbacks that save, in a program that spans several processes: the
-    chief would save or restore alone what only all of them can."""
+    """Raise UnsupportedError for Keras's callbacks that save, if a program spans several processes: the chief alone
+    cannot save or restore the model."""
     for callback in flatten_callbacks(callbacks):
         restores = isinstance(callback, keras.callbacks.BackupAndRestore)
         if isinstance(callback, SAVERS) and (restores or placement.divides_models):
@@ -41,12 +41,12 @@ def refuse_divided(callbacks: Any, placement: Placement) -> None:
 
 
 def claim_paths(callbacks: CallbackList, undo: ExitStack, generation: Callable[[], int] = lambda: 0) -> None:
-    """Claim what the callbacks in this rank's list save to, and let them write under these claims.
+    """Claim the paths to which the callbacks in this rank's list save, and make them write under these claims.
 
     Args:
-        callbacks: those that this rank runs.
-        undo: releases the claims when it is closed.
-        generation: see `WriteClaim`.
+        callbacks: The callbacks that this rank runs.
+        undo: Releases the claims when it is closed.
+        generation: See `WriteClaim`.
 
     Raises: ConfigurationError, SupersededError as `WriteClaim.acquire`.
     """
@@ -55,7 +55,7 @@ def claim_paths(callbacks: CallbackList, undo: ExitStack, generation: Callable[[
         if path is None:
             continue
         claim = _claim(path, generation)
-        with contextlib.suppress(OSError):  # the callback will fail likewise
+        with contextlib.suppress(OSError):  # the callback will fail in the same way
             claim.acquire()
         undo.callback(claim.release)
         methods = {
@@ -72,6 +72,6 @@ def _write(claim: WriteClaim, callback: Any, method: Callable[..., Any], *args: 
 
 
 def _claim(path: StoragePath, generation: Callable[[], int]) -> WriteClaim:
-    while "{" in str(path.parent):  # a pattern: which directories there will be is not known
+    while "{" in str(path.parent):  # a pattern: the resulting directories are not known
         path = path.parent
     return WriteClaim(path.parent, path.name, generation)

@@ -1,4 +1,4 @@
-"""`model.save` and `model.save_weights` in a job: several tasks may write the same file at once and read it again."""
+"""`model.save` and `model.save_weights` in a job: several tasks may write and read the same file at once."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def save(
     With `overwrite=False` Keras asks at the terminal whether to overwrite a file; then only the chief does.
 
     Args:
-        member: what the model belongs to; None if Keras itself trains it.
+        member: Member that owns the model; None if Keras itself trains it.
         method: Keras's own `save` or `save_weights`.
-        filepath, overwrite, args, kwargs: as Keras's method takes them.
+        filepath, overwrite, args, kwargs: Arguments of Keras's method.
     """
     if isinstance(member, Replica) and member.is_candidate and os.path.exists(filepath):
         logger.warning("%s is not overwritten: this worker joined late and may lack what others have saved.", filepath)
@@ -56,7 +56,7 @@ def save(
 
 
 def _single_file(filepath: Any, suffixes: tuple[str, ...]) -> Path | None:
-    """The file that is written; None if it is several, or not in this file system."""
+    """Return the file that is written; None if it is several, or not in this file system."""
     if not isinstance(filepath, str | os.PathLike) or is_url(filepath):
         return None
     place = Path(os.path.realpath(filepath))

@@ -15,12 +15,12 @@ from phalanx.training.steps.outer_optimizer import OuterOptimizer
 
 @dataclass(frozen=True)
 class SyncPeriod:
-    """Local SGD: the replicas take steps of their own and exchange weights periodically.
+    """Local SGD: the replicas train independently and exchange weights periodically.
 
     Attributes:
-        steps: number of steps between two exchanges.
-        outer: optimizer that applies the replicas' mean progress to the common weights.
-        overlap: whether an exchange proceeds during the steps after it, and takes effect at the next one.
+        steps: Number of steps between two exchanges.
+        outer: Optimizer that applies the replicas' mean progress to the common weights.
+        overlap: Whether an exchange proceeds during the steps after it, and takes effect at the next one.
     """
 
     steps: int
@@ -30,15 +30,16 @@ class SyncPeriod:
 
 @dataclass(frozen=True)
 class TrainingPolicy:
-    """See the strategies' arguments.
+    """How a strategy trains its models; see the strategies' arguments.
 
     Attributes:
-        compression: of gradients, or of exchanged weights where there is a period; None: they are sent as they are.
-        period: of local SGD; None: the gradients of every step are merged.
-        synchronized_batch_norm: whether all batch normalization is over the global batch.
-        placement: how one compiled program divides the model over a mesh of devices; None: each replica computes a
-            program of its own.
-        device: where the model computes, as `keras.device` takes it; None: where the backend does by default.
+        compression: Compression of gradients, or of exchanged weights if there is a period; None to send them
+            unchanged.
+        period: Period of local SGD; None to merge the gradients of every step.
+        synchronized_batch_norm: Whether all batch normalization is over the global batch.
+        placement: How one compiled program divides the model over a mesh of devices; None if each replica has its own
+            program.
+        device: Device on which the model computes, as for `keras.device`; None for the backend's default.
     """
 
     compression: Compression | None = None
@@ -49,7 +50,7 @@ class TrainingPolicy:
 
 
 def on_device(name: str | None) -> AbstractContextManager[Any]:
-    """A context in which Keras makes and computes things on a device; None: where it would."""
+    """Create and compute inside the context on this Keras device; None for the default."""
     return nullcontext() if name is None else keras.device(name)  # type: ignore[no-any-return]
 
 

@@ -1,1 +1,1 @@
-"""What is found out about a program before its first step, and what is refused."""
+"""Probes and checks of a program before its first step."""

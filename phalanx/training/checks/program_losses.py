@@ -1,4 +1,4 @@
-"""Which losses of a program are its own code, of which nothing says how they combine over the parts of a batch."""
+"""Losses of a program that are custom code, so that it is unknown how they combine over the parts of a batch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from phalanx.keras_compat.patching import defining_class
 
 
 def unknown_losses(model: Any) -> list[Any]:
-    """The compiled losses of which nothing is known."""
+    """Return the compiled losses about which nothing is known."""
     if not _calls_model(model):
         return []
     return [loss for loss in compiled_losses(model) if not is_known(loss)]
 
 
 def is_known(loss: Any) -> bool:
-    """Whether it computes what Keras's own losses do. A subclass of one of them may compute anything."""
+    """Whether a loss computes what Keras's own losses do. A subclass of one of them may compute anything."""
     methods = [defining_class(type(loss), name) for name in ("call", "__call__")]
     computes = [*methods, getattr(loss, "fn", type(loss))]
     homes = [getattr(each, "__module__", None) or "" for each in computes]
@@ -26,12 +26,12 @@ def is_known(loss: Any) -> bool:
 
 
 def _calls_model(model: Any) -> bool:
-    """Whether a step calls the model, as far as one can see; a custom step may do anything with its parts."""
+    """Whether a step calls the model, as far as that is visible; a custom step may do anything with its parts."""
     return not overrides(model, "train_step") or type(model).call is not keras.Model.call
 
 
 def computes_own_loss(model: Any) -> bool:
-    """Whether a step calls a `compute_loss` of the program's own."""
+    """Whether a step calls a custom `compute_loss`."""
     if not overrides(model, "compute_loss") or not _calls_model(model):
         return False
     is_used = not {"compute_loss", "_compute_loss"}.isdisjoint(names_in(model.train_step))
@@ -39,7 +39,7 @@ def computes_own_loss(model: Any) -> bool:
 
 
 def adding_layers(model: Any) -> list[Any]:
-    """Layers that are not Keras's own, and add losses."""
+    """Return custom layers that add losses."""
     if not _calls_model(model):
         return []
     return [each for each in model._flatten_layers() if _adds_losses(each)]

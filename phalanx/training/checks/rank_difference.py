@@ -1,4 +1,4 @@
-"""Who is wrong where ranks differ in what must be the same on all of them."""
+"""Determination of which rank is wrong if ranks differ in what must be the same on all of them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from phalanx.training.replica import Replica
 
 
 class RankDifference(NamedTuple):
-    """Two ranks that differ: `expected` has what is right, and `rank` something else."""
+    """Two ranks that differ: `expected` has the right value, and `rank` a different one."""
 
     expected: int
     rank: int
 
 
 class RankComparison:
-    """Compares what the ranks have. Create it before they exchange that: a collective that meets a loss returns what
-    the former members had, when the ranks are those of the next membership.
+    """Compares values of the ranks. Create it before they exchange the values: a collective that meets a loss returns
+    the former members' values, when the ranks are already those of the next membership.
 
     Attributes:
-        expected: the rank that has what all should have: the lowest one that was there when the job began.
+        expected: The rank whose value is right: the lowest one that was there when the job began.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -29,13 +29,13 @@ class RankComparison:
         self.expected = next((rank for rank in range(replica.world_size) if rank not in self._late), 0)
 
     def difference(self, values: Sequence[Any]) -> RankDifference | None:
-        """The difference because of which this rank must raise an error; None if there is none.
+        """Return the difference for which this rank must raise an error; None if there is none.
 
-        Processes that joined when the job was running must not end it. Where they alone have something else, they alone
-        raise: the others lose them in their next collective, and continue.
+        Processes that joined a running job must not end it. If only their values differ, only they raise: the others
+        lose them in the next collective, and continue.
 
         Args:
-            values: what each rank has, in rank order; the same on all ranks.
+            values: Value of each rank, in rank order; the same on all ranks.
         """
         different = [rank for rank, value in enumerate(values) if value != values[self.expected]]
         if not different:

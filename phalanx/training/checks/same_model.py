@@ -17,10 +17,10 @@ from phalanx.transport.decoding import decode_message
 
 
 def structure_of(variables: Sequence[Any], *, with_paths: bool = True) -> list[tuple[str, list[int], str]]:
-    """Path, shape and dtype of each variable, in their order.
+    """Return path, shape and dtype of each variable, in their order.
 
     Args:
-        with_paths: whether ranks that differ only in the variables' paths are to differ.
+        with_paths: Whether the paths of variables count as a difference.
     """
     return [
         (v.path if with_paths else "variable", list(v.shape), keras.backend.standardize_dtype(v.dtype))
@@ -32,8 +32,8 @@ def check_same_model(variables: Sequence[Any], replica: Replica, *, with_paths: 
     """Compare the structure of the ranks' models; call on all ranks.
 
     Args:
-        variables: of the model and its optimizers.
-        with_paths: see `structure_of`.
+        variables: Variables of the model and its optimizers.
+        with_paths: See `structure_of`.
 
     Raises: DisagreementError, naming the first difference between two ranks; see `RankComparison`.
     """
@@ -42,7 +42,7 @@ def check_same_model(variables: Sequence[Any], replica: Replica, *, with_paths: 
     digests = replica.communicator.all_gather_bytes(hashlib.sha256(encoded).digest())
     if len(set(digests)) == 1:
         return
-    # Rare and slow: all ranks get everything, so that all know who differs.
+    # Rare and slow: every rank receives everything, so that all know which one differs.
     structures = [decode_message(e) for e in replica.communicator.all_gather_bytes(encoded)]
     difference = comparison.difference(structures)
     if difference is not None:
@@ -51,10 +51,10 @@ def check_same_model(variables: Sequence[Any], replica: Replica, *, with_paths: 
 
 
 def check_chiefs_model(chiefs: Sequence[Any], own: Sequence[Any]) -> None:
-    """Compare a model with the chief's, on this rank alone: one that joins must not end a job that runs.
+    """Compare a model with the chief's, on this rank only: a joining process must not end a running job.
 
     Args:
-        chiefs, own: from `structure_of`.
+        chiefs, own: Results of `structure_of`.
 
     Raises: DisagreementError, naming the first difference.
     """
@@ -63,7 +63,7 @@ def check_chiefs_model(chiefs: Sequence[Any], own: Sequence[Any]) -> None:
 
 
 def different_models(first: Sequence[Any], second: Sequence[Any], who: str, other: str) -> DisagreementError:
-    """The error of two ranks whose models have different structures."""
+    """Return the error for two ranks whose models have different structures."""
     named, others = ([f"`{path}` {dtype}{list(shape)}" for path, shape, dtype in each] for each in (first, second))
     return DisagreementError(
         f"The model is not the same on all ranks: {describe_difference(named, others, who, other)} "

@@ -1,4 +1,4 @@
-"""Predictions and targets that tell losses apart which agree on the samples of a batch as they are."""
+"""Predictions and targets that distinguish losses that agree on the original samples of a batch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Array = np.ndarray[Any, Any]
 
 
 def smaller_copies(array: Array, size: int) -> Array:
-    """Samples after the first `size`, which are these again, changed a little."""
+    """Slightly change the samples after the first `size`, which are copies of these."""
     if array.dtype.kind != "f":
         return array
     return scaled(array, 1.0 - 0.1 * (np.arange(len(array)) // size))
 
 
 def spread_outputs(outputs: Any, rows: int) -> Any:
-    """The outputs again and again, each row smaller than the one before, and still probabilities where they were."""
+    """Repeat the outputs, each row smaller than the one before, so that probabilities stay probabilities."""
     chosen = np.resize(np.arange(outputs.shape[0]), rows)
     spread = ops.take(outputs, chosen, axis=0)
     if keras.backend.is_float_dtype(outputs.dtype):
@@ -34,7 +34,7 @@ def spread_outputs(outputs: Any, rows: int) -> Any:
 
 
 def with_zeros(values: Any, rows: slice, step: int) -> Any:
-    """The values, with every second, third, ... that these rows hold zero."""
+    """Set every `step`-th value in these rows to zero."""
     array = np.array(ops.convert_to_numpy(values))
     chosen = array[rows].reshape(-1)
     chosen[::step] = np.zeros((), array.dtype)
@@ -43,7 +43,7 @@ def with_zeros(values: Any, rows: slice, step: int) -> Any:
 
 
 def with_largest(values: Any, starts: tuple[int, ...]) -> Any:
-    """The values, with the largest of them in some rows of each part; or, if all are zero, one."""
+    """Set some rows of each part to the largest value; or to one if all values are zero."""
     array = np.array(ops.convert_to_numpy(values))
     if array.dtype.kind not in "fiub":
         return values
@@ -54,7 +54,7 @@ def with_largest(values: Any, starts: tuple[int, ...]) -> Any:
 
 
 def with_reflected_rows(values: Any) -> Any:
-    """The values, with the largest for the smallest, and so on, in every third row: half of the first part's, and a
+    """Reflect every third row, so that the largest values become the smallest: half of the first part's rows, and a
     quarter of the other's."""
     array = np.array(ops.convert_to_numpy(values))
     if array.dtype.kind not in "fiu":

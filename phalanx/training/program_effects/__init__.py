@@ -1,1 +1,1 @@
-"""What the program's own code keeps, switches and draws while it trains, beside the model's variables."""
+"""State that the program's code keeps, switches and draws while it trains, outside of the model's variables."""

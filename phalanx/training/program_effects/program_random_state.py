@@ -1,7 +1,7 @@
-"""The random state that a program draws from: with the chief's it is the same on all tasks, also without a seed.
+"""The random state that a program draws from: set to the chief's, it is the same on all tasks, even without a seed.
 
-Of Python's `random`, from which Keras draws the seeds of initializers; of NumPy's, from which programs make and split
-data; and of PyTorch's, where it is imported, from which its loaders and splits draw whichever backend Keras runs on.
+It comprises Python's `random`, from which Keras draws the seeds of initializers; NumPy's, with which programs create
+and split data; and PyTorch's, if imported, from which its loaders and splits draw whichever backend Keras runs on.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from phalanx.engines.random_state import hash_of
 from phalanx.transport.decoding import decode_message
 
 States = tuple[Any, Any, bytes | None]
-"""Of `random`, of `np.random` (None where the program has put another bit generator into it), and of PyTorch (None if
-that is not imported)."""
+"""States of `random`, `np.random` (None if the program has replaced its bit generator), and PyTorch (None if
+absent)."""
 
 _WORDS = 16
-"""So many words of a Mersenne Twister, with the place in them, tell its states apart."""
+"""Number of words of a Mersenne Twister that, with the position in it, identify its state."""
 
 
 def states() -> States:
-    """Those of this process."""
+    """Return the states of this process."""
     torch = sys.modules.get("torch")
     return (
         random.getstate(),
@@ -37,7 +37,7 @@ def states() -> States:
 
 
 def set_states(states: States) -> None:
-    """Continue from them."""
+    """Continue from these states."""
     of_python, of_numpy, of_torch = states
     random.setstate(of_python)
     if of_numpy is not None and _is_numpys_own():
@@ -58,14 +58,14 @@ def kept() -> Iterator[None]:
 
 
 def digests() -> list[int]:
-    """Three numbers of 63 bits that stand for the states."""
+    """Return three 63-bit numbers that identify the states."""
     (_, words, _), of_numpy, of_torch = states()
     numpys = 0 if of_numpy is None else hash_of(of_numpy[1][:_WORDS].tobytes(), int(of_numpy[2]))
     return [hash_of(words[-1], *words[:_WORDS]), numpys, hash_of(of_torch or b"")]
 
 
 def seed(seeds: Sequence[int]) -> None:
-    """Continue from states that follow from one seed for each, of 63 bits."""
+    """Continue from states derived from three 63-bit seeds, one for each generator."""
     of_python, of_numpy, of_torch = seeds
     random.seed(of_python)
     if _is_numpys_own():
@@ -76,7 +76,7 @@ def seed(seeds: Sequence[int]) -> None:
 
 
 def random_state() -> bytes:
-    """The states, encoded."""
+    """Return the encoded states."""
     of_python, of_numpy, of_torch = states()
     if of_numpy is not None:
         name, words, *place = of_numpy
@@ -85,7 +85,7 @@ def random_state() -> bytes:
 
 
 def set_random_state(state: bytes) -> None:
-    """Draw on as the process whose `random_state` this is."""
+    """Continue drawing like the process that returned this `random_state`."""
     (version, words, gauss), of_numpy, of_torch = decode_message(state)
     set_states(((version, tuple(words), gauss), None if of_numpy is None else tuple(of_numpy), of_torch))
 

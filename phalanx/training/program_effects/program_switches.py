@@ -1,7 +1,7 @@
-"""Which numbers and flags that a program's code reads are on: the weight of a term of a loss, a switch of a layer.
+"""Switches of a program: whether numbers and flags that its code reads are on, such as the weight of a loss term.
 
-What a step leaves out, no test of that step can judge. So the tests are repeated when something is on that was off
-(`ProgramProbes.begin_epoch`): a callback raises the weight of a term from zero, an epoch switches an adversary on.
+A test of a step cannot judge what the step leaves out. So tests are repeated when something is switched on
+(`ProgramProbes.begin_epoch`): a callback raises the weight of a term from zero, an epoch enables an adversary.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from phalanx.training.program_effects.program_objects import ProgramObjects, is_
 from phalanx.training.state_sync import seed_generators
 
 Switches = dict[tuple[int, str], bool]
-"""By the place that holds a number or flag, and its name there: whether it is on."""
+"""Whether each number or flag is on, by its owner's ID and its name there."""
 
 
 def find_switches(model: Any) -> Switches:
-    """All that the program's layers, steps and losses read: from attributes, closures and global variables.
+    """Return all switches that custom layers, steps and losses read: from attributes, closures and global variables.
 
-    Those are flags, numbers with a fraction and variables of one such number; not what counts (integers), nor what
+    Switches are flags, floating-point numbers and variables of one such number; not integers, which count, and not what
     training itself changes.
 
     Args:
-        model: compiled and built.
+        model: A compiled and built model.
     """
     return {place: is_on for place, value in _values(model) if (is_on := _is_on(value)) is not None}
 
 
 def variables_that_are_off(model: Any) -> list[Any]:
-    """The `keras.Variable`s among the switches that are zero."""
+    """Return the `keras.Variable`s among the switches that are zero."""
     values = [value for _, value in _values(model) if isinstance(value, keras.Variable) and _is_on(value) is False]
     return list({id(value): value for value in values}.values())
 
 
 def has_begun(before: Switches, now: Switches) -> bool:
-    """Whether something is on that was off."""
+    """Whether something has been switched on."""
     return any(is_on and before.get(place) is False for place, is_on in now.items())
 
 
 def _values(model: Any) -> Iterator[tuple[tuple[int, str], Any]]:
-    """The values that the program's code reads, with their places."""
+    """Yield the values that the program's code reads, with their places."""
     parts = [model, *model_state.own_layers(model), *model_state.compiled_losses(model)]
     held = ProgramObjects(parts)
     owners = {id(each): each for each in (*parts, *held.objects)}.values()
@@ -56,7 +56,7 @@ def _values(model: Any) -> Iterator[tuple[tuple[int, str], Any]]:
 
 
 def _trained(model: Any) -> Iterator[Any]:
-    """The variables that every step may change."""
+    """Yield the variables that every step may change."""
     yield from model.trainable_variables
     yield from model.metrics_variables
     for optimizer in model_state.optimizers(model):
@@ -66,7 +66,7 @@ def _trained(model: Any) -> Iterator[Any]:
 
 
 def _with_items(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The attributes of an object, and what those that are collections hold."""
+    """Yield the attributes of an object, and the items of those that are collections."""
     for name, value in attributes.items():
         yield name, value
         if isinstance(value, dict | list | tuple) and not is_large(value):
@@ -75,12 +75,12 @@ def _with_items(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_on(value: Any) -> bool | None:
-    """Whether a number or flag is not zero; None for everything else."""
+    """Return whether a number or flag is nonzero; None for everything else."""
     if isinstance(value, bool | float | np.bool_ | np.floating):
         return bool(value)
     if isinstance(value, keras.Variable):
         return bool(host_copy(value)) if value.shape == () and keras.backend.is_float_dtype(value.dtype) else None
-    # Tensors of JAX and TensorFlow are constants of compiled steps, or only symbols; a `tf.Variable` is neither.
+    # Tensors of JAX and TensorFlow are constants of compiled steps, or symbolic; a `tf.Variable` is neither.
     home = type(value).__module__
     if not (home.startswith(("numpy", "torch")) or (home.startswith("tensorflow") and hasattr(value, "assign"))):
         return None

@@ -1,4 +1,4 @@
-"""Embeddings of which a worker trains, sends and receives only the rows that a batch uses."""
+"""Embeddings for which a worker trains, sends and receives only the rows that a batch uses."""
 
 from phalanx.training.sparse_embeddings.compact_tables import SparseEmbeddings
 from phalanx.training.sparse_embeddings.row_exchange import EmbeddingRowExchange

@@ -1,4 +1,4 @@
-"""The row numbers that a batch looks up, computed on the host from the model's inputs."""
+"""Row numbers that a batch looks up, computed on the host from the model's inputs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Array = np.ndarray[Any, Any]
 
 
 class RowLookup:
-    """Computes the numbers that embedding layers are called with.
+    """Computes the numbers with which embedding layers are called.
 
     Args:
-        model: a built Keras model.
-        tables: tables of embeddings in its graph of layers.
+        model: A built Keras model.
+        tables: Tables of embeddings in its graph of layers.
     """
 
     def __init__(self, model: Any, tables: Sequence[EmbeddingTable]):
@@ -31,7 +31,7 @@ class RowLookup:
         places = {id(tensor): place for place, tensor in enumerate(graph.inputs)}
         wanted = [tensor for table in tables for tensor in table.inputs]
         self._counts = [len(table.inputs) for table in tables]
-        # Where each table is looked up with an input of the model as it is, the batch has the numbers, and nothing is
+        # If every table is looked up directly with an input of the model, the batch has the numbers and nothing is
         # computed.
         self._direct = [places[id(tensor)] for tensor in wanted] if all(id(t) in places for t in wanted) else None
         self._function = (
@@ -39,7 +39,7 @@ class RowLookup:
         )
 
     def __call__(self, x: Any) -> list[list[Array]]:
-        """For each table, the numbers of each call of its layer, flat."""
+        """Return for each table the flat numbers of each call of its layer."""
         if self._direct is not None:
             given = self._inputs(x)
             found = [_cast(given[place], self._graph.inputs[place].dtype) for place in self._direct]
@@ -53,7 +53,7 @@ class RowLookup:
         return [[next(flat) for _ in range(count)] for count in self._counts]
 
     def _inputs(self, x: Any) -> Sequence[Any]:
-        """The values of the model's inputs in order; on the host, if their assignment is evident."""
+        """Return the values of the model's inputs in order; on the host, if their assignment is evident."""
         struct, names = self._graph._inputs_struct, [tensor.name for tensor in self._graph.inputs]
         if isinstance(x, dict):
             if isinstance(struct, dict) and set(struct) == set(x):
@@ -73,7 +73,7 @@ def _cast(value: Any, dtype: str) -> Array:
 
 
 def unique_numbers(table: EmbeddingTable, parts: Sequence[Array]) -> Array:
-    """The distinct row numbers in some arrays, ascending; negative ones count from the end.
+    """Return the distinct row numbers in some arrays, ascending; negative ones count from the end.
 
     Raises: ConfigurationError if one is not in the table.
     """

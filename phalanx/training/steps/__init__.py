@@ -1,1 +1,1 @@
-"""What one training step does, and when replicas synchronize: one module for each kind of step."""
+"""Training steps, and when replicas synchronize: one module for each kind of step."""

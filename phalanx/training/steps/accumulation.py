@@ -1,10 +1,10 @@
-"""Gradient accumulation: what a rank keeps to itself until the optimizer updates.
+"""Gradient accumulation: gradients that a rank keeps until the optimizer updates.
 
 An optimizer that accumulates gradients over several steps (`gradient_accumulation_steps`) needs the gradients of the
-other ranks only when it updates. Until then it is given zeros, which change nothing of what it has accumulated, and the
-rank's gradients are summed here; they are merged with those of the update. What metrics count waits likewise. So
-between two updates nothing is sent but the state of layers that have some, and every rank's optimizer still has the
-same bits.
+other ranks only when it updates. Until then it receives zeros, which do not change what it has accumulated, and the
+rank's gradients are summed here; they are merged with those of the update. Metric increments wait in the same way. So
+between two updates only the state of layers is sent, if there is any, and the optimizers of all ranks stay bitwise
+equal.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from phalanx.collectives.communicator import Array
 
 
 class GradientAccumulator:
-    """Sums of this rank's arrays, each with a number: not every step has a gradient of every weight. Sums are replaced,
-    never changed in place."""
+    """Sums of this rank's arrays, each with a number, because not every step has a gradient for every weight. Sums are
+    replaced, never changed in place."""
 
     def __init__(self) -> None:
         self._sums: dict[int, Array] = {}
@@ -36,7 +36,7 @@ class GradientAccumulator:
     def plus_accumulated(
         self, numbers: Sequence[int], arrays: Sequence[Array], scales: Sequence[float], *, unit: float = 1.0
     ) -> list[Array]:
-        """`scale * array` plus the sums of these numbers, in units of `unit`."""
+        """Return `scale * array` plus the sums of these numbers, in units of `unit`."""
         found = []
         for number, array, scale in zip(numbers, arrays, scales, strict=True):
             total = self._sum_of(number, array)
@@ -45,11 +45,11 @@ class GradientAccumulator:
         return found
 
     def get(self, number: int) -> Array | None:
-        """The sum of this number, if there is one."""
+        """Return the sum of this number, if there is one."""
         return self._sums.get(number)
 
     def clear(self) -> None:
-        """Forget all sums."""
+        """Discard all sums."""
         self._sums = {}
 
     def _sum_of(self, number: int, array: Array) -> Array:
@@ -60,7 +60,7 @@ class GradientAccumulator:
 def _sum(total: Array, array: Array, scale: float) -> Array:
     if scale == 0.0:
         return total
-    # An overflow shows in the sum, as it does where the optimizer adds.
+    # An overflow shows in the sum, as it does when the optimizer adds.
     with np.errstate(all="ignore"):
         array = array.astype(total.dtype, copy=False)
         whole: Array = total + (array if scale == 1.0 else array * total.dtype.type(scale))
@@ -68,5 +68,5 @@ def _sum(total: Array, array: Array, scale: float) -> Array:
 
 
 def _wide(array: Array) -> np.dtype[np.generic]:
-    """The dtype of an array's sums: in 16-bit floats what is added would be lost."""
+    """Return the dtype of an array's sums: in 16-bit floats, small terms would be lost."""
     return np.dtype(np.float32) if array.dtype.itemsize <= 2 and array.dtype.kind not in "iub" else array.dtype

@@ -1,10 +1,10 @@
-"""Which merged gradients one process would not have, because float16 has no such numbers.
+"""Detection of merged gradients that one process could not have, because they overflow float16.
 
-Where a layer computes in float16, Keras casts each weight when the layer uses it, so one process has the gradient of
-that use in float16. Where the loss has a dynamic scale, a step whose gradients overflow is skipped, and the scale is
-halved. Replicas add their parts of a gradient in float32, which has the sum.
+If a layer computes in float16, Keras casts each weight when the layer uses it, so one process has the gradient of that
+use in float16. If the loss has a dynamic scale, a step whose gradients overflow is skipped, and the scale is halved.
+Replicas add their parts of a gradient in float32, which can represent the sum.
 
-Keras adds the gradients of several uses of a weight in float32 as well. So this looks only at weights that a step is
+Keras adds the gradients of several uses of a weight in float32 as well. So only weights are checked that a step is
 known to use once: those of Keras's own layers that a functional model calls once.
 """
 
@@ -20,17 +20,17 @@ from phalanx.keras_compat.model_state import layers_used_once, overrides
 Array = np.ndarray[Any, Any]
 
 FLOAT16_OVERFLOW = 65520.0
-"""From here on, numbers are rounded to infinity in float16."""
+"""Smallest number that float16 rounds to infinity."""
 
 
 class Float16Overflow:
-    """Makes sums infinite that are so in float16."""
+    """Makes sums infinite that would be infinite in float16."""
 
     def __init__(self) -> None:
         self._weights: frozenset[int] = frozenset()
 
     def use_weights_of(self, model: Any) -> None:
-        """From now on, gradients are those of this model, which is built."""
+        """Set the model to which the gradients belong from here on; it must be built."""
         is_plain = not any(overrides(model, name) for name in ("train_step", "compute_loss"))
         self._weights = frozenset(
             id(weight)
@@ -41,10 +41,10 @@ class Float16Overflow:
         )
 
     def mark(self, gradients: Iterable[tuple[int, Array]]) -> None:
-        """Change merged gradients in place.
+        """Mark overflows in merged gradients in place.
 
         Args:
-            gradients: each with the id of its weight.
+            gradients: Gradients, each with the ID of its weight.
         """
         for weight, gradient in gradients:
             if weight in self._weights and max(gradient.max(initial=0), -gradient.min(initial=0)) >= FLOAT16_OVERFLOW:

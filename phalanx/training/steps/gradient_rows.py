@@ -1,4 +1,4 @@
-"""Gradients that are single rows of a variable, of several parts of a batch."""
+"""Gradients that consist of single rows of a variable, from several parts of a batch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ Array = np.ndarray[Any, Any]
 
 
 def join_rows(numbers_of: Sequence[Array], gradients_of: Sequence[Array], *, of_any_batch: bool) -> GradientRows:
-    """The rows of a whole batch from those of its parts; see `Merge.gather`."""
+    """Join the rows of a batch's parts to those of the whole batch; see `Merge.gather`."""
     summed = _sum_rows(numbers_of, gradients_of) if of_any_batch else None
     return summed or GradientRows(np.concatenate(numbers_of), np.concatenate(gradients_of))
 
 
 def _sum_rows(numbers_of: Sequence[Array], gradients_of: Sequence[Array]) -> GradientRows | None:
-    """The sum over the parts of rows that every batch looks up, as many as its longest sample needs; None if the parts
-    have looked up others."""
+    """Return the sum over the parts of rows that every batch looks up, as many as its longest sample needs; None if the
+    parts have looked up different rows."""
     longest = max(range(len(numbers_of)), key=lambda part: len(numbers_of[part]))
-    # A part whose longest sample is shorter looks up a prefix of the same positions. Anything else cannot be matched by
-    # place.
+    # A part whose longest sample is shorter looks up a prefix of the same positions. Anything else cannot be matched.
     if any(not np.array_equal(numbers, numbers_of[longest][: len(numbers)]) for numbers in numbers_of):
         return None
     total = np.zeros_like(gradients_of[longest])

@@ -1,4 +1,4 @@
-"""Random numbers of layers that follow from a micro-batch's number, not from the rank that computes it."""
+"""Random numbers of layers that depend on a micro-batch's number, not on the rank that computes it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from phalanx.training.state_sync import seed_generators, shifted_seed
 
 
 class MicroBatchRandomness:
-    """Between two steps the random state is the same on all ranks; each micro-batch starts from it, shifted by its
-    number."""
+    """Sets the random state of micro-batches. Between two steps it is the same on all ranks; each micro-batch starts
+    from it, shifted by its number."""
 
     def __init__(self, model: Any, engine: Engine) -> None:
         self._engine = engine
         self._seeds = [generator.state for generator in seed_generators(model)]
         self._before: list[Any] = []
-        self._process_state: list[Any] = []  # of a backend's own generator, see `engines.random_state`
+        self._process_state: list[Any] = []  # of the backend's generator, see `engines.random_state`
         self._entered: list[Any] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one step; if it fails, the random state is as before."""
+        """Run one step inside the context; if it fails, restore the random state."""
         self._before, self._process_state = self._read(), random_state()
         try:
             yield
@@ -34,7 +34,7 @@ class MicroBatchRandomness:
             raise
         for old, new in zip(self._before, after, strict=True):
             # Word 0 of a Keras seed is the seed, which `shifted_seed` changes; the others count draws. All
-            # micro-batches draw equally often, so the last one's count is everyone's.
+            # micro-batches draw equally often, so the last one's count applies to all.
             old[1:] = new[1:]  # how often a micro-batch has drawn
         if differ(self._entered, random_state()):
             draw_next_numbers(self._process_state)
@@ -48,7 +48,7 @@ class MicroBatchRandomness:
         if self._seeds:
             shifted = [shifted_seed(seed, number) for seed in self._before]
             self._engine.write(list(zip(self._seeds, shifted, strict=True)))
-        # Plus 1, because 0 means "the chief", for which it does nothing.
+        # Plus 1, because 0 means the chief, for which this does nothing.
         draw_own_numbers(self._process_state, number + 1)
         self._entered = random_state()
 

@@ -1,4 +1,4 @@
-"""What training steps must know of a model's optimizer: accumulation, loss scales, step counts."""
+"""Properties of a model's optimizer that training steps use: accumulation, loss scales, step counts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from phalanx.keras_compat.model_state import inner_optimizer
 
 
 def accumulation_steps(model: Any) -> int:
-    """Over how many steps the replicas may accumulate gradients of this model apart; 1: merge every step."""
+    """Return over how many steps each replica may accumulate gradients locally; 1 to merge every step."""
     optimizer = getattr(model, "optimizer", None)  # none before `compile`
     # Two optimizers may accumulate over different steps, and a custom `train_step` may apply more than once. A dynamic
-    # loss scale skips the very step that overflows, so it must see merged gradients at every step; and so must a custom
+    # loss scale skips the very step that overflows, so it must see merged gradients at every step, as must a custom
     # `apply`, which may clip them.
     simple = (
         optimizer is not None
@@ -28,36 +28,36 @@ def accumulation_steps(model: Any) -> int:
 
 
 def _applies_itself(optimizer: Any) -> bool:
-    """Whether the program has a say in how gradients are applied, in its class or on this one object."""
+    """Whether the program customizes how gradients are applied, in a class or on this one object."""
     methods = [getattr(optimizer, name) for name in ("apply", "apply_gradients", "stateless_apply")]
     return any(not (method.__module__ or "").startswith(("keras.", "phalanx.")) for method in methods)
 
 
 def accumulators(optimizer: Any) -> list[tuple[Any, Any]]:
-    """The weights of an optimizer without another inside, each with the variable in which it accumulates gradients;
+    """Return the weights of an optimizer that wraps no other, each with the variable that accumulates its gradients;
     none before it is built.
 
-    Scales of float8 have such variables too, which stay zero: the optimizer overwrites these weights at every step.
+    Float8 scales have such variables, too, which stay zero: the optimizer overwrites these weights at every step.
     """
     pairs = zip(optimizer._trainable_variables, getattr(optimizer, "_accumulated_gradients", ()), strict=False)
     return [(variable, accumulator) for variable, accumulator in pairs if not is_overwritten(variable)]
 
 
 def constant_loss_scale(model: Any) -> float:
-    """The constant factor of the loss; see `loss_scale` for one that changes."""
+    """Return the constant factor of the loss; see `loss_scale` for one that changes."""
     optimizer = inner_optimizer(getattr(model, "optimizer", None))
     return float(getattr(optimizer, "loss_scale_factor", None) or 1.0)
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """`inner_optimizer`, and those among which it divides the weights (Keras's `MultiOptimizer`)."""
+    """Return `inner_optimizer`, and the optimizers among which it divides the weights (Keras's `MultiOptimizer`)."""
     inner = inner_optimizer(optimizer)
     return [inner, *getattr(inner, "optimizers", ())]
 
 
 def set_step_count(optimizer: Any, steps: int) -> None:
-    """Set the optimizer's count of steps: of batches, also where gradients are accumulated (Keras's `iterations` counts
-    updates then, and cannot be assigned)."""
+    """Set the optimizer's count of steps, which counts batches even if gradients are accumulated (Keras's `iterations`
+    then counts updates, and cannot be assigned)."""
     inner_optimizer(optimizer)._iterations.assign(steps)
 
 
@@ -67,5 +67,5 @@ def scales_dynamically(optimizer: Any) -> bool:
 
 
 def loss_scale(optimizer: Any) -> Any:
-    """The variable by which the loss is multiplied; None if it is not scaled, or by a constant."""
+    """Return the variable by which the loss is multiplied; None if it is not scaled, or by a constant."""
     return optimizer.dynamic_scale if scales_dynamically(optimizer) else None

@@ -1,7 +1,7 @@
-"""Outer optimizers of local SGD: what an exchange does with the mean progress of the replicas.
+"""Outer optimizers of local SGD, which apply the mean progress of the replicas in an exchange.
 
-Values in, values out: `step(anchor, progress, velocity)` returns the new anchor and the new velocity. `progress` is the
-mean over the replicas of *where they began* minus *where they are*: it takes the role of a gradient.
+They are pure functions: `step(anchor, progress, velocity)` returns the new anchor and the new velocity. `progress` is
+the mean over the replicas of *where they started* minus *where they are*: it plays the role of a gradient.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Arrays = Sequence[Array]
 
 
 class OuterOptimizer(Protocol):
-    """Updates the weights that all replicas have in common."""
+    """Updates the weights that all replicas share."""
 
     def step(self, anchor: Arrays, progress: Arrays, velocity: Arrays) -> tuple[list[Array], list[Array]]:
-        """The next anchor and velocity, float32.
+        """Return the next anchor and velocity, float32.
 
         Args:
-            anchor: the common weights, one array for each variable; not modified.
-            progress: what the replicas have done since, of the same shapes; not modified.
-            velocity: what the last call returned; empty at first; not modified.
+            anchor: The common weights, one array for each variable; not modified.
+            progress: Progress of the replicas since the anchor, of the same shapes; not modified.
+            velocity: Velocity that the last call returned; empty at first; not modified.
         """
 
 
@@ -40,9 +40,9 @@ class OuterSGD:
         w = w + v                                (else)
 
     Args:
-        learning_rate: factor of the progress; 0.7 in DiLoCo.
-        momentum: decay of the velocity; 0.9 in DiLoCo.
-        nesterov: whether to use Nesterov momentum, as DiLoCo does.
+        learning_rate: Factor of the progress; 0.7 in DiLoCo.
+        momentum: Decay of the velocity; 0.9 in DiLoCo.
+        nesterov: Whether to use Nesterov momentum, as DiLoCo does.
     """
 
     learning_rate: float = 0.7

@@ -1,4 +1,4 @@
-"""Training steps of a worker among parameter servers: the engine's merge takes gradients there and new weights back."""
+"""Training steps of a worker with parameter servers: the engine's merge sends gradients and receives new weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.training.servers.ticket_batches import TicketBatch, TicketBatches
 class ParameterServerStepper:
     """Takes the training steps of one worker; see `steps/stepper.py`.
 
-    Where embeddings travel by rows, those of the batch are fetched first, unless they came with the last answer.
+    If embeddings are sent by rows, the rows of the batch are fetched first, unless the last response included them.
     """
 
     def __init__(self, remote_model: RemoteModel, batches: TicketBatches) -> None:
@@ -31,7 +31,7 @@ class ParameterServerStepper:
         return self._engine.logs()
 
     def _load_rows(self, batch: TicketBatch) -> None:
-        """Fetch the rows that the batch looks up, and say which those of the next one are, if it is known."""
+        """Fetch the rows that the batch looks up, and announce those of the next one, if it is known."""
         embeddings, exchange = self._remote_model.embeddings, self._remote_model.merge.rows
         assert embeddings is not None
         numbers = embeddings.numbers(batch.data)

@@ -15,10 +15,10 @@ from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChan
 
 
 class SynchronousStepper(ReplicaStepper):
-    """All replicas take each step together. Gradients that the optimizer accumulates are merged when it updates.
+    """Takes each step on all replicas together. Gradients that the optimizer accumulates are merged when it updates.
 
     Args:
-        accumulates: whether a replica may keep its gradients until the update; else they are merged at every step.
+        accumulates: Whether a replica may keep its gradients until the update; if not, they are merged at every step.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SynchronousStepper(ReplicaStepper):
     def train(self, batch: JointBatch, *, last: bool | None = None) -> None:
         """See `Stepper.train`."""
         if self._scale is not None and self._merge.compresses:
-            # The scale of this step: what is left of earlier gradients can only be added to these in one unit.
+            # The scale of this step: residuals of earlier gradients can be added to these only in the same unit.
             self._merge.unit = float(self._engine.read([self._scale])[0])
         self._merge.expect(batch.global_size, batch.fixed_size)
         with self._merge.in_mode(self._mode(last)):
@@ -52,10 +52,10 @@ class SynchronousStepper(ReplicaStepper):
             self._merge.merge_notice()
 
     def finish(self, retry: RetryOnMembershipChange) -> Sequence[str]:
-        """See `ReplicaStepper.finish`. Accumulated gradients go to the optimizer, where they can be saved."""
+        """See `ReplicaStepper.finish`. Moves accumulated gradients to the optimizer, where they can be saved."""
         if not self._accumulators:
             return ()
-        # None on all ranks or on none: all have accumulated in the same steps, gradients of the same weights.
+        # None on all ranks or on none: all have accumulated gradients of the same weights in the same steps.
         merged = self._merge.merge_accumulated([weight for weight, _ in self._accumulators])
         pairs = zip(self._accumulators, merged, strict=True)
         found = [(accumulator, total) for (_, accumulator), total in pairs if total is not None]
@@ -67,10 +67,10 @@ class SynchronousStepper(ReplicaStepper):
     def _mode(self, last: bool | None) -> MergeMode:
         if self._steps == 1:
             return MergeMode.UPDATE
-        # Keras counts batches here, also between updates.
+        # Keras counts batches here, even between updates.
         steps = int(self._engine.read([self._iterations])[0])
         if (steps + 1) % self._steps == 0:
             return MergeMode.UPDATE
-        # Counters may wait too, unless a callback sees them, or the epoch ends and must report them.
+        # Counters may wait, too, unless a callback sees them, or the epoch ends and must report them.
         waits = last is False and not self._watched and self._engine.metric_rules.only_count
         return MergeMode.ACCUMULATE if waits else MergeMode.ACCUMULATE_GRADIENTS
