@@ -26,8 +26,8 @@ from phalanx.transport.serialization import encode
 
 
 class FitCheckpointing:
-    """Restores a `fit` from its checkpoints, and writes them while it runs. All ranks call its methods; the writer
-    determines whether they write together or only the chief writes."""
+    """Restoring and writing of a `fit`'s checkpoints. All ranks call the methods; the writer determines whether they
+    write together or only the chief writes."""
 
     def __init__(
         self,

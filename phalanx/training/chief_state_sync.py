@@ -1,4 +1,4 @@
-"""Broadcast by the chief, through the first server, of the state that servers do not train.
+"""Broadcast, by the chief through the first server, of the state that servers do not train.
 
 Frozen weights and random seeds are broadcast when a `fit` begins; the state that layers change while they compute
 (batch-norm statistics) also at each epoch, for a worker that returns in the middle. Seeds are shifted by the worker's
@@ -92,8 +92,9 @@ def receive_state(worker: ParameterServerWorker, model: Any, fit: int, changing:
 
 @contextmanager
 def sharing_final_weights(worker: ParameterServerWorker, fit: int, variables: Sequence[Any]) -> Iterator[None]:
-    """Run the callbacks at the end of a `fit`: changes that the chief's callbacks make to the trained variables apply
-    to all workers; changes that other workers' callbacks make, from their own logs, are undone."""
+    """Run the callbacks at the end of a `fit` inside the context. Changes that the chief's callbacks make to the
+    trained variables apply to all workers; those that other workers' callbacks make, from their own logs, are
+    undone."""
     # Copies: a callback may write into the same memory (PyTorch).
     before = [host_copy(variable) for variable in variables]
     yield

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class ElasticRecovery:
-    """Keeps one `fit` consistent on all members of an elastic job.
+    """Recovery that keeps one `fit` consistent on all members of an elastic job.
 
     Attributes:
         ends_epoch: Whether a chief may be in the middle of ending an epoch.
@@ -236,7 +236,7 @@ class ElasticRecovery:
         return [structure_of(variables), described, self._model.probes.agreement.findings]
 
     def _check_program(self, chiefs: list[Any]) -> None:
-        """Check a joining program. Raises: DisagreementError on this process only; the members continue without it."""
+        """Raises: DisagreementError on this process only; the members continue without it."""
         chiefs_structure, chiefs_program, chiefs_findings = chiefs
         structure, program, findings = self._program()
         check_chiefs_program(chiefs_program, program)

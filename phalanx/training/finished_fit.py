@@ -26,8 +26,7 @@ LARGE_BYTES = 2**20
 
 
 def encode_finished_fit(model: Any, callbacks: Sequence[tuple[str, bytes]]) -> bytes:
-    """Encode the state of the callbacks and the model after a `fit`, without the model if that is too large, and
-    without large attributes of callbacks.
+    """Encode the state of callbacks and model after a `fit`, without a model or callback attributes too large to keep.
 
     Args:
         callbacks: Result of `CallbackStateTracker.changes`.
@@ -57,8 +56,7 @@ def adopt_finished_fit(content: bytes, model: Any, callbacks: Any) -> bool:
     Args:
         content: Result of `encode_finished_fit`; empty if it was not kept.
 
-    Returns: whether the model has adopted it. It does not if it is not built or has another structure, which its next
-    call reports.
+    Returns: whether the model has it; not if it is unbuilt or has another structure, which its next call reports.
     """
     if not content:
         return False

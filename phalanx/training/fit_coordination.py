@@ -38,7 +38,7 @@ BatchT = TypeVar("BatchT", bound=TrainingBatch)
 
 
 class Coordination(Protocol[BatchT]):
-    """What `FitLoop` needs from the kind of job. The loop calls the methods in the order of their definition.
+    """Interface that `FitLoop` needs from the kind of job. The loop calls the methods in the order of their definition.
 
     Attributes:
         steps_per_group: Number of steps of which callbacks see the first and the last (`steps_per_execution`).
@@ -56,7 +56,7 @@ class Coordination(Protocol[BatchT]):
         """Fetch what an epoch starts from; False if this process resumes in the middle of it."""
 
     def epoch_batches(self) -> AbstractContextManager[None]:
-        """Run the steps of an epoch: open the input after `on_epoch_begin`; afterwards all processes are equal."""
+        """Context of an epoch's steps: opens the input after `on_epoch_begin`; afterwards all processes are equal."""
 
     def next_batch(self) -> BatchT | None:
         """Return the next batch of the epoch; None at its end."""
@@ -84,4 +84,4 @@ class Coordination(Protocol[BatchT]):
         """After `on_epoch_end`, agree on whether to stop, count the epoch and save."""
 
     def end(self) -> AbstractContextManager[None]:
-        """Run `on_train_end`: before it the model has the final weights, after it they are equal everywhere."""
+        """Context of `on_train_end`: before it the model has the final weights, after it they are equal everywhere."""

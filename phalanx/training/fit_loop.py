@@ -25,7 +25,7 @@ from phalanx.training.fit_state import FitState
 
 
 class FitLoop:
-    """Runs one training, like `keras.Model.fit`.
+    """Loop of one training, like `keras.Model.fit`.
 
     Args:
         model: The compiled Keras model.

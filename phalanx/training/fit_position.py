@@ -56,7 +56,7 @@ class FitPosition:
 
 
 class FitRecorder:
-    """Records what another process would need to continue a `fit`: positions and the sample ledger.
+    """Recorder of what another process would need to continue a `fit`: positions and the sample ledger.
 
     Args:
         is_continuable: Whether another process may continue it; if not, callbacks and samples are not tracked.

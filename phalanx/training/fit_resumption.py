@@ -1,9 +1,8 @@
-"""Saving a running `fit`, and resuming it where it was saved.
+"""Saving of a running `fit`, and resumption where it was saved.
 
 A checkpoint contains the state of one rank between two steps: weights, optimizer, metrics and data order are equal on
-all ranks, and what differs (random state of layers) follows from the chief's state and the rank. So a job can resume
-with any number of ranks. The chief writes the checkpoint, or each rank its part if one program spans all ranks; both
-read either format.
+all ranks, and what differs (random state of layers) follows from the chief's state and the rank. So a job resumes with
+any number of ranks. The chief writes it, or each rank its part if one program spans all ranks; both read either format.
 """
 
 from __future__ import annotations
@@ -244,7 +243,7 @@ class FitResumption:
 
 @contextlib.contextmanager
 def resumable(callbacks: Any, model: Any, replica: Replica) -> Iterator[FitResumption | None]:
-    """Run a `fit` with its `Checkpoint`, if its callbacks include one.
+    """Drive the `Checkpoint` of a `fit` inside the context, if its callbacks include one.
 
     Raises: ConfigurationError if there are several, or if it needs orbax-checkpoint and that is missing.
     """

@@ -1,4 +1,4 @@
-"""Builds, before the first step, the layers that only a custom step builds.
+"""Trial step that builds, before the first step, the layers that only a custom step builds.
 
 Keras builds them in the step itself: layers of a model without `call`, or a head that only its `train_step` uses. That
 is too late for replicas, whose weights start as the chief's, and for the trial of the step (`step_probe`). So a step is

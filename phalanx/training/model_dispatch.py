@@ -240,7 +240,7 @@ def _refuse_own_functions(model: Any, member: Member, method: str, *, validates:
 
 @contextmanager
 def _entering(member: Member, model: Any, method: str, arguments: dict[str, Any]) -> Iterator[None]:
-    """Enter a call of a model's method in which all members take part."""
+    """Context of a call of a model's method in which all members take part."""
     if not isinstance(member, Replica):
         with nullcontext() if member.calls is None else member.calls.calling(model, method, arguments):
             yield

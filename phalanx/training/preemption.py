@@ -29,7 +29,7 @@ _SAVE = 65536.0
 
 
 class PreemptionNotice:
-    """Whether the job is to stop, or to be saved: this rank's flags, and the results of the merges.
+    """Notice that the job is to stop, or to be saved: this rank's flags, and the results of the merges.
 
     Attributes:
         is_preempted: Whether a merge has delivered the notice to stop; the same on all ranks after each step.

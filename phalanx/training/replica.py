@@ -47,7 +47,7 @@ class EntryOverError(Exception):
 
 
 class ReplicaCalls(Protocol):
-    """Makes the other replicas call what this process calls, if they run no program of their own."""
+    """Interface that makes replicas without their own program call what this process calls."""
 
     def calling(self, model: Any, method: str, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Return a context for a call of a model's method, in which the other replicas call it too.
@@ -84,7 +84,7 @@ class Entry:
 
     @property
     def note(self) -> bytes:
-        """What a joining process must know about the entry."""
+        """Information about the entry for joining processes."""
         return self.seed.to_bytes(SEED_BYTES) + self.findings
 
     def query(self, elastic: ElasticGroup) -> None:

@@ -25,7 +25,7 @@ from phalanx.transport.serialization import decode, encode
 
 
 class ReplicaCoordination:
-    """Coordinates one `fit` on all ranks; see `Coordination`."""
+    """Coordination of one `fit` on all ranks; see `Coordination`."""
 
     def __init__(self, fit: ReplicaFit) -> None:
         self._state = fit.state

@@ -158,8 +158,7 @@ class ReplicaModel:
     def repeat_over(
         self, source: ShardedInput, action: Callable[[], T], on_change: Callable[[], None] | None = None
     ) -> T:
-        """Consume a source, and restart from its beginning whenever the membership changes, because the counts of lost
-        members are lost with them.
+        """Consume a source, and restart whenever the membership changes: lost members' counts are lost with them.
 
         Args:
             on_change: Divides the source among the new members; None to do it here.

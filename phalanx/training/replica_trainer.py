@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class ReplicaTrainer:
-    """Trains, evaluates and applies one compiled Keras model together with the other replicas."""
+    """Trainer that fits, evaluates and applies one compiled Keras model together with the other replicas."""
 
     def __init__(self, model: Any, replica: Replica, policy: TrainingPolicy = EVERY_STEP) -> None:
         self._model = model

@@ -1,7 +1,6 @@
-"""Examination of a program's `fit` by `phalanx plan`: measures a few steps, or compiles one without running it. Then
-the program ends.
+"""Examination of a program's `fit` by `phalanx plan`: measures a few steps, or compiles one without running it.
 
-The program's state is not touched: no callback runs, nothing is validated, restored or saved.
+Then the program ends. Its state is not touched: no callback runs, nothing is validated, restored or saved.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class _Measured(BaseException):
 
 
 class StepTimer:
-    """Replaces a stepper's `train`, and records how long steps compute, how large they are and what they merge.
+    """Substitute for a stepper's `train` that records how long steps compute, their size and what they merge.
 
     Args:
         take: The stepper's original `train`.

@@ -1,4 +1,4 @@
-"""How a strategy trains its models: what is compressed, and when the replicas synchronize."""
+"""Training policy of a strategy: what is compressed, and when the replicas synchronize."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ class SyncPeriod:
 
 @dataclass(frozen=True)
 class TrainingPolicy:
-    """How a strategy trains its models; see the strategies' arguments.
+    """Policy by which a strategy trains its models; see the strategies' arguments.
 
     Attributes:
-        compression: Compression of gradients, or of exchanged weights if there is a period; None to send them
-            unchanged.
+        compression: Compression of gradients, or of exchanged weights if there is a period; None for none.
         period: Period of local SGD; None to merge the gradients of every step.
         synchronized_batch_norm: Whether all batch normalization is over the global batch.
-        placement: How one compiled program divides the model over a mesh of devices; None if each replica has its own
-            program.
+        placement: How one compiled program divides the model over a mesh of devices; None if each replica has its
+            own program.
         device: Device on which the model computes, as for `keras.device`; None for the backend's default.
     """
 

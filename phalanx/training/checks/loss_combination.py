@@ -34,7 +34,7 @@ ZERO = 1e-12
 
 
 class Combination(Enum):
-    """How the losses of two parts of a batch combine to the loss of the batch."""
+    """Rule by which the losses of two parts of a batch combine to the loss of the batch."""
 
     MEAN = "mean"
     SUM = "sum"

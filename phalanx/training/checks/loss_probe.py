@@ -1,4 +1,4 @@
-"""Determine before the first step how a program's losses combine over the parts of a batch.
+"""Probe that determines before the first step how a program's losses combine over the parts of a batch.
 
 A loss function that returns one number may be a mean over the samples, their sum, a ratio of two sums, or may relate
 the samples to each other; nothing declares which. So one process computes the losses of one small batch, and of two

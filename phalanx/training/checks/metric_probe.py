@@ -1,4 +1,4 @@
-"""Determine how to merge a metric's state before the first step, from one batch and parts of it.
+"""Probe that determines before the first step, from one batch and parts of it, how to merge a metric's state.
 
 The effect of two parts on a variable is compared with the effect of the whole batch, from two different starts:
 

@@ -81,7 +81,7 @@ def stateful_layer(model: Any) -> Any:
 
 @contextmanager
 def explaining_parts(data: Any, replicas: int) -> Iterator[None]:
-    """Add a note to the program's errors about sizes inside the context: a replica sees only a part of a batch."""
+    """Inside the context, add to the program's errors about sizes that a replica sees only a part of a batch."""
     try:
         yield
     except PhalanxError:

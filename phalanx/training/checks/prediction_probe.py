@@ -1,4 +1,4 @@
-"""Determine whether the output for a sample depends on the other samples of its batch, outside of training.
+"""Probe that determines whether, outside of training, the output for a sample depends on the rest of its batch.
 
 A custom layer may compute something from the whole batch: in every call, or only outside of training. So one process
 predicts a few samples, and also as two replicas that each have a part of them, as in `step_probe`. If the outputs
@@ -46,7 +46,7 @@ def is_needed(model: Any, method: str) -> bool:
 
 
 class Outputs(Enum):
-    """What the outputs for a batch depend on."""
+    """Dependence of a batch's outputs on its samples."""
 
     ROWS = "a row for each sample, of this alone"
     OTHER_AXIS = "each sample alone, along another axis than the first"

@@ -1,5 +1,4 @@
-"""Probes that determine, once per program and before its first step, what all ranks must know. The chief's findings
-apply.
+"""Probes that determine, once and before the first step, what all ranks must know. The chief's findings apply.
 
 They determine how metrics are merged (`metric_probe`), how losses combine (`loss_probe`), and whether the steps of
 replicas amount to the step of one process (`step_probe`). The first two decide how values are merged, also if nothing
@@ -44,7 +43,7 @@ _LOSSES_ALONE = ""
 
 
 class ChiefProbing:
-    """Applies the chief's findings on all replicas.
+    """Probing in which the chief's findings apply on all replicas.
 
     The members of an elastic job publish their findings. A candidate uses those instead of its own, which may differ:
     it tests with other samples, and has not seen what members trained on earlier.
@@ -118,7 +117,7 @@ class ChiefProbing:
 
 
 class IndependentProbing:
-    """For processes that all see the whole batch, and so reach the same findings independently; see `ChiefProbing`."""
+    """Probing by processes that all see the whole batch, and so have the same findings; see `ChiefProbing`."""
 
     replicas = 1
     is_chief = True
@@ -197,8 +196,8 @@ class ProgramProbes:
         return knows_losses and knows_step
 
     def examine(self, engine: Engine, step: str, data: Any, form: ElementStructure) -> None:
-        """Probe the first batch of a pass if its kind is new: validation data or the data of a later `fit` may have
-        sample weights that earlier data lack. All ranks must call.
+        """Probe the first batch of a pass if its kind is new; all ranks must call. Validation data, or the data of a
+        later `fit`, may have sample weights that earlier data lack.
 
         Args:
             engine: Engine of the model; it has begun.

@@ -1,4 +1,4 @@
-"""Determination of which rank is wrong if ranks differ in what must be the same on all of them."""
+"""Comparison of ranks: which one is wrong if they differ in what must be equal on all."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class RankDifference(NamedTuple):
 
 
 class RankComparison:
-    """Compares values of the ranks. Create it before they exchange the values: a collective that meets a loss returns
-    the former members' values, when the ranks are already those of the next membership.
+    """Comparison of the ranks' values. Create it before they exchange them: a collective that meets a loss returns the
+    former members' values, when the ranks are already those of the next membership.
 
     Attributes:
         expected: The rank whose value is right: the lowest one that was there when the job began.

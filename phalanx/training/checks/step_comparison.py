@@ -1,4 +1,4 @@
-"""Compare a step that one process takes on a batch with the same step taken by replicas on the batch's parts.
+"""Comparison of a step that one process takes on a batch with the same step of replicas on the batch's parts.
 
 Gradients, weights, layer state, metrics and logs must agree up to rounding. For each kind of difference, the message
 explains what it means and what to write instead. Values that change with the random seed are not compared.

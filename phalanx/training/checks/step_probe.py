@@ -1,4 +1,4 @@
-"""Try the first step of a program's custom code, as one process would take it and as replicas would.
+"""Trial of the first step of a program's custom code, as one process would take it and as replicas would.
 
 What a custom `train_step` or layer computes is unknown. So one process takes the step on a few samples, and the steps
 of two replicas that each have a part of them (`engines.local_ranks`), under conditions that make them comparable

@@ -27,8 +27,7 @@ MOST_VALUES = 2**24
 
 
 def part_size(samples: int, parts: int, replicas: int, values_per_sample: int) -> int:
-    """Return the number of samples in each part: as many as a replica has if possible, and all parts together as many
-    as the global batch, if that is only a few times larger.
+    """Return the number of samples in each part: a replica's, or up to `MOST_TIMES` as many to fill the global batch.
 
     Args:
         samples: Number of samples of a replica.
@@ -52,8 +51,9 @@ def scaled(array: Array, factors: Array) -> Array:
 
 
 def sizes_of_parts(data: Any, replicas: int) -> tuple[int, ...]:
-    """Return the numbers of samples to try in each part: first few; then as many as a replica has, because code may use
-    the ten largest or depend on their number.
+    """Return the numbers of samples to try in each part: first few, then as many as a replica has.
+
+    Code may use the ten largest samples, or depend on their number.
 
     Args:
         data: Batch of a replica.

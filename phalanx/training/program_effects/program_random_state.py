@@ -19,8 +19,7 @@ from phalanx.engines.random_state import hash_of
 from phalanx.transport.decoding import decode_message
 
 States = tuple[Any, Any, bytes | None]
-"""States of `random`, `np.random` (None if the program has replaced its bit generator), and PyTorch (None if
-absent)."""
+"""States of `random`, `np.random` (None if the program replaced its bit generator), and PyTorch (None if absent)."""
 
 _WORDS = 16
 """Number of words of a Mersenne Twister that, with the position in it, identify its state."""

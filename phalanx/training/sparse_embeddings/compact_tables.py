@@ -152,7 +152,7 @@ class CompactTable:
 
 
 class _Absent:
-    """Replaces the table of a layer while it is trained by rows; any use raises."""
+    """Placeholder for the table of a layer while it is trained by rows; any use raises."""
 
     def __init__(self, table: str):
         self._table = table

@@ -18,8 +18,7 @@ Numbers = Sequence[Array]
 
 
 class EmbeddingRowExchange:
-    """Exchanges rows during one `fit`. Row numbers and rows are lists with one array per table, in the order of the
-    tables.
+    """Exchange of rows during one `fit`. Row numbers and rows are lists with one array per table, in table order.
 
     Args:
         client: Connections to the servers.

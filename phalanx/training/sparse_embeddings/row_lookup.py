@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 
 class RowLookup:
-    """Computes the numbers with which embedding layers are called.
+    """Computation of the numbers with which embedding layers are called.
 
     Args:
         model: A built Keras model.

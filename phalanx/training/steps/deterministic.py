@@ -28,7 +28,7 @@ _OPTION = "CommunicationOptions(deterministic=True)"
 
 
 class DeterministicStepper(ReplicaStepper):
-    """Trains, tests and predicts micro-batch by micro-batch (`CommunicationOptions.deterministic`).
+    """Stepper that trains, tests and predicts micro-batch by micro-batch (`CommunicationOptions.deterministic`).
 
     Every step is merged, so an optimizer that accumulates gradients receives those of all ranks at each step.
     """
@@ -70,8 +70,7 @@ class DeterministicStepper(ReplicaStepper):
     def predict(self, batch: JointBatch, form: ElementStructure) -> Any:
         """Return the model's outputs for this rank's micro-batches; see `Engine.predict`.
 
-        If the outputs have no row for each sample (`LocalOutputs.of`), there are no micro-batches: the batch is
-        computed whole.
+        If the outputs have no row for each sample (`LocalOutputs.of`), the batch is computed whole.
         """
         if not batch.micro_batches:
             return self._engine.predict(batch.data, form)

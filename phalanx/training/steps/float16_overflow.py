@@ -24,7 +24,7 @@ FLOAT16_OVERFLOW = 65520.0
 
 
 class Float16Overflow:
-    """Makes sums infinite that would be infinite in float16."""
+    """Detector that makes sums infinite that would be infinite in float16."""
 
     def __init__(self) -> None:
         self._weights: frozenset[int] = frozenset()

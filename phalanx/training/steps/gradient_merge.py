@@ -41,7 +41,7 @@ MOST_SCALES = 1024
 
 
 class MergeMode(enum.Enum):
-    """Which parts of a step are merged over the ranks.
+    """Mode of a step: which parts are merged over the ranks.
 
     MERGE: everything. UPDATE: everything, including what earlier steps have accumulated. ACCUMULATE_GRADIENTS:
     everything except gradients, which wait for the optimizer's update (`GradientAccumulator`). ACCUMULATE: only layer
@@ -93,7 +93,7 @@ class _Kept(NamedTuple):
 
 
 class StepMerge(Merge):
-    """Merges the arrays of a step over the ranks.
+    """Merge of a step's arrays over the ranks.
 
     Args:
         compression: Gradient compression; None to send gradients unchanged.
@@ -359,7 +359,7 @@ def _gather_rows(replica: Replica, rows: Sequence[GradientRows], share: float) -
 
 
 class CustomLoopMerge:
-    """Sums gradients over the ranks outside of `fit`, with or without compression."""
+    """Merge of gradients over the ranks outside of `fit`, with or without compression."""
 
     def __init__(self, replica: Replica, compression: Compression | None = None) -> None:
         self._replica = replica

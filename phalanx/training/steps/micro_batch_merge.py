@@ -35,7 +35,7 @@ Array = np.ndarray[Any, Any]
 
 
 class MicroBatchMerge:
-    """Merges the micro-batches of one step after the other; see `phalanx.engines.engine.Merge`."""
+    """Merge of the micro-batches of successive steps; see `phalanx.engines.engine.Merge`."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica

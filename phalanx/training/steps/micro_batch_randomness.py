@@ -12,8 +12,8 @@ from phalanx.training.state_sync import seed_generators, shifted_seed
 
 
 class MicroBatchRandomness:
-    """Sets the random state of micro-batches. Between two steps it is the same on all ranks; each micro-batch starts
-    from it, shifted by its number."""
+    """Random state of micro-batches. Between two steps it is the same on all ranks; each micro-batch starts from it,
+    shifted by its number."""
 
     def __init__(self, model: Any, engine: Engine) -> None:
         self._engine = engine

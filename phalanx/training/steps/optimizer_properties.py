@@ -34,8 +34,7 @@ def _applies_itself(optimizer: Any) -> bool:
 
 
 def accumulators(optimizer: Any) -> list[tuple[Any, Any]]:
-    """Return the weights of an optimizer that wraps no other, each with the variable that accumulates its gradients;
-    none before it is built.
+    """Return an unwrapped optimizer's weights, with their gradient accumulators; empty before it is built.
 
     Float8 scales have such variables, too, which stay zero: the optimizer overwrites these weights at every step.
     """

@@ -19,7 +19,7 @@ Arrays = Sequence[Array]
 
 
 class OuterOptimizer(Protocol):
-    """Updates the weights that all replicas share."""
+    """Optimizer of the weights that all replicas share."""
 
     def step(self, anchor: Arrays, progress: Arrays, velocity: Arrays) -> tuple[list[Array], list[Array]]:
         """Return the next anchor and velocity, float32.

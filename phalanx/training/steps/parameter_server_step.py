@@ -94,7 +94,7 @@ class ParameterServerMerge(Merge):
 
     @property
     def transfer(self) -> ShardTransfer:
-        """Sends variables to the servers and receives them."""
+        """Transfer of variables to the servers and back."""
         assert self._transfer is not None, "the model is placed before the first step"
         return self._transfer
 

@@ -10,7 +10,7 @@ from phalanx.training.servers.ticket_batches import TicketBatch, TicketBatches
 
 
 class ParameterServerStepper:
-    """Takes the training steps of one worker; see `steps/stepper.py`.
+    """Stepper of one worker; see `steps/stepper.py`.
 
     If embeddings are sent by rows, the rows of the batch are fetched first, unless the last response included them.
     """

@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 
 
 class ShardTransfer:
-    """Transfers the shards of one `fit`.
+    """Transfer of the shards during one `fit`.
 
     Args:
         client: Connections to the servers.

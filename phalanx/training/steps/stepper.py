@@ -23,7 +23,7 @@ class RetryOnMembershipChange(Protocol):
 
 
 class Stepper(Protocol):
-    """Takes the training steps of one model: the interface between the loop and the computation.
+    """Interface between the loop and the computation of one model's training steps.
 
     It does not specify what a step consists of: engine and merge, or a single program for many devices
     (`SynchronousStepper`), or parameter servers (`ParameterServerStepper`).
@@ -41,7 +41,7 @@ class Stepper(Protocol):
 
 
 class ReplicaStepper(ABC):
-    """Takes the steps of a model that several ranks train, epoch after epoch; see `Stepper`.
+    """Stepper of a model that several ranks train, epoch after epoch; see `Stepper`.
 
     Args:
         model: The compiled model.

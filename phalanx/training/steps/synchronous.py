@@ -15,7 +15,7 @@ from phalanx.training.steps.stepper import ReplicaStepper, RetryOnMembershipChan
 
 
 class SynchronousStepper(ReplicaStepper):
-    """Takes each step on all replicas together. Gradients that the optimizer accumulates are merged when it updates.
+    """Stepper of replicas that take each step together. Gradients that the optimizer accumulates are merged on update.
 
     Args:
         accumulates: Whether a replica may keep its gradients until the update; if not, they are merged at every step.
