@@ -93,8 +93,7 @@ def receive_state(worker: ParameterServerWorker, model: Any, fit: int, changing:
 @contextmanager
 def sharing_final_weights(worker: ParameterServerWorker, fit: int, variables: Sequence[Any]) -> Iterator[None]:
     """Run the callbacks at the end of a `fit` inside the context. Changes that the chief's callbacks make to the
-    trained variables apply to all workers; those that other workers' callbacks make, from their own logs, are
-    undone."""
+    trained variables apply to all workers; those of other workers' callbacks, from their own logs, are undone."""
     # Copies: a callback may write into the same memory (PyTorch).
     before = [host_copy(variable) for variable in variables]
     yield

@@ -65,8 +65,7 @@ class JointBatches:
     """One epoch of a source: the same number of batches on every rank.
 
     If the input alone does not determine what the other ranks have (streams), the ranks exchange sizes before each
-    step. If ranks have different data, a rank whose stream has ended takes part with an empty part until all have
-    ended.
+    step. If ranks have different data, one whose stream has ended takes part with an empty part until all have ended.
 
     Args:
         done: Number of batches of the epoch that are done; None to iterate from the beginning.

@@ -142,7 +142,7 @@ class _Sample(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Key of batches that a step handles alike: whether there are sample weights, which parts are dictionaries."""
+        """Key of batches that a step treats equally: whether there are sample weights, which parts are dictionaries."""
         return f"{self.form} {map_leaves(np.ndim, self.data)}"
 
 

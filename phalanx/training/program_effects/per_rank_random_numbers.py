@@ -132,6 +132,6 @@ def drawing_in_callback() -> AbstractContextManager[None]:
 
 
 def draws_apart(replica: Replica) -> bool:
-    """Whether steps and samples draw from streams. Micro-batches have their own random numbers, whichever rank computes
-    them, and a replica that is alone draws as Keras does."""
+    """Whether steps and samples draw from streams. Micro-batches have their own random numbers, equal on any rank, and
+    a replica that is alone draws as Keras does."""
     return not replica.is_alone and not replica.micro_batches

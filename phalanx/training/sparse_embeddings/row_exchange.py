@@ -38,7 +38,7 @@ class EmbeddingRowExchange:
     # Rows for a step.
 
     def prefetch(self, ticket: Ticket, numbers: Numbers) -> None:
-        """Request the rows that the next step, with this ticket, needs together with the gradients."""
+        """Request, along with the gradients, the rows that the next step, with this ticket, needs."""
         self._next = (ticket.serial, numbers)
 
     def begin(self, ticket: Ticket, numbers: Numbers) -> list[Array]:

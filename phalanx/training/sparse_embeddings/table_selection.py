@@ -61,7 +61,7 @@ def find_tables(model: Any, slots: Sequence[OptimizerSlot]) -> list[EmbeddingTab
 
     Args:
         model: A built Keras model.
-        slots: The variable to which each optimizer variable belongs.
+        slots: Slots to which the variables of its optimizer belong.
     """
     # By identity: a table that is not currently trainable is not among them.
     numbers = {id(variable): number for number, variable in enumerate(model.trainable_variables)}

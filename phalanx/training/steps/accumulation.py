@@ -3,8 +3,7 @@
 An optimizer that accumulates gradients over several steps (`gradient_accumulation_steps`) needs the gradients of the
 other ranks only when it updates. Until then it receives zeros, which do not change what it has accumulated, and the
 rank's gradients are summed here; they are merged with those of the update. Metric increments wait in the same way. So
-between two updates only the state of layers is sent, if there is any, and the optimizers of all ranks stay bitwise
-equal.
+between two updates only layer state, if any, is sent, and the optimizers of all ranks stay bitwise equal.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Theory
 Since the last exchange, replica r has moved from `start_r` to `w_r`. With n_r of the N samples of these steps,
 
     progress = sum over r of n_r / N (start_r - w_r)        one exchange, which may be compressed
-        anchor   = outer step(anchor, progress)                 bitwise equal on every rank
+    anchor   = outer step(anchor, progress)                 bitwise equal on every rank
 
 and all continue from the anchor: w_r = start_r = anchor. With Stich's local SGD the outer step takes the mean itself;
 with DiLoCo it is SGD with momentum, with the progress as the gradient. A replica without samples in these steps does

@@ -63,7 +63,7 @@ class StepTickets:
         return self.current
 
     def put_back(self, ticket: Ticket) -> None:
-        """Return a ticket that was taken, so that the next step uses it."""
+        """Put back a ticket that was taken, so that the next step uses it."""
         self._waiting.appendleft(ticket)
 
     def upcoming(self) -> Ticket | None:
