@@ -24,7 +24,7 @@ def has_batch_hooks(callbacks: Any, phase: str) -> bool:
 
     Args:
         callbacks: The callbacks that the user passed, the same on every rank; not this rank's list.
-        phase: "train", "test" or "predict".
+        phase: The phase, "train", "test" or "predict".
     """
     return bool(_of_batches(callbacks, phase))
 

@@ -22,7 +22,7 @@ def build_parts(model: Any, data: Any, form: ElementStructure, step: str) -> Non
     Args:
         data: Local batch, `(x, y, sample_weight)`.
         form: Structure of the batch.
-        step: "train_step" or "test_step".
+        step: The step, "train_step" or "test_step".
     """
     with ProgramState(model).kept(), running_eagerly(model):
         engine = make_engine(model, LocalRanks())

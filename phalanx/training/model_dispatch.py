@@ -47,7 +47,7 @@ class ModelOwner(NamedTuple):
 
     Attributes:
         member: See `Member`.
-        policy: How the strategy trains models.
+        policy: Training policy of its models.
         running: Returns the context in which methods of its models run.
     """
 

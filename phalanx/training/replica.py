@@ -105,7 +105,7 @@ class Replica:
 
     Attributes:
         communicator: Collectives over all ranks of the job.
-        cross_device_ops: How to merge gradients, if the user chose it; None to use the communicator.
+        cross_device_ops: Merge of gradients that the user chose; None to use the communicator.
         notice: Preemption notice, merged with each step of a `fit` that saves itself when the job is preempted.
         process: ID of the participating process.
         calling_thread: Thread in which a method of a model is running.

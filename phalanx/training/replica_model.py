@@ -59,7 +59,7 @@ class ReplicaModel:
     Attributes:
         model: The Keras model.
         replica: This process as a replica.
-        policy: How to train the model.
+        policy: Training policy of the model.
         merge: Merges the arrays of a step over the ranks.
         probes: Determine what replicas must know about the program.
         validation: Evaluates the validation data of the running `fit`, with the given callbacks, while the program

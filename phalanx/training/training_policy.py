@@ -36,7 +36,7 @@ class TrainingPolicy:
         compression: Compression of gradients, or of exchanged weights if there is a period; None for none.
         period: Period of local SGD; None to merge the gradients of every step.
         synchronized_batch_norm: Whether all batch normalization is over the global batch.
-        placement: How one compiled program divides the model over a mesh of devices; None if each replica has its
+        placement: Division of the model over a mesh of devices by one compiled program; None if each replica has its
             own program.
         device: Device on which the model computes, as for `keras.device`; None for the backend's default.
     """

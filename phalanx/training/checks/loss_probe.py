@@ -64,7 +64,7 @@ class Findings(NamedTuple):
     Attributes:
         is_sum: Whether each loss is a sum over the batch; False for a mean and for a constant, None if unknown.
             `_describe` explains the keys.
-        error: Why replicas cannot compute the losses as one process does; empty if they can.
+        error: Reason why replicas cannot compute the losses as one process does; empty if they can.
     """
 
     is_sum: dict[str, bool | None]

@@ -38,7 +38,7 @@ def is_needed(model: Any, method: str) -> bool:
     """Whether there is anything to determine; the same on all ranks.
 
     Args:
-        method: "predict" or "evaluate".
+        method: The method, "predict" or "evaluate".
     """
     if model_state.overrides(model, "predict_step"):
         return method == "predict"  # an evaluation does not call it

@@ -244,7 +244,7 @@ class ProgramProbes:
         """Whether outputs must be computed from whole batches; all ranks must call.
 
         Args:
-            method: "predict" or "evaluate".
+            method: The method, "predict" or "evaluate".
             data: Local batch; empty if none is needed.
             form: Structure of the batch.
         """

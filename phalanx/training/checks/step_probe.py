@@ -72,7 +72,7 @@ def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructur
         engine: Engine of the model, with its metric rules decided.
         data: Local batch, `(x, y, sample_weight)`.
         form: Structure of the batch.
-        step: "train_step" or "test_step".
+        step: The step, "train_step" or "test_step".
         replicas: Number of replicas that share the global batch.
     """
     if not can_be_tried(model, data):

@@ -39,7 +39,7 @@ class EmbeddingTable:
         variable: Its table, with all rows.
         number: Index of the variable among the model's trainable ones.
         inputs: Input tensors of the layer, one for each call in the model's graph.
-        problem: Why the table cannot be trained by rows; "" if it can.
+        problem: Reason why the table cannot be trained by rows; "" if it can.
     """
 
     layer: Any
