@@ -20,7 +20,7 @@ class BackgroundSave:
     """Writes one checkpoint after the other in the background.
 
     Args:
-        name: of the thread.
+        name: Of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -37,7 +37,7 @@ class BackgroundSave:
         """Write the checkpoint of a step; only after `ended`.
 
         Args:
-            write: returns the path of the checkpoint; None if another process completes it.
+            write: Returns the path of the checkpoint; None if another process completes it.
         """
         # Not a daemon: a program that ends right after `fit` waits for its last checkpoint.
         self._thread = threading.Thread(target=self._run, args=(step, write), name=self._name, daemon=False)

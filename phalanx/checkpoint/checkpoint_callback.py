@@ -44,11 +44,11 @@ class Checkpoint(ChiefCallback):
     step, and exit with code 75. A second signal has its normal effect.
 
     Args:
-        directory: on the chief's host; a shared directory if the chief may move to another host, or if every process
+        directory: On the chief's host; a shared directory if the chief may move to another host, or if every process
             writes.
-        every_steps: save after this many steps; None: see `every_seconds`.
-        every_seconds: save after this many seconds, or `every_steps`, whichever comes first; neither: after each epoch.
-        keep: how many of the newest checkpoints are kept.
+        every_steps: Save after this many steps; None: see `every_seconds`.
+        every_seconds: Save after this many seconds, or `every_steps`, whichever comes first; neither: after each epoch.
+        keep: How many of the newest checkpoints are kept.
 
     Raises: ConfigurationError for invalid arguments; and in `fit`, on all ranks, if a checkpoint is of another model or
         of data of another size.

@@ -1,17 +1,17 @@
-"""A directory of checkpoints of one model: each is written whole or not at all, and the newest whole one is found.
+"""A directory of checkpoints of one model. Each is written completely or not at all; the newest complete one is found.
 
-A checkpoint is one file, so that it exists or not: what Keras's `save_weights` writes (weights, layer state, and the
-optimizer's variables, which `.weights.h5` contains as well), and behind it a seal:
+A checkpoint is one file, so it either exists or does not. It holds what Keras's `save_weights` writes (weights, layer
+state, and the optimizer's variables, which `.weights.h5` contains as well), followed by a seal:
 
     Keras's HDF5 | state as JSON | SHA-256 of both | length of the JSON, 8 bytes | SEAL
 
-HDF5 does not read beyond its own end, so `model.load_weights` reads the file as it is. Not a `.keras` file: that builds
-the model from the configuration of its layers, which a model with custom classes or functions may not have, while the
+HDF5 does not read beyond its own end, so `model.load_weights` reads the file as it is. It is not a `.keras` file: that
+rebuilds the model from its layers' configuration, which a model with custom classes or functions may not have, and the
 program that restores has the model anyway.
 
-The file is built in memory, written under a temporary name in the same directory, flushed to the disk, and then
-renamed (a store copies it to its name). A process that is killed leaves a file that is ignored; the digest detects a
-disk that loses blocks.
+The file is built in memory, written under a temporary name in the same directory, flushed to disk, and then renamed (a
+store copies it to its name). A killed process leaves a file that is ignored; the digest detects a disk that loses
+blocks.
 """
 
 from __future__ import annotations
@@ -46,35 +46,35 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_BASENAME = "model.ckpt"
 CONTENT = "content"
-"""Key in the state: the digest of Keras's part. The same step may be saved again, when only the state has changed."""
+"""Key in the state: the digest of Keras's part. The same step may be saved again when only the state has changed."""
 DAMAGED = ".damaged"
-"""Appended to the name of a checkpoint that cannot be read, when an older one was restored instead."""
+"""Suffix of a checkpoint that cannot be read, added when an older one was restored instead."""
 LEDGER = "ledger.json"
-"""`BASENAME-ledger.json` is the sample ledger of a `fit`, next to its checkpoints."""
+"""Suffix of `BASENAME-ledger.json`, the sample ledger of a `fit`, next to its checkpoints."""
 
 _SEAL = b"PHALANX\x01"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _LENGTH_BYTES = 8
 _END_BYTES = _DIGEST_BYTES + _LENGTH_BYTES + len(_SEAL)
 _BLOCK_BYTES = 1 << 23
-"""How much is written at once: a store's file keeps a copy of what one call writes."""
+"""Number of bytes written at once: a store's file keeps a copy of what one call writes."""
 
 Snapshot = memoryview
 """A model's weights and optimizer state at one moment, as HDF5."""
 
 
 class DamagedCheckpointError(Exception):
-    """A file is not a whole checkpoint: it lost bytes, or was never finished."""
+    """A file is not a complete checkpoint: it lost bytes, or was never finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A whole checkpoint.
+    """A complete checkpoint.
 
     Attributes:
-        path: the checkpoint file.
-        step: global step of the model.
-        state: what else was saved, of JSON's types.
+        path: The checkpoint file.
+        step: Global step of the model.
+        state: Additional saved state, of JSON types.
     """
 
     path: StoragePath
@@ -86,14 +86,14 @@ class CheckpointDirectory:
     """The checkpoints of one model in a directory. One process writes; any number may read at the same time.
 
     Args:
-        directory: created with the first checkpoint.
-        basename: their names begin with it.
-        keep: how many of the newest are kept; None: all.
-        generation: see `WriteClaim`.
+        directory: Directory of the checkpoints, created with the first one.
+        basename: Prefix of the checkpoints' names.
+        keep: Number of newest checkpoints to keep; None: all.
+        generation: See `WriteClaim`.
 
     Attributes:
-        claim: this process's right to write there; acquired by the first method that writes, unless earlier.
-        background: what `begin` writes.
+        claim: This process's right to write to the directory; acquired by the first method that writes, unless earlier.
+        background: Writes what `begin` saves.
     """
 
     def __init__(
@@ -120,15 +120,15 @@ class CheckpointDirectory:
         return self.directory / self._series.name_of(step)
 
     def paths(self) -> list[StoragePath]:
-        """All checkpoints, damaged ones included, in the order of their steps."""
+        """All checkpoints, including damaged ones, in the order of their steps."""
         return [path for _, path in self._series.by_step()]
 
     def save(self, model: Any, step: int, state: Mapping[str, Any] | None = None) -> StoragePath:
-        """Write the model's present weights and optimizer state; then delete the checkpoints that are not kept.
+        """Write the model's current weights and optimizer state, then delete the checkpoints that are not kept.
 
         Args:
-            step: global step of the model.
-            state: what else to save, of JSON's types.
+            step: Global step of the model.
+            state: Additional state to save, of JSON types.
 
         Raises:
             OSError: the checkpoint cannot be written; no partial file is left, and older ones are kept.
@@ -137,12 +137,12 @@ class CheckpointDirectory:
         return self.write(serialize_weights(model), step, state)
 
     def begin(self, model: Any, step: int, state: State) -> None:
-        """As `save`, in the background; only after the one before has ended."""
+        """Save in the background, like `save`; call only after the previous save has ended."""
         content = serialize_weights(model)
         self.background.start(step, lambda: self.write(content, step, state()))
 
     def write(self, content: Snapshot, step: int, state: Mapping[str, Any] | None = None) -> StoragePath:
-        """As `save`, from a snapshot of the model; in any thread, one at a time."""
+        """Save a snapshot of the model, like `save`; in any thread, one at a time."""
         path = self.path_of(step)
         saved_state = {
             "step": step,
@@ -153,10 +153,10 @@ class CheckpointDirectory:
         }
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            # The long part, the upload, happens outside of the claim's lock; under it there is nothing but a rename.
+            # The upload takes long and happens outside the claim's lock; only a rename happens under it.
             with staged(path, lambda file: _write_sealed(file, content, saved_state)) as whole, self.claim.writing():
                 put_in_place(whole, path)
-            with self.claim.writing():  # once more: in a store, the directory may belong to another process by now
+            with self.claim.writing():  # again: in a store, another process may have claimed it meanwhile
                 # In this order: `delete_old` keeps the last ones by step, and would delete the one just written if
                 # later ones were still among them.
                 self._series.set_aside_after(step)
@@ -171,14 +171,14 @@ class CheckpointDirectory:
         return path
 
     def restore(self, model: Any, *, tidy: bool = True) -> StoredCheckpoint | None:
-        """Put the newest whole checkpoint into the model; None if there are no checkpoints.
+        """Load the newest complete checkpoint into the model; None if there are no checkpoints.
 
         Damaged checkpoints are skipped with a warning.
 
         Args:
-            tidy: whether to rename damaged checkpoints, so that they are not found again.
+            tidy: Whether to rename damaged checkpoints, so that they are not found again.
 
-        Raises: ConfigurationError if it is of another model, or if there are checkpoints and none is whole.
+        Raises: ConfigurationError if it is of another model, or if there are checkpoints and none is complete.
         """
         while True:
             checkpoint, damaged = self._newest()
@@ -190,7 +190,7 @@ class CheckpointDirectory:
             except FileNotFoundError:
                 if checkpoint.path in self.paths():
                     raise
-                # Its writer has deleted it meanwhile, and has a newer one.
+                # Its writer has deleted it meanwhile, and has written a newer one.
         if damaged and tidy:
             with self.claim.writing():
                 for other in damaged:
@@ -198,14 +198,14 @@ class CheckpointDirectory:
         return checkpoint
 
     def newest(self) -> StoredCheckpoint | None:
-        """The newest whole checkpoint; None if there are no checkpoints. Damaged ones are skipped with a warning.
+        """The newest complete checkpoint; None if there are no checkpoints. Damaged ones are skipped with a warning.
 
-        Raises: ConfigurationError if there are checkpoints and none is whole; OSError if they cannot be read.
+        Raises: ConfigurationError if there are checkpoints and none is complete; OSError if they cannot be read.
         """
         return self._newest()[0]
 
     def _newest(self) -> tuple[StoredCheckpoint | None, list[StoragePath]]:
-        """The newest whole checkpoint, and the damaged ones that are newer."""
+        """The newest complete checkpoint, and the newer damaged ones."""
         paths = self.paths()
         while True:
             try:
@@ -214,7 +214,7 @@ class CheckpointDirectory:
                 former, paths = paths, self.paths()
                 if paths == former:
                     raise
-                # The writer has deleted it since it was listed, and has newer ones.
+                # The writer has deleted it since it was listed, and has written newer ones.
 
     def _newest_of(self, paths: Sequence[StoragePath]) -> tuple[StoredCheckpoint | None, list[StoragePath]]:
         damaged: list[tuple[StoragePath, str]] = []
@@ -234,28 +234,29 @@ class CheckpointDirectory:
     def sweep(self) -> None:
         """Claim the directory, and delete partial files of these checkpoints that killed processes have left.
 
-        Raises: ConfigurationError, SupersededError as `WriteClaim.acquire`.
+        Raises: ConfigurationError, SupersededError; see `WriteClaim.acquire`.
         """
-        # Where nothing can be written, checkpoints may still be read; the first that is written reports it.
+        # A directory that is not writable may still be readable; the first write reports the error.
         with contextlib.suppress(OSError), self.claim.writing():
             remove_partial(self.directory, self._basename)
 
 
 def read(path: StoragePath) -> StoredCheckpoint:
-    """A checkpoint's step and state, after its digest was verified.
+    """The checkpoint's step and state, after verifying its digest.
 
     Raises:
-        DamagedCheckpointError: the file is not whole.
+        DamagedCheckpointError: the file is not complete.
         OSError: it does not exist, or cannot be read.
     """
-    # All of it from one descriptor: the step may be saved again meanwhile, under the same name.
+    # All from one descriptor: the step may be saved again meanwhile, under the same name.
     with local_copy(path) as copy, open(copy, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         end = _parse_end(end_of(file, _END_BYTES))
         if end is None:
             raise DamagedCheckpointError(f"{path} is damaged: it has no seal, so it was cut off.")
         digest, length = end
-        # The digest does not contain the length: where that is damaged, what it leads to is no JSON of a state.
+        # The digest does not cover the length. If that is damaged, it leads to something that is not the JSON of a
+        # state.
         body_bytes = size - _END_BYTES
         found = hashlib.sha256()
         file.seek(0)
@@ -277,13 +278,13 @@ def is_sealed(path: StoragePath) -> bool:
 
 
 def load(model: Any, path: StoragePath) -> None:
-    """Put weights and optimizer state of a whole checkpoint into a model.
+    """Load weights and optimizer state from a complete checkpoint into a model.
 
     Raises: ConfigurationError if it is of another model.
     """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
-        # Into an optimizer without variables Keras loads nothing, and only warns.
+        # Keras loads nothing into an optimizer without variables, and only warns.
         optimizer.build(model.trainable_variables)
     try:
         with local_copy(path) as copy:
@@ -296,10 +297,10 @@ def load(model: Any, path: StoragePath) -> None:
 
 
 def remove_partial(directory: StoragePath, basename: str) -> None:
-    """Delete what killed processes have not finished. Only under the `WriteClaim`, and while this process writes
+    """Delete what killed processes have not finished. Call only under the `WriteClaim`, while this process writes
     nothing there."""
-    # A file that is staged, or a folder of `ShardedCheckpoint`. The prefix alone would match `BASENAME-other-...`, of
-    # which a writer may be at work.
+    # A staged file, or a folder of `ShardedCheckpoint`. The prefix alone would match `BASENAME-other-...`, which
+    # another writer may be writing.
     rest = rf"\d{{{STEP_DIGITS},}}\.|{re.escape(LEDGER)}\.|[0-9a-f]{{8}}(\.replaced)?$"
     partial = re.compile(rf"\.{re.escape(basename)}-({rest})")
     for name in list_names(directory):
@@ -316,7 +317,7 @@ def _write_sealed(file: BinaryIO, content: Snapshot, state: Mapping[str, Any]) -
     digest = hashlib.sha256(content)
     body = json.dumps({**state, CONTENT: digest.hexdigest()}).encode()
     digest.update(body)
-    # HDF5 finds its superblock at offset 0, so the model comes first and everything of ours behind it.
+    # HDF5 finds its superblock at offset 0, so the model comes first and Phalanx's parts follow.
     for begin in range(0, len(content), _BLOCK_BYTES):
         file.write(content[begin : begin + _BLOCK_BYTES])
     file.write(body + digest.digest() + len(body).to_bytes(_LENGTH_BYTES, "big") + _SEAL)

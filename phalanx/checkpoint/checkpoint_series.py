@@ -24,9 +24,9 @@ class CheckpointSeries:
     """Checkpoints whose names differ by their steps alone. What changes them is called under the `WriteClaim`.
 
     Attributes:
-        directory: where they are.
-        basename, suffix: the beginning and the end of their names.
-        are_folders: whether each is a folder, else a file. What else has such a name is left alone.
+        directory: Where they are.
+        basename, suffix: The beginning and the end of their names.
+        are_folders: Whether each is a folder, else a file. What else has such a name is left alone.
     """
 
     directory: StoragePath
@@ -46,7 +46,7 @@ class CheckpointSeries:
         """A name for a folder that is not a checkpoint yet, or not any more; `remove_partial` deletes what has it.
 
         Args:
-            token: of 32 bits at most.
+            token: Of 32 bits at most.
         """
         return f".{self.basename}-{token:08x}"
 

@@ -18,10 +18,10 @@ class FitWriter:
     """Writes the checkpoints of a `fit` one after the other, next to the thread that trains.
 
     Args:
-        checkpoints: where they are.
+        checkpoints: Where they are.
 
     Attributes:
-        needs_all: whether all processes call its methods together, each for its part; else the chief alone does.
+        needs_all: Whether all processes call its methods together, each for its part; else the chief alone does.
     """
 
     def __init__(self, checkpoints: CheckpointDirectory | ShardedCheckpoint) -> None:
@@ -39,8 +39,8 @@ class FitWriter:
         """Copy the model and write a checkpoint in the background, after one that is being written.
 
         Args:
-            step: global step of the model.
-            state: see `State`.
+            step: Global step of the model.
+            state: See `State`.
 
         Returns: False, after a warning, if it cannot be written.
         """

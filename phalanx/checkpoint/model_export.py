@@ -22,10 +22,10 @@ class SidecarEvaluatorModelExport(keras.callbacks.ModelCheckpoint):  # type: ign
     (`.keras`), or weights under a name of yours.
 
     Args:
-        export_filepath: as `filepath` of `ModelCheckpoint`. `{epoch}` is the last number in the name of the newest
+        export_filepath: As `filepath` of `ModelCheckpoint`. `{epoch}` is the last number in the name of the newest
             checkpoint.
-        checkpoint_filepath: the directory in which the training saves, or the beginning of its checkpoints' names.
-        kwargs: of `ModelCheckpoint`: `monitor` (default `loss`), `mode`, `save_weights_only`, ...
+        checkpoint_filepath: The directory in which the training saves, or the beginning of its checkpoints' names.
+        kwargs: Of `ModelCheckpoint`: `monitor` (default `loss`), `mode`, `save_weights_only`, ...
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""Checkpoints of models that are divided over the devices of several processes: each process writes what it holds.
+"""Checkpoints of models that are divided over the devices of several processes. Each process writes the part it holds.
 
-A checkpoint is a folder, which appears under its name when it is whole:
+A checkpoint is a folder, which gets its name when it is complete:
 
     model-000000120.orbax/
-        weights/        Orbax's: every entry of Keras's file of weights, in shards
-        entries.json    step, state, and of each entry the name, shape and dtype of the variable
+        weights/        Orbax's: every entry of Keras's weights file, in shards
+        entries.json    step, state, and the name, shape and dtype of the variable of each entry
 
 Entries have the names that Keras gives them in `.weights.h5`, which follow from the structure of the model. So the
 checkpoint can be restored on another mesh, by another number of processes, and in plain Keras.
@@ -42,16 +42,16 @@ WEIGHTS, ENTRIES = "weights", "entries.json"
 DEFAULT_BASENAME = "model"
 _OPTIMIZER = re.compile(r"(^|/)\w*optimizer/")
 _SHOWN = 3
-"""How many variables an error names."""
+"""Number of variables that an error names."""
 _NONE, _PROBLEM = -1, -2
-"""Instead of a number, among processes: there is none; the process raises an error."""
+"""Sent among processes instead of a number: there is none; the process raises an error."""
 
 
 class ShardedCheckpoint:
-    """A directory of checkpoints, of which every process writes its part in the background. Needs orbax-checkpoint.
+    """A directory of sharded checkpoints. Each process writes its part in the background. Requires orbax-checkpoint.
 
-    All processes of a program that spans several must make the same calls, and see the same directory. In a program
-    of one process, with or without a strategy, it works alike: so models go from many devices to plain Keras and back.
+    All processes of a multi-process program must make the same calls and see the same directory. In a single-process
+    program, with or without a strategy, it works the same, so models move from many devices to plain Keras and back.
 
     Example:
 
@@ -62,10 +62,10 @@ class ShardedCheckpoint:
         model.save_weights("model.weights.h5")
 
     Args:
-        directory: created with the first checkpoint.
-        basename: the checkpoints' names begin with it.
-        keep: how many of the newest are kept; None: all. Checkpoints of later steps than the one that is saved are
-            renamed to `*.abandoned`, and as many of these are kept.
+        directory: Directory of the checkpoints, created with the first one.
+        basename: Prefix of the checkpoints' names.
+        keep: Number of newest checkpoints to keep; None: all. Checkpoints of steps later than the saved one are renamed
+            to `*.abandoned`, and the same number of these is kept.
 
     Raises: ConfigurationError if Orbax is not installed.
     """
@@ -80,7 +80,7 @@ class ShardedCheckpoint:
         self._keep = keep
         self._series = CheckpointSeries(self.directory, basename, SUFFIX, are_folders=True)
         self._orbax = _import_orbax()
-        # Orbax's; made by the first `save`, and kept: it knows what is still being written.
+        # An Orbax checkpointer, created by the first `save` and kept: it tracks what is still being written.
         self._writer: Any = None
         self.background = BackgroundSave("phalanx-sharded-checkpoint")
 
@@ -92,25 +92,25 @@ class ShardedCheckpoint:
         return self.background.busy
 
     def save(self, model: Any, step: int, state: Mapping[str, Any] | State | None = None) -> None:
-        """Save weights, layer state and optimizer state; returns when they are copied, and writes in the background.
+        """Save weights, layer state and optimizer state. Returns once they are copied; writes in the background.
 
-        Waits for the checkpoint before, if that is still being written.
+        Waits for the previous checkpoint if it is still being written.
 
         Args:
-            step: of the model.
-            state: what else to save, of JSON's types, or a function that returns it and runs in the background; that
-                of the first process counts.
+            step: Step of the model.
+            state: Additional state to save, of JSON types, or a function that returns it and runs in the background.
+                The first process's state is saved.
 
         Raises:
-            OSError: the last checkpoint could not be written, or the directory cannot; on all processes, if it is so on
-                one. Orbax raises other errors too.
+            OSError: the last checkpoint could not be written, or the directory is not writable; raised on all processes
+                if it happens on one. Orbax raises other errors too.
             ConfigurationError, SupersededError: see `WriteClaim.acquire`.
         """
         problem = self.background.ended()
         _build_optimizer(model)
         entries = weight_entries(model)
-        # From here on all processes must come to the same collectives in the same order: the one about the token, then
-        # Orbax's barriers. So one that cannot write says so in the first.
+        # From here on, all processes must reach the same collectives in the same order: the one about the token, then
+        # Orbax's barriers. So a process that cannot write reports it in the first.
         staging = self._open_staging(problem)
         described = {"step": step, "entries": _describe(entries), "phalanx": __version__}
         values = _nested({key: _copied(_value(entry)) for key, entry in entries.items()})
@@ -123,21 +123,22 @@ class ShardedCheckpoint:
         self.background.start(step, lambda: self._finish(staging, step, describe))
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is finished. Raises: see `save`; on this process alone."""
+        """Wait until the checkpoint that is being written is finished. Raises: see `save`; on this process only."""
         self.background.wait()
 
     def _open_staging(self, problem: Exception | None) -> Path:
-        """A folder for the parts of all processes, which the first one makes. Raises on all of them if one cannot.
+        """Create, on the first process, the folder for the parts of all processes. Raises on all of them if one cannot
+        write.
 
         Args:
-            problem: why this process cannot write, if that is known already.
+            problem: Reason why this process cannot write, if already known.
         """
-        # 31 bits: without x64 mode, what JAX sends has 32, with a sign.
+        # 31 bits: without x64 mode, JAX sends signed 32-bit integers.
         token = secrets.randbits(31)
         if self._is_primary and problem is None:
             try:
                 with self.claim.writing():
-                    # Safe here: this process's own has ended (`save`), and the claim keeps all other writers out.
+                    # Safe here: this process has finished writing (`save`), and the claim excludes all other writers.
                     remove_partial(self.directory, self._basename)
                     self._staging(token).mkdir()
             except (OSError, PhalanxError) as error:
@@ -158,12 +159,12 @@ class ShardedCheckpoint:
 
     def _finish(self, staging: Path, step: int, describe: Callable[[], Mapping[str, Any]]) -> Path | None:
         try:
-            # Orbax's own barrier: when it returns on the first process, the parts of all are on the disk.
+            # A barrier of Orbax: when it returns on the first process, the parts of all are on disk.
             self._writer.wait_until_finished()  # in all processes
             if not self._is_primary:
                 return None
             self._commit(staging, step, describe())
-        except Exception:  # of Orbax's own kinds too
+        except Exception:  # including Orbax's own kinds
             if self._is_primary:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
@@ -175,8 +176,8 @@ class ShardedCheckpoint:
             file.flush()
             os.fsync(file.fileno())
         sync_directory(staging)
-        # A folder cannot be renamed over one that has content. Killed between the two renames, the process leaves the
-        # step under neither name, and the next `save` deletes both; the checkpoint before is then the newest.
+        # A folder cannot be renamed over one that has content. If the process is killed between the two renames, the
+        # step is under neither name, and the next `save` deletes both; the previous checkpoint is then the newest.
         path, replaced = self.path_of(step), staging.with_name(f"{staging.name}.replaced")
         with self.claim.writing():
             if path.exists():
@@ -190,7 +191,7 @@ class ShardedCheckpoint:
     # Reading.
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or will be."""
+        """Path of a step's checkpoint, which need not exist yet."""
         return self.directory / self._series.name_of(step)
 
     def paths(self) -> list[Path]:
@@ -203,18 +204,20 @@ class ShardedCheckpoint:
         return [step for step, _ in self._series.by_step()]
 
     def restore(self, model: Any, step: int | None = None) -> Mapping[str, Any] | None:
-        """Put a checkpoint into the model, whatever mesh it was saved on; each process reads what it holds.
+        """Load a checkpoint into the model, regardless of the mesh it was saved on; each process reads the part it
+        holds.
 
         Args:
-            model: built, with its optimizer if that is to be restored. A model without an optimizer gets the weights.
-            step: None: the newest.
+            model: A built model, with its optimizer if that is to be restored. A model without an optimizer gets the
+                weights.
+            step: Step to restore; None: the newest.
 
-        Returns: what `save` got, with the keys `step` and `state`; None if there is no checkpoint.
+        Returns: what `save` received, with the keys `step` and `state`; None if there is no checkpoint.
         Raises: ConfigurationError naming the variables, if it is a checkpoint of another model.
         """
         problem = self.background.ended()
-        # Also where the step is given: the first process, which puts the checkpoint in its place, may be later than the
-        # others with it, and comes here after that.
+        # Also if the step is given: the first process, which puts the checkpoint in place, may be later than the
+        # others, and only gets here after that.
         chosen = self._of_primary((self.steps or [_NONE])[-1] if step is None else step, problem)
         if step is None and chosen == _NONE:
             return None
@@ -237,8 +240,7 @@ class ShardedCheckpoint:
         )
         reader = self._orbax.Checkpointer(self._orbax.PyTreeCheckpointHandler())
         restored = reader.restore(path / WEIGHTS, args=arguments)
-        # Keras's loader wants every entry that it would save. Those that are not restored get the values that they
-        # have.
+        # Keras's loader requires every entry that it would save. Those that are not restored keep their values.
         kept = {key: _value(entry) for key, entry in entries.items() if key not in wanted}
         load_weight_entries(model, {**kept, **_flat(restored)})
         return {"step": description["step"], "state": description["state"]}
@@ -249,7 +251,7 @@ class ShardedCheckpoint:
 
 
 def newest_sharded(directory: StoragePath, basename: str) -> StoredCheckpoint | None:
-    """The newest sharded checkpoint in a directory; None if there is none, as in stores. Needs no Orbax.
+    """The newest sharded checkpoint in a directory; None if there is none, as in stores. Does not need Orbax.
 
     Raises: ConfigurationError if it is damaged.
     """
@@ -292,7 +294,7 @@ def _build_optimizer(model: Any) -> None:
 
 
 def _of_all(number: int) -> list[int]:
-    """The numbers of all processes, on all."""
+    """The numbers of all processes, on every process."""
     if _jax().process_count() == 1:
         return [number]
     multihost: Any = importlib.import_module("jax.experimental.multihost_utils")
@@ -300,12 +302,12 @@ def _of_all(number: int) -> list[int]:
 
 
 def _value(entry: Any) -> Any:
-    """The array of a variable as it lies on the devices, or what a layer stores instead."""
+    """The array of a variable as it is on the devices, or what a layer stores instead."""
     return entry.value if isinstance(entry, keras.Variable) else np.asarray(entry)
 
 
 def _copied(value: Any) -> Any:
-    """A value that the next step does not overwrite: on CPUs Orbax reads the arrays where they are."""
+    """A copy that the next step does not overwrite: on CPUs, Orbax reads the arrays in place."""
     jax = _jax()
     if isinstance(value, jax.Array) and next(iter(value.devices())).platform != "cpu":
         return value  # copied to the host before `save` returns
@@ -313,7 +315,7 @@ def _copied(value: Any) -> Any:
 
 
 def _target(entry: Any) -> Any:
-    """The shape, dtype and place to which an entry is restored."""
+    """The shape, dtype and sharding to which an entry is restored."""
     value, jax = _value(entry), _jax()
     if not isinstance(value, jax.Array):
         return value
@@ -328,9 +330,9 @@ def _describe(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _match(entries: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> list[str]:
-    """The names of the entries to restore, without those of optimizers if the model or the checkpoint has none.
+    """The names of the entries to restore, without optimizer entries if the model or the checkpoint has none.
 
-    Raises: ConfigurationError naming variables of which only one of the two knows, or that have another shape.
+    Raises: ConfigurationError naming variables that only one of the two has, or whose shapes differ.
     """
     wanted, found = _without_missing_optimizers(entries, saved), _without_missing_optimizers(saved, entries)
     problems = [f"the checkpoint lacks {getattr(entries[key], 'path', key)!r}" for key in wanted if key not in saved]
@@ -351,7 +353,7 @@ def _match(entries: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> 
 
 
 def _without_missing_optimizers(keys: Iterable[str], others: Iterable[str]) -> list[str]:
-    """The keys, without those of optimizers if no other key is of an optimizer."""
+    """The keys, without those of optimizers if no other key belongs to an optimizer."""
     keys = list(keys)
     if any(_OPTIMIZER.search(key) for key in others):
         return keys
@@ -359,7 +361,7 @@ def _without_missing_optimizers(keys: Iterable[str], others: Iterable[str]) -> l
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Orbax names arrays by the keys of nested dicts."""
+    """Nest a flat dict: Orbax names arrays by the keys of nested dicts."""
     tree: dict[str, Any] = {}
     for key, value in flat.items():
         *path, name = key.split("/")
@@ -371,7 +373,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Undoes `_nested`."""
+    """Undo `_nested`."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         found |= _flat(value, f"{path}{name}/") if isinstance(value, dict) else {f"{path}{name}": value}

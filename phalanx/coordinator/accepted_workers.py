@@ -1,8 +1,8 @@
-"""The coordinator's end of its links: accepts workers, sends what they are to do, and notices lost ones.
+"""The coordinator's end of its links: accepts workers, sends their orders, and detects lost workers.
 
 Each worker has a thread that sends to it and one that receives from it. Sockets are read and written without the lock.
-What a worker is sent passes through its outbox, in the order of decisions made with the lock held: a message may refer
-to what an earlier one has brought (`KeepObject`, `MakeObject`, `Define`).
+Everything sent to a worker passes through its outbox, in the order of decisions made with the lock held: a message may
+refer to the content of an earlier one (`KeepObject`, `MakeObject`, `Define`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PURPOSE = "coordinator"
-"""Of the links from workers that run the chief's program too."""
+"""Purpose of links from workers that also run the chief's program."""
 SERVER_PURPOSE = "worker server"
-"""Of the links from workers that run no program of their own."""
+"""Purpose of links from workers that run no program of their own."""
 METHOD = "method"
-"""The role of the message by which workers without a program call the method that runs now."""
+"""Role of the message by which workers without a program call the running method."""
 PING_S = 5.0
-"""Between two pings. A worker's death is noticed without them; that it is stopped is not."""
+"""Seconds between two pings. A worker's death is noticed without them, but not a stopped process."""
 CLOSE_S = 5.0
-"""How long `close` waits for busy workers."""
+"""Seconds that `close` waits for busy workers."""
 
 _ANSWERS = Decoder(Answer)
 _encode = msgspec.msgpack.Encoder().encode
@@ -52,13 +52,13 @@ class AcceptedWorkers:
     """Owns the listening port, the links to the workers and their threads.
 
     Args:
-        me: this task.
-        changed: protects all state, here and in the dispatcher; notified when some has changed.
-        silent: names of workers that were lost because they did not answer, and have not returned. Kept up to date.
+        me: This task.
+        changed: Condition that protects all state, here and in the dispatcher; notified when any of it changes.
+        silent: Names of workers that were lost because they did not answer, and have not returned; kept up to date.
 
     Attributes:
-        names: of the workers, by rank.
-        greeting: packs the first message to a worker that runs no program of its own.
+        names: Names of the workers, by rank.
+        greeting: Packs the first message to a worker that runs no program of its own.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class AcceptedWorkers:
         self.greeting: Callable[[], Message] | None = None
         self._workers: dict[int, WorkerConnection] = {}
         self._broadcasts: list[tuple[Begin | MakeObject, Sequence[bytes]]] = []  # also sent to workers that join later
-        # What workers without a program get besides, by its role.
+        # Additional messages for workers without a program, by role.
         self._for_programless: dict[str, DeferredMessage] = {}
         self._link_numbers = itertools.count()
         self._closing = False
@@ -80,11 +80,11 @@ class AcceptedWorkers:
         self._listener.register(PROBE, ProbeService(me))
 
     def start(self) -> None:
-        """Listen."""
+        """Start listening."""
         self._listener.start()
 
     def accept(self, purpose: str) -> None:
-        """From now on, accept workers that come for this purpose."""
+        """Accept workers that connect for this purpose."""
         self._listener.register(purpose, self)
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class AcceptedWorkers:
 
     @property
     def has_programless_workers(self) -> bool:
-        """Whether a worker is there that runs no program of its own."""
+        """Whether a worker is connected that runs no program of its own."""
         with self._changed:
             return any(not worker.has_program for worker in self._workers.values())
 
@@ -107,7 +107,7 @@ class AcceptedWorkers:
             self._changed.notify_all()
 
     def forget(self, number: int) -> None:
-        """Let workers drop the per-worker value, or the large array, of this number."""
+        """Drop the per-worker value, or the large array, of this number on the workers."""
         with self._changed:
             self._broadcasts = [
                 (order, buffers)
@@ -116,15 +116,15 @@ class AcceptedWorkers:
             ]
             for worker in self._workers.values():
                 worker.kept.discard(number)
-                # Behind the calls that use it, which are in the outbox by now.
+                # Behind the calls that use it, which are already in the outbox.
                 worker.outbox.append((ForgetObject(number), ()))
             self._changed.notify_all()
 
     def send_to_programless(self, role: str, pack: Callable[[], Message]) -> None:
-        """Send a message to all workers that run no program of their own, and to those that join later, instead of the
-        former one of its role. It is packed once a worker needs it.
+        """Send a message to all workers without a program, including those that join later. It replaces the previous
+        message of its role, and is packed once a worker needs it.
 
-        Raises: what packing it raises, if a worker is there that needs it.
+        Raises: the error of packing it, if a connected worker needs it.
         """
         message = DeferredMessage(pack)
         if self.has_programless_workers:
@@ -142,7 +142,7 @@ class AcceptedWorkers:
             self._for_programless.pop(role, None)
 
     def lose(self, worker: WorkerConnection, why: str, error: Exception | None = None) -> None:
-        """Close the link to a worker, which does no more; `error` is what its link raised."""
+        """Close the link to a worker, which does no more work; `error` is what its link raised."""
         worker.link.close()
         with self._changed:
             if self._workers.get(worker.number) is not worker:
@@ -151,7 +151,7 @@ class AcceptedWorkers:
             if isinstance(error, LinkTimeoutError):
                 self._silent.add(worker.name)
             if not self._closing:
-                # A launcher says itself which processes have ended, and why: after Ctrl-C that needs no word.
+                # A launcher reports itself which processes have ended, and why; after Ctrl-C no report is needed.
                 is_known = isinstance(error, LinkClosedError) and progress.has_launcher()
                 level = logging.INFO if is_known else logging.WARNING
                 logger.log(level, "Lost %s: %s Its function runs on another worker.", worker.name, why)
@@ -167,7 +167,8 @@ class AcceptedWorkers:
             for worker in self._workers.values():
                 worker.outbox.append((StopWorker(), ()))
             self._changed.notify_all()
-            # The workers hang up. If this end did, a message that they are sending could lose them ours.
+            # The workers close the links. If this end did, a message that they are sending could make them lose the
+            # stop message.
             self._changed.wait_for(lambda: not self._workers, timeout=CLOSE_S)
             links = [worker.link for worker in self._workers.values()]
         for link in links:
@@ -195,7 +196,7 @@ class AcceptedWorkers:
             former = self._workers.get(number)
             if self._closing:
                 worker.outbox.append((StopWorker(), ()))
-            self._workers[number] = worker  # the threads of a former connection see that it is no longer theirs
+            self._workers[number] = worker  # the threads of a previous connection see that they are no longer in use
             self._silent.discard(hello.task)
             self._dispatcher.entered(worker)
             self._changed.notify_all()
@@ -205,7 +206,8 @@ class AcceptedWorkers:
             threading.Thread(target=body, args=(worker,), name=f"phalanx-{hello.task}", daemon=True).start()
 
     def _all_broadcasts(self) -> Iterator[Message | DeferredMessage]:
-        """The messages for a worker without a program: what it must have, what may refer to that, and what runs now."""
+        """The messages for a worker without a program: definitions, messages that may refer to them, and the running
+        method."""
         if self.greeting is not None:
             yield DeferredMessage(self.greeting)
         yield from (message for role, message in self._for_programless.items() if role != METHOD)
@@ -220,21 +222,21 @@ class AcceptedWorkers:
             while (message := self._next_message(worker)) is not None:
                 try:
                     order, buffers = message.packed() if isinstance(message, DeferredMessage) else message
-                except Exception as error:  # of whatever cannot travel
+                except Exception as error:  # whatever cannot be packed
                     self._dispatcher.fail(error)
-                    continue  # the worker stays: it can still run what needs no such object
+                    continue  # the worker stays: it can still run functions that do not need this object
                 worker.link.send(
                     _encode(order), buffers, deadline=time.monotonic() + self._me.config.timeout_s + PING_S
                 )
                 worker.last_sent_at = time.monotonic()
                 if isinstance(order, StopWorker):
-                    worker.link.finish()  # half: the other thread reads until the worker hangs up
+                    worker.link.finish()  # half: the other thread reads until the worker closes its end
                     return
         except (LinkClosedError, LinkTimeoutError, FrameError) as error:
             self.lose(worker, str(error), error)
 
     def _next_message(self, worker: WorkerConnection) -> Message | DeferredMessage | None:
-        """Wait for the next message to this worker; None once it is gone."""
+        """Wait for the next message to this worker; None once it is lost."""
         with self._changed:
             while self._workers.get(worker.number) is worker:
                 if worker.outbox:

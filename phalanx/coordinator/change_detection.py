@@ -33,8 +33,8 @@ def trace(function: Any, is_constant: Callable[[Any], bool], pickled: Callable[[
     """The objects that a function refers to.
 
     Args:
-        is_constant: whether a thing travels as a reference, or is taken to be constant.
-        pickled: the pickle of a thing that is neither.
+        is_constant: Whether a thing travels as a reference, or is taken to be constant.
+        pickled: The pickle of a thing that is neither.
     """
     found: Trace = []  # keeps what it compares by identity alive, so that no other object gets its id
     seen: set[int] = set()

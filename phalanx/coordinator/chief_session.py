@@ -58,10 +58,10 @@ class ChiefSession:
     """Takes the chief's orders.
 
     Args:
-        me: this task.
-        purpose: what for this task connects to the chief.
-        handler: does as told.
-        is_job_over: whether the chief has gone for good, asked while it is not there.
+        me: This task.
+        purpose: What for this task connects to the chief.
+        handler: Does as told.
+        is_job_over: Whether the chief has gone for good, asked while it is not there.
     """
 
     def __init__(self, me: TaskIdentity, purpose: str, handler: OrderHandler, is_job_over: Callable[[], bool]) -> None:
@@ -147,8 +147,8 @@ class _ReceivedOrders:
     """The orders that come over a link, and the thread that reads it.
 
     Args:
-        stop: called in that thread when there is no more to do.
-        patience_s: how long the chief may say nothing, and may take to read an answer.
+        stop: Called in that thread when there is no more to do.
+        patience_s: How long the chief may say nothing, and may take to read an answer.
     """
 
     def __init__(self, link: Link, stop: Callable[[], None], *, patience_s: float) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class ServedStrategy(Protocol):
-    """A `ParameterServerStrategy`: it knows this process among the workers; None in an evaluator."""
+    """A `ParameterServerStrategy`, with this process as a worker; None in an evaluator."""
 
     _worker: ParameterServerWorker | None
 
@@ -44,36 +44,36 @@ class ServedStrategy(Protocol):
 class ClusterCoordinator:
     """Runs functions on the workers of a cluster with parameter servers.
 
-    The other workers may run `phalanx.Server(...).join()` and nothing else. Only the chief (task `chief`) then has a
-    program. Phalanx recreates the layers, models, optimizers and metrics of its `strategy.scope()` on the workers
-    before a function uses them.
+    The other workers may run only `phalanx.Server(...).join()`. Then only the chief (task `chief`) has a program.
+    Phalanx recreates the layers, models, optimizers and metrics of its `strategy.scope()` on the workers before a
+    function uses them.
 
-    Or every task runs the same program. On the chief (task `chief`, else worker 0) this returns; on the other workers
-    the constructor runs functions until the chief's program is over, and then exits the process with code 0. So create
-    layers, models, optimizers and metrics before, in `strategy.scope()`, on all tasks alike.
+    Alternatively, every task runs the same program. On the chief (task `chief`, else worker 0) the constructor returns.
+    On the other workers it runs functions until the chief's program ends, and then exits the process with code 0. So
+    create layers, models, optimizers and metrics before it, in `strategy.scope()`, the same on all tasks.
 
-    A function that refers to them uses those of its worker. Everything else that a function refers to is sent to the
-    worker with it.
+    A function that refers to these objects uses those of its worker. Everything else that it refers to is sent to the
+    worker with the function.
 
-    Inside a function `optimizer.apply` and `apply_gradients` send the gradients to the servers, which update
-    the variables; `strategy.run` calls a function on this worker. Before a function runs, its model has the servers'
-    newest values. After `join` the chief's model, optimizer and metrics have the newest values; what the chief changes
-    between `join` and the next `schedule` (weights that it restores, a learning rate) reaches all workers.
+    Inside a function, `optimizer.apply` and `apply_gradients` send the gradients to the servers, which update the
+    variables; `strategy.run` calls a function on this worker. Before a function runs, its model receives the servers'
+    newest values. After `join`, the chief's model, optimizer and metrics have the newest values. What the chief changes
+    between `join` and the next `schedule` (restored weights, a learning rate) reaches all workers.
 
     The chief sends code to the workers, so the job needs a secret: `phalanx run` creates one; otherwise, set
     PHALANX_SECRET on all tasks.
 
     Args:
-        strategy: a ParameterServerStrategy that trains asynchronously.
+        strategy: A ParameterServerStrategy that trains asynchronously.
 
     Raises:
-        ConfigurationError: the strategy is another one, there is no secret, or no worker besides the chief.
+        ConfigurationError: the strategy is of another kind, there is no secret, or no worker other than the chief.
         RendezvousError: on a worker: the chief did not connect in time.
         PeerLostError: on a worker: the chief was lost and did not return.
     """
 
     def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
-        # There is one in a process, as in TensorFlow there is one for a strategy.
+        # One per process, as TensorFlow has one per strategy.
         existing: ClusterCoordinator | None = _check(strategy).coordinator
         return super().__new__(cls) if existing is None else existing
 
@@ -89,7 +89,7 @@ class ClusterCoordinator:
         self._worker = worker
         worker.scope_registry.settle()
         me = worker.client.identity
-        # One thread at a time packs, and speaks to the servers. Acquired before the dispatcher's lock.
+        # Only one thread at a time packs and communicates with the servers. Acquired before the dispatcher's lock.
         self._lock = threading.RLock()
         tensors, fixed = make_tensors(), {"strategy": strategy, "coordinator": self}
         self._references = OutgoingReferences(
@@ -97,7 +97,7 @@ class ClusterCoordinator:
         )
         self._variables = ChiefVariables(worker, self._references.owner)
         self._account = function_effects.EffectAccumulator(worker.scope_registry)
-        # Protects `_account`, to which threads of the dispatcher add with its lock held. Acquired last.
+        # Protects `_account`, to which the dispatcher's threads add while they hold its lock. Acquired last.
         self._account_lock = threading.Lock()
         calls = worker.calls if isinstance(worker.calls, MethodCalls) else None
         self._definitions = None if calls is None else calls.definitions
@@ -111,7 +111,7 @@ class ClusterCoordinator:
         self._dispatcher.accept(PURPOSE)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_dispatcher", "_lock"):  # of the chief's
+        if name in ("_dispatcher", "_lock"):  # attributes of the chief's coordinator
             raise UnsupportedError(
                 "A function that a ClusterCoordinator has scheduled used the coordinator. Only the chief's program "
                 "schedules functions, and waits for them."
@@ -126,15 +126,15 @@ class ClusterCoordinator:
     def schedule(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> RemoteValue:
-        """Schedule `fn(*args, **kwargs)` on a worker; returns at once.
+        """Schedule `fn(*args, **kwargs)` on a worker. Returns immediately.
 
-        The function is called at least once: if its worker is lost, again on another worker. Metrics still count it
-        once; gradients that it had sent to the servers stay applied. What the function refers to is sent as it is now.
-        Large arrays are sent once, so do not change them in place.
+        The function is called at least once: if its worker is lost, it is called again on another worker. Metrics still
+        count it once; gradients that it had sent to the servers stay applied. What the function refers to is sent as it
+        is now. Large arrays are sent once, so do not change them in place.
 
         Raises:
-            Exception: the error of an earlier function: queued functions are then cancelled, no function runs any more,
-                and the coordinator can be used again.
+            Exception: the error of an earlier function: queued functions are then cancelled, no function is still
+                running, and the coordinator can be used again.
             UnsupportedError: the function or its arguments cannot be sent, or need an object that the other tasks did
                 not create.
             PeerLostError: a server is lost.
@@ -170,18 +170,18 @@ class ClusterCoordinator:
             return result
 
     def join(self) -> None:
-        """Wait until all scheduled functions are finished. Then this task's variables and metrics have the newest
+        """Wait until all scheduled functions have finished. This task's variables and metrics then have the newest
         values.
 
-        Raises: as `schedule`; PeerLostError or RendezvousError if there is no worker for longer than PHALANX_TIMEOUT;
-            it names them.
+        Raises: the same errors as `schedule`; PeerLostError or RendezvousError, naming the workers, if there is none
+            for longer than PHALANX_TIMEOUT.
         """
         with _settling_after_failure(self._settle):
             self._dispatcher.join()
         self._settle()
 
     def done(self) -> bool:
-        """Whether all scheduled functions are finished; raises as `join`."""
+        """Whether all scheduled functions have finished. Raises the same errors as `join`."""
         with _settling_after_failure(self._settle):
             done = self._dispatcher.is_done()
         if done:
@@ -189,15 +189,15 @@ class ClusterCoordinator:
         return done
 
     def fetch(self, val: Any) -> Any:
-        """The results of all `RemoteValue`s in a structure, in their places; waits for them."""
+        """Replace all `RemoteValue`s in a structure with their results; waits for them."""
         return keras.tree.map_structure(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """A separate dataset on each worker.
+        """Create a separate dataset on each worker.
 
         Args:
-            dataset_fn: a function that returns one, called on each worker, with an `InputContext` if it takes an
-                argument; or a dataset, of which each worker gets a copy. A worker that is restarted creates it again.
+            dataset_fn: A function that returns a dataset, called on each worker, with an `InputContext` if it takes an
+                argument; or a dataset, which is copied to each worker. A restarted worker creates it again.
 
         Returns: an object whose `iter()` can be passed to `schedule`.
         """
@@ -207,7 +207,7 @@ class ClusterCoordinator:
             return dataset
 
     def create_per_worker_values(self, fn: Callable[..., Any]) -> PerWorkerValues:
-        """A separate value on each worker: the result of `fn`, called as in `create_per_worker_dataset`."""
+        """Create a separate value on each worker: the result of `fn`, called as in `create_per_worker_dataset`."""
         if not callable(fn):
             raise ConfigurationError(f"create_per_worker_values() got {fn!r}; pass a function.")
         with self._lock:
@@ -218,9 +218,9 @@ class ClusterCoordinator:
     # Internal.
 
     def refresh(self) -> None:
-        """Between functions: update this task's variables and metrics to a moment in which no function runs.
+        """Between functions: update this task's variables and metrics to a moment when no function is running.
 
-        Raises: PeerLostError or RendezvousError as `join`.
+        Raises: PeerLostError or RendezvousError; see `join`.
         """
         with self._lock, self._dispatcher.paused() as some_wait:
             self._take_changes(more_to_come=some_wait)
@@ -230,7 +230,7 @@ class ClusterCoordinator:
         is_defined = self._definitions is None or self._definitions.knows(used)
         if is_defined and self._variables.is_ready(used):
             return
-        self._dispatcher.join()  # running functions must not see them change
+        self._dispatcher.join()  # running functions must not see the variables change
         self._take_changes()
         begin = self._variables.begin(used)
         self._define({*used, *(begin.names() if begin is not None else ())})
@@ -239,7 +239,7 @@ class ClusterCoordinator:
             self._dispatcher.workers.broadcast(begin, [values])
 
     def _define(self, names: Collection[ScopedName]) -> None:
-        """Have workers that run no program of their own make these."""
+        """Define these on workers that run no program of their own."""
         if self._definitions is not None and names:
             self._definitions.require(names)
             self._definitions.announce(self._dispatcher)
@@ -250,7 +250,8 @@ class ClusterCoordinator:
             self._take_changes()
 
     def _take_changes(self, *, more_to_come: bool = False) -> None:
-        """What functions have changed, on the servers and in the state of layers and metrics, is in the variables."""
+        """Update the variables with what functions have changed on the servers and in the state of layers and
+        metrics."""
         with self._account_lock:
             self._account.settle()
         self._variables.pull(more_to_come=more_to_come)
@@ -262,7 +263,7 @@ class ClusterCoordinator:
             return iterator
 
     def _pack_maker(self, maker: Any) -> bytes:
-        # TensorFlow's guides make it a `tf.function`, but what it creates is no tensor.
+        # TensorFlow's guides pass a `tf.function`, but what it creates is not a tensor.
         maker = getattr(maker, "python_function", maker)
         with self._references.noting(keeps=False) as noted:
             pickle = pack(maker, self._references, "What makes the workers' own values")
@@ -280,7 +281,7 @@ class ClusterCoordinator:
             self._dispatcher.workers.forget(forgotten.popleft())
 
     def _note_answer(self, changes: memoryview, global_step: int) -> None:
-        """In a thread of the dispatcher: what a function has changed."""
+        """Record what a function has changed; called in a dispatcher thread."""
         with self._account_lock:
             if changes:
                 self._account.add(unpack(changes, self._references.load_on_host))
@@ -291,7 +292,7 @@ class ClusterCoordinator:
 
 
 def coordinator_of_worker(strategy: ParameterServerStrategy, worker: ParameterServerWorker) -> ClusterCoordinator:
-    """What functions call by the name of the coordinator, on a worker that runs no program of its own."""
+    """The coordinator that functions use on a worker that runs no program of its own."""
     coordinator = object.__new__(ClusterCoordinator)
     coordinator._strategy = strategy
     worker.coordinator = coordinator
@@ -299,7 +300,7 @@ def coordinator_of_worker(strategy: ParameterServerStrategy, worker: ParameterSe
 
 
 def _check(strategy: Any) -> ParameterServerWorker:
-    """This task's place, if it can have a coordinator."""
+    """This task's worker, if it can have a coordinator."""
     if not isinstance(strategy, ServedStrategy):
         raise ConfigurationError(
             f"A ClusterCoordinator schedules functions for a ParameterServerStrategy; it got {strategy!r}."
@@ -328,7 +329,7 @@ def _check(strategy: Any) -> ParameterServerWorker:
             "staleness."
         )
     if worker.client.is_replicated:
-        # The chief alone may promote a copy, and between two functions it does not speak to the servers.
+        # Only the chief may promote a replica, and between two functions it does not communicate with the servers.
         raise UnsupportedError(
             "A ClusterCoordinator works with snapshots (snapshot_dir), and not with copies: make the "
             "ParameterServerStrategy without replication=2."
@@ -338,8 +339,8 @@ def _check(strategy: Any) -> ParameterServerWorker:
 
 @contextlib.contextmanager
 def _settling_after_failure(settle: Callable[[], None]) -> Iterator[None]:
-    """When the error of a function is raised, none runs any more, so what the program changes from now on counts.
-    Without servers or workers there is nothing to settle."""
+    """When the error of a function is raised, no function is running any more, so the program's changes count from now
+    on. Without servers or workers there is nothing to settle."""
     try:
         yield
     except (PeerLostError, RendezvousError):

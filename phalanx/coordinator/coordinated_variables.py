@@ -26,8 +26,8 @@ Array = np.ndarray[Any, Any]
 
 
 def _variables(scope_registry: ScopeRegistry, optimizer: Any) -> list[Any]:
-    """What is trained, in an order that is the same on every task: what the optimizer was built with, or else all
-    trainable variables of what was made in scopes."""
+    """The trained variables, in an order that is the same on every task: those that the optimizer was built with, or
+    else all trainable variables of the objects created in scopes."""
     if optimizer is not None and optimizer.built:
         return list(optimizer._trainable_variables)
     found = {id(v): v for _, layer in scope_registry.layers() for v in layer.trainable_variables}
@@ -48,7 +48,7 @@ class ChiefVariables:
     """The coordinator's side. Used by the program's thread.
 
     Args:
-        owner: the name of a variable; None if it belongs to nothing made in scope.
+        owner: Returns the name of a variable; None if it belongs to nothing created in scope.
     """
 
     def __init__(self, worker: ParameterServerWorker, owner: Callable[[Any], VariableName | None]) -> None:
@@ -58,17 +58,17 @@ class ChiefVariables:
         self._remote_variables: RemoteVariables | None = None
         self._optimizer: ScopedName | None = None
         self._fit = -1
-        # Checksums of what was put into the variables, to notice what the program changes between two functions. None
+        # Checksums of the values put into the variables, to detect what the program changes between two functions. None
         # once functions may have made them stale.
         self._pulled: list[int] | None = None
 
     def begin(self, used: Collection[ScopedName]) -> Begin | None:
-        """Let the servers have what functions need; what the workers must hear of it, if it is new.
+        """Put what functions need on the servers. Returns the message for the workers if it is new, else None.
 
-        Nothing may be running if it is: `is_ready` says whether.
+        In that case no function may be running; see `is_ready`.
 
         Args:
-            used: names that the next function refers to.
+            used: Names that the next function refers to.
         """
         optimizer = self._choose(used)
         found = None if optimizer is None else self._worker.scope_registry.find(optimizer)
@@ -88,10 +88,10 @@ class ChiefVariables:
         return Begin(self._fit, optimizer, tuple(map(self._owner, variables)))
 
     def is_ready(self, used: Collection[ScopedName]) -> bool:
-        """Whether the servers have what the next function needs; tells them the learning rate, if they do."""
+        """Whether the servers have what the next function needs; if so, sends them the learning rate."""
         optimizer = self._choose(used)
         if self._remote_variables is None and optimizer is None and not _variables(self._worker.scope_registry, None):
-            return True  # there is nothing to serve
+            return True  # there is nothing to train on servers
         if self._remote_variables is None or self._fit != self._worker.last_fit or optimizer != self._optimizer:
             return False
         if self._pulled is not None:
@@ -102,22 +102,22 @@ class ChiefVariables:
         return True
 
     def pull(self, *, more_to_come: bool = False) -> None:
-        """Take the servers' newest values into the model and the optimizer.
+        """Copy the servers' newest values into the model and the optimizer.
 
         Args:
-            more_to_come: functions that are scheduled already will change them.
+            more_to_come: Whether functions that are already scheduled will change them.
         """
         if self._remote_variables is None or self._pulled is not None or self._fit != self._worker.last_fit:
             return
         if more_to_come:
-            self._remote_variables.send_learning_rate()  # so that pulling does not overwrite one that was just set
+            self._remote_variables.send_learning_rate()  # so that pulling does not overwrite a rate that was just set
         self._remote_variables.assign(self._merge.pull())
         if self._optimizer is not None:
             self._remote_variables.pull_optimizer()
         self._pulled = None if more_to_come else self._checksums()
 
     def untrained(self) -> dict[Place, Array]:
-        """What layers have and servers do not train."""
+        """The state of layers that servers do not train."""
         return untrained(
             self._worker.scope_registry, () if self._remote_variables is None else self._remote_variables.variables
         )
@@ -134,7 +134,7 @@ class ChiefVariables:
         known = [name for name, _ in scope_registry.optimizers()]
         if len(known) <= 1:
             return known[0] if known else None
-        # A model that is compiled to be evaluated has one that is never used.
+        # A model that is compiled only for evaluation has an optimizer that is never used.
         named = [name for name in known if name in used]
         if not named:
             compiled = [scope_registry.name_of(getattr(scope_registry.find(name), "optimizer", None)) for name in used]
@@ -152,11 +152,11 @@ class WorkerVariables:
     """A worker's side. Used by the thread that runs functions.
 
     Args:
-        references: find the chief's variables by their names, where this task runs no program of its own; None: its
-            program has made the same.
+        references: Finds the chief's variables by name if this task runs no program of its own; None: its program has
+            created the same variables.
 
     Attributes:
-        failure: the error of the last exchange with the servers, which a compiled function would hide in its own.
+        failure: Error of the last exchange with the servers, which a compiled function would hide in its own.
     """
 
     def __init__(self, worker: ParameterServerWorker, tensors: Tensors, references: References | None) -> None:
@@ -165,17 +165,17 @@ class WorkerVariables:
         self._tensors = tensors
         self._merge = ParameterServerMerge(worker)
         self._remote_variables: RemoteVariables | None = None
-        self._numbers: dict[int, int] = {}  # of the trained variables, by id: their places among the servers'
+        self._numbers: dict[int, int] = {}  # places of the trained variables among the servers', by id
         self.failure: PhalanxError | None = None
         for _, optimizer in worker.scope_registry.optimizers():
             self.refuse(optimizer)
 
     def refuse(self, optimizer: Any) -> None:
-        """Let a function that applies this optimizer raise an error, until the servers run it."""
+        """Make a function that applies this optimizer raise an error, until the servers run it."""
         self._redirect(optimizer, self._refuse)
 
     def _redirect(self, optimizer: Any, apply: Callable[[Any, Any], None]) -> None:
-        """In functions, call this instead of an optimizer's `apply`; in a `fit` it is the optimizer's own."""
+        """Replace an optimizer's `apply` in functions; a `fit` uses the original."""
         own = partial(type(optimizer).apply, optimizer)
 
         def redirected(gradients: Any, variables: Any) -> None:
@@ -184,8 +184,8 @@ class WorkerVariables:
         redirect_apply(optimizer, redirected)
 
     def begin(self, begin: Begin) -> None:
-        """The coordinator has declared the variables: compare, and take part. If it has declared others since, that is
-        told next, and no function runs before."""
+        """Compare the variables that the coordinator has declared, and take part. If it has declared others since, that
+        message comes next, and no function runs before it."""
         optimizer = None
         if begin.optimizer is not None:
             optimizer = self._worker.scope_registry.find(begin.optimizer)
@@ -202,7 +202,7 @@ class WorkerVariables:
             self._redirect(optimizer, self._apply)
 
     def _find(self, begin: Begin, optimizer: Any) -> list[Any]:
-        """This task's own of the variables that the chief has declared."""
+        """This task's counterparts of the variables that the chief has declared."""
         if self._references is None:
             return _variables(self._worker.scope_registry, optimizer)
         if None in begin.variables:
@@ -213,21 +213,21 @@ class WorkerVariables:
         return [self._references.load(("variable", *name[0], name[1])) for name in begin.variables if name is not None]
 
     def pull(self) -> None:
-        """Before a function: the newest values."""
+        """Assign the newest values; called before a function."""
         if self._remote_variables is not None:
             with self._noting_failure():
                 values = self._merge.pull()
-            # Also if they have not changed since the last function, which may have assigned others.
+            # Even if they have not changed since the last function, which may have assigned others.
             self._remote_variables.assign(values)
 
     def finish(self) -> None:
-        """After a function: wait until what it sent has been applied."""
+        """Wait until the gradients that a function has sent are applied; called after it."""
         if self._remote_variables is not None:
             with self._noting_failure():
                 self._merge.flush()
 
     def _apply(self, gradients: Any, variables: Any) -> None:
-        """Replaces the optimizer's `apply`: the servers update, and this task receives the new values."""
+        """Replace the optimizer's `apply`: the servers update, and this task receives the new values."""
         served = self._remote_variables
         assert served is not None
         complete = self._in_order(list(gradients), variables)
@@ -242,7 +242,7 @@ class WorkerVariables:
             variable.assign(value)
 
     def _in_order(self, gradients: list[Any], variables: Any) -> list[Any]:
-        """A gradient for each variable that the servers have, in their order and dtypes."""
+        """A gradient for each variable on the servers, in the servers' order and dtypes."""
         assert self._remote_variables is not None
         trained = self._remote_variables.variables
         numbers = range(len(trained)) if variables is None else [self._numbers.get(id(v), -1) for v in variables]

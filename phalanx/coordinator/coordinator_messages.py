@@ -24,8 +24,8 @@ class Define(msgspec.Struct, frozen=True, tag="define"):
     """Make what the chief's program has made in the strategy's scope. Buffers: a `Definition` for each object.
 
     Attributes:
-        names: for each object, its own and those of what is in it, in the order of `parts_of`; "" for what has none.
-        digests: of what the objects are made of. One that was made of the same before is kept.
+        names: For each object, its own and those of what is in it, in the order of `parts_of`; "" for what has none.
+        digests: Of what the objects are made of. One that was made of the same before is kept.
         dtype_policy: Keras's, at the chief.
     """
 
@@ -38,7 +38,7 @@ class CallMethod(msgspec.Struct, frozen=True, tag="method"):
     """Call a method of a model, in which all workers take part. Buffers: `MethodState`; the arguments.
 
     Attributes:
-        fit: the number of the `fit`.
+        fit: The number of the `fit`.
     """
 
     model: ScopedName
@@ -53,8 +53,8 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """The servers have variables now, declared as those of this `fit`. Buffer: the layers' other state.
 
     Attributes:
-        optimizer: which one updates them; None: none does.
-        variables: the variables, in order; None for one that belongs to nothing made in scope.
+        optimizer: Which one updates them; None: none does.
+        variables: The variables, in order; None for one that belongs to nothing made in scope.
     """
 
     fit: int
@@ -77,7 +77,7 @@ class MakeObject(msgspec.Struct, frozen=True, tag="make"):
     """Make this worker's own value of this number. Buffer: the function that makes it.
 
     Attributes:
-        iterator_of: instead, it is an iterator over the value of that number.
+        iterator_of: Instead, it is an iterator over the value of that number.
     """
 
     number: int
@@ -95,9 +95,9 @@ class CallFunction(msgspec.Struct, frozen=True, tag="call"):
     to.
 
     Attributes:
-        function: the digest of its pickle.
-        is_new: whether the pickle is there.
-        results: numbers of the functions whose results follow.
+        function: The digest of its pickle.
+        is_new: Whether the pickle is there.
+        results: Numbers of the functions whose results follow.
     """
 
     call: int
@@ -121,7 +121,7 @@ class FunctionReturned(msgspec.Struct, frozen=True, tag="returned"):
     """Buffers: the result; what it changed (`phalanx.coordinator.function_effects`).
 
     Attributes:
-        global_step: the newest that the worker knows.
+        global_step: The newest that the worker knows.
     """
 
     call: int
@@ -132,7 +132,7 @@ class FunctionRaised(msgspec.Struct, frozen=True, tag="raised"):
     """Buffer: the error (`phalanx.runtime.function_call`).
 
     Attributes:
-        missed: the server that this worker has lost, or that did not answer it, and because of which it ends.
+        missed: The server that this worker has lost, or that did not answer it, and because of which it ends.
     """
 
     call: int

@@ -1,7 +1,7 @@
 """Sends scheduled functions to workers, and lets callers wait for them.
 
-`function_assignment` decides which function runs where, and how often it is tried again. One condition protects all
-shared state, that of the links included (`accepted_workers`).
+`function_assignment` decides which function runs where, and how often it is retried. One condition protects all shared
+state, including that of the links (`accepted_workers`).
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from phalanx.runtime.worker_traceback import WorkerTraceback
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""Longest time between two checks of the clock. Every change of state ends the wait at once."""
+"""Longest time between two checks of the clock, in seconds. Every change of state ends the wait immediately."""
 PROBE_S = 5.0
-"""How long a server may take to answer a probe after a worker has lost it."""
+"""Seconds within which a server must answer a probe after a worker has lost it."""
 
 
 class Dispatcher:
     """Runs functions on workers.
 
     Args:
-        me: this task.
-        on_answer: called with each result that counts: the pickle of its effects, and the worker's global step.
-            Calls do not overlap.
-        silent: see `AcceptedWorkers`.
+        me: This task.
+        on_answer: Called with each result that counts: the pickle of its effects, and the worker's global step. Calls
+            do not overlap.
+        silent: Names of silent workers; see `AcceptedWorkers`.
 
     Attributes:
-        workers: those that are connected.
-        on_answer: see the argument.
+        workers: The connected workers.
+        on_answer: The callback for results; see the argument.
     """
 
     def __init__(self, me: TaskIdentity, on_answer: Callable[[memoryview, int], None], silent: set[str]) -> None:
@@ -52,30 +52,30 @@ class Dispatcher:
         self._changed = threading.Condition()  # protects all attributes below
         self.workers = AcceptedWorkers(me, self._changed, self, silent)
         self._calls = ScheduledCalls()
-        self._alone_since = time.monotonic()  # since when no worker is here; stale while one is
+        self._alone_since = time.monotonic()  # when the last worker left; stale while one is connected
         self._has_had_workers = False
-        self._paused = False  # hand out nothing
+        self._paused = False  # no function is handed out
 
     def start(self) -> None:
-        """Listen."""
+        """Start listening."""
         self.workers.start()
 
     def accept(self, purpose: str) -> None:
-        """From now on, accept workers that come for this purpose."""
+        """Accept workers that connect for this purpose."""
         self._alone_since = time.monotonic()
         self.workers.accept(purpose)
 
     # Called by the program's thread.
 
     def add(self, call: ScheduledCall) -> None:
-        """Schedule a call. Raises the error of one that has failed since the last call."""
+        """Schedule a call. Raises the error of a call that has failed since the last time."""
         with self._changed:
             self.raise_failure()
             self._calls.add(call)
             self._changed.notify_all()
 
     def is_done(self) -> bool:
-        """Whether all calls are finished; raises as `join`."""
+        """Whether all calls have finished. Raises the same errors as `join`."""
         with self._changed:
             self.raise_failure()
             if self._calls.assignment.unfinished and not self.workers:
@@ -84,20 +84,21 @@ class Dispatcher:
             return not self._calls.assignment.unfinished
 
     def raise_failure(self) -> None:
-        """If a call has failed, or a worker in a method of a model, wait until none runs and raise its error, once."""
+        """If a call, or a worker in a method of a model, has failed, wait until none is running and raise its error
+        once."""
         with self._changed:
             if self._calls.has_failed:
                 self.join()
 
     def join(self) -> None:
-        """Wait until all calls are finished; raise the error of one that failed."""
+        """Wait until all calls have finished; raise the error of one that failed."""
         with self._changed:
             self._wait(lambda: not self._calls.assignment.unfinished)
             self._calls.raise_failure()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[bool]:
-        """While inside, no function runs. Yields whether some are waiting to run afterwards."""
+        """Run no function inside the block. Yields whether some are waiting to run afterwards."""
         with self._changed:
             self._paused = True
         try:
@@ -111,14 +112,14 @@ class Dispatcher:
                 self._changed.notify_all()
 
     def wait_for(self, result: RemoteValue) -> None:
-        """Wait until a call is finished, successfully or not."""
+        """Wait until a call has finished, successfully or not."""
         with self._changed:
             self._wait(lambda: result.is_finished)
 
     def wait_for_worker(self) -> bool:
-        """Wait until a worker is there; returns whether one is that runs no program of its own.
+        """Wait until a worker is connected. Returns whether there is one that runs no program of its own.
 
-        Raises: RendezvousError or PeerLostError if none comes in time.
+        Raises: RendezvousError or PeerLostError if none connects in time.
         """
         with self._changed:
             self._wait(lambda: bool(self.workers) or self._calls.has_failed)
@@ -130,8 +131,8 @@ class Dispatcher:
         self.workers.close()
 
     def _wait(self, condition: Callable[[], bool]) -> None:
-        """Wait with the lock held, but not forever without a worker."""
-        # A worker that is here may compute for as long as it likes: its link says when it is lost.
+        """Wait with the lock held, but not forever if there is no worker."""
+        # A connected worker may compute for any length of time: its link reports when it is lost.
         while not condition():
             if not self.workers:
                 self._fail_if_alone_too_long()
@@ -146,28 +147,28 @@ class Dispatcher:
             self._calls.fail_all(_no_worker_error(names, limit_s, were_here=self._has_had_workers))
             self._changed.notify_all()
 
-    # What happens to workers. `entered`, `left` and `feed` are called with the lock held.
+    # Events of workers. `entered`, `left` and `feed` are called with the lock held.
 
     def entered(self, worker: WorkerConnection) -> None:
-        """A worker is there."""
+        """Record that a worker has connected."""
         self._has_had_workers = True
         self._calls.give_up(self._calls.assignment.enter(worker.number, worker.incarnation), worker.name)
 
     def left(self, worker: WorkerConnection) -> None:
-        """A worker is lost."""
+        """Record that a worker is lost."""
         if not self.workers:
             self._alone_since = time.monotonic()
         self._calls.give_up(self._calls.assignment.leave(worker.number, worker.incarnation), worker.name)
 
     def feed(self, worker: WorkerConnection) -> bool:
-        """Put the next function into the outbox of a worker that has nothing else to do, if there is one."""
+        """Put the next function, if there is one, into the outbox of a worker that has nothing else to do."""
         number = None if self._paused else self._calls.assignment.next_for(worker.number, worker.incarnation)
         if number is None:
             return False
         try:
             worker.enqueue(number, self._calls[number])
         except Exception as error:  # a large array may have been donated since the call was scheduled
-            # Finished before it fails: the worker never hears of it, so no answer would take it from the queue.
+            # Finished before it fails: the worker never receives it, so no answer would remove it from the queue.
             call = self._calls.finish(worker.number, worker.incarnation, number)
             assert call is not None, "it was handed out just now"
             self._calls.fail(call, error)
@@ -175,13 +176,13 @@ class Dispatcher:
         return True
 
     def answered(self, worker: WorkerConnection, answer: Answer, buffers: list[memoryview]) -> None:
-        """A worker has answered."""
+        """Handle the answer of a worker."""
         if isinstance(answer, Pong):
             return
         if isinstance(answer, WorkerFailed):
             self.fail(_error_of(worker.name, buffers[0]))
             return
-        # The fault is the worker's or its network's: the call is not failed, but runs on another worker. If the server
+        # The fault is in the worker or its network: the call does not fail, but runs on another worker. If the server
         # does not answer here either, it is lost, and the call fails with the worker's error.
         if isinstance(answer, FunctionRaised) and answer.missed and _is_reachable(self._me, answer.missed):
             self.workers.lose(worker, f"it does not reach {answer.missed}, which answers here.")
@@ -203,7 +204,7 @@ class Dispatcher:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """No function can run any more: a message for workers cannot be packed, or a worker has failed."""
+        """Fail all calls: a message for workers cannot be packed, or a worker has failed."""
         logger.error("%s", error)
         with self._changed:
             if not self._calls.has_failed:
@@ -228,7 +229,7 @@ def _no_worker_error(names: Iterable[str], limit_s: float, *, were_here: bool) -
 
 
 def _is_reachable(me: TaskIdentity, name: str) -> bool:
-    """Whether the task of this name answers this one."""
+    """Whether the task of this name answers a probe from this one."""
     if name == str(me.task):
         return True
     task = next((task for task in me.spec.tasks if str(task) == name), None)
@@ -240,9 +241,9 @@ def _error_of(name: str, pickle: memoryview) -> BaseException:
     try:
         raised = calls.decode_result(bytes(pickle))
     except Exception as error:
-        # Its class may be one that only the worker has.
+        # The error class may exist only on the worker.
         return PhalanxError(f"A function failed on {name} with an error that cannot be read here: {error!r}")
     assert isinstance(raised, calls.CallRaised), raised
-    with contextlib.suppress(AttributeError, TypeError):  # an error class may allow no cause to be set
+    with contextlib.suppress(AttributeError, TypeError):  # an error class may not allow setting a cause
         raised.error.__cause__ = WorkerTraceback(name, raised.traceback)
     return raised.error

@@ -30,8 +30,8 @@ class _Function:
     """A function that is not finished.
 
     Attributes:
-        needs: functions whose results it gets as arguments.
-        losses: how many workers were lost while they ran it.
+        needs: Functions whose results it gets as arguments.
+        losses: How many workers were lost while they ran it.
     """
 
     needs: frozenset[FunctionId]
@@ -43,8 +43,8 @@ class _Presence:
     """A worker that is here.
 
     Attributes:
-        incarnation: of its process.
-        sent: what it has and has not answered; it runs them in this order.
+        incarnation: Of its process.
+        sent: What it has and has not answered; it runs them in this order.
     """
 
     incarnation: str

@@ -28,8 +28,8 @@ class FunctionEffects(NamedTuple):
     """What one function has changed.
 
     Attributes:
-        counted: to be added to metrics.
-        replaced: new values, of metrics that are no sums and of layers.
+        counted: To be added to metrics.
+        replaced: New values, of metrics that are no sums and of layers.
     """
 
     counted: dict[Place, Array]
@@ -75,7 +75,7 @@ def untrained(scope_registry: ScopeRegistry, trained: Iterable[Any]) -> dict[Pla
     the optimizer was not built with; only the coordinator's program changes them.
 
     Args:
-        trained: the variables that servers train.
+        trained: The variables that servers train.
     """
     on_servers = {id(variable) for variable in trained}
     kept = {place: weight for place, weight in _weights(scope_registry).items() if id(weight) not in on_servers}

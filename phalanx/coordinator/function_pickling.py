@@ -32,12 +32,12 @@ class References:
     """What travels as a reference from this task, or to it.
 
     Args:
-        fixed: things that every task has, by name.
-        scope_registry: what the program made in scopes.
-        tensors: of this task's backend.
+        fixed: Things that every task has, by name.
+        scope_registry: What the program made in scopes.
+        tensors: Of this task's backend.
 
     Attributes:
-        reduce: how a thing that is no reference is taken apart.
+        reduce: How a thing that is no reference is taken apart.
     """
 
     def __init__(self, fixed: Mapping[str, Any], scope_registry: ScopeRegistry, tensors: Tensors) -> None:
@@ -129,7 +129,7 @@ def pack(thing: Any, references: References, what: str) -> bytes:
     """The pickle of a thing.
 
     Args:
-        what: names it in errors.
+        what: Names it in errors.
 
     Raises: UnsupportedError if it cannot travel.
     """

@@ -1,4 +1,4 @@
-"""A worker's side: runs the functions that the coordinator sends, until that has no more to do."""
+"""A worker's side: runs the functions that the coordinator sends, until there are no more."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from phalanx.training.state_sync import shifted_seed
 
 
 class WorkerReferences(References):
-    """What references mean on a worker.
+    """Resolves references on a worker.
 
     Attributes:
-        not_made: of what the chief has made and this worker could not, why.
-        kept: large arrays, by number.
-        own: values of this worker's own, by number.
-        results: of other functions, for the one that runs.
+        not_made: Errors by the name of an object that the chief has created and this worker could not.
+        kept: Large arrays, by number.
+        own: Per-worker values of this worker, by number.
+        results: Results of other functions, for the running function.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -71,7 +71,7 @@ class WorkerReferences(References):
 
 
 class _NotMade:
-    """Stands where a value of this worker's own could not be made."""
+    """Placeholder for a per-worker value that could not be created."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -81,8 +81,8 @@ class FunctionServer:
     """Runs functions on this worker.
 
     Args:
-        coordinator: of this task; what functions call by this name.
-        has_program: whether this task has made by itself what the chief's program has made.
+        coordinator: Coordinator of this task, as functions see it.
+        has_program: Whether this task has itself created what the chief's program has created.
     """
 
     def __init__(
@@ -104,24 +104,24 @@ class FunctionServer:
         self.is_calling = False  # also read by the thread of `ChiefSession`
 
     def run(self) -> None:
-        """Serve until the coordinator has no more to do. Raises: see `ChiefSession.run`."""
+        """Serve until the coordinator has finished. Raises: see `ChiefSession.run`."""
         self._worker.in_function = True
         draw_own_seeds((layer for _, layer in self._worker.scope_registry.layers()), self._worker.number)
         draw_own_numbers(random_state(), self._worker.number)
-        # The program's generators have the chief's state on all tasks until here.
+        # Until here, the program's generators have the chief's state on all tasks.
         program_random_state.seed([hash_of(self._worker.number, each) for each in program_random_state.digests()])
         ChiefSession(self._me, PURPOSE, self, self._worker.is_job_over).run()
 
     # An OrderHandler.
 
     def begin(self) -> None:
-        """Forget what a former link has brought."""
+        """Forget what an earlier link has brought."""
         self.references.own.clear()
         self.references.kept.clear()
         self._functions.clear()
 
     def handle(self, order: Order, buffers: list[memoryview]) -> Reply | None:
-        """Do as told; returns the answer, if one is wanted."""
+        """Execute an order. Returns the reply, if one is expected."""
         references = self.references
         match order:
             case Begin():
@@ -141,7 +141,7 @@ class FunctionServer:
         return None
 
     def _make(self, order: MakeObject, buffers: list[memoryview]) -> Any:
-        """This worker's own value."""
+        """Create this worker's value."""
         references = self.references
         try:
             if order.iterator_of is not None:
@@ -156,12 +156,12 @@ class FunctionServer:
                 return thing(context) if _takes_an_argument(thing) else thing()
         except Exception as error:  # it is raised where the value is used
             note = f"This happened where {self._me.task} made its own value."
-            if note not in getattr(error, "__notes__", ()):  # as of the dataset whose iterator this is
+            if note not in getattr(error, "__notes__", ()):  # the dataset's error may have it, if this is its iterator
                 error.add_note(note)
             return _NotMade(error)
 
     def _call(self, order: CallFunction, buffers: list[memoryview]) -> Reply:
-        """Call a function; returns the answer."""
+        """Call a function and return the reply."""
         self.is_calling = True
         self.variables.failure = None
         try:
@@ -170,7 +170,7 @@ class FunctionServer:
             changes = self._tally.collect()
             pickled = pack(changes, self.references, "Its metrics") if any(changes) else b""
             return FunctionReturned(order.call, self._worker.global_step), [content, pickled]
-        except (Exception, SystemExit) as error:  # a function that ends its process would end the next worker's too
+        except (Exception, SystemExit) as error:  # a function that ends its process would also end the next worker
             return FunctionRaised(order.call, self._missed), [calls.encode_error(self._told(error))]
         finally:
             self.is_calling = False
@@ -178,9 +178,9 @@ class FunctionServer:
 
     def _run(self, order: CallFunction, buffers: list[memoryview]) -> Any:
         references = self.references
-        # Keep and drop as `WorkerConnection.enqueue` does, whatever fails below: it sends no function twice.
+        # Keep and drop functions as `WorkerConnection.enqueue` does, whatever fails below: it sends no function twice.
         if order.is_new:
-            # Before it is unpickled, as the coordinator counts it whether that succeeds or not.
+            # Before it is unpickled: the coordinator counts it whether or not that succeeds.
             self._functions[order.function] = _Unreadable()
         self._functions.move_to_end(order.function)
         if len(self._functions) > FUNCTIONS_KEPT:
@@ -202,7 +202,7 @@ class FunctionServer:
 
     @property
     def _missed(self) -> str:
-        """The server without which this worker can do nothing more."""
+        """The server without which this worker cannot continue."""
         match self.variables.failure:
             case PeerLostError(task=task):
                 return task
@@ -211,14 +211,14 @@ class FunctionServer:
         return ""
 
     def check(self) -> None:
-        """Without the servers each further function would only fail here; another process may reach them."""
+        """Raise if a server is lost: every further function would fail here; another process may reach the server."""
         if self._missed and self.variables.failure is not None:
             raise self.variables.failure
 
     def _told(self, error: BaseException) -> BaseException:
-        """An error in the form in which it is told to the coordinator."""
+        """The error to report to the coordinator."""
         if self.variables.failure is not None:
-            return self.variables.failure  # of which a compiled function made its own
+            return self.variables.failure  # a compiled function has replaced it with its own error
         if isinstance(error, SystemExit):
             return PhalanxError(f"A function called sys.exit({error.code!r}): return from it, or raise an error.")
         if isinstance(error, StopIteration):
@@ -232,7 +232,7 @@ class FunctionServer:
 
 
 def draw_own_seeds(layers: Iterable[Any], number: int) -> None:
-    """Else all workers would drop the same units, as their seeds are alike."""
+    """Draw separate seeds per worker: with equal seeds, all workers would drop the same units."""
     for generator in {id(g): g for layer in layers for g in layer._seed_generators}.values():
         generator.state.assign(shifted_seed(to_host(generator.state), number))
 
@@ -242,14 +242,14 @@ def _is_of_tensorflow(thing: Any) -> bool:
 
 
 class _Unreadable:
-    """Stands where a function could not be unpickled; the first call has said why."""
+    """Placeholder for a function that could not be unpickled; its first call has reported why."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise PhalanxError("The function could not be read on this worker, as its first call reported.")
 
 
 def _takes_an_argument(function: Callable[..., Any]) -> bool:
-    """Whether a function wants an InputContext."""
+    """Whether a function accepts an InputContext."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # one written in C

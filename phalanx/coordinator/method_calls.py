@@ -28,12 +28,12 @@ class MethodCalls:
     """See `phalanx.training.replica.ReplicaCalls`. The servers keep the workers together, so none is waited for here.
 
     Args:
-        worker: this process, the chief.
-        strategy: its strategy, to which arguments may refer.
+        worker: This process, the chief.
+        strategy: Its strategy, to which arguments may refer.
 
     Attributes:
-        dispatcher: has the links to the workers.
-        definitions: what they must have.
+        dispatcher: Has the links to the workers.
+        definitions: What they must have.
     """
 
     def __init__(self, worker: ParameterServerWorker, strategy: Any, tensors: Tensors) -> None:
@@ -49,7 +49,7 @@ class MethodCalls:
         """Accept workers until the end of the program.
 
         Args:
-            greeting: what they are told first.
+            greeting: What they are told first.
         """
         record_construction()
         self.dispatcher.workers.greeting = lambda: (Serve(), [pickle.dumps(greeting())])

@@ -31,10 +31,10 @@ class PickledReferences:
     """What one pickle refers to.
 
     Attributes:
-        names: of what was made in scopes.
-        results: of functions, by number.
-        own: values of the workers' own, which must live until the pickle has been read.
-        kept: large arrays, by number.
+        names: Of what was made in scopes.
+        results: Of functions, by number.
+        own: Values of the workers' own, which must live until the pickle has been read.
+        kept: Large arrays, by number.
     """
 
     names: set[ScopedName] = field(default_factory=set)
@@ -47,7 +47,7 @@ class OutgoingReferences(References):
     """References from the coordinator. One thread at a time may pack with it; any may load.
 
     Args:
-        takes_later_objects: whether what was made since the registry was settled may be referred to.
+        takes_later_objects: Whether what was made since the registry was settled may be referred to.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class OutgoingReferences(References):
         """While inside, note what is pickled.
 
         Args:
-            keeps: whether large arrays are references; they are taken to be constant then.
+            keeps: Whether large arrays are references; they are taken to be constant then.
         """
         self._noted, self._keeps = PickledReferences(), keeps
         try:

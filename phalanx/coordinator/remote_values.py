@@ -19,9 +19,9 @@ class RemoteValue:
     Pass it to another scheduled function, which then runs after this one and gets the result.
 
     Args:
-        number: of the function.
-        wait: returns when the function is finished.
-        decode: makes the result from its pickle, with the backend's tensors if so asked.
+        number: Of the function.
+        wait: Returns when the function is finished.
+        decode: Makes the result from its pickle, with the backend's tensors if so asked.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PerWorkerValues:
     no value.
 
     Args:
-        number: gives this a number.
+        number: Gives this a number.
     """
 
     def __init__(self, number: Callable[[PerWorkerValues], int]) -> None:
@@ -114,7 +114,7 @@ class PerWorkerDataset(PerWorkerValues):
     """Each worker's own dataset; `iter()` of it gives a `PerWorkerValues` of iterators.
 
     Args:
-        iterate: makes them.
+        iterate: Makes them.
     """
 
     def __init__(

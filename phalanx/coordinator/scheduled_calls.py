@@ -19,13 +19,13 @@ class ScheduledCall:
     """A function that is going to run on a worker.
 
     Attributes:
-        digest: digest of the pickled function.
-        function: the pickled function.
-        arguments: the pickled arguments.
-        needs: results of other functions that the arguments refer to.
-        keeps: for each large value that the arguments refer to, its number and a function that pickles it.
-        holds: objects that must stay alive until the function has run.
-        result: receives the result, or the error.
+        digest: Digest of the pickled function.
+        function: The pickled function.
+        arguments: The pickled arguments.
+        needs: Results of other functions that the arguments refer to.
+        keeps: For each large value that the arguments refer to, its number and a function that pickles it.
+        holds: Objects that must stay alive until the function has run.
+        result: Receives the result, or the error.
     """
 
     digest: bytes

@@ -1,8 +1,8 @@
-"""What the chief's program has made in the scope, as it travels to workers that run no program of their own.
+"""What the chief's program has created in the scope, in the form that is sent to workers without a program.
 
-Layers (models too), optimizers and metrics travel as what makes them (`keras_compat/copies/model_copies`). A *root* is
-one that is in no other; what is in it travels with it, and keeps its identity: workers find the parts of their copy in
-the order of `parts_of`, under the names that the chief's have.
+Layers (models too), optimizers and metrics are sent as recipes to build them (`keras_compat/copies/model_copies`). A
+*root* is an object that is in no other; its parts are sent with it, and keep their identity: workers find the parts of
+their copy in the order of `parts_of`, under the names of the chief's parts.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Definition(NamedTuple):
     """One root.
 
     Attributes:
-        made_from: what makes a layer; or an optimizer or a metric itself.
-        state: the values of `state_of`.
-        paths: of `trained_by_servers`, and then of `state_of`, by which tasks compare their models.
+        made_from: Recipe to build a layer; or an optimizer or a metric itself.
+        state: Values of `state_of`.
+        paths: Paths of the variables in `trained_by_servers`, then in `state_of`, by which tasks compare their models.
     """
 
     made_from: Any
@@ -64,7 +64,7 @@ def trained_by_servers(root: Any) -> list[Any]:
 
 
 def state_of(root: Any) -> list[Any]:
-    """The variables of a layer that servers do not train, if it is built; not those of metrics."""
+    """The variables of a layer that servers do not train, if it is built; excludes those of metrics."""
     if not isinstance(root, keras.layers.Layer) or not root.built:
         return []
     generators = [generator for layer in root._flatten_layers() for generator in layer._seed_generators]
@@ -72,24 +72,24 @@ def state_of(root: Any) -> list[Any]:
 
 
 class OutgoingDefinitions:
-    """What workers without a program must have by now. Any thread may use it.
+    """Definitions that workers without a program must have. Safe to use from any thread.
 
     Args:
-        scope_registry: what the program has made in the scope.
-        tensors: of this task's backend.
+        scope_registry: Objects that the program has created in the scope.
+        tensors: Tensors of this task's backend.
     """
 
     def __init__(self, scope_registry: ScopeRegistry, tensors: Tensors) -> None:
         self._scope_registry = scope_registry
         self._tensors = tensors
-        self._lock = threading.RLock()  # protects what follows
+        self._lock = threading.RLock()  # protects the following attributes
         self._required: dict[ScopedName, None] = {}  # roots that workers must have, in the order of their first use
-        self._roots: dict[ScopedName, ScopedName] = {}  # of each object that was surveyed, the root that it is in
-        self._shared: dict[ScopedName, UnsupportedError] = {}  # roots that cannot travel, as another has their part
+        self._roots: dict[ScopedName, ScopedName] = {}  # the root that contains each surveyed object
+        self._shared: dict[ScopedName, UnsupportedError] = {}  # roots that cannot be sent, as another has their part
         self._announced: tuple[Define, list[bool]] | None = None  # and what was built then
 
     def require(self, names: Iterable[ScopedName]) -> bool:
-        """Workers must have these. Returns: whether that is news."""
+        """Require these on workers. Returns: whether any of them is new."""
         names = list(names)
         with self._lock:
             present = self._scope_registry.present()
@@ -102,7 +102,7 @@ class OutgoingDefinitions:
             for name in list(self._required):
                 root = self._roots.get(name, name)
                 if root != name and root in self._required:
-                    del self._required[name]  # it travels in that one by now
+                    del self._required[name]  # it is now sent as part of that one
             return bool(roots)
 
     def knows(self, names: Collection[ScopedName]) -> bool:
@@ -113,14 +113,14 @@ class OutgoingDefinitions:
             return all(root in self._required and root in present for root in roots)
 
     def _root_of(self, name: ScopedName) -> ScopedName | None:
-        """The object in which another one travels; itself, if it was required alone and its owner was not yet."""
+        """The object that another one is sent with; the object itself, if it was required before its owner was."""
         return name if name in self._required else self._roots.get(name)
 
     def announce(self, dispatcher: Dispatcher) -> None:
-        """Have workers make what they must have and do not have yet, as it is now: a worker that comes while the
-        program builds a model gets it as it was before.
+        """Send definitions that workers must have and do not have yet, in their present form: a worker that connects
+        while the program builds a model gets its earlier form.
 
-        Raises: as `pack`, if a worker is there; else those that come later raise it.
+        Raises: the errors of `pack`, if a worker is connected; otherwise workers that connect later raise them.
         """
         try:
             packed = self.pack()
@@ -134,9 +134,9 @@ class OutgoingDefinitions:
             dispatcher.workers.send_to_programless(DEFINITIONS, lambda: packed)
 
     def pack(self) -> tuple[Define, list[bytes]]:
-        """The message that has workers make all that they must have.
+        """The message that defines everything workers must have.
 
-        Raises: UnsupportedError naming what cannot travel.
+        Raises: UnsupportedError naming what cannot be sent.
         """
         with self._lock:
             packed: dict[ScopedName, tuple[bytes, bytes]] = {}
@@ -153,7 +153,7 @@ class OutgoingDefinitions:
             return Define(names, digests, policy), [content for _, content in packed.values()]
 
     def _survey(self, present: Mapping[ScopedName, Any]) -> None:
-        """Find out what is in what."""
+        """Find out which objects contain which."""
         self._shared = {}
         parts = {name: parts_of(scoped) for name, scoped in present.items() if isinstance(scoped, keras.layers.Layer)}
         inner = {id(part) for own in parts.values() for part in own[1:] if not _is_optimizer(part)}
@@ -166,7 +166,7 @@ class OutgoingDefinitions:
                 if own is None:
                     continue
                 root = self._roots.get(own, name)
-                # Or of something that is a part of this one by now.
+                # Or of something that has become part of this one.
                 if root in (name, own) or any(each is present.get(root) for each in in_it):
                     self._roots[own] = name
                 elif _has_state(part) and name not in self._shared:
@@ -175,7 +175,7 @@ class OutgoingDefinitions:
             self._roots.setdefault(name, name)
 
     def _pack(self, root: ScopedName, packed: dict[ScopedName, tuple[bytes, bytes]], begun: set[ScopedName]) -> None:
-        """Pack a root, after those that it refers to."""
+        """Pack a root, after the roots that it refers to."""
         if root in packed:
             return
         if root in self._shared:
@@ -184,7 +184,8 @@ class OutgoingDefinitions:
         begun.add(root)
 
         def refer(thing: Any) -> Any:
-            # A root that is being packed travels by value inside itself, or two that refer to each other never end.
+            # A root that is being packed is sent by value inside itself; otherwise two that refer to each other would
+            # never end.
             name = self._scope_registry.name_of(thing) if isinstance(thing, KINDS) else None
             other = None if name is None else self._root_of(name)
             is_open = other in begun and other not in packed
@@ -200,7 +201,7 @@ class OutgoingDefinitions:
         ):
             made_from = copy_of(scoped) if isinstance(scoped, keras.layers.Layer) else scoped
             unbuilt = made_from.unbuilt() if isinstance(made_from, LayerCopy) else made_from
-            # Of what makes it, without weights and building: a worker keeps its copy, and only builds it, when the
+            # Digest of the recipe, without weights and building: a worker keeps its copy, and only builds it, if the
             # chief's was built or trained since.
             digest = hashlib.blake2b(self._pickled(unbuilt, refer), digest_size=16).digest()
             state = state_of(scoped)

@@ -36,15 +36,15 @@ class WorkerConnection:
     """A connected worker.
 
     Attributes:
-        number: rank of its task.
-        name: its task, such as `worker/1`.
-        incarnation: identifies its process and this link.
-        link: the open link to it.
-        has_program: whether it runs the chief's program too.
-        outbox: messages to send before the next function.
-        functions: digests of the functions that it has, most recently used last.
-        kept: numbers of the large values that it has.
-        last_sent_at: when the last message was sent (monotonic seconds).
+        number: Rank of its task.
+        name: Its task, such as `worker/1`.
+        incarnation: Identifies its process and this link.
+        link: The open link to it.
+        has_program: Whether it runs the chief's program too.
+        outbox: Messages to send before the next function.
+        functions: Digests of the functions that it has, most recently used last.
+        kept: Numbers of the large values that it has.
+        last_sent_at: When the last message was sent (monotonic seconds).
     """
 
     number: int

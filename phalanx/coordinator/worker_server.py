@@ -54,9 +54,9 @@ class WorkerServer:
     """Serves the chief's program.
 
     Args:
-        me: this task.
-        join: makes this process a worker, and returns its strategy.
-        make_coordinator: makes what functions call by the name of the coordinator.
+        me: This task.
+        join: Makes this process a worker, and returns its strategy.
+        make_coordinator: Makes what functions call by the name of the coordinator.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Messages between a worker and a parameter server, and between a server and its replica.
 
-A message is a header, one of the structs below, and arrays as raw buffers. A worker sends a request and the server
-answers it before the next one, so a response needs no number that says which request it belongs to.
+A message is a header, one of the structs below, and arrays as raw buffers. A worker waits for the response to a request
+before it sends the next one, so responses need no request numbers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from phalanx.parameter_server.shard_placement import PlacedVariable, Shard
 
 Array = np.ndarray[Any, Any]
 Slots = tuple[tuple[int, str], ...]
-"""Names of optimizer variables: the number of a shard among the server's (-1: the optimizer's own), and a name."""
+"""Names of optimizer variables: the number of a shard among the server's shards (-1: the optimizer's own), and a
+name."""
 
 
 def dtypes_of(arrays: Sequence[Array]) -> tuple[str, ...]:
-    """The names of the arrays' dtypes, as a message states them."""
+    """The dtype names of the arrays, as a message states them."""
     return tuple([_dtype_name(array.dtype) for array in arrays])
 
 
@@ -34,9 +35,9 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def arrays_of(buffers: Sequence[memoryview], dtypes: Sequence[str]) -> list[Array]:
-    """The arrays that came with a message, flat; they share the buffers' memory.
+    """The arrays of a message, flat; they share the buffers' memory.
 
-    Raises: FrameError if the buffers are no arrays of these dtypes.
+    Raises: FrameError if the buffers are not arrays of these dtypes.
     """
     try:
         return [np.frombuffer(buffer, dtype) for buffer, dtype in zip(buffers, dtypes, strict=True)]
@@ -45,15 +46,15 @@ def arrays_of(buffers: Sequence[memoryview], dtypes: Sequence[str]) -> list[Arra
 
 
 class ModelDescription(msgspec.Struct, frozen=True):
-    """The trained model, as far as servers need to know it.
+    """The trained model, as servers need it.
 
     Attributes:
-        variables: the trainable variables, in the model's order.
-        shards: the shards of all servers.
-        optimizer: the optimizer's Keras config, as JSON.
-        constraints: each variable's constraint as a Keras config in JSON, or None.
-        decays: for each variable, whether weight decay applies to it.
-        tables: numbers of the variables of which only some rows are sent (embeddings).
+        variables: The trainable variables, in the model's order.
+        shards: The shards of all servers.
+        optimizer: The optimizer's Keras config, as JSON.
+        constraints: Each variable's constraint as a Keras config in JSON, or None.
+        decays: Whether weight decay applies, for each variable.
+        tables: Numbers of the variables that are sent by rows (embeddings).
     """
 
     variables: tuple[PlacedVariable, ...]
@@ -68,12 +69,12 @@ class UpdateRules(msgspec.Struct, frozen=True):
     """How the workers' gradients become updates.
 
     Attributes:
-        synchronous: the gradients of one step are merged into one update; otherwise each push is an update.
-        replicas_to_aggregate: in synchronous training, how many workers' gradients make an update; 0: all.
-        staleness: in asynchronous training, how many steps a worker may be ahead of the slowest; -1: no bound.
-        refuse_nan: discard and count updates that are not finite; otherwise apply them.
-        timeout_s: seconds to wait for a connected worker before it is evicted.
-        overlap: in asynchronous training, workers compute the next step while their gradients are on their way.
+        synchronous: Whether the gradients of one step are merged into one update; otherwise each push is an update.
+        replicas_to_aggregate: Number of workers whose gradients make one update in synchronous training; 0: all.
+        staleness: Number of steps that a worker may be ahead of the slowest in asynchronous training; -1: no bound.
+        refuse_nan: Whether updates that are not finite are discarded and counted instead of applied.
+        timeout_s: Seconds to wait for a connected worker before it is evicted.
+        overlap: Whether workers of asynchronous training compute the next step while their gradients are sent.
     """
 
     synchronous: bool
@@ -85,25 +86,25 @@ class UpdateRules(msgspec.Struct, frozen=True):
 
     @property
     def is_lockstep(self) -> bool:
-        """Whether all workers make each step together and wait for each other."""
+        """Whether all workers take each step together and wait for each other."""
         return self.synchronous and not self.replicas_to_aggregate
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
-    """A message's tag on the wire is the name of its class."""
+    """Base of all messages. The tag on the wire is the name of the class."""
 
 
 class Ticket(_Message, frozen=True):
     """The right, and the duty, to train on one batch.
 
     Attributes:
-        fit: number of the `fit` call.
-        epoch: number of the epoch.
-        batch: number of the global batch in the epoch.
-        members: the workers that make this step, in order: several in synchronous training, otherwise one.
-        member: the worker that holds this ticket.
-        serial: numbers the steps of the job.
-        era: of the `fit`, as the chief declared it; a step of another era is not applied.
+        fit: Number of the `fit` call.
+        epoch: Number of the epoch.
+        batch: Number of the global batch in the epoch.
+        members: Workers that take this step, in order: several in synchronous training, otherwise one.
+        member: Worker that holds this ticket.
+        serial: Number of the step in the job.
+        era: Era of the `fit`, as the chief declared it; a step of another era is not applied.
     """
 
     fit: int
@@ -122,14 +123,14 @@ class DeclareModel(_Message, frozen=True):
     """From the chief, at the start of each `fit`. Buffers: the server's shards, then the variables in `slots`.
 
     Attributes:
-        fit: number of the `fit` call.
-        first_epoch: number of its first epoch.
-        model: the trained model.
-        rules: how gradients become updates.
-        slots: the optimizer's variables.
-        step: the global step of the values; a step that the job has passed changes nothing.
-        era: greater than the era of every earlier `fit`, even of one that a killed chief declared.
-        ahead: how far the job's step count is ahead of this optimizer's, because of other models.
+        fit: Number of the `fit` call.
+        first_epoch: Number of its first epoch.
+        model: Description of the trained model.
+        rules: Rules by which gradients become updates.
+        slots: Names of the optimizer's variables.
+        step: Global step of the values; a step that the job has passed changes nothing.
+        era: Number greater than the era of every earlier `fit`, even of one that a killed chief declared.
+        ahead: Number of steps that the job is ahead of this optimizer because of other models.
     """
 
     fit: int
@@ -153,25 +154,25 @@ class JoinFit(_Message, frozen=True):
 
 
 class Rejoin(_Message, frozen=True):
-    """From a worker that lost its connection in the middle of a `fit`: its position in the training.
+    """From a worker that lost its connection during a `fit`: its position in the training.
 
     A restarted server resumes from its snapshot, and the head rebuilds its schedule from the positions of all workers.
     Buffer, from the chief to the head: the sample order, if there is one.
 
     Attributes:
-        fit: number of the `fit` call.
-        era: era of that `fit`.
-        epoch: number of the worker's epoch; -1 if no schedule hands out batches.
-        version: the newest version of the server's values that the worker has seen.
-        tickets: tickets that the worker holds.
-        batches: how many batches of the epoch the worker knows to be handed out.
-        finished: serial of the worker's last applied step; -1 before the first.
-        step: the global step, as the worker knows it.
-        steps: number of steps in the epoch; -1 while unknown.
-        order_epoch: first epoch of the pass over the data whose sample order is sent along; -1: none is.
-        opened: whether the chief has opened the epoch.
-        steps_made: how many steps of the epoch the worker has made.
-        counted: as for `Values`, of the steps in `step`.
+        fit: Number of the `fit` call.
+        era: Era of that `fit`.
+        epoch: Number of the worker's epoch; -1 if no schedule hands out batches.
+        version: Newest version of the server's values that the worker has seen.
+        tickets: Tickets that the worker holds.
+        batches: Number of batches of the epoch that the worker knows to be handed out.
+        finished: Serial of the worker's last applied step; -1 before the first.
+        step: Global step, as the worker knows it.
+        steps: Number of steps in the epoch; -1 while unknown.
+        order_epoch: First epoch of the pass over the data whose sample order is attached; -1: none is attached.
+        opened: Whether the chief has opened the epoch.
+        steps_made: Number of steps of the epoch that the worker has taken.
+        counted: Serials of steps that are included in `step`; see `Values`.
     """
 
     fit: int
@@ -193,13 +194,13 @@ class Rejoin(_Message, frozen=True):
 
 
 class PullValues(_Message, frozen=True):
-    """Send the values of the server's shards, tables excepted, if they are newer than `version`.
+    """Send the values of the server's shards, except tables, if they are newer than `version`.
 
     Attributes:
-        fit: number of the `fit` call.
-        version: version of the values that the worker has.
-        after: first wait until the step of this serial is applied: the head has applied it without the sender, and
-            another worker's part may still be on its way to this server.
+        fit: Number of the `fit` call.
+        version: Version of the values that the worker has.
+        after: Serial of a step to wait for first. The head has applied that step without the sender, and another
+            worker's part may still be on its way to this server.
     """
 
     fit: int
@@ -232,17 +233,17 @@ class PushGradients(_Message, frozen=True):
     two buffers: the numbers of the rows that have a gradient, and their gradients.
 
     Attributes:
-        ticket: the step that the gradients belong to.
-        phase: numbers the merges of one step.
-        gradients: whether there are gradients; otherwise only extras are merged, and no update is made.
-        finite: whether all gradients of the step are finite, including those sent to other servers: so all servers
-            decide alike, unless each receives other workers' gradients first (`replicas_to_aggregate`).
-        share: fraction of the global batch that the gradients were computed on.
-        dtypes: dtypes of the buffers.
-        extras: for each buffer that is no gradient but is merged in synchronous training, how it is weighted: a value
-            of `MergeWeight`.
-        lengths: lengths of the buffers in bytes, if they are in shared memory instead of the message.
-        wants_rows: whether the numbers of the rows to respond with, for each shard of a table, precede the extras.
+        ticket: Step that the gradients belong to.
+        phase: Number of the merge within the step.
+        gradients: Whether there are gradients; otherwise only extras are merged, and nothing is updated.
+        finite: Whether all gradients of the step are finite, including those sent to other servers. With it, all
+            servers decide the same, unless each receives other workers' gradients first (`replicas_to_aggregate`).
+        share: Fraction of the global batch that the gradients were computed on.
+        dtypes: Dtypes of the buffers.
+        extras: Weightings, as values of `MergeWeight`, of the buffers that are not gradients but are merged in
+            synchronous training.
+        lengths: Lengths of the buffers in bytes, if they are in shared memory and not in the message.
+        wants_rows: Whether the numbers of the rows to respond with, for each shard of a table, precede the extras.
     """
 
     ticket: Ticket
@@ -265,7 +266,7 @@ class SetLearningRate(_Message, frozen=True):
 class AssignVariables(_Message, frozen=True):
     """From the chief, between two epochs: new values of these variables, set by a callback.
 
-    Buffers: the values of the server's shards of them, in its order.
+    Buffers: the values of the server's shards of these variables, in the server's order.
     """
 
     fit: int
@@ -287,7 +288,7 @@ class OpenEpoch(_Message, frozen=True):
 
 
 class RequestTicket(_Message, frozen=True):
-    """Request the next step. With `wait`, wait until there is one or there will be none; otherwise the response may be
+    """Request the next step. With `wait`, wait until there is one or no more will follow; otherwise the response may be
     `Acknowledged`: not now."""
 
     fit: int
@@ -304,7 +305,7 @@ class NoBatch(_Message, frozen=True):
 
 
 class EndEpoch(_Message, frozen=True):
-    """From the chief: hand out no more steps of this epoch. The response is `EpochOver` with its number of steps."""
+    """From the chief: hand out no more steps of this epoch. The response is `EpochOver` with the number of steps."""
 
     fit: int
     epoch: int
@@ -313,7 +314,7 @@ class EndEpoch(_Message, frozen=True):
 class RequestSampleOrder(_Message, frozen=True):
     """Request the sample order of the pass over the data that began with this epoch.
 
-    If the chief has gone back or has ended the `fit`, the response is that to `RequestTicket`.
+    If the chief has gone back or has ended the `fit`, the response is the same as to `RequestTicket`.
     """
 
     fit: int
@@ -332,8 +333,8 @@ class ValidationLogs(_Message, frozen=True):
 class RequestValidationLogs(_Message, frozen=True):
     """Wait for the results of the validation after this epoch, or a later one. Buffers of the response: the logs.
 
-    If the chief has gone back or has ended the `fit`, the response is that to `RequestTicket`; if it trains the next
-    epoch and has not validated, `Acknowledged`.
+    If the chief has gone back or has ended the `fit`, the response is the same as to `RequestTicket`. If the chief
+    trains the next epoch and has not validated, it is `Acknowledged`.
     """
 
     fit: int
@@ -342,15 +343,15 @@ class RequestValidationLogs(_Message, frozen=True):
 
 
 class EpochReport(_Message, frozen=True):
-    """A worker's metrics of an epoch. Buffers: its metrics' variables.
+    """A worker's metrics of an epoch. Buffers: the variables of its metrics.
 
     Attributes:
-        fit: number of the `fit` call.
-        epoch: number of the epoch.
-        samples: number of samples that the worker trained on.
-        steps: number of steps that it made.
-        dtypes: dtypes of the buffers.
-        weights: how each buffer is weighted: values of `MergeWeight`.
+        fit: Number of the `fit` call.
+        epoch: Number of the epoch.
+        samples: Number of samples that the worker trained on.
+        steps: Number of steps that it took.
+        dtypes: Dtypes of the buffers.
+        weights: Weightings of the buffers: values of `MergeWeight`.
     """
 
     fit: int
@@ -382,23 +383,25 @@ class EndFit(_Message, frozen=True):
 
 
 class RequestStop(_Message, frozen=True):
-    """Stop this `fit` with its epoch. With `stop`, a worker requests it; otherwise the chief queries whether any worker
+    """Stop this `fit` after its epoch. With `stop`, a worker requests it; otherwise the chief asks whether any worker
     has. The response is a `Decision`."""
 
     fit: int
     stop: bool
 
 
-# Requests to the head: what workers learn from the chief.
+# Requests to the head: what the chief shares with the other workers.
 
 
 class Broadcast(_Message, frozen=True):
-    """From the chief: arrays for the other workers. Buffers: the arrays; in the response, those that now hold.
+    """From the chief: arrays for the other workers. Buffers: the arrays; in the response, the arrays that are in
+    effect.
 
     Attributes:
-        subject: what the arrays are.
-        fit: first `fit` (or managed session) for which they hold; -1: for the whole program.
-        keep_first: if the chief has broadcast the `subject` before, perhaps before a restart, keep the earlier arrays.
+        subject: Name of what the arrays are.
+        fit: First `fit` (or managed session) for which they are in effect; -1: the whole program.
+        keep_first: Whether to keep the earlier arrays if the chief has broadcast the `subject` before, perhaps before a
+            restart.
     """
 
     subject: str
@@ -407,7 +410,8 @@ class Broadcast(_Message, frozen=True):
 
 
 class RequestBroadcast(_Message, frozen=True):
-    """Wait for the chief's broadcast of a subject, for this `fit` or a later one; `FitOver` if it leaves first."""
+    """Wait for the chief's broadcast of a subject, for this `fit` or a later one; `FitOver` if the chief leaves
+    first."""
 
     subject: str
     fit: int = -1
@@ -431,8 +435,8 @@ class OfferSharedMemory(_Message, frozen=True):
 
 
 class LeaveJob(_Message, frozen=True):
-    """The worker has finished, or has failed with the error in `failure`. The chief may name tasks `without` which the
-    job ended: servers do not wait for them."""
+    """The worker has finished, or has failed with the error in `failure`. The chief may list tasks `without` which the
+    job ended; servers do not wait for them."""
 
     failure: str = ""
     without: tuple[str, ...] = ()
@@ -442,13 +446,13 @@ class LeaveJob(_Message, frozen=True):
 
 
 class EpochOver(_Message, frozen=True):
-    """All steps of the epoch are made, or the chief has gone back.
+    """All steps of the epoch are taken, or the chief has gone back.
 
     Attributes:
-        steps: number of steps in the epoch.
-        back_to: the epoch that a restarted chief continues with, if that is the reason; otherwise -1.
-        era: the new era, if the chief has gone back.
-        newest: in synchronous training, serial of the newest step that the head has applied.
+        steps: Number of steps in the epoch.
+        back_to: Epoch that a restarted chief continues with, if that is the reason; otherwise -1.
+        era: New era, if the chief has gone back.
+        newest: Serial of the newest step that the head has applied, in synchronous training.
     """
 
     steps: int = 0
@@ -465,19 +469,19 @@ class Values(_Message, frozen=True):
     """The requested arrays. Buffers: the arrays; none if they are unchanged.
 
     Attributes:
-        version: version of the server's values; grows with every update.
-        step: the global step: number of updates that the job has made.
-        dtypes: dtypes of the buffers.
-        shards: how many of the first buffers are the values of the server's shard groups.
-        note: what the worker should log about its update.
-        slots: names of the optimizer's variables, if they were requested.
-        ticket: in the response to gradients, a ticket for a further step, if the head has one at hand.
-        is_unreplicated: whether the replica of these shards, which should exist, is missing or behind.
-        lengths: lengths of the buffers in bytes, if they are in shared memory instead of the message.
-        place: the place in the shared memory.
-        rows: how many of the next buffers are rows of tables, or tables.
-        counted: in asynchronous training, serials of steps that are in `step`: the newest one of each worker. If the
-            head is lost now, its maker may not know yet that it was applied, and repeats it.
+        version: Version of the server's values; grows with every update.
+        step: Global step: number of updates that the job has made.
+        dtypes: Dtypes of the buffers.
+        shards: Number of buffers, from the first, that are the values of the server's shard groups.
+        note: Text that the worker logs about its update.
+        slots: Names of the optimizer's variables, if they were requested.
+        ticket: Ticket for a further step, in the response to gradients, if the head has one available.
+        is_unreplicated: Whether the replica of these shards, which should exist, is missing or behind.
+        lengths: Lengths of the buffers in bytes, if they are in shared memory and not in the message.
+        place: Place in the shared memory.
+        rows: Number of the next buffers that are rows of tables, or tables.
+        counted: Serials of steps that are included in `step` in asynchronous training: each worker's newest. If the
+            head is lost now, the worker may not know yet that its step was applied, and repeats it.
     """
 
     version: int
@@ -498,13 +502,13 @@ class FitJoined(_Message, frozen=True):
     """The `fit` that the worker now takes part in.
 
     Attributes:
-        era: era of the `fit`.
-        first_epoch: number of its first epoch.
-        step: the global step; valid from the head only.
-        tables: numbers of the variables of which only some rows are sent.
-        groups: numbers of the server's shards whose gradients and values are sent as one vector (see `ShardPacking`).
-        ahead: as for `DeclareModel`.
-        counted: as for `Values`.
+        era: Era of the `fit`.
+        first_epoch: Number of its first epoch.
+        step: Global step; valid from the head only.
+        tables: Numbers of the variables that are sent by rows.
+        groups: Numbers of the server's shards whose gradients and values are sent as one vector (see `ShardPacking`).
+        ahead: Number of steps that the job is ahead; see `DeclareModel`.
+        counted: Serials of steps that are included in `step`; see `Values`.
     """
 
     era: int
@@ -523,25 +527,25 @@ class SharedMemoryMapped(_Message, frozen=True):
 
 
 class Acknowledged(_Message, frozen=True):
-    """The request is done. The answer to a goodbye names tasks that the server has `excluded`."""
+    """The request is done. The response to `LeaveJob` lists tasks that the server has `excluded`."""
 
     excluded: tuple[str, ...] = ()
 
 
 class Decision(_Message, frozen=True):
-    """The answer to a question of yes or no."""
+    """The answer to a yes-or-no question."""
 
     yes: bool
 
 
 class Refusal(_Message, frozen=True):
-    """The request failed for good: the worker raises an error.
+    """The request failed for good; the worker raises an error.
 
     Attributes:
-        kind: name of the error's class.
-        reason: text of the error.
-        task: the task that a `PeerLostError` names.
-        rank: the rank that a `PeerLostError` names.
+        kind: Name of the error's class.
+        reason: Text of the error.
+        task: Task that a `PeerLostError` names.
+        rank: Rank that a `PeerLostError` names.
     """
 
     kind: str
@@ -592,15 +596,15 @@ class GroupState(_Message, frozen=True):
     Buffers: the shards' values, then the optimizer's variables, then the merged extras of `completed`, in order.
 
     Attributes:
-        declared: the chief's declaration of the model.
-        version: version of the values.
-        era: era of the `fit`.
-        slots: names of the optimizer's variables.
-        completed: the newest merges: serial, phase, members, and number of merged extras.
-        dtypes: dtypes of the buffers.
-        refused: how many updates were discarded because they were not finite.
-        ended: whether the chief has ended the `fit`.
-        step: the global step; valid on the head only.
+        declared: Declaration of the model by the chief.
+        version: Version of the values.
+        era: Era of the `fit`.
+        slots: Names of the optimizer's variables.
+        completed: Newest merges: serial, phase, members, and number of merged extras.
+        dtypes: Dtypes of the buffers.
+        refused: Number of updates that were discarded because they were not finite.
+        ended: Whether the chief has ended the `fit`.
+        step: Global step; valid on the head only.
     """
 
     declared: DeclareModel
@@ -618,12 +622,12 @@ class AppliedUpdate(_Message, frozen=True):
     """A completed merge. Buffers: the applied gradients, then the merged extras.
 
     Attributes:
-        serial: serial of the step.
-        phase: phase of the step.
-        members: the workers whose gradients are in it.
-        gradients: how many of the buffers are gradients; 0 if nothing was applied.
-        dtypes: dtypes of the buffers.
-        step: the global step after it; valid on the head only.
+        serial: Serial of the step.
+        phase: Phase of the step.
+        members: Workers whose gradients it contains.
+        gradients: Number of buffers that are gradients; 0 if nothing was applied.
+        dtypes: Dtypes of the buffers.
+        step: Global step after it; valid on the head only.
     """
 
     serial: int
@@ -639,10 +643,10 @@ class JobOver(_Message, frozen=True):
 
 
 class LeaseRequest(msgspec.Struct, frozen=True):
-    """A leader requests its lease from the chief, which answers `Acknowledged`.
+    """A leader requests its lease from the chief, which answers with `Acknowledged`.
 
     Attributes:
-        is_replica_lost: it may have answered updates that its replica lacks, or may do so from now on.
+        is_replica_lost: Whether it may have answered updates that its replica lacks, or may do so from now on.
     """
 
     is_replica_lost: bool

@@ -28,12 +28,12 @@ class ShardPacking:
     """Packs and unpacks the groups of a server's shards, tables excepted.
 
     Args:
-        kinds: kinds of the shards.
-        groups: numbers of the shards in each group, as in the server's `Updater`.
-        tables: numbers of the shards of which only some rows are sent; each of them is a group, after all others.
+        kinds: Kinds of the shards.
+        groups: Numbers of the shards in each group, as in the server's `Updater`.
+        tables: Numbers of the shards of which only some rows are sent; each of them is a group, after all others.
 
     Attributes:
-        kinds: kinds of the arrays that are sent.
+        kinds: Kinds of the arrays that are sent.
     """
 
     def __init__(self, kinds: Sequence[Kind], groups: Sequence[tuple[int, ...]], tables: Collection[int] = ()):

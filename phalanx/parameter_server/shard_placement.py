@@ -46,9 +46,9 @@ def place(
     strategy did this in TensorFlow 1; variables of equal size are placed round-robin.
 
     Args:
-        variables: the trainable variables, in the model's order.
-        servers: number of servers.
-        partitioner: number of pieces of each variable; None: variables are not cut.
+        variables: The trainable variables, in the model's order.
+        servers: Number of servers.
+        partitioner: Number of pieces of each variable; None: variables are not cut.
 
     Returns: the shards in the order of their variables and rows.
 

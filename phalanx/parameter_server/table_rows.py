@@ -23,8 +23,8 @@ class TableRows(NamedTuple):
     """Some rows of a table.
 
     Attributes:
-        numbers: distinct row numbers, ascending.
-        values: a row for each number.
+        numbers: Distinct row numbers, ascending.
+        values: A row for each number.
     """
 
     numbers: Array

@@ -1,1 +1,1 @@
-"""The side of workers and chief: connections to the servers, requests, and variables as servers hold them."""
+"""The workers' and the chief's side: connections to servers, requests, and variables as servers hold them."""

@@ -1,4 +1,4 @@
-"""The chief's side of the leaders' leases; the server's side is `server/leader_lease`, which says how they work."""
+"""The chief's side of the leaders' leases. The server's side, `server/leader_lease`, explains how they work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENDED_S = LEASE_S * 1.1 + 0.1
 ATTEMPT_S = 1.0
 """Seconds for one attempt to connect to a leader."""
 AGAIN_S = 0.1
-"""Seconds between two attempts: a leader without a lease answers no worker."""
+"""Seconds between two attempts: a leader without a lease does not answer any worker."""
 
 _REQUESTS = Decoder(LeaseRequest)
 _GRANT = msgspec.msgpack.encode(Acknowledged())
@@ -29,14 +29,15 @@ _GRANT = msgspec.msgpack.encode(Acknowledged())
 
 @dataclass(eq=False)
 class _Grant:
-    """To one leader of one group.
+    """Grant to one leader of one group.
 
     Attributes:
-        granted_at: by the monotonic clock. A chief before this one may have granted until this one was there.
-        is_replica_lost: what the leader said last.
-        is_over: whether no more is granted.
-        lock: held while a grant is decided, so that none follows `LeaseGrants.end`.
-        link: to the leader, which `LeaseGrants.end` closes.
+        granted_at: Time of the last grant, by the monotonic clock; initially the creation of this object, because an
+            earlier chief may have granted until then.
+        is_replica_lost: Value from the leader's last request.
+        is_over: Set when no more leases are granted.
+        lock: Held while a grant is decided, so that none follows `LeaseGrants.end`.
+        link: Link to the leader; `LeaseGrants.end` closes it.
     """
 
     granted_at: float = field(default_factory=time.monotonic)
@@ -50,15 +51,15 @@ class LeaseGrants:
     """Grants leases to the servers that lead, each in a thread.
 
     Args:
-        me: this task, the chief.
+        me: This task, the chief.
     """
 
     def __init__(self, me: TaskIdentity):
         self._me = me
-        self._grants: dict[int, _Grant] = {}  # the last one of each group; used by the thread of the client
+        self._grants: dict[int, _Grant] = {}  # each group's latest; used by the client's thread
 
     def begin(self, group: int, leader: Task) -> None:
-        """This server leads a group from now on."""
+        """Grant leases to this server, which leads a group from now on."""
         self.end(group)
         self._grants[group] = grant = _Grant()
         name = f"phalanx-lease-{group}"
@@ -70,7 +71,7 @@ class LeaseGrants:
         return grant is not None and not grant.is_replica_lost
 
     def end(self, group: int) -> None:
-        """Grant the leader of a group nothing more."""
+        """Grant the leader of a group no more leases."""
         if (grant := self._grants.get(group)) is not None:
             with grant.lock:
                 grant.is_over.set()
@@ -78,13 +79,13 @@ class LeaseGrants:
                     grant.link.close()
 
     def wait_until_over(self, group: int) -> None:
-        """`end`, and wait until the leader may certainly not answer any more."""
+        """Call `end`, and wait until the leader certainly may not answer any more."""
         self.end(group)
         if (grant := self._grants.get(group)) is not None:
             time.sleep(max(0.0, grant.granted_at + ENDED_S - time.monotonic()))
 
     def close(self) -> None:
-        """End all. Safe to call twice."""
+        """End all grants. Safe to call twice."""
         for group in self._grants:
             self.end(group)
 
@@ -111,6 +112,6 @@ class LeaseGrants:
             with grant.lock:
                 if grant.is_over.is_set():
                     return
-                # Before it is sent: a grant counts, whether or not it arrives.
+                # Before it is sent: a grant counts whether or not it arrives.
                 grant.granted_at, grant.is_replica_lost = time.monotonic(), request.is_replica_lost
             link.send(_GRANT, deadline=time.monotonic() + LEASE_S)

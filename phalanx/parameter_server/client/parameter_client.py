@@ -28,7 +28,7 @@ ResponseArrays = tuple[Response, list[memoryview]]
 HEAD = 0
 """The first server, which also keeps the schedule."""
 GOODBYE_S = 5.0
-"""Seconds to leave: a busy server is not waited for longer."""
+"""Seconds to leave; a server that is busy for longer is not waited for."""
 
 _RESPONSES = Decoder(Response)
 _encode = msgspec.msgpack.Encoder().encode
@@ -37,21 +37,21 @@ _encode = msgspec.msgpack.Encoder().encode
 class ParameterServerClient:
     """The connections of one worker to all servers. Used by one thread at a time.
 
-    The constructor waits until all servers are there. A link that breaks later is replaced if the server may come back,
-    and the pending request is repeated: servers answer a repeated request alike.
+    The constructor waits until all servers are connected. A link that breaks later is replaced if the server may
+    return, and the pending request is repeated: servers answer a repeated request the same way.
 
     Args:
-        me: this task.
-        return_s: seconds to wait for a lost server; 0: do not wait.
-        is_replicated: whether each server's shards have a replica on the next one, which may take over.
+        me: This task.
+        return_s: Seconds to wait for a lost server; 0: do not wait.
+        is_replicated: Whether each server's shards have a replica on the next one, which may take over.
 
     Attributes:
-        is_starting: whether a response may have to wait for tasks that are still starting.
-        waited_s: seconds that this worker has waited for responses.
-        unreachable_tasks: tasks that no longer answer; servers need not wait for them when this one, the chief, ends.
-        is_replicated: see above.
-        reconnection: replaces broken links.
-        tasks: the servers.
+        is_starting: Whether a response may have to wait for tasks that are still starting.
+        waited_s: Seconds that this worker has waited for responses.
+        unreachable_tasks: Tasks that no longer answer; servers need not wait for them when this task, the chief, ends.
+        is_replicated: Whether there are replicas; see the argument.
+        reconnection: Replaces broken links.
+        tasks: The servers.
 
     Raises:
         RendezvousError: a server did not connect in time.
@@ -92,12 +92,12 @@ class ParameterServerClient:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of all requests until now, including those through shared memory."""
+        """Number of bytes of all requests so far, including those through shared memory."""
         return sum(each.bytes_sent for each in self._connections)
 
     @property
     def bytes_received(self) -> int:
-        """Bytes of all responses until now, including those through shared memory."""
+        """Number of bytes of all responses so far, including those through shared memory."""
         return sum(each.bytes_received for each in self._connections)
 
     # Requests.
@@ -105,19 +105,19 @@ class ParameterServerClient:
     def request(self, server: int, request: Request, buffers: Sequence[Array] = ()) -> ResponseArrays:
         """Send one request to one server and return its response.
 
-        Raises: PeerLostError if the server is lost; the error that the server refuses with.
+        Raises: PeerLostError if the server is lost; the error in the server's refusal.
         """
         self.send(server, request, buffers)
         return self.receive(server)
 
     def ask_head(self, question: messages.QueryJobOver | messages.RequestStop) -> bool:
-        """Send a question to the head and return its answer. Raises: as `request`."""
+        """Send a question to the head and return its answer. Raises: see `request`."""
         answer, _ = self.request(HEAD, question)
         assert isinstance(answer, messages.Decision)
         return answer.yes
 
     def request_all(self, requests: Sequence[RequestArrays]) -> list[ResponseArrays]:
-        """Send a request to each server, all at once, and return the responses. Raises: as `request`."""
+        """Send a request to each server, all at once, and return the responses. Raises: see `request`."""
         for server, (request, buffers) in enumerate(requests):
             self.send(server, request, buffers)
         return self.receive_all()
@@ -125,14 +125,14 @@ class ParameterServerClient:
     def send_buffers(self, server: int, kinds: tuple[Kind, ...]) -> list[Array]:
         """Arrays of these kinds, to be filled for the next `PushGradients` to a server.
 
-        What is not filled is zero, or as it was. The arrays must not change until the request is answered.
+        Unfilled arrays are zero or unchanged. The arrays must not change until the request is answered.
         """
         return self._connections[server].send_buffers(kinds)
 
     def share_memory(self, server: int, kinds: Sequence[Kind]) -> None:
         """Send and receive gradients and values of these kinds through shared memory, if the server is on this host.
 
-        Values that are received so are overwritten by those after the next ones.
+        Values received this way are overwritten by the second response after them.
         """
 
         def accepts(offer: SegmentOffer) -> bool:
@@ -149,7 +149,7 @@ class ParameterServerClient:
         """
         connection = self._connections[server]
         if connection.pending is not None:
-            # An error kept this worker from its response, which would be taken for the next one.
+            # An error prevented this worker from receiving its response, which would be mistaken for the next one.
             connection.link.close()
         connection.pending = (request, buffers)
         try:
@@ -158,7 +158,7 @@ class ParameterServerClient:
             self.reconnection.reconnect(server, self.reconnection.as_closed(error))
 
     def receive(self, server: int) -> ResponseArrays:
-        """The response to what was sent to a server. Raises: as `request`."""
+        """The response to the request that was sent to a server. Raises: see `request`."""
         return self._accepted(server, self._wait(server))
 
     def receive_all(
@@ -166,17 +166,16 @@ class ParameterServerClient:
         servers: Sequence[int] | None = None,
         on_response: Callable[[int, Response], None] = lambda server, response: None,
     ) -> list[ResponseArrays]:
-        """The responses of these servers, or all, to what was sent to each of them.
+        """The responses of these servers to the requests sent to them.
 
         Args:
-            servers: numbers of servers; None: all.
-            on_response: called with each response as soon as it is there: another server may be lost before it
-                responds.
+            servers: Numbers of servers; None: all.
+            on_response: Called with each response as soon as it arrives: another server may be lost before it responds.
 
-        Raises: as `request`, once all responses are here: one that is left unread would be taken for that to the next
-            request.
+        Raises: see `request`; once all responses have arrived, because an unread response would be mistaken for the
+            response to the next request.
         """
-        # One after the other; while one is awaited, `repair_others` watches the links to the others.
+        # One after the other; meanwhile, `repair_others` watches the links to the others.
         requested = range(self.num_servers) if servers is None else servers
         responses = []
         for server in requested:
@@ -205,11 +204,11 @@ class ParameterServerClient:
         return response
 
     def _send(self, connection: ServerConnection, request: RequestArrays) -> None:
-        # If a replica can take over: before other servers evict this worker for what this one keeps it from.
+        # If a replica can take over: sooner, before other servers evict this worker for what this server keeps it from.
         connection.send(*request, self._me.config.timeout_s / (2 if self.is_replicated else 1))
 
     def _receive(self, connection: ServerConnection, check: Callable[[float], None] | None) -> ResponseArrays:
-        # Longer than the time after which the servers themselves evict a worker, and say which.
+        # Longer than the time after which the servers themselves evict a worker, and report which.
         config = self._me.config
         more_s = max(config.timeout_s, config.rendezvous_timeout_s) if self.is_starting else config.timeout_s
         return connection.receive(config.timeout_s + more_s, check)
@@ -217,12 +216,12 @@ class ParameterServerClient:
     # The end.
 
     def close(self, failure: str = "") -> None:
-        """Leave all servers; an evicted worker only disconnects, since another process may have replaced it.
+        """Leave all servers. An evicted worker only disconnects, since another process may have replaced it.
 
         Safe to call twice.
 
         Args:
-            failure: the error that this worker ends with, in one line; empty if there is none.
+            failure: Error that this worker ends with, in one line; empty if there is none.
         """
         if self._was_evicted:
             self.disconnect()
@@ -231,14 +230,14 @@ class ParameterServerClient:
         for connection in self._connections:
             goodbye = _encode(messages.LeaveJob(failure, tuple(sorted(without))))
             try:
-                # The head, which is the first, has evicted workers of which the other servers do not know.
+                # The head, which is first, has evicted workers that the other servers do not know about.
                 without.update(_say_goodbye(connection.link, goodbye))
             except (LinkClosedError, LinkTimeoutError):
                 continue  # the server is gone too
         self.disconnect()
 
     def disconnect(self) -> None:
-        """Close all links without a goodbye: the servers will count this worker as lost. Safe to call twice."""
+        """Close all links without a goodbye; the servers will count this worker as lost. Safe to call twice."""
         if self.reconnection.grants is not None:
             self.reconnection.grants.close()
         for connection in self._connections:
@@ -247,11 +246,11 @@ class ParameterServerClient:
 
 
 def _say_goodbye(link: Link, goodbye: bytes) -> tuple[str, ...]:
-    """Leave one server; returns the tasks that it has evicted."""
+    """Leave one server. Returns the tasks that it has evicted."""
     deadline = time.monotonic() + GOODBYE_S
     link.send(goodbye, deadline=deadline)
     while True:
         answer = _RESPONSES.decode(link.receive(deadline=deadline)[0])
         if isinstance(answer, messages.Acknowledged):
             return answer.excluded
-        # A response that an error kept this worker from receiving.
+        # A response that an error prevented this worker from receiving.

@@ -16,18 +16,18 @@ Array = np.ndarray[Any, Any]
 
 
 class PlacedVariables:
-    """Where each variable's shards are.
+    """Placement of each variable's shards.
 
     Args:
-        variables: the trainable variables, in the model's order.
-        shards: the shards of all servers.
-        servers: number of servers.
-        tables: numbers of the variables of which only some rows are sent.
-        groups: for each server, the numbers of its shards that are sent as one vector; empty: each by itself.
+        variables: The trainable variables, in the model's order.
+        shards: The shards of all servers.
+        servers: Number of servers.
+        tables: Numbers of the variables that are sent by rows.
+        groups: Numbers of the shards that are sent as one vector, for each server; empty: each shard separately.
 
     Attributes:
-        of_server: the shards of each server; `dense_of_server` without tables, `tables_of_server` of tables only.
-        groups: how the shards of each server are packed.
+        of_server: The shards of each server; `dense_of_server` excludes tables, `tables_of_server` has only tables.
+        groups: Packing of the shards of each server.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PlacedVariables:
         return shard_shape(variable, shard), np.dtype(variable.dtype)
 
     def cut(self, arrays: Sequence[Array | None], server: int) -> list[Array]:
-        """A server's shards of the variables' arrays, in its order; variables that are None are left out."""
+        """A server's shards of the variables' arrays, in the server's order; variables that are None are omitted."""
         parts = [(arrays[shard.variable], shard) for shard in self.of_server[server]]
         return [rows(whole, shard) for whole, shard in parts if whole is not None]
 
@@ -77,7 +77,7 @@ class PlacedVariables:
         return [_joined([parts[server][n] for server, n in places]) if places else None for places in self._dense]
 
     def join_tables(self, parts: Sequence[Sequence[Array]]) -> list[Array]:
-        """For each table, the rows that the servers sent; the parts may be flat."""
+        """The rows that the servers sent, for each table; the parts may be flat."""
         return [
             _joined([parts[server][n].reshape(-1, *self.variables[table].shape[1:]) for server, n in self._rows[table]])
             for table in self.tables
@@ -85,7 +85,8 @@ class PlacedVariables:
 
 
 def _places(of_server: Sequence[Sequence[Shard]], variables: int) -> list[list[tuple[int, int]]]:
-    """For each variable's shards in order: the number of the server, and the place among the arrays that it sends."""
+    """For each variable's shards in order: the number of the server, and the position among the arrays that it
+    sends."""
     places: list[list[tuple[int, int, int]]] = [[] for _ in range(variables)]
     for server, shards in enumerate(of_server):
         for number, shard in enumerate(shards):

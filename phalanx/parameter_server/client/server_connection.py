@@ -20,12 +20,12 @@ from phalanx.transport.link import Link
 
 Array = np.ndarray[Any, Any]
 RequestArrays = tuple[Request, Sequence[Array]]
-"""A request and the arrays that go with it."""
+"""A request and its arrays."""
 
 CHECK_S = 0.5
-"""While one server's response is awaited, seconds between two checks whether the links to the others still stand."""
+"""Seconds between two checks of the links to other servers, while one server's response is awaited."""
 MAX_BUFFER_SETS = 2
-"""How many sets of buffers are kept for a server without shared memory: steps that request something before they push
+"""Number of buffer sets kept for a server without shared memory: steps that request something before they push
 alternate between two."""
 
 _RESPONSES = Decoder(Response)
@@ -33,19 +33,19 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class ServerConnection:
-    """One request at a time may be under way.
+    """A connection with at most one request in flight.
 
     Args:
-        group: number of the shard group.
-        link: to the server that leads it.
-        leader: number of that server.
-        host: identity of that server's host.
+        group: Number of the shard group.
+        link: Link to the server that leads it.
+        leader: Number of that server.
+        host: Identity of that server's host.
 
     Attributes:
-        pending: the request that is not answered yet; it is repeated if the link breaks.
-        is_unreplicated: whether the group's replica cannot take over.
-        bytes_sent: bytes of all requests, including those through shared memory.
-        bytes_received: the same for the responses.
+        pending: The unanswered request; it is repeated if the link breaks.
+        is_unreplicated: Whether the group's replica cannot take over.
+        bytes_sent: Bytes of all requests, including those through shared memory.
+        bytes_received: Bytes of all responses, likewise.
     """
 
     def __init__(self, group: int, link: Link, leader: int, host: str):
@@ -57,7 +57,7 @@ class ServerConnection:
         self.is_unreplicated = False
         self.bytes_sent = self.bytes_received = 0
         self.channel: SharedMemoryChannel | None = None  # from `share_memory` until the link breaks
-        self._buffers: dict[tuple[Kind, ...], list[Array]] = {}  # what `send_buffers` returned, by kinds
+        self._buffers: dict[tuple[Kind, ...], list[Array]] = {}  # results of `send_buffers`, by kinds
 
     def send_buffers(self, kinds: tuple[Kind, ...]) -> list[Array]:
         """See `ParameterServerClient.send_buffers`."""
@@ -71,10 +71,10 @@ class ServerConnection:
         return self._buffers[kinds]
 
     def send(self, request: Request, buffers: Sequence[Array], patience_s: float) -> None:
-        """Send a request; gradients that are in shared memory stay there."""
+        """Send a request; gradients in shared memory stay there."""
         channel = self.channel
-        # Known by identity: only what `send_buffers` returned last lies in the memory. A push that is repeated after
-        # the channel was closed is sent from the same arrays, over the link.
+        # Recognized by identity: only the last result of `send_buffers` is in shared memory. A push repeated after the
+        # channel was closed is sent from the same arrays, over the link.
         if channel is not None and isinstance(request, PushGradients) and (lengths := channel.lengths_of(buffers)):
             request, buffers = msgspec.structs.replace(request, lengths=lengths), ()
             self.bytes_sent += sum(lengths)
@@ -85,7 +85,7 @@ class ServerConnection:
     def receive(
         self, patience_s: float, check: Callable[[float], None] | None = None
     ) -> tuple[Response, list[memoryview]]:
-        """The next response; `check` is called from time to time with the number of seconds waited so far."""
+        """The next response; `check` is called periodically with the number of seconds waited so far."""
         requested_at = time.monotonic()
         deadline = requested_at + patience_s
         while True:
@@ -93,14 +93,14 @@ class ServerConnection:
             try:
                 header, buffers = self.link.receive(deadline=until)
                 break
-            except LinkTimeoutError:  # the link keeps a part that has come
+            except LinkTimeoutError:  # the link keeps what has arrived
                 if check is None or until == deadline:
                     raise
                 check(time.monotonic() - requested_at)
         self.bytes_received += len(header) + sum(buffer.nbytes for buffer in buffers)
         response = _RESPONSES.decode(header)
         if isinstance(response, Values):
-            if self.pending is not None and isinstance(self.pending[0], PushGradients):  # other responses do not say
+            if self.pending is not None and isinstance(self.pending[0], PushGradients):  # other responses do not tell
                 self.is_unreplicated = response.is_unreplicated
             if response.lengths:
                 assert self.channel is not None, "the server writes to memory that it has mapped"

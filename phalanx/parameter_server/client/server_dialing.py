@@ -1,4 +1,4 @@
-"""Connecting to a parameter server, or to the first of several tasks that accepts a connection."""
+"""Connects to a parameter server, or to the first of several tasks that accepts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from phalanx.transport.link import Link
 from phalanx.transport.listener import UNAVAILABLE
 
 PASSING = frozenset({NOT_LEADING, UNAVAILABLE})
-"""Refusals that waiting may cure: another server leads by now, or this one soon; a chief still prepares its data."""
+"""Refusals that waiting may resolve: another server already leads, or this one soon will; a chief is still preparing
+its data."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 def connect(
     me: TaskIdentity, task: Task, purpose: str, deadline: float, check: Callable[[], None] = lambda: None
 ) -> Link:
-    """A link to a task for a purpose; tries until it is there. Arguments and errors as for `connect_first`."""
+    """Connect to a task for a purpose; retries until it succeeds. Arguments and errors as for `connect_first`."""
     return connect_first(me, lambda waited_s: [(task, purpose)], deadline, check=check)[0]
 
 
@@ -47,15 +48,15 @@ def connect_first(
     bulk: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Link, Welcome, Task]:
-    """Connect to the first of some tasks that accepts; tries until one does.
+    """Connect to the first of several tasks that accepts; retries until one does.
 
     Args:
-        me: this task.
-        candidates: the tasks and the purpose for each, given the number of seconds waited so far.
-        deadline: a value of `time.monotonic()`.
-        attempt_s: seconds for one attempt.
-        bulk: see `TaskIdentity.dial_address`.
-        check: called between two rounds; an error that it raises ends them.
+        me: This task.
+        candidates: Returns the tasks and the purpose for each, given the number of seconds waited so far.
+        deadline: Deadline as a value of `time.monotonic()`.
+        attempt_s: Seconds for one attempt.
+        bulk: See `TaskIdentity.dial_address`.
+        check: Called between two rounds; an error that it raises ends the attempts.
 
     Returns: the link, the task's answer, and the task.
 
@@ -65,7 +66,7 @@ def connect_first(
         HandshakeError: the process at an address is not part of the job, or refuses for good.
     """
     started_at = time.monotonic()
-    failing_since: float | None = None  # since when no failure was one that waiting may cure
+    failing_since: float | None = None  # when failures began that waiting does not resolve
     has_noticed = deadline - started_at < NOTICE_AFTER_S
     details = msgspec.msgpack.encode(me.description)
     while True:

@@ -1,4 +1,4 @@
-"""Reconnecting to servers that were lost, and finding out which server leads a group now."""
+"""Reconnects to lost servers, and finds the server that now leads a group."""
 
 from __future__ import annotations
 
@@ -31,27 +31,28 @@ Array = np.ndarray[Any, Any]
 RejoinRequests = Callable[[int], Sequence[RequestArrays]]
 
 PREFER_REPLICA_S = 3.0
-"""How long a worker that has lost a leader dials only the replica: the port of a dead process may still be open."""
+"""Seconds for which a worker that has lost a leader dials only the replica: the port of a dead process may still be
+open."""
 ATTEMPT_S = 1.0
-"""Seconds for one attempt then."""
+"""Seconds for one attempt in that time."""
 
 
 class ServerReconnection:
-    """Used by the thread of the client.
+    """Replaces the client's broken connections. Used by the client's thread.
 
     Args:
-        me: this task.
-        return_s: seconds to wait for a lost server; 0: do not wait.
-        is_replicated: whether each server's shards have a replica on the next one.
-        send: sends requests over a connection.
-        receive: receives a response over a connection, and calls a function while it waits.
+        me: This task.
+        return_s: Seconds to wait for a lost server; 0: do not wait.
+        is_replicated: Whether each server's shards have a replica on the next one.
+        send: Sends requests over a connection.
+        receive: Receives a response over a connection, and calls a function while it waits.
 
     Attributes:
-        connections: to the leader of each group, by number of the group.
-        grants: on the chief, the leases of the leaders, if there are replicas; else None.
-        tasks: the servers.
-        rejoin_requests: the requests that tell a returning server, given its number, where this worker is in the
-            middle of a `fit`; None outside of one.
+        connections: Connections to the groups' leaders, by number of the group.
+        grants: Leases of the leaders, on the chief and if there are replicas; else None.
+        tasks: The servers.
+        rejoin_requests: Returns, given a server's number, the requests that tell a returning server this worker's
+            position in a `fit`; None outside a `fit`.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class ServerReconnection:
                 self.grants.begin(group, self.tasks[leader])
 
     def _connect(self, group: int, deadline: float) -> tuple[Link, int, str]:
-        """A link to the server that leads a group, its number and its host."""
+        """Connect to the server that leads a group. Returns the link, the server's number and its host."""
         attempt_s = ATTEMPT_S if self._is_known(group) and self._is_replicated else ATTEMPT_TIMEOUT_S
 
         def candidates(waited_s: float) -> list[tuple[Task, str]]:
@@ -106,7 +107,7 @@ class ServerReconnection:
         other = (group + 1) % len(self.tasks) if leader == group else group
         if not self._is_known(group):
             return [(leader, PURPOSE), (other, PURPOSE)]
-        # Only the chief may decide who leads. The others dial the replica until it has.
+        # Only the chief may decide which server leads. The others dial the replica until it has decided.
         if self.grants is None:
             is_unreplicated = self.connections[group].is_unreplicated
         else:
@@ -117,7 +118,8 @@ class ServerReconnection:
     # Lost servers.
 
     def as_closed(self, error: LinkClosedError | LinkTimeoutError) -> LinkClosedError:
-        """A server that hangs counts as lost if its replica can take over: once that leads, the server is refused."""
+        """Return the error as a closed link: a server that hangs counts as lost if its replica can take over, because
+        the server is refused once the replica leads."""
         if isinstance(error, LinkClosedError):
             return error
         if not (self._is_replicated and self.return_s):
@@ -125,9 +127,9 @@ class ServerReconnection:
         return LinkClosedError(str(error))
 
     def repair_others(self, waited_s: float) -> None:
-        """Replace broken links: what is awaited at one server may wait for this worker at another.
+        """Replace broken links: the server whose response is awaited may be waiting for this worker at another server.
 
-        After a while also links to servers that hang, before one that does not hang evicts this worker.
+        After a while, also replaces links to servers that hang, before a server that works evicts this worker.
         """
         while broken := self._broken():
             group = min(broken)
@@ -146,10 +148,10 @@ class ServerReconnection:
         return {each.group for each in self.connections if each.link.peer_closed()}
 
     def _hanging(self) -> set[int]:
-        """The groups of leaders that owe a response and whose processes do nothing; limits how often it probes them.
+        """The groups whose leaders owe a response and whose processes do nothing. Limits how often it probes them.
 
-        Including those of their groups that owe nothing: another worker may wait for one of these to get a new leader,
-        while this worker waits for it.
+        Includes their groups that owe nothing: another worker may wait for one of these to get a new leader, while this
+        worker waits for that worker.
         """
         if time.monotonic() - self._probed_at < self._probe_s:
             return set()
@@ -169,14 +171,14 @@ class ServerReconnection:
         return True
 
     def reconnect(self, group: int, cause: LinkClosedError, hanging: Collection[int] = ()) -> None:
-        """Wait until a server is back, report this worker's position, and repeat the pending request.
+        """Wait until a server has returned, report this worker's position, and repeat the pending request.
 
         Args:
-            group: number of the group whose leader is lost.
-            cause: how its link ended.
-            hanging: groups whose leader hangs; they are reconnected too.
+            group: Number of the group whose leader is lost.
+            cause: Error that ended the link.
+            hanging: Groups whose leader hangs; they are reconnected too.
 
-        Raises: PeerLostError if it does not come back in time; the error that it refuses with.
+        Raises: PeerLostError if the server does not return in time; the error that it refuses with.
         """
         task = self.leader_of(group)
         why = f"{cause} {SEE_TASK_OUTPUT}"
@@ -185,8 +187,8 @@ class ServerReconnection:
         other = ", or for its copy" if self._is_replicated else ""
         logger.warning("%s is lost; waiting up to %g s for it to return%s.", task, self.return_s, other)
         until = time.monotonic() + self.return_s
-        # A lost server may have led several groups. All of them must know this worker's position before one is waited
-        # for: the other workers may wait for this one there.
+        # A lost server may have led several groups. All of them must know this worker's position before it waits for
+        # one: the other workers may be waiting for it there.
         away = {group, *hanging, *self._broken()}
 
         def check(waited_s: float) -> None:
@@ -198,14 +200,14 @@ class ServerReconnection:
         while away:
             try:
                 remaining = {each: self._rejoin(self.connections[each], until) for each in sorted(away)}
-                # All of them know this worker's position. What follows may wait for other workers.
+                # All of them know this worker's position now. The following requests may wait for other workers.
                 for each, requests in remaining.items():
                     connection = self.connections[each]
                     self._request_all(connection, requests, check)
                     if connection.pending:
                         self._send(connection, connection.pending)
                     away.discard(each)
-            except LinkClosedError as error:  # the server was killed once more, or another one too
+            except LinkClosedError as error:  # the server was killed again, or another one too
                 if time.monotonic() > until:
                     raise peer_lost(str(task), "training", why) from error
             except RendezvousError as error:
@@ -213,11 +215,11 @@ class ServerReconnection:
         logger.warning("%s is back.", self.leader_of(group))
 
     def _rejoin(self, connection: ServerConnection, until: float) -> Sequence[RequestArrays]:
-        """Replace the link and report this worker's position; returns the other requests to repeat."""
+        """Replace the link and report this worker's position. Returns the other requests to repeat."""
         connection.close_channel()  # the next `fit` offers new memory
-        if self.grants is not None:  # a second leader begins after the first one has ended
+        if self.grants is not None:  # a second leader begins only after the first one has ended
             self.grants.wait_until_over(connection.group)
-        # The new link is there first, so that a server that lives does not take this worker for lost meanwhile.
+        # The new link comes first, so that a live server does not count this worker as lost meanwhile.
         former = connection.link
         connection.link, connection.leader, connection.host = self._connect(connection.group, until)
         former.close()
@@ -241,7 +243,7 @@ class ServerReconnection:
 
 
 def refusal_error(response: Refusal, server: str) -> PhalanxError:
-    """The error that a server has refused with."""
+    """The error in a server's refusal."""
     if response.kind == PeerLostError.__name__:
         return PeerLostError(response.reason, rank=response.rank, task=response.task or server, host="")
     kind: type[PhalanxError] = getattr(errors, response.kind, PhalanxError)

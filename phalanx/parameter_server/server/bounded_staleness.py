@@ -14,8 +14,8 @@ class BoundedStaleness:
     """Counts the workers' steps. The schedule's lock protects it.
 
     Args:
-        bound: number of steps that a worker may be ahead of the slowest.
-        workers: the connected workers.
+        bound: Number of steps that a worker may be ahead of the slowest.
+        workers: The connected workers.
     """
 
     def __init__(self, bound: int, workers: Iterable[Worker]):

@@ -17,7 +17,7 @@ class CountedSteps:
     a worker sends no gradients before the former ones are answered, so it can repeat no other.
 
     Attributes:
-        proved: in synchronous training, steps up to this serial were counted before this process took the lead.
+        proved: In synchronous training, steps up to this serial were counted before this process took the lead.
     """
 
     def __init__(self) -> None:

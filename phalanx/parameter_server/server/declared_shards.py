@@ -36,14 +36,14 @@ class DeclaredShards:
     """The store's lock protects it.
 
     Args:
-        index: number of the server.
-        declared: the chief's declaration of the model.
-        slots: names of the optimizer variables whose values are given.
-        buffers: values of the shards, then those of the optimizer variables.
+        index: Number of the server.
+        declared: The chief's declaration of the model.
+        slots: Names of the optimizer variables whose values are given.
+        buffers: Values of the shards, then those of the optimizer variables.
 
     Attributes:
-        groups: numbers of the shards that are updated, and sent, as one vector.
-        tables: the tables themselves, which change with every update.
+        groups: Numbers of the shards that are updated, and sent, as one vector.
+        tables: The tables themselves, which change with every update.
     """
 
     def __init__(self, index: int, declared: DeclareModel, slots: Slots, buffers: Sequence[memoryview]):

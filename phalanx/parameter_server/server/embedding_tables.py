@@ -31,14 +31,14 @@ class EmbeddingTableUpdater:
     """An optimizer, its pieces, and among these the tables. Used by one thread at a time, as an `Updater` is.
 
     Args:
-        optimizer: the optimizer's Keras config, as JSON.
-        pieces: the shards of this server.
-        tables: numbers of the pieces that are tables.
+        optimizer: The optimizer's Keras config, as JSON.
+        pieces: The shards of this server.
+        tables: Numbers of the pieces that are tables.
 
     Attributes:
-        slots: the piece and the name of each of the optimizer's variables.
-        groups: see `Updater`; the tables come last.
-        lends: see `Updater`.
+        slots: The piece and the name of each of the optimizer's variables.
+        groups: See `Updater`; the tables come last.
+        lends: See `Updater`.
     """
 
     def __init__(self, optimizer: str, pieces: Sequence[UpdaterPiece], tables: Collection[int]):

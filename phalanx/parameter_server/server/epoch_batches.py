@@ -11,10 +11,10 @@ class EpochBatches:
     """Hands out the batches of one epoch in order. The schedule's lock protects it.
 
     Attributes:
-        number: number of the epoch in its `fit`.
-        steps: number of batches; None while unknown.
-        next: the first batch that was never handed out.
-        returned: batches whose worker was lost, in order; they are handed out again first.
+        number: Number of the epoch in its `fit`.
+        steps: Number of batches; None while unknown.
+        next: The first batch that was never handed out.
+        returned: Batches whose worker was lost, in order; they are handed out again first.
     """
 
     number: int
@@ -69,8 +69,8 @@ class LostBatches:
     """Batches of a `fit` that were handed out and that no worker is known to have trained on.
 
     Attributes:
-        count: their number.
-        described: how many of them the chief knows of.
+        count: Their number.
+        described: How many of them the chief knows of.
     """
 
     count: int = 0

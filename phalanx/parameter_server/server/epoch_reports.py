@@ -21,8 +21,8 @@ class EpochReports:
     """The reports of one epoch. The schedule's lock protects them.
 
     Attributes:
-        participants: the workers that took part in the epoch, whose reports are waited for.
-        completed: number of steps that the workers have completed, those of lost workers included.
+        participants: The workers that took part in the epoch, whose reports are waited for.
+        completed: Number of steps that the workers have completed, those of lost workers included.
     """
 
     def __init__(self) -> None:

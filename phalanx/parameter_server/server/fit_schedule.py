@@ -48,8 +48,8 @@ class SampleOrder(NamedTuple):
     """The order of the samples in one pass over the data.
 
     Attributes:
-        epoch: the first epoch of the pass; -1: there is none.
-        indices: the samples' numbers, an integer array.
+        epoch: The first epoch of the pass; -1: there is none.
+        indices: The samples' numbers, an integer array.
     """
 
     epoch: int = -1
@@ -60,19 +60,19 @@ class FitSchedule:
     """Decides who makes which step of one `fit`.
 
     Args:
-        number: number of the `fit` call.
-        era: era of the `fit`, as the chief declared it.
-        rules: how updates are made.
-        workers: the connected workers.
-        last_serial: serial of the newest ticket of the job. No later ticket has the same: a push is recognized as a
+        number: Number of the `fit` call.
+        era: Era of the `fit`, as the chief declared it.
+        rules: How updates are made.
+        workers: The connected workers.
+        last_serial: Serial of the newest ticket of the job. No later ticket has the same: a push is recognized as a
             repetition by its ticket's serial.
 
     Attributes:
-        newest: serial of the newest applied step; -1 before the first.
-        steps_by_epoch: number of steps in each former epoch.
-        lost: batches that were handed out and that no worker is known to have trained on.
-        is_on_hold: the chief pauses the training.
-        stop_requested: a worker has requested that the chief ends the `fit`.
+        newest: Serial of the newest applied step; -1 before the first.
+        steps_by_epoch: Number of steps in each former epoch.
+        lost: Batches that were handed out and that no worker is known to have trained on.
+        is_on_hold: The chief pauses the training.
+        stop_requested: A worker has requested that the chief ends the `fit`.
     """
 
     def __init__(self, number: int, era: int, rules: UpdateRules, workers: Collection[Worker], last_serial: int = 0):

@@ -1,4 +1,4 @@
-"""Which of a group's two servers leads it, and what the other one does: keep the replica.
+"""Decides which of a group's two servers leads it. The other one keeps the replica.
 
 UNSETTLED -> LEADING     the other server keeps the replica
 UNSETTLED -> FOLLOWING   the other server leads
@@ -36,17 +36,17 @@ from phalanx.transport.link import Link
 logger = logging.getLogger(__name__)
 
 SEEK_S = 0.5
-"""Seconds between two checks whether the replica is still there."""
+"""Seconds between two checks that the replica still exists."""
 FIRST_SEEK_S = 0.05
-"""Seconds between two attempts to reach the other server at the start, when workers wait for it."""
+"""Seconds between two attempts to reach the other server at the start, while workers wait for it."""
 ATTEMPT_S = 5.0
 """Seconds for one attempt."""
 IDLE_S = 3600.0
-"""How long a leader may send nothing to its replica before it must connect again. Its death is noticed at once."""
+"""Seconds that a leader may be silent before it must reconnect to its replica. Its death is noticed immediately."""
 
 
 class GroupRole(Enum):
-    """This server's role in a group. UNSETTLED: it would lead, and has not reached the other server yet."""
+    """This server's role in a group. UNSETTLED: it would lead, but has not reached the other server yet."""
 
     UNSETTLED = auto()
     LEADING = auto()
@@ -54,12 +54,12 @@ class GroupRole(Enum):
 
 
 class LeaderOffer(msgspec.Struct, frozen=True):
-    """The message of a leading server that asks the other one to keep the replica.
+    """Request of a leading server to the other one to keep the replica.
 
     Attributes:
-        description: of the server's task.
-        is_fresh: it has no values yet.
-        term: of its lead.
+        description: Description of the server's task.
+        is_fresh: Whether it has no values yet.
+        term: Term in which it leads.
     """
 
     description: TaskDescription
@@ -71,21 +71,21 @@ class GroupLeadership:
     """This server's role in one group.
 
     Args:
-        me: this task.
-        number: of the group.
-        parts: the group's variables, schedule and recovery.
-        changed: the group's lock; it protects the role, the term and the leader's link. Notified at every change.
-        threads: the group's threads.
-        is_own: this server is the one that is responsible for the group.
-        other: the other server of the group; None if there is no replica.
-        on_follow: called with the lock held when the other server leads; returns the links to close.
+        me: This task.
+        number: Number of the group.
+        parts: The group's variables, schedule and recovery.
+        changed: Lock of the group; it protects the role, the term and the leader's link. Notified at every change.
+        threads: Threads of the group.
+        is_own: Whether this server is the one responsible for the group.
+        other: The other server of the group; None if there is no replica.
+        on_follow: Called with the lock held when the other server leads; returns the links to close.
 
     Attributes:
-        role: see `GroupRole`.
-        following: the leader's link, while this server follows.
-        followed_until: until when the other server led, as far as is known, by the monotonic clock; at first, when this
-            server was started.
-        is_job_over: the leader has said that the job is over.
+        role: See `GroupRole`.
+        following: Link to the leader, while this server follows.
+        followed_until: Time until which the other server led, as far as is known, by the monotonic clock; initially,
+            when this server was started.
+        is_job_over: Whether the leader has reported that the job is over.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class GroupLeadership:
         self._threads = threads
         self._on_follow = on_follow
         self.role = GroupRole.FOLLOWING if not is_own else GroupRole.LEADING if other is None else GroupRole.UNSETTLED
-        self._term = 0  # grows with each change of the leader; of two that lead, the greater term is right
+        self._term = 0  # grows with each change of leader; if two servers lead, the greater term is right
         self.following: Link | None = None
         self.followed_until = time.monotonic()
         self.is_job_over = False
-        # Held while a record of the leader is applied, and while this server becomes the leader. Acquired before
+        # Held while a record from the leader is applied, and while this server becomes the leader. Acquired before
         # `changed`.
         self._applying = threading.Lock()
 
@@ -126,7 +126,7 @@ class GroupLeadership:
             self._threads.start("replicas", self._maintain_replica)
 
     def lead(self) -> None:
-        """Lead from now on: the chief has lost the other server, or that one has lost its values."""
+        """Take the lead: the chief has lost the other server, or that server has lost its values."""
         with self._applying, self._changed:
             if self.is_leading:
                 return
@@ -134,13 +134,13 @@ class GroupLeadership:
             self.followed_until = time.monotonic()
             self._term += 1
             self._recovery.take_the_lead()
-            self.role = GroupRole.LEADING  # the last of these: from then on workers are admitted, without this lock
+            self.role = GroupRole.LEADING  # last: from here on, workers are admitted without this lock
             if self.following is not None:
-                self.following.close()  # wakes `_follow`, which applies nothing more
+                self.following.close()  # wakes `_follow`, which then applies nothing more
             self._changed.notify_all()
 
     def _follow_other(self) -> None:
-        """The other server leads."""
+        """Follow the other server, which leads."""
         with self._changed:
             if self.is_leading:
                 logger.warning("%s no longer leads the shards of group %d.", self._me.task, self._number)
@@ -151,7 +151,8 @@ class GroupLeadership:
             link.close()
 
     def check_leader(self, now: float, first_contact_until: float, return_s: float) -> None:
-        """Raise PeerLostError if this server follows a leader that has been gone for too long. With the lock held."""
+        """Raise PeerLostError if the leader that this server follows has been gone for too long. Called with the lock
+        held."""
         if self.following is not None:
             self.followed_until = now
         elif now - max(self.followed_until, first_contact_until) > return_s:
@@ -160,7 +161,7 @@ class GroupLeadership:
     # The leader's side.
 
     def _maintain_replica(self) -> None:
-        """While this server leads, or would, see to it that the other one keeps the replica. The body of a thread."""
+        """Ensure that the other server keeps the replica while this one leads, or would lead. Runs in a thread."""
         assert self._other is not None
         while True:
             with self._changed:
@@ -181,7 +182,7 @@ class GroupLeadership:
             except PhalanxError as error:
                 if isinstance(error, RefusedError) and error.welcome.refusal == LEADING:
                     self._follow_other()
-                else:  # it is starting, or gone for a while
+                else:  # it is starting, or temporarily absent
                     time.sleep(FIRST_SEEK_S)
                 continue
             if self._store.replica.attach(link, self._store.state):
@@ -203,24 +204,24 @@ class GroupLeadership:
             return Welcome(refusal=DISAGREEMENT, reason=f"{hello.task} runs another version ({error}).")
         if disagreement := describe_disagreement(self._me.description, offer.description):
             return Welcome(refusal=DISAGREEMENT, reason=disagreement)
-        # Without the chief's word: the other one has lost its values, and has not led since it started.
+        # Without waiting for the chief: the other server has lost its values, and has not led since it started.
         if offer.is_fresh and self._store.fit >= 0:
             self.lead()
         with self._changed:
             was_leading = self.is_leading
             if was_leading and self._term >= offer.term:
                 return Welcome(refusal=LEADING, reason=f"{self._me.task} leads group {self._number} now.")
-            self._term = offer.term  # the terms of both are equal from here on, until one of them leads
+            self._term = offer.term  # the two terms are equal from here on, until one of the servers takes the lead
         if was_leading:  # it was stopped or cut off while the chief promoted the other one
             self._follow_other()
         return Welcome()
 
     def adopt(self, hello: Hello, link: Link) -> None:
-        """The other server leads, and this is its stream."""
+        """Follow the stream of the other server, which leads."""
         self._threads.start(f"replica-of-{hello.task}", self._follow, link)
 
     def _follow(self, link: Link) -> None:
-        """Apply what the leader applies, until its link ends. The body of a thread."""
+        """Apply what the leader applies, until its link ends. Runs in a thread."""
         with self._applying, self._changed:
             self.following = link
         try:
@@ -228,7 +229,7 @@ class GroupLeadership:
                 record, buffers = replication.receive(link, IDLE_S)
                 with self._applying:
                     if self.is_leading or self.following is not link:
-                        return  # the record is of a former leader
+                        return  # the record is from a former leader
                     self._apply(record, buffers)
                 replication.acknowledge(link)  # only now may the leader answer its workers
         except replication.LOST as error:

@@ -29,16 +29,16 @@ class GroupRecovery:
     """What another process did before this one leads the group, and what is kept for the process after it.
 
     Args:
-        me: this task.
-        store: the group's variables.
-        schedule: the schedule of this server.
-        rebuild: rebuilds the schedule.
-        snapshots: where to keep the group's state for a process that replaces this one; None: nowhere.
-        is_head: whether this is the head.
-        replicated_by: the server that keeps a replica, if one does.
+        me: This task.
+        store: The group's variables.
+        schedule: The schedule of this server.
+        rebuild: Rebuilds the schedule.
+        snapshots: Where to keep the group's state for a process that replaces this one; None: nowhere.
+        is_head: Whether this is the head.
+        replicated_by: The server that keeps a replica, if one does.
 
     Attributes:
-        took_over: whether another process led before, in the middle of the job.
+        took_over: Whether another process led before, in the middle of the job.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""What a server does about each kind of request: about the variables of a group of shards, and, on the head, about the
-schedule and what the chief announces to the other workers."""
+"""Handlers of each kind of request: about the variables of a group of shards, and, on the head, about the schedule and
+the chief's announcements to the other workers."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ Reply = tuple[messages.Response, Sequence[Array]] | None
 
 
 class Sender(NamedTuple):
-    """Where a request comes from.
+    """Origin of a request.
 
     Attributes:
-        worker: number of the worker.
-        link: name of its link.
-        buffers: arrays of the request.
-        copy: copies values to where they are sent from.
+        worker: Number of the worker.
+        link: Name of its link.
+        buffers: Arrays of the request.
+        copy: Copies values to the memory that they are sent from.
     """
 
     worker: Worker
@@ -56,14 +56,14 @@ class GroupRequests:
     """The handlers of the requests to one group of shards.
 
     Args:
-        config: of the job.
-        store: the group's variables.
-        schedule: the schedule of this server.
-        recovery: what is kept for a process that replaces this one.
-        announcements: what the chief announces to the other workers.
-        is_head: whether this is the head.
-        confirm_update: called after an update that the replica lacks; returns once the chief knows that it does. None
-            where there should be no replica.
+        config: Configuration of the job.
+        store: The group's variables.
+        schedule: The schedule of this server.
+        recovery: State kept for a process that replaces this one.
+        announcements: Announcements of the chief to the other workers.
+        is_head: Whether this is the head.
+        confirm_update: Called after an update that the replica lacks; returns once the chief knows that it lacks it.
+            None if there is to be no replica.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class GroupRequests:
         self._confirm_update = confirm_update
 
     def table(self) -> dict[type, Handler]:
-        """The handler of each kind of request, connection requests excepted."""
+        """The handler of each kind of request, except connection requests."""
         store, schedule, recovery = self._store, self._schedule, self._recovery
         members, validation = schedule.members, EpochValidation(schedule)
         return {
@@ -121,7 +121,7 @@ class GroupRequests:
     # The variables.
 
     def _join(self, sender: Sender, request: messages.JoinFit) -> Reply:
-        # Between two fits the chief may be busy for long; at the first it must be there in time.
+        # Between two fits the chief may be busy for long; at the first one it must connect in time.
         start_s = self._config.rendezvous_timeout_s
         timeout_s = max(start_s, self._config.timeout_s) if request.fit else start_s
         joined = self._store.join(sender.worker, request.fit, request.variables, timeout_s)
@@ -133,10 +133,10 @@ class GroupRequests:
 
     def _push(self, sender: Sender, request: messages.PushGradients) -> Reply:
         version, values, rows, extras, note = self._store.push(request, sender.buffers, sender.copy)
-        # Not checked where there is no replica: the other workers' updates hold the store's lock.
+        # Not checked without a replica: the other workers' updates hold the store's lock.
         is_unreplicated = self._confirm_update is not None and not self._store.replica.is_attached
         if self._confirm_update is not None and is_unreplicated:
-            self._confirm_update()  # the replica may lead by now, and have been lost for that reason
+            self._confirm_update()  # the replica may already lead, and be lost to this server for that reason
         ticket = None
         if self._is_head and request.gradients:
             now = request.ticket
@@ -213,12 +213,12 @@ class GroupRequests:
         return Decision(fit.stop_requested), ()
 
     def _end_fit(self, sender: Sender, request: messages.EndFit) -> None:
-        # Before the answer: a successor that does not know of the end would wait for positions that no worker sends.
+        # Before the response: a successor unaware of the end would wait for positions that no worker sends.
         self._schedule.end_fit(request.fit)
         self._store.replica.replicate(request)
         self._recovery.write_snapshot()
 
-    # What the chief announces.
+    # Announcements of the chief.
 
     def _broadcast(self, sender: Sender, request: messages.Broadcast) -> Reply:
         arrays = [np.frombuffer(bytes(buffer), np.uint8) for buffer in sender.buffers]
@@ -230,6 +230,6 @@ class GroupRequests:
         return (FitOver(), ()) if arrays is None else (Values(0), arrays)
 
     def _step_count(self) -> dict[str, Any]:
-        """The global step, and which steps are in it, for `Values` and `FitJoined`."""
-        with self._schedule.changed:  # both of the same moment
+        """The global step, and the steps included in it, for `Values` and `FitJoined`."""
+        with self._schedule.changed:  # both from the same moment
             return {"step": self._schedule.global_step, "counted": self._schedule.counted.serials()}

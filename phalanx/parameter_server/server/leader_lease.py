@@ -35,11 +35,11 @@ class LeaderLease:
     """The lease of one group, and the listener's service for the chief, which grants it.
 
     Args:
-        chief: the chief's task.
-        replica: the group's replica.
-        changed: the group's lock, which protects the lease; notified when it is granted.
-        threads: the group's threads.
-        is_leading: whether this server leads, as far as it knows.
+        chief: The chief's task.
+        replica: The group's replica.
+        changed: The group's lock, which protects the lease; notified when it is granted.
+        threads: The group's threads.
+        is_leading: Whether this server leads, as far as it knows.
     """
 
     def __init__(

@@ -25,9 +25,9 @@ class Contribution(NamedTuple):
     """One worker's part of a merge.
 
     Attributes:
-        share: fraction of the global batch that the gradients were computed on.
-        gradients: gradients of the shard groups.
-        extras: other arrays to merge.
+        share: Fraction of the global batch that the gradients were computed on.
+        gradients: Gradients of the shard groups.
+        extras: Other arrays to merge.
     """
 
     share: float
@@ -59,8 +59,8 @@ class MergeBarrier:
     """Used by one thread for each worker. The store's lock `changed` protects it.
 
     Args:
-        members: the workers; one that does not send its part in time is evicted.
-        changed: the store's lock.
+        members: The workers; one that does not send its part in time is evicted.
+        changed: The store's lock.
     """
 
     def __init__(self, members: WorkerMembership, changed: threading.Condition):

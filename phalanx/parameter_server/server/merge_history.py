@@ -26,8 +26,8 @@ class MergeResult:
     """The result of a completed merge.
 
     Attributes:
-        members: the workers whose gradients are in it.
-        extras: the merged extras.
+        members: The workers whose gradients are in it.
+        extras: The merged extras.
     """
 
     members: tuple[Worker, ...]

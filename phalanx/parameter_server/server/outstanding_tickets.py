@@ -15,8 +15,8 @@ class OutstandingTickets:
     time, and each of its members receives a copy of its ticket.
 
     Attributes:
-        by_serial: tickets of single workers.
-        joint: the step that all workers make together now.
+        by_serial: Tickets of single workers.
+        joint: The step that all workers make together now.
     """
 
     def __init__(self) -> None:

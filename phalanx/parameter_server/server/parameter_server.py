@@ -23,10 +23,10 @@ class ParameterServer:
     """Serves the workers of one cluster. `run` returns when the job is over.
 
     Args:
-        me: this task, with all that the workers must agree on.
-        snapshots: where to keep the state for a process that replaces this one if it is killed; None: nowhere.
-        snapshot_s: seconds between two snapshots.
-        is_replicated: whether each group of shards has a replica on the next server.
+        me: This task, with all that the workers must agree on.
+        snapshots: Where to keep the state for a process that replaces this one if it is killed; None: nowhere.
+        snapshot_s: Seconds between two snapshots.
+        is_replicated: Whether each group of shards has a replica on the next server.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ParameterServer:
         """Serve until all workers have left, or until `stop`.
 
         Args:
-            sockets: sockets that listen at this task's address; None: they are opened here.
+            sockets: Sockets that listen at this task's address; None: they are opened here.
 
         Raises:
             ConfigurationError: the port is taken.

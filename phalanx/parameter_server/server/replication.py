@@ -49,11 +49,11 @@ class ReplicaStream:
     """The leader's end of the stream, if there is a replica. The store's lock protects it.
 
     Args:
-        group: number of the shard group.
-        lock: the store's lock.
+        group: Number of the shard group.
+        lock: The store's lock.
 
     Attributes:
-        losses: how often a replica was lost.
+        losses: How often a replica was lost.
     """
 
     def __init__(self, group: int, lock: threading.Condition):

@@ -62,11 +62,11 @@ class RequestHandler:
     """Answers the workers of one group of shards.
 
     Args:
-        me: this task.
-        members: the workers.
-        rebuild: rebuilds the schedule when this process has become the head in the middle of a `fit`.
-        table: the handler of each kind of request.
-        wait_for_lease: returns once this server may answer; see `leader_lease`.
+        me: This task.
+        members: The workers.
+        rebuild: Rebuilds the schedule when this process has become the head in the middle of a `fit`.
+        table: The handler of each kind of request.
+        wait_for_lease: Returns once this server may answer; see `leader_lease`.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class RequestHandler:
         """Answer one worker until it leaves or its link ends, and close the link.
 
         Args:
-            worker: number of the worker.
-            link_name: name of its link.
-            link: the link.
-            on_goodbye: called before the goodbye is answered; returns the tasks that are excluded.
-            is_closing: whether this server closes the link itself.
+            worker: Number of the worker.
+            link_name: Name of its link.
+            link: The link.
+            on_goodbye: Called before the goodbye is answered; returns the tasks that are excluded.
+            is_closing: Whether this server closes the link itself.
 
         Returns: how the link ended, a sentence; empty after a goodbye.
         """

@@ -1,9 +1,9 @@
 """One server's part in a group of shards: it leads the group, or keeps its replica.
 
-A group is what one server of the cluster is responsible for: its shards of the variables, the optimizer's part for
+A group is what one server of the cluster is responsible for: its shards of the variables, the optimizer's state for
 them, and for the first group the schedule. Its leader has a link to each worker and a thread for each. A worker that
-dies is evicted, and may come back as another process of the same task; what the old process still sends is refused.
-Another process may replace the leader: the server itself, started again, continues from its snapshot, or the replica on
+dies is evicted, and may return as another process of the same task; what the old process still sends is refused.
+Another process may replace the leader: either the restarted server continues from its snapshot, or the replica on
 another server leads. In both cases the workers report their positions to it.
 """
 
@@ -41,24 +41,25 @@ from phalanx.transport.link import Link
 logger = logging.getLogger(__name__)
 
 RETURN_S = 60.0
-"""Seconds that the chief may be away before the job counts as lost, unless PHALANX_RETURN_TIMEOUT is set."""
+"""Seconds that the chief may be absent before the job counts as lost, unless PHALANX_RETURN_TIMEOUT is set."""
 SNAPSHOT_S = 10.0
-"""Seconds between two snapshots: what a server may lose, against a pause of the training while it copies its values."""
+"""Seconds between two snapshots: what a server may lose, weighed against pausing training while it copies its
+values."""
 RELINK_S = 6.0
-"""Where there is a replica, workers disconnect to look for the leader, and come back within PREFER_REPLICA_S (`client`)
-and a few attempts. Until then a synchronous step waits for them: without them it would lack their samples."""
+"""Seconds that a synchronous step waits for workers, without which it would lack their samples. With a replica, workers
+disconnect to look for the leader, and return within PREFER_REPLICA_S (`client`) and a few attempts."""
 
 
 class ShardGroup:
-    """The listener's service for the workers of one group.
+    """Listener service for the workers of one group.
 
     Args:
-        me: this task, with all that the workers must agree on.
-        number: of the group, and of the server that is responsible for it.
-        other: the other server of the group; None if there is no replica.
-        snapshots: where to keep the state for a process that replaces this one if it is killed; None: nowhere.
-        snapshot_s: seconds between two snapshots.
-        clock: current time in seconds, which decides whether workers are late.
+        me: This task, with everything that the workers must agree on.
+        number: Number of the group, and of the server that is responsible for it.
+        other: The other server of the group; None if there is no replica.
+        snapshots: Storage of the state for a process that replaces this one if it is killed; None: no snapshots.
+        snapshot_s: Seconds between two snapshots.
+        clock: Returns the current time in seconds; decides whether workers are late.
     """
 
     def __init__(
@@ -75,14 +76,14 @@ class ShardGroup:
         self.number = number
         self._other = other
         self._snapshot_s = snapshot_s if snapshots is not None else None
-        self._changed = threading.Condition()  # protects the role and how the job ends
+        self._changed = threading.Condition()  # protects the role and the end of the job
         self._link_count = itertools.count()
         self._threads = ServiceThreads()
         self._started = time.monotonic()
         is_own = [task for task in me.spec.tasks if task.type == me.task.type][number] == me.task
         self._has_noticed = not (is_own and number == 0)  # only the head logs which workers are missing
         names = tuple(str(task) for task in me.tasks)
-        # Without the chief no leader knows whether it still leads.
+        # Without the chief, no leader can tell whether it still leads.
         relink_s, chief_relink_s = (0.0, 0.0) if other is None else (RELINK_S, self._return_s)
         table = WorkerTable(names, relink_s=relink_s, chief_relink_s=chief_relink_s, clock=clock)
         self._members = members = WorkerMembership(names, me.config.rendezvous_timeout_s, table, clock)
@@ -118,7 +119,7 @@ class ShardGroup:
         return ServerFigures(self._store.version, len(self._members.table.links))
 
     def start(self) -> None:
-        """Begin what is done in addition to the workers' requests."""
+        """Start the threads for work other than the workers' requests."""
         if self._snapshot_s is not None:
             self._threads.start("snapshots", self._recovery.write_snapshots, self._snapshot_s, self._threads.closing)
         self.leadership.start()
@@ -138,7 +139,7 @@ class ShardGroup:
             self._recovery.clear()
 
     def wait(self, seconds: float) -> None:
-        """Wait until something changes here, at most so long."""
+        """Wait until something changes here, or for this many seconds."""
         with self._changed:
             self._changed.wait(seconds)
 
@@ -165,7 +166,7 @@ class ShardGroup:
             if self.leadership.role is GroupRole.FOLLOWING:
                 self.leadership.check_leader(now, self._started + start_s, self._return_s)
                 return False
-            # The chief promotes this server first, and connects then.
+            # The chief first promotes this server, then connects.
             first_contact_until = self.leadership.followed_until + start_s
             connected = self._members.table.contacts()
             self._notice_absent(now, connected)
@@ -173,13 +174,13 @@ class ShardGroup:
             are_more_expected = (
                 len(connected) < len(self._members.names) and now < first_contact_until and not self._recovery.took_over
             )
-            # An evicted process keeps its link, so that it can be refused (`adopt`), and the job ends without it.
+            # An evicted process keeps its link so that it can be refused (`adopt`); the job ends without it.
             only_evicted = all(self._members.table.is_evicted(name) for name, _ in self._members.table.links.values())
             is_over = self._members.has_chief_left and not are_more_expected and only_evicted
             self.leadership.is_job_over = is_over
-        # Outside of the locks: it takes the store's, and may wait for the other server.
+        # Outside the locks: it takes the store's lock, and may wait for the other server.
         if is_over and self._other is not None:
-            self._store.replica.end()  # at once: each of two servers may wait for the other one
+            self._store.replica.end()  # immediately: each of two servers may wait for the other
         if is_over and self._members.table.chief_failure:
             chief = self._members.names[CHIEF_WORKER]
             raise PeerLostError(
@@ -191,7 +192,7 @@ class ShardGroup:
         return is_over
 
     def _notice_absent(self, now: float, connected: set[Worker]) -> None:
-        """Log once which workers the head still waits for."""
+        """Log once which workers the head is still waiting for."""
         if self._has_noticed or now <= self._started + NOTICE_AFTER_S:
             return
         self._has_noticed = True
@@ -215,7 +216,7 @@ class ShardGroup:
 
     def admit(self, hello: Hello) -> Welcome:
         """Whether a worker may connect: this server must lead the group."""
-        # Refused, a worker looks for the server that leads by now; a worker that was admitted would wait here.
+        # A refused worker looks for the server that leads now; an admitted one would wait here.
         may_answer = not self.lease.has_lapsed or hello.task == self._members.names[CHIEF_WORKER]
         if not (self.leadership.is_leading and may_answer):
             return Welcome(
@@ -229,14 +230,15 @@ class ShardGroup:
         return None if link is None or self._members.table.is_evicted(name) else (name, link)
 
     def adopt(self, hello: Hello, link: Link) -> None:
-        """A worker has connected."""
+        """Serve a worker that has connected."""
         worker = self._me.rank_of(hello.task)
         assert worker is not None, "checked when it was admitted"
         name = link_name(hello.incarnation, next(self._link_count))
-        # Attached before the former link is closed: the end of that one then counts as no loss of the worker.
+        # Attached before the previous link is closed, so that the end of that link does not count as a loss of the
+        # worker.
         former_name, former = self._members.attach(worker, name, link) or ("", None)
         self.wake()
-        # An evicted process is refused when it sends something; its link stays open for that.
+        # An evicted process is refused when it sends something, so its link stays open.
         if former is not None and not self._members.table.is_evicted(former_name):
             former.close()
         self._threads.start(hello.task, self._serve, worker, name, link)
@@ -269,7 +271,7 @@ class ShardGroup:
                 self._store.wake()
 
     def _forget_workers(self) -> Sequence[Link]:
-        """This server no longer leads: the links to close."""
+        """Forget the workers, because this server no longer leads. Returns the links to close."""
         with self._members.changed:
             self._members.table.forget_former_leader()
         return self._open_links()
@@ -279,13 +281,13 @@ class ShardGroup:
             return [link for _, link in self._members.table.links.values() if link is not None]
 
     def _wait_for_lease(self, condition: Callable[[], bool] = lambda: True) -> None:
-        """Wait until this server may answer, if there is a replica, which may lead by now.
+        """Wait until this server may answer, if there is a replica, which may already lead.
 
         Args:
-            condition: what else must hold then.
+            condition: Returns whether a further condition holds.
 
         Raises:
-            LinkClosedError: this server no longer leads, so that the worker looks for the one that does.
+            LinkClosedError: this server no longer leads, so the worker must look for the one that does.
             PeerLostError: the chief is lost or hangs, and did not return.
         """
         leadership, lease = self.leadership, self.lease
@@ -294,7 +296,7 @@ class ShardGroup:
         config, started_at = self._me.config, time.monotonic()
         limit_s = max(self._return_s, config.timeout_s)
         with self._changed:
-            # A chief that has left promotes no other server any more, so this one may answer without a lease.
+            # A chief that has left no longer promotes another server, so this one may answer without a lease.
             while leadership.is_leading and not (lease.is_valid and condition()) and not self._members.has_chief_left:
                 is_away = CHIEF_WORKER not in self._members.table.links
                 if time.monotonic() - started_at > (self._return_s if is_away else limit_s):

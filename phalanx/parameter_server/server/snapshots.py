@@ -27,8 +27,8 @@ class Snapshots:
     leads to a file that only the launcher keeps open, and that disappears with the job.
 
     Args:
-        paths: paths of the two files; they need not exist.
-        claim: the right to write them; None if no other process can have their paths.
+        paths: Paths of the two files; they need not exist.
+        claim: The right to write them; None if no other process can have their paths.
     """
 
     def __init__(self, paths: tuple[Path, Path], claim: WriteClaim | None = None):

@@ -1,8 +1,8 @@
-"""Who makes which step: what the first server, the *head*, decides for all workers.
+"""The schedule of steps, which the first server, the *head*, decides for all workers.
 
 A worker requests a ticket for each step: the right, and the duty, to train on one batch of the epoch. Tickets are
-handed out in order, to the worker that requests one first, so a fast worker makes more steps than a slow one, and the
-ticket of a lost worker goes to another. In synchronous training all connected workers make each step together, and hold
+issued in order, to the first worker that requests one, so a fast worker takes more steps than a slow one, and the
+ticket of a lost worker goes to another. In synchronous training all connected workers take each step together, and hold
 tickets for parts of one batch.
 
 The chief opens and ends the epochs; the other workers wait for it.
@@ -33,16 +33,16 @@ _UNDECLARED = messages.UpdateRules(
 
 
 class StepSchedule:
-    """Waits and locks around a `FitSchedule`. Used by one thread for each worker; each call says for which.
+    """Adds waiting and locking to a `FitSchedule`. Each worker's thread uses it; every call names its worker.
 
     Args:
-        members: the workers; its lock `changed` protects the schedule too.
+        members: The workers; its lock `changed` protects the schedule too.
 
     Attributes:
-        fit: the `fit` that was declared last; number -1 before the first.
-        global_step: number of updates that the job has made.
-        last_progress: when a step was last completed, or the epoch opened, by `clock`.
-        counted: which steps are in `global_step`.
+        fit: The latest declared `fit`; its number is -1 before the first.
+        global_step: Number of updates that the job has made.
+        last_progress: Time when a step was last completed, or the epoch opened, by `clock`.
+        counted: Steps that are included in `global_step`.
     """
 
     def __init__(self, members: WorkerMembership):
@@ -52,20 +52,20 @@ class StepSchedule:
         self.fit = FitSchedule(-1, 0, _UNDECLARED, ())
         self.global_step = 0
         self.counted = CountedSteps()
-        self._declared_by = ""  # the incarnation of the chief that has declared the `fit`; "" after a change of leader
+        self._declared_by = ""  # incarnation of the chief that declared the `fit`; "" after a change of leader
         self.last_progress = 0.0
         members.add_observer(self)
 
     # The life of a `fit`.
 
     def begin_fit(self, rules: messages.UpdateRules, fit: int, step: int = 0, era: int | None = None) -> None:
-        """The chief declares a `fit`, or the same one again after a restart.
+        """Begin a `fit` that the chief declares, or the same one again after a restart.
 
         Args:
-            rules: how updates are made.
-            fit: number of the `fit` call.
-            step: the global step of the chief's values.
-            era: era of the `fit`; None: the next one.
+            rules: Rules by which gradients become updates.
+            fit: Number of the `fit` call.
+            step: The global step of the chief's values.
+            era: Era of the `fit`; None: the next one.
         """
         with self.changed:
             chief = self.members.table.process(CHIEF_WORKER)
@@ -85,12 +85,12 @@ class StepSchedule:
             self.global_step = state.step
             for serial, *_ in state.completed:
                 self.fit.skip_serial(serial)
-            self.members.table.seen.update(range(len(self.members.names)))  # all were there at its start
+            self.members.table.seen.update(range(len(self.members.names)))  # all were connected at its start
             if state.ended:
                 self.end_fit(state.declared.fit)
 
     def end_fit(self, fit: int) -> None:
-        """The chief ends this `fit`."""
+        """End this `fit`, as the chief requests."""
         with self.changed:
             if fit == self.fit.number:
                 self.fit.end()
@@ -109,7 +109,7 @@ class StepSchedule:
     # Epochs.
 
     def open_epoch(self, fit: int, number: int, steps: int | None, order: Array | None) -> None:
-        """The chief opens an epoch. In synchronous training, wait for all workers before the first one."""
+        """Open an epoch, as the chief requests. In synchronous training, wait for all workers before the first one."""
         with self.changed:
             assert self.fit.number >= 0, "the chief declares a `fit` before it opens an epoch"
             if self.fit.epoch is not None and self.fit.is_open(fit, number):
@@ -126,7 +126,8 @@ class StepSchedule:
             self.changed.notify_all()
 
     def wait_for_order(self, fit: int, number: int, era: int, timeout_s: float) -> Array | EpochOver | FitOver:
-        """The sample order of the pass that began with this epoch; waits until the chief has sent it, or will not."""
+        """The sample order of the pass that began with this epoch; waits until the chief has sent it, or will not send
+        it."""
         with self.changed:
             requested_at = self.clock()
             while True:
@@ -145,7 +146,7 @@ class StepSchedule:
         )
 
     def end_epoch(self, fit: int, number: int) -> int:
-        """Hand out no more steps of this epoch; returns how many it has. Repeating the call changes nothing."""
+        """Issue no more tickets for this epoch. Returns its number of steps. Repeating the call changes nothing."""
         with self.changed:
             if self.fit.epoch is not None and self.fit.is_open(fit, number):
                 self.fit.epoch.close()
@@ -157,23 +158,23 @@ class StepSchedule:
     def next_ticket(
         self, worker: Worker, link: str, fit: int, number: int, era: int, timeout_s: float
     ) -> Ticket | EpochOver | FitOver:
-        """The worker's next ticket in this epoch; waits until there is one or there will be none.
+        """The worker's next ticket in this epoch; waits until there is one or no more will follow.
 
         Args:
-            worker: the worker that requests it.
-            link: name of the worker's link; a replaced link receives no ticket.
-            fit: number of the `fit` call.
-            number: number of the epoch.
-            era: era of the `fit`, as the worker knows it.
-            timeout_s: seconds until a worker that keeps this one from making a step is evicted.
+            worker: The worker that requests it.
+            link: Name of the worker's link; a replaced link receives no ticket.
+            fit: Number of the `fit` call.
+            number: Number of the epoch.
+            era: Era of the `fit`, as the worker knows it.
+            timeout_s: Seconds after which a worker that blocks this one is evicted.
 
         Raises:
-            EvictedError: the worker was evicted, or has another link by now.
+            EvictedError: the worker was evicted, or already has another link.
             PeerLostError: the chief was lost.
             CollectiveTimeoutError: the chief does not open the epoch.
         """
         with self.changed:
-            # `requested_at` moves while steps are being made, so that the chief is not late; `since` stays, for those
+            # `requested_at` moves while steps are taken, so that the chief is not late; `since` stays, for the workers
             # that hold the last tickets of the epoch.
             requested_at = since = self.clock()
             blocked_since: float | None = None
@@ -200,7 +201,7 @@ class StepSchedule:
                 self._wait_for_epoch(number, heard_at, timeout_s)
 
     def _evict_late(self, since: float, slowest: Worker | None, blocked_since: float | None, timeout_s: float) -> bool:
-        """Evict the workers that have kept another one from making a step for too long; whether there were any."""
+        """Evict the workers that have blocked another one for too long. Returns whether there were any."""
         epoch, now = self.fit.epoch, self.clock()
         late: set[Worker] = set()
         if epoch is not None and epoch.is_exhausted and now - max(since, self.last_progress) > timeout_s:
@@ -212,7 +213,7 @@ class StepSchedule:
         return bool(late)
 
     def try_next_ticket(self, worker: Worker, link: str, fit: int, number: int, era: int) -> Ticket | None:
-        """A ticket, if there is one at hand."""
+        """A ticket, if one is available now."""
         with self.changed:
             if not self.fit.is_open(fit, number) or era != self.fit.era:
                 return None
@@ -222,7 +223,7 @@ class StepSchedule:
             return ticket if isinstance(ticket, Ticket) else None
 
     def complete_step(self, ticket: Ticket, *, is_applied: bool = True) -> None:
-        """The step of this ticket is over: applied, or refused because it was not finite."""
+        """Complete the step of this ticket: it was applied, or refused because it was not finite."""
         with self.changed:
             self.global_step += is_applied and not self.counted.includes(ticket)
             if is_applied and not self.fit.rules.synchronous:
@@ -232,7 +233,7 @@ class StepSchedule:
             self.changed.notify_all()
 
     def confirm_step(self, ticket: Ticket) -> None:
-        """The step of this ticket was applied and counted before; it is over."""
+        """End the step of this ticket, which was applied and counted before."""
         with self.changed:
             self.fit.tickets.settle(ticket.serial)
             self.changed.notify_all()
@@ -244,7 +245,7 @@ class StepSchedule:
             self.changed.notify_all()
 
     def hold_steps(self, timeout_s: float) -> None:
-        """For the chief: hand out no more steps, and wait until those of all other workers are applied."""
+        """For the chief: issue no more tickets, and wait until the steps of all other workers are applied."""
         with self.changed:
             self.fit.is_on_hold = True
             until = self.clock() + timeout_s

@@ -1,4 +1,4 @@
-"""The shards that one server keeps, and the updates that workers push to them."""
+"""The shards of one server, and the updates that workers push to them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 
 class FitFacts(NamedTuple):
-    """The state that a worker needs to join a `fit`; see `FitJoined`."""
+    """State that a worker needs to join a `fit`; see `FitJoined`."""
 
     first_epoch: int
     tables: tuple[int, ...]
@@ -40,14 +40,14 @@ class FitFacts(NamedTuple):
 
 
 class PushResult(NamedTuple):
-    """The response to gradients.
+    """Response to gradients.
 
     Attributes:
-        version: version of the values.
-        values: values of the shard groups.
-        rows: the requested rows of tables.
-        extras: the merged extras; in synchronous training only.
-        note: for the worker's log; or empty.
+        version: Version of the values.
+        values: Values of the shard groups.
+        rows: The requested rows of tables.
+        extras: The merged extras; only in synchronous training.
+        note: Text for the worker's log, or empty.
     """
 
     version: int
@@ -59,7 +59,7 @@ class PushResult(NamedTuple):
 
 @dataclass
 class _FormerFit:
-    """The last values of the `fit` before, for workers that have not joined the next one yet."""
+    """Last values of the previous `fit`, for workers that have not joined the next one yet."""
 
     number: int = -1
     values: list[Array] = field(default_factory=list)
@@ -68,20 +68,20 @@ class _FormerFit:
 
 
 class VariableStore:
-    """Used by one thread for each worker.
+    """The shards of one server. Each worker's thread uses it.
 
-    The lock `changed` protects all attributes, and is held while the backend applies an update: updates follow each
-    other. It is acquired before the schedule's lock, never after it.
+    The lock `changed` protects all attributes. It is held while the backend applies an update, so updates are applied
+    one after the other. It is acquired before the schedule's lock, never after it.
 
     Args:
-        index: number of the server.
-        schedule: the schedule of this server; on the head, it learns of applied steps.
-        is_head: whether this is the head.
-        is_leading: whether this server leads the group, as far as it knows.
+        index: Number of the server.
+        schedule: The schedule of this server; on the head, it is notified of applied steps.
+        is_head: Whether this is the head.
+        is_leading: Returns whether this server leads the group, as far as it knows.
 
     Attributes:
-        replica: the replica of the shards on another server.
-        version: grows with every update.
+        replica: Replica of the shards on another server.
+        version: Version of the values; grows with every update.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class VariableStore:
 
     @property
     def fit(self) -> int:
-        """Number of the `fit` that was declared last; -1 before the first."""
+        """Number of the latest declared `fit`; -1 before the first."""
         return -1 if self._shards is None else self._shards.declared.fit
 
     def declare(self, message: messages.DeclareModel, buffers: Sequence[memoryview]) -> None:
-        """The chief's model, with the values of the shards and of the optimizer's variables."""
+        """Store the chief's model, with the values of the shards and of the optimizer's variables."""
         with self.changed:
             if (message.fit, message.era) == (self.fit, self._schedule.fit.era):
                 return  # a repeated request, after the chief's link was lost
@@ -125,7 +125,7 @@ class VariableStore:
             self.changed.notify_all()
 
     def assign(self, message: messages.AssignVariables, buffers: Sequence[memoryview]) -> None:
-        """New values of some variables, between two epochs; the optimizer keeps its state."""
+        """Set new values of some variables, between two epochs; the optimizer keeps its state."""
         with self.changed:
             if self._shards is None or message.fit != self.fit:
                 return
@@ -171,7 +171,7 @@ class VariableStore:
     # State for snapshots and replicas.
 
     def state(self) -> State | None:
-        """All that another process needs to continue instead of this one; None before the first `fit`."""
+        """State that another process needs to take over from this one; None before the first `fit`."""
         with self.changed:
             if self._shards is None:
                 return None
@@ -192,23 +192,24 @@ class VariableStore:
             return state, arrays
 
     def restore(self, state: GroupState, buffers: Sequence[memoryview]) -> None:
-        """Continue with what `state` returned in another process."""
+        """Continue from the `state` of another process."""
         with self.changed:
             count = sum(shard.server == self._index for shard in state.declared.model.shards) + len(state.slots)
             self._shards = DeclaredShards(self._index, state.declared, state.slots, buffers[:count])
             self._barrier.abandon()
-            # With the values, the answers to pushes that are in them: a worker that repeats one must not count twice.
+            # With the values, restore the responses to pushes they contain: a push that a worker repeats must not count
+            # twice.
             self.history = MergeHistory.restored(state.completed, arrays_of(buffers[count:], state.dtypes[count:]))
             self.version, self._refused = state.version, state.refused
             self._schedule.resume_fit(state)
             self.changed.notify_all()
 
     def follow(self, record: messages.AppliedUpdate, buffers: Sequence[memoryview]) -> None:
-        """On the replica: apply what the leader has applied."""
+        """On the replica, apply what the leader has applied."""
         with self.changed:
             assert self._shards is not None, "the leader sends its state first"
-            # Gradients, not results: the same optimizer makes the same update here, and with Adam's moments the results
-            # would be three times as many bytes.
+            # Gradients, not results: the same optimizer makes the same update here, and results would be three times as
+            # many bytes with Adam's moments.
             arrays = arrays_of(buffers, record.dtypes)
             if record.gradients:
                 gradients = self._shards.shape_gradients(iter(arrays[: record.gradients]))
@@ -220,7 +221,7 @@ class VariableStore:
                 self._schedule.fit.skip_serial(record.serial)
 
     def skip_versions(self, version: int, updates: int) -> None:
-        """A worker has seen this version, which is lost: later ones must not be taken for it.
+        """Skip a lost version that a worker has seen, so that later ones are not mistaken for it.
 
         The optimizer counts the `updates` that were lost.
         """
@@ -232,24 +233,24 @@ class VariableStore:
     # Values.
 
     def pull(self, fit: int, version: int, after: int, copy: CopyArrays = copy_arrays) -> tuple[int, list[Array]]:
-        """The version and the values of this `fit`; no values if they are of this version already.
+        """The version and the values of this `fit`; no values if the worker already has this version.
 
         Args:
-            fit: number of the `fit` call.
-            version: version of the values that the worker has.
-            after: serial of the step to wait for (see `PullValues`).
-            copy: copies values that the next update would change.
+            fit: Number of the `fit` call.
+            version: Version of the values that the worker has.
+            after: Serial of the step to wait for (see `PullValues`).
+            copy: Copies values that the next update would change.
         """
         with self.changed:
             self._wait_for_step(after)
-            if fit < self.fit:  # the worker is late to end the former one
+            if fit < self.fit:  # the worker is late to finish the previous one
                 return version, self._former.values if fit == self._former.number else []
             if self._shards is None or version == self.version:
                 return self.version, []
             return self.version, self._shards.values(copy)
 
     def _wait_for_step(self, serial: int) -> None:
-        """Wait for a step, if there is one; not if all workers that could send a part of it are lost."""
+        """Wait for a step, if there is one, unless all workers that could send a part of it are lost."""
         if serial < 0:
             return
         timeout_s = 0.0 if self._shards is None else self._shards.declared.rules.timeout_s
@@ -261,7 +262,7 @@ class VariableStore:
             self.changed.wait(POLL_S)
 
     def pull_rows(self, fit: int, numbers: Sequence[Array]) -> list[Array]:
-        """Rows of the tables of this `fit`, by their numbers."""
+        """The given rows of the tables of this `fit`."""
         with self.changed:
             return gather_rows(self._tables_of(fit), numbers)
 
@@ -276,14 +277,15 @@ class VariableStore:
         return [] if self._shards is None else self._shards.tables
 
     def pull_optimizer(self, *, tables: bool) -> tuple[Slots, list[Array]]:
-        """The names and values of the optimizer's variables; without `tables`, only of those that belong to none."""
+        """The names and values of the optimizer's variables; without `tables`, only of those that belong to no
+        table."""
         with self.changed:
             return ((), []) if self._shards is None else self._shards.optimizer_values(tables=tables)
 
     # Updates.
 
     def set_learning_rate(self, rate: float) -> None:
-        """The learning rate from now on."""
+        """Set the learning rate."""
         with self.changed:
             if self._shards is not None:
                 self._shards.set_learning_rate(rate)
@@ -293,20 +295,20 @@ class VariableStore:
         """Apply gradients, alone or merged with those of the other members of the step.
 
         Args:
-            message: the request.
-            buffers: its arrays.
-            copy: copies values that the next update would change.
+            message: The request.
+            buffers: Its arrays.
+            copy: Copies values that the next update would change.
 
         Raises: LinkClosedError if this server no longer leads.
         """
         with self.changed:
-            # This thread may have waited for the lock since before another server took the lead and sent its values.
+            # While this thread waited for the lock, another server may have taken the lead and sent its values.
             if not self._is_leading():
                 raise LinkClosedError("another server leads this group of shards now.")
             shards = self._shards
             assert shards is not None, "a ticket is issued after the declaration"
             rules, ticket = shards.declared.rules, message.ticket
-            # The era, not the number: a restarted chief declares the same `fit` again, with other values.
+            # The era, not the number: a restarted chief declares the same `fit` again, with different values.
             if ticket.era != self._schedule.fit.era:
                 extras = arrays_of(buffers, message.dtypes)[len(buffers) - len(message.extras) :]
                 self._confirm(message)
@@ -323,7 +325,7 @@ class VariableStore:
             extras, note = list(flat), ""
             key = (ticket.serial, message.phase)
             known = self.history.result_for(key, ticket.member)
-            if known is not None:  # the response was lost on its way
+            if known is not None:  # the response was lost
                 extras = known.extras
                 self._confirm(message)
             elif rules.synchronous:
@@ -345,7 +347,7 @@ class VariableStore:
             self._schedule.confirm_step(message.ticket)
 
     def _apply(self, key: MergeKey, merged: MergedStep, message: PushGradients) -> str:
-        """Apply a merge, here and on the replica; returns what was wrong with it, for the log."""
+        """Apply a merge here and on the replica. Returns what was wrong with it, for the log."""
         shards = self._shards
         assert shards is not None, "a ticket is issued after the declaration"
         gradients, note = merged.gradients, ""
@@ -356,19 +358,19 @@ class VariableStore:
             logger.warning("An update of %s: %s (%d so far).", name, note, self._refused)
             gradients = []
         is_applied = message.gradients and not note
-        if self.replica.has_link:  # it works while this server does
+        if self.replica.has_link:  # the replica works while this server does
             sent = [array for gradient in gradients for array in _arrays_of(gradient)]
             arrays, step = [*sent, *merged.extras], self._schedule.global_step + is_applied
             self.replica.send(messages.AppliedUpdate(*key, merged.members, len(sent), dtypes_of(arrays), step), arrays)
         self.version += shards.apply(gradients)
         self.history.record(key, MergeResult(merged.members, merged.extras))
-        self.replica.wait()  # with the lock held: no worker is answered before both servers have the update
+        self.replica.wait()  # with the lock held: workers get a response only when both servers have the update
         if self._is_head and message.gradients:
             self._schedule.complete_step(message.ticket, is_applied=is_applied)
         return note
 
     def wake(self) -> None:
-        """A worker has connected or left: waiting threads check again."""
+        """Wake waiting threads to check again, after a worker has connected or left."""
         with self.changed:
             self.changed.notify_all()
 

@@ -36,14 +36,14 @@ class WorkerMembership:
     """Used by one thread for each worker.
 
     Args:
-        names: the workers' names, by number.
-        start_s: seconds to wait for tasks that are still starting.
-        table: the workers and their links.
-        clock: current time in seconds.
+        names: The workers' names, by number.
+        start_s: Seconds to wait for tasks that are still starting.
+        table: The workers and their links.
+        clock: Current time in seconds.
 
     Attributes:
-        changed: the schedule's lock; notified at every change.
-        chief_heard_at: when the chief last reported that it is still working, by `clock`.
+        changed: The schedule's lock; notified at every change.
+        chief_heard_at: When the chief last reported that it is still working, by `clock`.
     """
 
     def __init__(self, names: tuple[str, ...], start_s: float, table: WorkerTable, clock: Callable[[], float]):
@@ -130,8 +130,8 @@ class WorkerMembership:
         """Wait for a change, with the lock held.
 
         Args:
-            until: deadline, by `clock`.
-            reason: says what is still missing at the deadline, if the chief is connected.
+            until: Deadline, by `clock`.
+            reason: Says what is still missing at the deadline, if the chief is connected.
 
         Raises:
             PeerLostError: the chief has left or was lost.

@@ -15,17 +15,17 @@ class WorkerTable:
     """The lock of its `WorkerMembership` protects it.
 
     Args:
-        names: the workers' names, by number.
-        relink_s: seconds for which a worker whose connection broke is expected to reconnect.
-        chief_relink_s: the same for the chief.
-        clock: current time in seconds.
+        names: The workers' names, by number.
+        relink_s: Seconds for which a worker whose connection broke is expected to reconnect.
+        chief_relink_s: The same for the chief.
+        clock: Current time in seconds.
 
     Attributes:
-        links: name (`link_name`) and link of each worker that has one, those of evicted processes included.
-        connected: the workers that count: they have a link and are not evicted.
-        seen: workers that have been connected at some time.
-        left: workers that have said goodbye.
-        chief_failure: the error that the chief ended with; empty without one.
+        links: Name (`link_name`) and link of each worker that has one, those of evicted processes included.
+        connected: The workers that count: they have a link and are not evicted.
+        seen: Workers that have been connected at some time.
+        left: Workers that have said goodbye.
+        chief_failure: The error that the chief ended with; empty without one.
     """
 
     def __init__(self, names: tuple[str, ...], *, relink_s: float, chief_relink_s: float, clock: Callable[[], float]):

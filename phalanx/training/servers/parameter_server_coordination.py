@@ -1,8 +1,8 @@
-"""How workers among parameter servers coordinate a `fit`: by the schedule of the first server, the *head*.
+"""Coordinates a `fit` of workers with parameter servers, by the schedule of the first server, the *head*.
 
-An epoch is one pass over the data by all workers together: each batch is trained on once, by the worker that takes its
-ticket first. The chief opens the epochs, and its history, logs and checkpoints are the job's. A chief that is restarted
-may go back to an earlier epoch; the others follow it.
+An epoch is one pass over the data by all workers: each batch is trained on once, by the worker that takes its ticket
+first. The chief opens the epochs, and its history, logs and checkpoints are the job's. A restarted chief may go back to
+an earlier epoch; the others follow it.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 
 HEARTBEAT_S = 1.0
-"""Between two messages of a chief that validates."""
+"""Interval between two messages of a chief that validates."""
 
 
 class ValidationHeartbeat(ChiefCallback):
-    """While the chief validates, the others wait for the next epoch, however long it takes, as long as it proceeds."""
+    """Tells the waiting workers that the chief's validation is progressing. They wait however long it takes."""
 
     def __init__(self, client: ParameterServerClient) -> None:
         super().__init__()
@@ -68,16 +68,16 @@ class ValidationHeartbeat(ChiefCallback):
 
 
 class FitRejoin:
-    """The state that a server which is restarted in the middle of a `fit` must be sent again.
+    """State that a server restarted during a `fit` must receive again.
 
     Attributes:
-        epoch: that runs.
-        is_opened: whether it has been opened on this worker.
-        steps: batches in it, if that is known.
-        order: on the chief, the epoch in which the running pass began, and the order of its samples.
-        report: what this worker reported of the last epoch, until the chief is known to have it.
-        validation: on the chief, the results of the last validation.
-        is_stop_requested: whether this worker has asked the chief to stop.
+        epoch: Running epoch.
+        is_opened: Whether it has been opened on this worker.
+        steps: Number of batches in it; None if unknown.
+        order: Epoch in which the running pass began, and the order of its samples; chief only.
+        report: Report of this worker on the last epoch, until the chief is known to have it.
+        validation: Results of the last validation; chief only.
+        is_stop_requested: Whether this worker has asked the chief to stop.
     """
 
     def __init__(self, fit: int, worker: ParameterServerWorker, remote_model: RemoteModel) -> None:
@@ -93,7 +93,7 @@ class FitRejoin:
         self._remote_model = remote_model
 
     def messages(self, server: int) -> list[tuple[Any, Sequence[Array]]]:
-        """Where this worker is, and what the head would have received since."""
+        """This worker's position in the schedule, and what the head would have received since."""
         steps = -1 if self.steps is None else self.steps
         pass_began, order = self.order
         has_order = self._worker.is_chief and server == HEAD and order is not None
@@ -119,11 +119,11 @@ class ParameterServerCoordination:
     """Coordinates one `fit` on one worker; see `Coordination`.
 
     Args:
-        fit: number of this call of `fit`.
-        evaluate: Keras's own method, or one of the program's own.
+        fit: Number of this `fit` call.
+        evaluate: Keras's `evaluate` method, or a custom one.
 
     Attributes:
-        rejoin: what a restarted server must be sent again.
+        rejoin: State that a restarted server must receive again.
     """
 
     steps_per_group = 1
@@ -149,9 +149,9 @@ class ParameterServerCoordination:
         self._first_epoch: int | None = None  # None: the chief is in a later `fit`
         self._answer: EpochOver | FitOver | None = None  # why the running epoch has no more steps
         self._epoch = _EpochCount()
-        # Whether no further epoch begins: the chief has decided so, or this `fit` is over elsewhere.
+        # Whether no further epoch begins: the chief has decided so, or this `fit` has ended elsewhere.
         self._stops = False
-        self._is_layer_state_sent = False  # whether the head has what the chief's layers keep
+        self._is_layer_state_sent = False  # whether the head has the state of the chief's layers
 
     def begin(self) -> None:
         """See `Coordination.begin`."""
@@ -166,12 +166,12 @@ class ParameterServerCoordination:
             return
         self._first_epoch = state.epoch = self.rejoin.epoch = epoch
         self._share_state()
-        # Last: from here on a server that comes back is told where this worker is in the schedule. Until now
-        # `RemoteVariables.begin` has had it told of the variables alone.
+        # Last: from here on, a restarted server receives this worker's position in the schedule. Before that, it
+        # receives only the variables (`RemoteVariables.begin`).
         self._worker.client.reconnection.rejoin_requests = self.rejoin.messages
 
     def _share_state(self) -> None:
-        """Compare the data with the chief's, and take from it what servers do not train."""
+        """Compare the data with the chief's, and receive the state that servers do not train."""
         worker, model = self._worker, self._remote_model.model
         layer_state = self._remote_model.engine.layer_state()
         if worker.is_chief:
@@ -188,8 +188,8 @@ class ParameterServerCoordination:
         state, epochs = self._state, self._state.arguments.epochs
         if self._stops or self._first_epoch is None:
             return True
-        # The chief runs its epochs without asking. The others ask before each epoch but their first, because the chief
-        # may end the `fit`, or go back, where they expect the next one.
+        # The chief runs its epochs without asking. The others ask before every epoch except their first, because the
+        # chief may end the `fit`, or go back, where they expect the next one.
         while state.epoch >= epochs or (state.epoch > self._first_epoch and not self._worker.is_chief):
             answer = self._await_chief()
             if not self._follow_back(answer):
@@ -197,19 +197,19 @@ class ParameterServerCoordination:
         return False
 
     def _await_chief(self) -> Ticket | EpochOver | FitOver:
-        """What the chief does next. It ends a `fit` when its callbacks are done with the weights, perhaps before the
-        last epoch; or it begins an epoch, perhaps one that it had begun before it was restarted."""
+        """The chief's next action. It ends a `fit` when its callbacks have finished with the weights, perhaps before
+        the last epoch; or it begins an epoch, perhaps one that it had begun before it was restarted."""
         if self._worker.is_chief:
             return FitOver()
         merge = self._remote_model.merge
         answer = merge.next_ticket(self._fit, self._state.epoch)
         if isinstance(answer, Ticket):
-            # The first step of the epoch begins with it: a ticket that was issued must be used or returned.
+            # The first step of the epoch begins with it: an issued ticket must be used or returned.
             merge.tickets.put_back(answer)
         return answer
 
     def _follow_back(self, answer: Ticket | EpochOver | FitOver | None) -> bool:
-        """Go back to the epoch with which a restarted chief continues, if that is the answer."""
+        """Go back to the epoch with which a restarted chief continues, if the answer says so."""
         if not isinstance(answer, EpochOver) or answer.back_to < 0:
             return False
         logger.warning("The chief was restarted; continuing with epoch %d.", answer.back_to + 1)
@@ -226,7 +226,7 @@ class ParameterServerCoordination:
         if not self._worker.is_chief:
             remote_model.pull()
             count_steps(remote_model, self._worker)
-        elif epoch == self._first_epoch:  # else it has pulled when the last one ended
+        elif epoch == self._first_epoch:  # otherwise it pulled when the last one ended
             remote_model.pull()
             remote_model.variables.record_values(tables=False)
         timeline.current.leave()
@@ -236,14 +236,14 @@ class ParameterServerCoordination:
     def epoch_batches(self) -> Iterator[None]:
         """See `Coordination.epoch_batches`."""
         source, remote_model = self._source, self._remote_model
-        # Before the epoch opens: the others pull when they get their first ticket, which they get after `OpenEpoch`.
+        # Before the epoch opens: the others pull when they receive their first ticket, which follows `OpenEpoch`.
         remote_model.send_changes()
         self.rejoin.epoch, self.rejoin.is_opened = self._state.epoch, True
         self._metrics_start = remote_model.engine.metric_rules.values()
         self._epoch, self._answer = _EpochCount(source.sharded.num_batches or 0), None
         try:
             self.rejoin.steps = source.start_epoch(self._state.epoch)
-        # There is no such epoch any more. The body runs without a batch, because `next_batch` finds the answer at once.
+        # The epoch no longer exists. The body runs without a batch, because `next_batch` finds the answer immediately.
         except OrderUnavailableError as reason:
             self._answer = reason.answer
             yield
@@ -255,7 +255,7 @@ class ParameterServerCoordination:
         try:
             yield
         finally:
-            # Even after an exception: the answer to an update in flight must be received before the next request.
+            # Even after an exception: the response to an update in flight must be received before the next request.
             try:
                 remote_model.merge.flush()
             finally:
@@ -264,10 +264,11 @@ class ParameterServerCoordination:
             source.end_epoch(self._epoch.length or self._epoch.steps)
 
     def _open_epoch(self) -> None:
-        """As the chief: let the servers give out tickets."""
+        """As the chief, allow the servers to issue tickets."""
         worker, epoch = self._worker, self._state.epoch
         if self._remote_model.model.stop_training:
-            # By `on_epoch_begin`. Keras takes a step before it looks; of two, another worker may begin the second.
+            # Set by `on_epoch_begin`. Keras takes one step before it checks; of two steps, another worker may begin the
+            # second.
             self.rejoin.steps = 1
         steps = self.rejoin.steps
         layer_state = self._remote_model.engine.layer_state()
@@ -276,8 +277,8 @@ class ParameterServerCoordination:
             self.rejoin.order = (epoch, order)
         if not self._is_layer_state_sent:
             chief_state_sync.send_layer_state(worker, self._fit, layer_state)
-        # Before the epoch opens, so that a worker that comes back in it finds the state that it began with.
-        self._is_layer_state_sent = not layer_state  # it changes in the steps to come
+        # Before the epoch opens, so that a worker that rejoins in it finds the state that the epoch began with.
+        self._is_layer_state_sent = not layer_state  # it changes in the following steps
         self._batches.passes.open()
         opening = OpenEpoch(self._fit, epoch, -1 if steps is None else steps)
         worker.client.request(HEAD, opening, [] if order is None else [order])
@@ -289,13 +290,13 @@ class ParameterServerCoordination:
             ticket = self._batches.next(self._state.epoch)
             if not isinstance(ticket, Ticket):
                 if isinstance(ticket, EpochOver) and ticket.steps:
-                    # Where the length was unknown: the head has seen the end of the data.
+                    # The length was unknown; the head has seen the end of the data.
                     self._epoch.length = ticket.steps
                 self._answer = ticket
                 break
             if self._epoch.steps == 0 and not self._worker.is_chief:
                 self._pull_chief_changes()
-            self.rejoin.report = None  # the chief has it, since it has opened this epoch
+            self.rejoin.report = None  # the chief has opened this epoch, so it has the report
             batch = self._batches.batch(ticket)
             timeline.current.leave()
             if batch is not None:
@@ -303,7 +304,7 @@ class ParameterServerCoordination:
         return None
 
     def _pull_chief_changes(self) -> None:
-        """The chief has opened the epoch, and sent what its callbacks have changed."""
+        """Pull what the chief's callbacks have changed; the chief has sent it and opened the epoch."""
         engine, values = self._remote_model.engine, self._remote_model.merge.pull()
         engine.end()
         self._remote_model.variables.assign(values)
@@ -337,12 +338,13 @@ class ParameterServerCoordination:
         return False
 
     def epoch_logs(self) -> dict[str, Any] | None:
-        """See `Coordination.epoch_logs`. The chief's are those of all workers."""
+        """See `Coordination.epoch_logs`. The chief's logs cover all workers."""
         if self._follow_back(self._answer):
             return None
         remote_model, model, samples = self._remote_model, self._remote_model.model, self._epoch.samples
         remote_model.mark_stale()
-        # In synchronous training the metrics were merged with every step; else each worker has counted its own batches.
+        # In synchronous training the metrics were merged with every step; otherwise each worker counted its own
+        # batches.
         engine = remote_model.engine
         if not self._worker.rules.synchronous:
             self._report_metrics(engine.metric_rules.added(engine.metric_rules.values(), self._metrics_start))
@@ -353,14 +355,14 @@ class ParameterServerCoordination:
             count_steps(remote_model, self._worker)
         counted = engine.metric_rules.added(engine.metric_rules.values(), self._metrics_start)
         silent = step_logs.silent_metrics(model, counted)
-        # Of Keras's own steps all logs are results.
+        # With Keras's own steps, all logs are results.
         has_own = samples and model_state.logs_differ_from_metrics(model, "train_step")
         own = model_state.flat_logs(engine.logs()) if has_own else {}
         chosen = step_logs.choose_logs(own, model.get_metrics_result, silent, engine.origins)
         return model_state.plain_logs(chosen)
 
     def _report_metrics(self, values: list[Array]) -> None:
-        """Report what this worker's metrics have counted; the chief takes over the sums of all reports."""
+        """Report what this worker's metrics have counted; the chief sets its metrics to the sums of all reports."""
         worker, epoch, engine = self._worker, self._state.epoch, self._remote_model.engine
         rules = engine.metric_rules
         weights = tuple(weight.value for weight in rules.weights_over_steps)
@@ -382,7 +384,7 @@ class ParameterServerCoordination:
         engine.metric_rules.set_values(rules.with_start(merged, self._metrics_start))
 
     def evaluate(self) -> dict[str, Any] | None:
-        """See `Coordination.evaluate`. Only the chief does; the others wait for its logs."""
+        """See `Coordination.evaluate`. Only the chief evaluates; the others wait for its logs."""
         worker, merge, epoch = self._worker, self._remote_model.merge, self._state.epoch
         if not worker.is_chief:
             received = validation_logs.receive(merge, self._fit, epoch)
@@ -392,21 +394,21 @@ class ParameterServerCoordination:
         self._remote_model.pull_tables()
         logs = evaluate_by_program(self._evaluate, self._state.arguments, self._state.callbacks)
         if worker.workers > 1:
-            # Kept before it is sent: if the head is lost on the way, its successor gets it with the rejoin.
+            # Stored before it is sent: if the head is lost meanwhile, its successor gets it with the rejoin.
             self.rejoin.validation = validation_logs.message(merge, self._fit, epoch, logs)
             worker.client.request(HEAD, *self.rejoin.validation)
         return logs
 
     def merge_logs(self, logs: dict[str, Any]) -> dict[str, Any] | None:
         """See `Coordination.merge_logs`."""
-        # A worker without a step has counted nothing, of which Keras makes 0: the best of all losses.
+        # A worker without a step has counted nothing. Keras turns that into 0, the best of all losses.
         return logs if self._epoch.steps or self._worker.is_chief else None
 
     def end_epoch(self) -> None:
         """See `Coordination.end_epoch`."""
         self._state.epoch += 1
         self._stops = isinstance(self._answer, FitOver)
-        if self._worker.is_chief:  # what other workers see is only a part
+        if self._worker.is_chief:  # other workers see only a part
             others_stop = self._worker.client.ask_head(RequestStop(self._fit, stop=False))
             self._stops |= others_stop or bool(self._remote_model.model.stop_training)
 
@@ -421,7 +423,7 @@ class ParameterServerCoordination:
         exchanged = worker.is_chief and remote_model.variables.are_averages_in_weights()
         if not exchanged:
             remote_model.send_changes()
-        # After this the others leave `is_over` and pull the final weights, so the changes above must be sent before.
+        # After this, the others leave `is_over` and pull the final weights, so the changes above must be sent first.
         if worker.is_chief:
             worker.client.request(HEAD, EndFit(self._fit))
         else:
@@ -432,10 +434,10 @@ class ParameterServerCoordination:
                 text = "%s trained no batch of this fit(), and has no history: the others had taken all of them."
                 logger.warning(text, worker.client.identity.task)
             if model.optimizer.use_ema:
-                # On the chief too: where a callback has swapped the averages, its own differ by rounding.
+                # On the chief too: where a callback has swapped the averages, its own averages differ by rounding.
                 remote_model.pull_optimizer()
                 if chief_state_sync.are_chiefs_averages_in_weights(worker, self._fit, exchanged):
-                    # As in one process: a `fit` that ends early finds in the averages what `SwapEMAWeights` put there.
+                    # As in one process: a `fit` that ends early finds the values from `SwapEMAWeights` in the averages.
                     remote_model.variables.forget_averages()
             model.optimizer.finalize_variable_values(model.trainable_weights)
         if worker.workers == 1 or not callback_hooks.may_set_weights_at_train_end(state.callbacks):
@@ -449,9 +451,9 @@ class _EpochCount:
     """This worker's counts in the running epoch.
 
     Attributes:
-        length: number of steps of all workers in the epoch; 0 if unknown.
-        steps: number of steps that this worker has taken.
-        samples: number of samples in these steps.
+        length: Number of steps of all workers in the epoch; 0 if unknown.
+        steps: Number of steps that this worker has taken.
+        samples: Number of samples in these steps.
     """
 
     def __init__(self, length: int = 0) -> None:

@@ -44,7 +44,7 @@ class ParameterServerTrainer:
     """Trains one compiled Keras model with parameter servers.
 
     Args:
-        original: gives Keras's own methods.
+        original: Gives Keras's own methods.
     """
 
     def __init__(self, model: Any, worker: ParameterServerWorker, original: OriginalMethod) -> None:

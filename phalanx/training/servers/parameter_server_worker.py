@@ -36,19 +36,19 @@ class ParameterServerWorker:
     """What training needs to know of the job.
 
     Attributes:
-        client: the connections to the servers.
-        number: number of this worker; 0 is the chief.
-        workers: number of workers.
-        rules: how gradients become updates; the chief's are used.
-        partitioner: how variables are cut; None: they are not.
-        compression: the dtype in which gradients are sent; None: their own.
-        seed: equal on all tasks; determines the sample orders that are drawn here.
-        embedding_rows: whether embeddings are trained by rows: True, False or "auto"; the chief's is used.
-        global_step: number of updates of the job when this worker's last one was applied.
-        scope_registry: the objects that the program has created in the strategy's scope.
-        coordinator: the `ClusterCoordinator` of this process, if there is one.
-        in_function: whether this process runs functions that a coordinator has scheduled.
-        calls: on the chief: takes calls of a model's methods to workers that run no program of their own; None: there
+        client: The connections to the servers.
+        number: Number of this worker; 0 is the chief.
+        workers: Number of workers.
+        rules: How gradients become updates; the chief's are used.
+        partitioner: How variables are cut; None: they are not.
+        compression: The dtype in which gradients are sent; None: their own.
+        seed: Equal on all tasks; determines the sample orders that are drawn here.
+        embedding_rows: Whether embeddings are trained by rows: True, False or "auto"; the chief's is used.
+        global_step: Number of updates of the job when this worker's last one was applied.
+        scope_registry: The objects that the program has created in the strategy's scope.
+        coordinator: The `ClusterCoordinator` of this process, if there is one.
+        in_function: Whether this process runs functions that a coordinator has scheduled.
+        calls: On the chief: takes calls of a model's methods to workers that run no program of their own; None: there
             are none.
     """
 
@@ -121,9 +121,9 @@ class ParameterServerWorker:
         """On the chief: send arrays to the other workers.
 
         Args:
-            subject: what the arrays are.
-            arrays: replace those broadcast before.
-            fit: first `fit` for which they hold; -1: for the whole program.
+            subject: What the arrays are.
+            arrays: Replace those broadcast before.
+            fit: First `fit` for which they hold; -1: for the whole program.
         """
         # Kept before it is sent: if the head is lost on the way, its successor gets it with the requests to repeat.
         self._broadcasts[subject] = (Broadcast(subject, fit), arrays)

@@ -30,20 +30,20 @@ logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 
 CONSISTENCY_S = 2.0
-"""How long the servers may take to apply updates that are still in flight. A server that a lost worker's last update
-did not reach never catches up with the others."""
+"""Seconds that the servers may take to apply updates that are still in flight. A server that did not receive a lost
+worker's last update never catches up with the others."""
 
 
 class RemoteModel:
-    """The model, the engine that computes its gradients, and the values that the servers have of it.
+    """The model, the engine that computes its gradients, and its values on the servers.
 
     During `fit` the servers have the newest values. This object fetches them for callers that read the model, and sends
-    what callbacks of the chief have changed.
+    what the chief's callbacks have changed.
 
     Attributes:
-        merge: takes gradients to the servers, and new values back.
-        embeddings: of which only the rows that a batch uses travel, if there are any.
-        is_training: whether a `fit` runs.
+        merge: Sends gradients to the servers and returns new values.
+        embeddings: Embeddings whose rows are sent only when a batch uses them, if there are any.
+        is_training: Whether a `fit` is running.
     """
 
     def __init__(self, model: Any, worker: ParameterServerWorker) -> None:
@@ -58,26 +58,26 @@ class RemoteModel:
         divides_batches = worker.workers > 1 and worker.rules.synchronous
         self._probes = ProgramProbes(model, IndependentProbing(divides_batches=divides_batches))
         self._sample: Batch | None = None  # the first batch
-        # Whether the servers have newer embedding tables than the model, and newer optimizer state of these.
+        # Whether the servers have newer embedding tables than the model, and newer optimizer state for these tables.
         self._tables_stale = self._slots_stale = False
-        self._version_offsets: list[int] = []  # by how much the servers' versions differ for good, once that is known
+        self._version_offsets: list[int] = []  # lasting differences between the servers' versions, once known
 
     @property
     def engine(self) -> Engine:
-        """Of this model; there once it was prepared."""
+        """Engine of this model; available after `prepare`."""
         assert self._engine is not None, "the model is prepared before the first step"
         return self._engine
 
     @property
     def variables(self) -> RemoteVariables:
-        """The variables on the servers; there once this worker was attached to a `fit`."""
+        """The variables on the servers; available after `attach`."""
         assert self._variables is not None, "the model is declared before the first step"
         return self._variables
 
     # Before the first step.
 
     def prepare(self, source: ShardedInput) -> Engine:
-        """The engine, with all variables created for the batches of the source.
+        """Return the engine, with all variables created for the batches of the source.
 
         Raises: UnsupportedError for models that parameter servers can't train.
         """
@@ -97,13 +97,13 @@ class RemoteModel:
         return engine
 
     def attach(self, fit: int, first_epoch: int, callbacks: Any) -> int | None:
-        """Agree with the servers on the variables; returns the first epoch, which the chief knows, or None if the chief
-        is in a later `fit`.
+        """Agree with the servers on the variables. Returns the chief's first epoch, or None if the chief is in a later
+        `fit`.
 
         Args:
-            fit: number of this call of `fit` in the program.
-            first_epoch: index of the epoch with which the chief begins; ignored on other workers.
-            callbacks: the `CallbackList` of this worker.
+            fit: Number of this `fit` call in the program.
+            first_epoch: Index of the epoch with which the chief begins; ignored on other workers.
+            callbacks: The `CallbackList` of this worker.
         """
         model = self.model
         self._variables = variables = RemoteVariables(
@@ -118,7 +118,7 @@ class RemoteModel:
         return epoch
 
     def _choose(self, found: Sequence[EmbeddingTable], callbacks: Any) -> list[EmbeddingTable]:
-        """On the chief: the tables of which single rows travel."""
+        """On the chief, the tables that are sent by rows."""
         wanted = self._worker.embedding_rows
         if wanted is not False and found and callback_hooks.saves_between_batches(callbacks):
             logger.warning(
@@ -129,7 +129,7 @@ class RemoteModel:
         return select_tables(found, wanted, lambda tables: SparseEmbeddings(self.model, tables).count(sample))
 
     def _use_tables(self, found: Sequence[EmbeddingTable], numbers: Sequence[int]) -> None:
-        """Let single rows travel of the tables that the chief has chosen, by numbers of variables."""
+        """Send by rows the tables that the chief has chosen, given as numbers of variables."""
         tables = [table for table in found if table.number in numbers]
         for table in tables:
             if table.problem:
@@ -142,47 +142,48 @@ class RemoteModel:
         if not (self.embeddings.serves(tables) if self.embeddings is not None else not tables):
             self.embeddings = SparseEmbeddings(self.model, tables) if tables else None
             if self._engine is not None:
-                # Other layers look up rows now, so what was traced holds the wrong variables.
+                # Other layers look up rows now, so traced functions hold the wrong variables.
                 self._engine.retrace()
 
     # From the servers.
 
     def pull(self) -> None:
-        """Put the servers' newest weights into the model, embedding tables excepted."""
+        """Copy the servers' newest weights, except embedding tables, into the model."""
         self.variables.assign(self.merge.pull())
 
     def pull_optimizer(self, *, tables: bool = True) -> None:
-        """Put the servers' optimizer state into the model's optimizer; without `tables`, not that of these."""
+        """Copy the servers' optimizer state into the model's optimizer; without `tables`, not the state of embedding
+        tables."""
         self.variables.pull_optimizer(tables=tables)
         self._slots_stale &= not tables
 
     def pull_tables(self) -> None:
-        """Put the servers' embedding tables into the model, if they are newer than its own."""
+        """Copy the servers' embedding tables into the model, if they are newer."""
         if self.embeddings is not None and self._tables_stale:
             self.merge.flush()
             self.embeddings.assign(self.merge.rows.pull_tables())
             self._tables_stale = False
 
     def mark_stale(self) -> None:
-        """Steps were taken: the servers have newer embedding tables."""
+        """Record that steps were taken, so that the servers have newer embedding tables."""
         self._tables_stale = self._slots_stale = self.embeddings is not None
 
     def pull_after_epoch(self, *, tables: bool) -> None:
-        """On the chief: put everything that it may save into the model, and note that the servers have just that.
+        """On the chief, copy everything that it may save into the model, and record that the servers have the same.
 
         Args:
-            tables: whether anything reads the embedding tables.
+            tables: Whether anything reads the embedding tables.
         """
-        self.send_learning_rate()  # set after the last batch, it would be overwritten by what is pulled
+        self.send_learning_rate()  # pulling would overwrite a rate that was set after the last batch
         self.pull()
         self.pull_optimizer(tables=tables)
         if tables:
             self.pull_tables()
-        # The next `send_changes` compares with this: what differs then was set by a callback.
+        # The next `send_changes` compares with this: any difference was set by a callback.
         self.variables.record_values(tables=tables)
 
     def pull_final(self) -> None:
-        """At the end of `fit`: put the final weights into the model, on the chief also the optimizer's state."""
+        """At the end of `fit`, copy the final weights into the model, and on the chief also the optimizer's state."""
         self.pull()
         if self._slots_stale and self._worker.is_chief:
             self.pull_optimizer()
@@ -190,14 +191,14 @@ class RemoteModel:
         self.is_training = False
 
     def leave_steps(self) -> None:
-        """Give the model its whole tables again, and all variables their values."""
+        """Restore the model's whole tables, and the values of all variables."""
         self.engine.end()
         if self.embeddings is not None:
             self.embeddings.leave()
 
     def refresh(self) -> None:
-        """During `fit`, perhaps between two batches: put the newest weights into the model. After it the model has the
-        last ones, or others on purpose."""
+        """During `fit`, perhaps between two batches, copy the newest weights into the model. After `fit`, the model
+        already has the final weights, or others on purpose."""
         if self.is_training:
             self.leave_steps()
             self._tables_stale = self.embeddings is not None
@@ -205,16 +206,17 @@ class RemoteModel:
             self.pull_tables()
 
     def pull_consistent(self) -> None:
-        """During `fit`, for a callback of the chief that saves the model, or at a failure: put weights and optimizer
-        state of one step into it. No worker is in the middle of a step, and all servers have applied as many."""
+        """During `fit`, copy weights and optimizer state of one step into the model: for a callback of the chief that
+        saves the model, or at a failure. No worker is in the middle of a step, and all servers have applied the same
+        steps."""
         if not self.is_training:
             return
         self.leave_steps()
         self.send_learning_rate()
         with self._between_steps():
             until = time.monotonic() + CONSISTENCY_S
-            # Servers apply a step independently: at any moment some may have one more. Pull until all agree, or until
-            # they differ as they did before, which a lost update makes permanent.
+            # Servers apply a step independently: at any moment some may be one step ahead. Pull until all agree, or
+            # until they differ as before, because a lost update makes the difference permanent.
             while True:
                 self._tables_stale = True
                 self.pull()
@@ -231,7 +233,7 @@ class RemoteModel:
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
-        """While inside, no worker takes a step. Where all take each step together the chief's own pause is enough."""
+        """Prevent workers from taking steps inside the block. In lockstep, the chief's own pause is enough."""
         if self._worker.rules.is_lockstep:
             yield
             return
@@ -250,7 +252,7 @@ class RemoteModel:
         """Send the chief's learning rate and weights, which a callback may have set between two epochs."""
         self.send_learning_rate()
         if self._worker.is_chief and self.variables.send_changes():
-            self.merge.pull()  # else it would have the former values while its first step is not answered yet
+            self.merge.pull()  # otherwise it would have the previous values until its first step is answered
 
     def send_learning_rate(self) -> None:
         """Send the chief's learning rate, if a callback has set it."""
@@ -259,5 +261,5 @@ class RemoteModel:
 
 
 def count_steps(remote_model: RemoteModel, worker: ParameterServerWorker) -> None:
-    """Set the count of steps of this worker's optimizer from the job's."""
+    """Set the step count of this worker's optimizer from the job's."""
     set_step_count(remote_model.model.optimizer, worker.global_step - remote_model.merge.tickets.ahead)

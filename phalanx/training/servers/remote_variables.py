@@ -1,4 +1,4 @@
-"""The variables that servers train, as one task has them: declared by the chief, compared by the others."""
+"""The variables of one task that servers train: declared by the chief, compared by the others."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ from phalanx.transport.frames import byte_view
 Array = np.ndarray[Any, Any]
 
 SWAP_TOLERANCE = 1e-5
-"""Of an average's largest value: what exchanging it with the weights and back may change."""
+"""Change that an exchange with the weights and back may cause, relative to an average's largest value."""
 
 
 class RemoteVariables:
     """Variables of this task, and the optimizer that updates them on the servers.
 
     Args:
-        worker: this process as a worker.
-        merge: sends gradients to the servers.
-        optimizer: a built Keras optimizer.
-        variables: the built variables to train, in the same order on every task.
+        worker: This process as a worker.
+        merge: Sends gradients to the servers.
+        optimizer: A built Keras optimizer.
+        variables: The built variables to train, in the same order on every task.
 
     Attributes:
-        slots: what each of the optimizer's variables belongs to.
-        tables: numbers of the variables that are trained by rows.
+        slots: The variable that each of the optimizer's variables belongs to.
+        tables: Numbers of the variables that are trained by rows.
 
     Raises: UnsupportedError for an optimizer that cannot run on servers.
     """
@@ -71,12 +71,12 @@ class RemoteVariables:
         self._worker = worker
         self._client = worker.client
         self._merge = merge
-        # The learning rate that the servers have; None before it was declared, and for schedules, which they compute
+        # The servers' learning rate; None before it is declared, and for schedules, which the servers compute
         # themselves.
         self._rate: float | None = None
         self._fit = -1
-        # By number of the variable, a checksum of its value on the servers; empty until an epoch has begun. Copies
-        # would take as much memory as the model.
+        # Checksum of each variable's value on the servers, by number; empty until an epoch has begun. Copies would take
+        # as much memory as the model.
         self._known: dict[int, int] = {}
         self._known_optimizer = self._optimizer_settings()
         self.tables: tuple[int, ...] = ()
@@ -93,18 +93,18 @@ class RemoteVariables:
             )
         self.slots = slots_of_model(optimizer, self.variables)
         self._placed = PlacedVariables(described, shards, self._client.num_servers)
-        # Where no server sees all gradients, workers clip them.
+        # If no server sees all gradients, workers clip them.
         self._clip = None if whole or not clips_by_norm(optimizer) else partial(clipped, optimizer)
 
     def begin(self, fit: int, first_epoch: int = 0, tables: tuple[int, ...] = ()) -> int | None:
         """Agree with the servers on the variables to train.
 
         Args:
-            fit: number of the `fit` call.
-            first_epoch: on the chief, number of its first epoch.
-            tables: on the chief, numbers of the variables that are trained by rows.
+            fit: Number of the `fit` call.
+            first_epoch: Number of its first epoch; used on the chief.
+            tables: Numbers of the variables that are trained by rows; used on the chief.
 
-        Returns: the chief's first epoch; None if the chief is in a later `fit` by now.
+        Returns: the chief's first epoch; None if the chief is already in a later `fit`.
         """
         self._fit = fit
         if self._worker.is_chief:
@@ -118,7 +118,7 @@ class RemoteVariables:
             return None
         answer = attached[HEAD]
         self._merge.tickets.era, self.tables, self._merge.tickets.ahead = answer.era, answer.tables, answer.ahead
-        # It may be less than before, if the chief was restarted.
+        # It may be less than before if the chief was restarted.
         self._worker.global_step = self._merge.tickets.note_count(answer)
         groups = [each.groups for each in attached]
         self._placed = PlacedVariables(self._described, self._shards, self._client.num_servers, self.tables, groups)
@@ -132,21 +132,21 @@ class RemoteVariables:
         return answer.first_epoch
 
     def _rejoin_requests(self, server: int) -> list[tuple[Any, Sequence[Array]]]:
-        """Requests for a server that comes back, if no schedule hands out steps."""
+        """Requests for a restarted server, if no schedule hands out steps."""
         of_chief = self._worker.requests_to_repeat() if server == HEAD else []
         return [(self._merge.rejoin(server), []), *self.requests_to_repeat(), *of_chief]
 
     def assign(self, values: Sequence[Array | None]) -> None:
-        """Assign values to this task's variables; those for which there is None keep theirs."""
+        """Assign values to this task's variables; a variable whose value is None is unchanged."""
         for variable, value in zip(self.variables, values, strict=True):
             if value is not None:
                 variable.assign(value)
 
     def pull_optimizer(self, *, tables: bool = True) -> list[int]:
-        """Copy the optimizer's state from the servers into this task's optimizer, so that it can be saved.
+        """Copy the optimizer's state from the servers into this task's optimizer, for saving.
 
         Args:
-            tables: whether to copy the state of variables that are trained by rows too.
+            tables: Whether to include the state of variables that are trained by rows.
 
         Returns: the versions of the servers' values.
         """
@@ -168,23 +168,23 @@ class RemoteVariables:
         return [answer.version for answer, _ in answers if isinstance(answer, Values) and answer.slots]
 
     def requests_to_repeat(self) -> list[tuple[Any, Sequence[Array]]]:
-        """Requests since the `fit` began that a server which comes back may not have received."""
+        """Requests since the start of the `fit` that a restarted server may not have received."""
         return [] if self._rate is None else [(SetLearningRate(self._rate), [])]
 
     def record_values(self, *, tables: bool) -> None:
-        """The variables have the same values as on the servers now: `send_changes` compares with them.
+        """Record that the variables equal those on the servers; `send_changes` compares with them.
 
         Args:
-            tables: whether this holds for variables that are trained by rows too.
+            tables: Whether this includes variables that are trained by rows.
         """
         settings = self._unchanged_settings()
         self._known = self._checksums(tables)
         self._known_optimizer = {**settings, **self._optimizer_values()}
 
     def send_changes(self) -> bool:
-        """Send the variables that have changed here since `record_values`; returns whether there were any.
+        """Send the variables that have changed here since `record_values`. Returns whether there were any.
 
-        Raises: UnsupportedError if anything else of the optimizer was changed than its learning rate.
+        Raises: UnsupportedError if anything of the optimizer except its learning rate has changed.
         """
         known = self._known
         if not known:
@@ -202,14 +202,14 @@ class RemoteVariables:
         return True
 
     def are_averages_in_weights(self) -> bool:
-        """Whether a callback has exchanged the weights and their averages since `record_values`, and not back."""
+        """Whether a callback has exchanged the weights with their averages since `record_values`, and not back."""
         found = [(slot, average) for slot, average in self._averages() if average.path in self._known_optimizer]
         known = [self._known_optimizer[average.path] for _, average in found]
         weights = [_Average(to_host(self.variables[slot.variable])) for slot, _ in found]
         return weights == known != [_Average(to_host(average)) for _, average in found]
 
     def forget_averages(self) -> None:
-        """Let the averages be the weights, as they are where averages that a callback put into the weights are lost."""
+        """Set the averages to the weights. Averages that a callback put into the weights are lost."""
         for slot, average in self._averages():
             average.assign(self.variables[slot.variable])
 
@@ -219,21 +219,21 @@ class RemoteVariables:
         return [(slot, variable) for slot, variable in slots if slot.name == "average"]
 
     def _unchanged_settings(self) -> dict[str, Any]:
-        """The optimizer's settings, which must be as known: with others it may have other variables."""
+        """The optimizer's settings, which must not have changed: other settings may mean other variables."""
         settings = self._optimizer_settings()
         _refuse_changes({name: self._known_optimizer.get(name) for name in settings}, settings)
         return settings
 
     def _optimizer_settings(self) -> dict[str, Any]:
-        """The optimizer's arguments by name; of a learning rate that can be sent, only that it is one."""
+        """The optimizer's arguments by name. A learning rate that can be sent is represented by its kind only."""
         rate = getattr(self.optimizer, "_learning_rate", None)
         kind = "a number" if isinstance(rate, keras.Variable) else f"{type(rate).__name__} at {id(rate)}"
         return {**plain_settings(self.optimizer), "learning_rate": kind}
 
     def _optimizer_values(self) -> dict[str, Any]:
-        """By path: what tells whether the optimizer's variables, which only the servers change, are as they were; not
-        the learning rate."""
-        # Copies of averages take as much memory as the model, but only where there are averages (`use_ema`).
+        """Values, by path, that detect changes to the optimizer's variables, which only the servers may change.
+        Excludes the learning rate."""
+        # Averages are copied, which takes as much memory as the model, but only with `use_ema`.
         return {
             variable.path: (_Average if slot.name == "average" else checksum)(to_host(variable))
             for slot, variable in zip(self.slots, self.optimizer.variables, strict=True)
@@ -269,11 +269,11 @@ class RemoteVariables:
         )
         values = [to_host(v) for v in trained]
         state = self._optimizer_state()
-        # A checkpoint that the program has loaded may be ahead of what this worker has seen of the job, or behind it.
+        # A checkpoint that the program has loaded may be ahead of this worker's view of the job, or behind it.
         iterations = int(to_host(optimizer._iterations))
         step = self._worker.global_step = max(self._worker.global_step, iterations)
-        # Greater than that of any chief before a restart, so tickets of that time are recognized as void. It need not
-        # be exact.
+        # Greater than that of any chief before a restart, so that its tickets are recognized as void. It need not be
+        # exact.
         requests, era, ahead = [], time.time_ns(), step - iterations
         for server in range(self._client.num_servers):
             places = _slots_on(self.slots, placed, server)
@@ -293,7 +293,7 @@ class RemoteVariables:
 
 
 def _dtype_of(variable: Any) -> str:
-    # The value's dtype: without x64 mode, JAX stores in float32 what Keras calls float64.
+    # The value's dtype: without x64 mode, JAX stores Keras's float64 as float32.
     name: str = keras.backend.standardize_dtype(variable.value.dtype)
     return name
 
@@ -301,7 +301,7 @@ def _dtype_of(variable: Any) -> str:
 def _slots_on(
     slots: Sequence[OptimizerSlot], placed: PlacedVariables, server: int
 ) -> dict[tuple[int, str], tuple[OptimizerSlot, Any]]:
-    """The variables of a server's optimizer: by its name for each, the slot of the model's optimizer and the rows."""
+    """The optimizer variables of a server, by the server's name: the slot in the model's optimizer, and the rows."""
     own: dict[tuple[int, str], tuple[OptimizerSlot, Any]] = {
         (-1, slot.name): (slot, ...) for slot in slots if slot.variable < 0
     }
@@ -325,10 +325,10 @@ def _refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 class _Average:
-    """A variable's average over the steps. It equals one that differs by rounding.
+    """A variable's average over the steps. It equals another that differs only by rounding.
 
-    On TensorFlow, Keras's `SwapEMAWeights` exchanges weights and averages by adding and subtracting them, and the same
-    way back.
+    On TensorFlow, Keras's `SwapEMAWeights` exchanges weights and averages by adding and subtracting them, in both
+    directions.
     """
 
     def __init__(self, value: Array) -> None:
@@ -337,7 +337,7 @@ class _Average:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Average):
             return NotImplemented
-        # The sum that rounds is that of a weight and its average. Either may be near 0 where the other is not.
+        # The sum of a weight and its average is what rounds. Either may be near 0 where the other is not.
         largest = np.abs(self._value).max(initial=0)
         return np.allclose(self._value, other._value, rtol=SWAP_TOLERANCE, atol=SWAP_TOLERANCE * largest)
 
@@ -345,5 +345,5 @@ class _Average:
 
 
 def checksum(value: Array) -> int:
-    """Detects that a program has changed a variable."""
+    """Checksum that detects whether a program has changed a variable."""
     return zlib.crc32(byte_view(np.ascontiguousarray(value)))

@@ -24,10 +24,10 @@ class _Passes(NamedTuple):
     """What the chief says.
 
     Attributes:
-        before: the passes before this `fit`.
-        newest: the most that were opened over any dataset, to the end of the running pass: a chief that is restarted
+        before: The passes before this `fit`.
+        newest: The most that were opened over any dataset, to the end of the running pass: a chief that is restarted
             does not know over which.
-        former: the most that a former process of the chief has opened.
+        former: The most that a former process of the chief has opened.
     """
 
     before: int
@@ -43,8 +43,8 @@ class StreamPasses:
     """The passes of one `fit` on one worker.
 
     Args:
-        source: the data of the `fit`.
-        fit: number of this call of `fit`.
+        source: The data of the `fit`.
+        fit: Number of this call of `fit`.
     """
 
     def __init__(self, source: NumberedBatches, worker: ParameterServerWorker, fit: int) -> None:

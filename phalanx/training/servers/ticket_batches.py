@@ -25,7 +25,7 @@ class OrderUnavailableError(Exception):
     """The chief shuffles for no such epoch: it has gone back, or has ended the `fit`.
 
     Attributes:
-        answer: the servers' answer instead of an order.
+        answer: The servers' answer instead of an order.
     """
 
     def __init__(self, answer: EpochOver | FitOver) -> None:
@@ -55,10 +55,10 @@ class TicketBatches:
     """Takes tickets, epoch after epoch, and cuts the batches that they name.
 
     Attributes:
-        source: the data, by the number of the batch.
-        passes: see `StreamPasses`.
-        drawn_order: on the chief, the order that it has drawn for the epoch that begins, until the servers have it.
-        is_ended: whether the chief has ended the running epoch.
+        source: The data, by the number of the batch.
+        passes: See `StreamPasses`.
+        drawn_order: On the chief, the order that it has drawn for the epoch that begins, until the servers have it.
+        is_ended: Whether the chief has ended the running epoch.
     """
 
     source: NumberedBatches
@@ -81,7 +81,7 @@ class TicketBatches:
         """The chief's order of the samples in the pass that begins.
 
         Args:
-            own: the order that this process has drawn.
+            own: The order that this process has drawn.
 
         Raises: OrderUnavailableError if there is none.
         """
