@@ -1,1 +1,1 @@
-"""Everything that is saved and restored: one module for each format."""
+"""Saving and restoring, with one module for each format."""

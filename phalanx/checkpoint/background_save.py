@@ -1,4 +1,4 @@
-"""Checkpoints that a thread writes next to the one that trains."""
+"""Checkpoints written by a thread in parallel with the training thread."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from phalanx.runtime.exit_codes import sendable
 from phalanx.storage.paths import StoragePath
 
 State = Callable[[], Mapping[str, Any]]
-"""Gives what is saved besides the model; called in the background."""
+"""Returns what is saved in addition to the model; called in the background."""
 
 
 class BackgroundSave:
     """Writes one checkpoint after the other in the background.
 
     Args:
-        name: Of the thread.
+        name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None  # of the thread; only valid after it was joined
+        self._error: Exception | None = None  # the thread's error; valid only after it was joined
 
     @property
     def busy(self) -> bool:
@@ -34,17 +34,17 @@ class BackgroundSave:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, step: int, write: Callable[[], StoragePath | None]) -> None:
-        """Write the checkpoint of a step; only after `ended`.
+        """Write the checkpoint of a step; call only after `ended`.
 
         Args:
-            write: Returns the path of the checkpoint; None if another process completes it.
+            write: Writes the checkpoint and returns its path; None if another process completes it.
         """
         # Not a daemon: a program that ends right after `fit` waits for its last checkpoint.
         self._thread = threading.Thread(target=self._run, args=(step, write), name=self._name, daemon=False)
         self._thread.start()
 
     def ended(self) -> Exception | None:
-        """Wait until the checkpoint is written; returns its error, once: the next one is tried again."""
+        """Wait until the checkpoint is written. Returns its error, once: the next checkpoint is tried regardless."""
         if self._thread is not None:
             self._thread.join()  # as long as the disk or the store takes
             self._thread = None
@@ -52,7 +52,7 @@ class BackgroundSave:
         return error
 
     def wait(self) -> None:
-        """As `ended`. Raises: the error."""
+        """Wait like `ended`. Raises: the error."""
         if (error := self.ended()) is not None:
             raise error
 
@@ -61,5 +61,5 @@ class BackgroundSave:
             with timeline.current.span(timeline.CHECKPOINTS, "checkpoint", {"step": step}):
                 if (path := write()) is not None:
                     telemetry.current.checkpoint = SavedCheckpoint(step, sendable(str(path)))
-        except Exception as error:  # it belongs to the thread that trains
+        except Exception as error:  # the training thread raises it
             self._error = error

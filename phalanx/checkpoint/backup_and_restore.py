@@ -1,4 +1,4 @@
-"""Keras's `BackupAndRestore(save_freq=number)`: training continues after the very step of the backup.
+"""Keras's `BackupAndRestore(save_freq=number)`: training continues right after the step of the backup.
 
 (Keras alone continues with the first step of that epoch, and so repeats some steps.)
 """
@@ -15,19 +15,19 @@ from phalanx.keras_compat.saving.remote_files import exists, read_text
 
 
 def saves_mid_epoch(callbacks: Any) -> bool:
-    """Whether a backup is made in the middle of epochs."""
+    """Whether a backup is written in the middle of epochs."""
     return _find(callbacks) is not None
 
 
 def step_of_backup(callbacks: Any) -> int:
-    """How many steps of its epoch the backup contains that was just restored; 0 without one, or if it is of whole
+    """Number of steps of its epoch that the restored backup contains; 0 without a backup, or if it covers whole
     epochs."""
     callback = _find(callbacks)
     if callback is None:
         return 0
     if not (exists(callback._training_metadata_path) and exists(callback._weights_path)):
         return 0
-    # Keras writes the index of the last batch whose step the weights contain.
+    # Keras writes the index of the last batch whose step is included in the weights.
     return int(json.loads(read_text(callback._training_metadata_path))["batch"]) + 1
 
 

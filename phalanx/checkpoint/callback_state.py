@@ -1,4 +1,4 @@
-"""The state of callbacks, so that another process can continue a `fit`: their attributes that are plain values."""
+"""The state of callbacks, their attributes with plain values, so that another process can continue a `fit`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from phalanx.keras_compat.callback_bases import flatten_callbacks
 from phalanx.transport.decoding import decode_message
 from phalanx.transport.serialization import decode, encode, is_serializable
 
-# Set by Keras when the method begins, or by the rank (`verbose` is 0 on all but the chief).
+# Set by Keras at the start of the method, or by the rank (`verbose` is 0 on all but the chief).
 _NOT_STATE = ("params", "_params", "model", "_model", "progbar", "verbose")
 
 
 class CallbackStateTracker:
-    """Tracks what callbacks have learnt since this was created.
+    """Tracks which attributes of callbacks have changed since this was created.
 
-    What has differed once is reported from then on, even where it is again what it was.
+    An attribute that has once changed is reported from then on, even if it has its initial value again.
     """
 
     def __init__(self, callbacks: Any) -> None:
@@ -28,10 +28,10 @@ class CallbackStateTracker:
         self._changed: list[set[str]] = [set() for _ in self._initial]
 
     def changes(self, callbacks: Any) -> list[tuple[str, bytes]]:
-        """For each callback its class, and what it has learnt, encoded."""
+        """The class of each callback, and its changed attributes, encoded."""
         found = []
         for callback, content, changed in zip(flatten_callbacks(callbacks), self._initial, self._changed, strict=False):
-            # Compared as they are encoded: the values themselves may be arrays, and may have been changed in place.
+            # Compared in encoded form: the values themselves may be arrays, and may have been changed in place.
             now = decode_message(_state_of(callback))
             before = decode_message(content)
             changed |= {key for key, value in now.items() if key not in before or before[key] != value}
@@ -41,27 +41,29 @@ class CallbackStateTracker:
 
 
 def restore_states(callbacks: Any, states: Sequence[tuple[str, bytes]]) -> None:
-    """Give callbacks what `CallbackStateTracker.changes` reported of others of the same classes, in the same order."""
+    """Restore what `CallbackStateTracker.changes` reported of callbacks of the same classes, in the same order."""
     for callback, (name, content) in zip(flatten_callbacks(callbacks), states, strict=False):
-        # The program was edited between two starts, or ranks pass others: the place and the class must be the same.
+        # The program may have been edited between two starts, or ranks pass other callbacks: position and class must
+        # match.
         if type(callback).__name__ != name:
             continue
         written: set[int] = set()
         for attribute, value in decode(content).items():
             current = vars(callback).get(attribute)
-            # Two attributes may have begun as one object.
+            # Two attributes may have begun as the same object.
             if id(current) in written or not _write_into(current, value):
                 vars(callback)[attribute] = value
             else:
                 written.add(id(current))
         if hasattr(callback, "min_delta") and getattr(callback, "monitor_op", True) is None:
-            # At the end of its first epoch Keras learns which direction is better, and then turns this sign.
+            # At the end of its first epoch, Keras finds out which direction is better, and then flips this sign.
             callback.min_delta = abs(callback.min_delta)
 
 
 def _write_into(current: Any, value: Any) -> bool:
-    """Whether `current` could be given the contents of `value`. The program may hold it as well, as it may have passed
-    its own list to a callback; and a `Counter` or a `defaultdict` would come back as a dictionary."""
+    """Replace the contents of `current` by those of `value`. Returns whether that was possible. In place, because the
+    program may also hold the object, such as a list that it passed to a callback, and because a `Counter` or a
+    `defaultdict` would return as a dictionary."""
     kind = next((each for each in (list, deque, dict, set) if isinstance(current, each)), None)
     if kind is None or not isinstance(value, kind):
         return False
@@ -71,7 +73,7 @@ def _write_into(current: Any, value: Any) -> bool:
 
 
 def append_to_log_files(callbacks: Any) -> None:
-    """Before training continues: callbacks must not overwrite the files that they have written."""
+    """Make callbacks append to the files that they have written, before training continues."""
     for callback in flatten_callbacks(callbacks):
         if isinstance(callback, keras.callbacks.CSVLogger):
             callback.append = True

@@ -21,34 +21,34 @@ DEFAULT_KEEP = 3
 
 
 class Checkpoint(ChiefCallback):
-    """Saves everything that `fit` needs to resume at the same step, and resumes by itself when the program is
-    restarted: weights, optimizer, epoch, step, order and position of the data, random state of the layers, metrics,
-    `History`, and the state of other callbacks.
+    """Saves everything that `fit` needs to resume at the same step, and resumes when the program is restarted: weights,
+    optimizer, epoch, step, order and position of the data, random state of the layers, metrics, `History`, and the
+    state of other callbacks.
 
     The chief writes in a background thread: training pauses only while the state is copied. A checkpoint that becomes
     due while another one is still being written waits for it. If a checkpoint cannot be written (a full disk), Phalanx
     warns and tries the next one; older checkpoints are kept.
 
-    Where one program spans the devices of several processes, every process writes its part: the directory is one that
-    all of them see, the checkpoints are those of `phalanx.ShardedCheckpoint`, and need orbax-checkpoint. A job of
-    either kind resumes from what the other has saved, on any number of devices and processes.
+    If one program spans the devices of several processes, every process writes its part. The directory must be visible
+    to all of them. The checkpoints are those of `phalanx.ShardedCheckpoint`, and need orbax-checkpoint. A job of either
+    kind resumes from checkpoints of the other, on any number of devices and processes.
 
     Each `fit` of a program has its own checkpoints, numbered by the calls with the same directory. When the program is
-    restarted, a `fit` that was complete returns its result at once. (With more `epochs` than before, it continues.) To
-    start from the beginning, pass another directory.
+    restarted, a `fit` that was complete returns its result immediately. (With more `epochs` than before, it continues.)
+    To start from the beginning, pass another directory.
 
-    The directory contains `fit0-000000120.weights.h5`, of step 120 of the first `fit`, which `model.load_weights` reads
-    as well, and `fit0-ledger.json`: how often each sample was used in each epoch (`phalanx.data.ledger`).
+    The directory contains `fit0-000000120.weights.h5`, of step 120 of the first `fit`, which `model.load_weights` also
+    reads, and `fit0-ledger.json`: how often each sample was used in each epoch (`phalanx.data.ledger`).
 
-    While such a `fit` runs, SIGTERM (and `--preemption-signal`) to any process of the job means: save after the next
-    step, and exit with code 75. A second signal has its normal effect.
+    While such a `fit` runs, SIGTERM (or `--preemption-signal`) to any process of the job saves after the next step, and
+    exits with code 75. A second signal has its normal effect.
 
     Args:
-        directory: On the chief's host; a shared directory if the chief may move to another host, or if every process
-            writes.
-        every_steps: Save after this many steps; None: see `every_seconds`.
-        every_seconds: Save after this many seconds, or `every_steps`, whichever comes first; neither: after each epoch.
-        keep: How many of the newest checkpoints are kept.
+        directory: Directory on the chief's host; a shared directory if the chief may move to another host, or if every
+            process writes.
+        every_steps: Number of steps between two checkpoints; None: see `every_seconds`.
+        every_seconds: Seconds between two checkpoints, unless `every_steps` comes first; neither: after each epoch.
+        keep: Number of newest checkpoints to keep.
 
     Raises: ConfigurationError for invalid arguments; and in `fit`, on all ranks, if a checkpoint is of another model or
         of data of another size.
@@ -75,7 +75,7 @@ class Checkpoint(ChiefCallback):
         self.every_seconds = every_seconds
         self.keep = keep
         self.driven = False
-        """Whether the `fit` that runs saves for this callback."""
+        """Whether the running `fit` saves for this callback."""
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         if not self.driven:
@@ -87,7 +87,7 @@ class Checkpoint(ChiefCallback):
 
 
 def write_ledger(path: StoragePath, content: Mapping[str, Any]) -> None:
-    """Write the readable ledger, whole or not at all."""
+    """Write the readable ledger, completely or not at all."""
     try:
         write_file(path, json.dumps(content).encode())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The checkpoints of one kind in a directory, in the order of their steps: which stay, which are set aside or deleted.
+"""The checkpoints of one kind in a directory, by step: which are kept, set aside, or deleted.
 
 A checkpoint is a file, or a folder in a file system.
 """
@@ -16,17 +16,17 @@ from phalanx.storage.paths import StoragePath
 from phalanx.storage.remote_path import RemotePath
 
 ABANDONED = ".abandoned"
-"""Appended to the name of a checkpoint when one of an earlier step is written after it."""
+"""Suffix of a checkpoint's name, added when one of an earlier step is written after it."""
 
 
 @dataclass(frozen=True)
 class CheckpointSeries:
-    """Checkpoints whose names differ by their steps alone. What changes them is called under the `WriteClaim`.
+    """Checkpoints whose names differ only by their steps. Methods that change them are called under the `WriteClaim`.
 
     Attributes:
-        directory: Where they are.
-        basename, suffix: The beginning and the end of their names.
-        are_folders: Whether each is a folder, else a file. What else has such a name is left alone.
+        directory: Directory of the checkpoints.
+        basename, suffix: Beginning and end of their names.
+        are_folders: Whether each is a folder, else a file. Others with such a name are ignored.
     """
 
     directory: StoragePath
@@ -35,32 +35,32 @@ class CheckpointSeries:
     are_folders: bool = False
 
     def name_of(self, step: int) -> str:
-        """The name of the checkpoint of a step, whether or not it exists."""
+        """The name of a step's checkpoint, whether or not it exists."""
         return name_of_step(self.basename, self.suffix, step)
 
     def by_step(self) -> list[tuple[int, StoragePath]]:
-        """The steps and paths of all, damaged ones included, in the order of their steps."""
+        """The steps and paths of all checkpoints, including damaged ones, in the order of their steps."""
         return self._found(self.suffix)
 
     def hidden_name(self, token: int) -> str:
-        """A name for a folder that is not a checkpoint yet, or not any more; `remove_partial` deletes what has it.
+        """A name for a folder that is not a checkpoint yet, or no longer one; `remove_partial` deletes such folders.
 
         Args:
-            token: Of 32 bits at most.
+            token: Number of at most 32 bits.
         """
         return f".{self.basename}-{token:08x}"
 
     def set_aside_after(self, step: int) -> None:
-        """Rename the checkpoints of later steps: the training has gone back, and must not resume from them."""
+        """Rename the checkpoints of later steps: training has gone back, and must not resume from them."""
         for later, path in self.by_step():
             if later > step:
                 abandoned = path.with_name(path.name + ABANDONED)
-                if self.are_folders and abandoned.exists():  # no folder replaces one that is not empty
+                if self.are_folders and abandoned.exists():  # a folder cannot replace one that is not empty
                     self._delete(abandoned)
                 rename(path, abandoned)
 
     def delete_old(self, keep: int | None) -> None:
-        """Delete all but the newest few by step, and of those set aside all but as many that were written last."""
+        """Delete all but the newest checkpoints by step, and all but the same number of those set aside last."""
         if keep is None:
             return
         abandoned = [path for _, path in self._found(self.suffix + ABANDONED)]
@@ -75,11 +75,11 @@ class CheckpointSeries:
     def _is_one(self, path: StoragePath) -> bool:
         if isinstance(path, RemotePath):
             return True
-        return path.is_dir() if self.are_folders else path.is_file()  # a pipe would be waited for without end
+        return path.is_dir() if self.are_folders else path.is_file()  # reading a pipe would block forever
 
     def _delete(self, path: StoragePath) -> None:
         if isinstance(path, Path) and self.are_folders:
-            # A process that is killed meanwhile leaves a part, which must not have the name of a checkpoint.
+            # If the process is killed meanwhile, what remains must not have the name of a checkpoint.
             hidden = path.with_name(self.hidden_name(secrets.randbits(32)))
             path.rename(hidden)
             shutil.rmtree(hidden)

@@ -15,13 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 class FitWriter:
-    """Writes the checkpoints of a `fit` one after the other, next to the thread that trains.
+    """Writes the checkpoints of a `fit` one after the other, in parallel with the training thread.
 
     Args:
-        checkpoints: Where they are.
+        checkpoints: Directory of the checkpoints.
 
     Attributes:
-        needs_all: Whether all processes call its methods together, each for its part; else the chief alone does.
+        needs_all: Whether all processes call its methods, each for its part; else only the chief does.
     """
 
     def __init__(self, checkpoints: CheckpointDirectory | ShardedCheckpoint) -> None:
@@ -36,11 +36,11 @@ class FitWriter:
         return self._background.busy
 
     def begin(self, model: Any, step: int, state: State) -> bool:
-        """Copy the model and write a checkpoint in the background, after one that is being written.
+        """Copy the model and write a checkpoint in the background, after any that is being written.
 
         Args:
             step: Global step of the model.
-            state: See `State`.
+            state: Returns the additional state; see `State`.
 
         Returns: False, after a warning, if it cannot be written.
         """
@@ -48,27 +48,29 @@ class FitWriter:
         return self._warned(lambda: self._begin(model, step, state))
 
     def write(self, model: Any, step: int, state: State) -> StoragePath | None:
-        """Write a checkpoint now, after one that is being written; None, after a warning, if it cannot be written."""
+        """Write a checkpoint now, after any that is being written. Returns None, after a warning, if it cannot be
+        written."""
         return self._path_of(step) if self.begin(model, step, state) and self.wait() else None
 
     def check(self) -> None:
-        """Raise the error that the last checkpoint in the background ended with: SupersededError if this process may
-        not write any more, ConfigurationError if another job has the directory, or what the state cannot be written
-        for."""
+        """Raise the error of the last checkpoint in the background: SupersededError if this process may no longer
+        write, ConfigurationError if another job has the directory, or the error of a state that cannot be written."""
         if not self.busy:
             self.wait()
 
     def wait(self) -> bool:
-        """Until the checkpoint that is being written is finished. Returns whether this process has written its part.
-        Raises: as `check`."""
+        """Wait until the checkpoint that is being written is finished. Returns whether this process has written its
+        part. Raises: see `check`.
+        Raises: as `check`.
+        """
         return self._warned(self._background.wait)
 
     def _warned(self, action: Callable[[], None]) -> bool:
-        """Do something; whether the file system let it."""
+        """Run an action. Returns whether the file system permitted it."""
         try:
             action()
         except OSError as error:
-            # Time may mend a full disk. Everything else ends the `fit`: SupersededError must, because the directory
+            # A full disk may recover. Everything else ends the `fit`: SupersededError must, because the directory
             # belongs to another process.
             text = "%s. Training continues; the next checkpoint is tried as usual."
             logger.warning(text, error.strerror or error)

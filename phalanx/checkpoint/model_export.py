@@ -18,14 +18,14 @@ class SidecarEvaluatorModelExport(keras.callbacks.ModelCheckpoint):  # type: ign
         export = phalanx.callbacks.SidecarEvaluatorModelExport("best-{epoch}.keras", "runs/1", monitor="accuracy")
         phalanx.SidecarEvaluator(model, data, "runs/1", callbacks=[export]).start()
 
-    The evaluator keeps the best checkpoint by itself, too, as `best_evaluation.*`. This callback saves a whole model
-    (`.keras`), or weights under a name of yours.
+    The evaluator also keeps the best checkpoint itself, as `best_evaluation.*`. This callback saves a whole model
+    (`.keras`), or weights under a name of your choice.
 
     Args:
-        export_filepath: As `filepath` of `ModelCheckpoint`. `{epoch}` is the last number in the name of the newest
-            checkpoint.
-        checkpoint_filepath: The directory in which the training saves, or the beginning of its checkpoints' names.
-        kwargs: Of `ModelCheckpoint`: `monitor` (default `loss`), `mode`, `save_weights_only`, ...
+        export_filepath: Path of the file, like `filepath` of `ModelCheckpoint`. `{epoch}` is the last number in the
+            name of the newest checkpoint.
+        checkpoint_filepath: Directory in which the training saves, or the beginning of its checkpoints' names.
+        kwargs: Arguments of `ModelCheckpoint`: `monitor` (default `loss`), `mode`, `save_weights_only`, ...
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Results of `fit` and `predict` as bytes, for processes that join a job when these calls are over."""
+"""Encodes results of `fit` and `predict` as bytes, for processes that join a job after these calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from phalanx.transport.serialization import decode, encode, is_serializable
 
 
 def as_plain_value(value: Any) -> Any:
-    """A log as it can be encoded: itself, a tensor's array, or as text what no other process could have."""
+    """A log value in a form that can be encoded: itself, a tensor's array, or text if no other process could have
+    it."""
     if is_serializable(value):
         return value
     if keras.ops.is_tensor(value) or isinstance(value, keras.Variable):
@@ -34,7 +35,7 @@ def encode_history(history: Any) -> bytes:
 
 
 def decode_history(content: bytes, model: Any) -> Any:
-    """The `History`, which also becomes the model's."""
+    """The `History`, which also becomes the model's history."""
     history = keras.callbacks.History()
     history.set_model(model)
     history.epoch, history.history, params = decode(content)
@@ -48,6 +49,6 @@ def encode_outputs(outputs: Any) -> bytes:
 
 
 def decode_outputs(content: bytes, model: Any) -> Any:
-    """The outputs in the structure that the model gives them."""
+    """The outputs in the model's output structure."""
     arrays = decode(content)
     return arrays[0] if len(arrays) == 1 else tree.pack_sequence_as(model.output, arrays)

@@ -1,1 +1,1 @@
-"""Servers that keep the variables of a model, and the workers that train it with them."""
+"""Servers that store the variables of a model, and the workers that train it with them."""

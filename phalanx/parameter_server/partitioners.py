@@ -1,7 +1,7 @@
-"""Partitioners, as in `tf.distribute.experimental`: into how many pieces a variable is cut along its first axis.
+"""Partitioners, as in `tf.distribute.experimental`: number of pieces that a variable is cut into along its first axis.
 
-A partitioner is called with a shape and a dtype and returns the number of pieces along each axis, all of them 1 but the
-first. Any function with this signature works.
+A partitioner is called with a shape and a dtype and returns the number of pieces along each axis, which is 1 for all
+but the first. Any function with this signature works.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from phalanx.errors import ConfigurationError
 
 Partitioner = Callable[[Sequence[int], str], Sequence[int]]
-"""`(shape, dtype)` to the number of pieces along each axis."""
+"""Maps `(shape, dtype)` to the number of pieces along each axis."""
 
 
 class FixedShardsPartitioner:
@@ -37,7 +37,7 @@ class MinSizePartitioner:
     >>> MinSizePartitioner(min_shard_bytes=32, max_shards=4)([10, 2], "float32")
     [2, 1]
 
-    `bytes_per_string` is accepted as in TensorFlow; variables of Keras contain no strings.
+    `bytes_per_string` is accepted as in TensorFlow; Keras variables contain no strings.
     """
 
     def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16):
@@ -54,7 +54,7 @@ class MaxSizePartitioner:
     >>> MaxSizePartitioner(max_shard_bytes=32)([10, 2], "float32")
     [3, 1]
 
-    `bytes_per_string` is accepted as in TensorFlow; variables of Keras contain no strings.
+    `bytes_per_string` is accepted as in TensorFlow; Keras variables contain no strings.
     """
 
     def __init__(self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16):

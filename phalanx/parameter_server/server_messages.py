@@ -20,8 +20,7 @@ from phalanx.parameter_server.shard_placement import PlacedVariable, Shard
 
 Array = np.ndarray[Any, Any]
 Slots = tuple[tuple[int, str], ...]
-"""Names of optimizer variables: the number of a shard among the server's shards (-1: the optimizer's own), and a
-name."""
+"""Names of optimizer variables: the number of one of the server's shards (-1: the optimizer's own), and a name."""
 
 
 def dtypes_of(arrays: Sequence[Array]) -> tuple[str, ...]:
@@ -394,14 +393,12 @@ class RequestStop(_Message, frozen=True):
 
 
 class Broadcast(_Message, frozen=True):
-    """From the chief: arrays for the other workers. Buffers: the arrays; in the response, the arrays that are in
-    effect.
+    """From the chief: arrays for the other workers. Buffers: the arrays; in the response, those now in effect.
 
     Attributes:
         subject: Name of what the arrays are.
         fit: First `fit` (or managed session) for which they are in effect; -1: the whole program.
-        keep_first: Whether to keep the earlier arrays if the chief has broadcast the `subject` before, perhaps before a
-            restart.
+        keep_first: Whether to keep the arrays of an earlier broadcast of the `subject`, perhaps one before a restart.
     """
 
     subject: str
@@ -410,8 +407,7 @@ class Broadcast(_Message, frozen=True):
 
 
 class RequestBroadcast(_Message, frozen=True):
-    """Wait for the chief's broadcast of a subject, for this `fit` or a later one; `FitOver` if the chief leaves
-    first."""
+    """Wait for the chief's broadcast of a subject, for this `fit` or a later one; `FitOver` if the chief leaves."""
 
     subject: str
     fit: int = -1

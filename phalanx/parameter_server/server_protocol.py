@@ -1,4 +1,4 @@
-"""What workers and servers agree on in addition to the messages: roles, purposes of connections, reasons to refuse."""
+"""Protocol of workers and servers in addition to the messages: roles, purposes of connections, reasons for refusal."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ Worker = int
 CHIEF_WORKER: Worker = 0
 
 PURPOSE = "parameter-server"
-"""A worker dials this, with a slash and the number of the shard group."""
+"""Purpose of workers' connections, followed by a slash and the number of the shard group."""
 LEAD = "parameter-server-lead"
-"""The chief dials this after it has lost the group's leader."""
+"""Purpose of the chief's connection after it has lost the group's leader."""
 LEASE = "parameter-server-lease"
-"""The chief dials this to grant the leader's lease."""
+"""Purpose of the chief's connection that grants the leader's lease."""
 REPLICATE = "parameter-server-copy"
-"""A leader dials this to keep a replica on the other server."""
+"""Purpose of a leader's connection that keeps a replica on the other server."""
 
 NOT_LEADING = "not leading"
 LEADING = "leading"
 
 LEASE_S = 2.0
-"""How long a leader may answer without a word of the chief, where there is a replica. So long an interruption of the
-chief goes unnoticed; and so long workers wait after a leader was lost."""
+"""Seconds that a leader may answer without hearing from the chief, if there is a replica. An interruption of the chief
+goes unnoticed for that long, and workers wait that long after a leader is lost."""
 NOTICE_AFTER_S = 5.0
-"""Seconds until a wait for missing tasks is logged: importing a backend alone takes that long."""
+"""Seconds until a wait for missing tasks is logged. Importing a backend alone takes that long."""
 
 
 def peer_lost(name: str, during: str, why: str = CONNECTION_CLOSED) -> PeerLostError:
-    """The error that names a lost task that has no rank."""
+    """The error for a lost task that has no rank."""
     return PeerLostError(f"lost {name} during {during}: {why}", rank=-1, task=name, host="")

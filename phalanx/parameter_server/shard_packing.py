@@ -1,4 +1,4 @@
-"""A server's shards as they are sent: shards that are updated as one vector are also sent as one."""
+"""The form in which a server's shards are sent: shards that are updated as one vector are also sent as one."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def nbytes_of(kind: Kind) -> int:
 
 
 class ShardPacking:
-    """Packs and unpacks the groups of a server's shards, tables excepted.
+    """Packs and unpacks the groups of a server's shards, except tables.
 
     Args:
         kinds: Kinds of the shards.
         groups: Numbers of the shards in each group, as in the server's `Updater`.
-        tables: Numbers of the shards of which only some rows are sent; each of them is a group, after all others.
+        tables: Numbers of the shards that are sent by rows; each of them is a group, after all others.
 
     Attributes:
         kinds: Kinds of the arrays that are sent.
@@ -48,7 +48,7 @@ class ShardPacking:
         self._in_order = sorted(range(len(numbers)), key=numbers.__getitem__)
 
     def cut(self, arrays: Sequence[Array]) -> list[Array]:
-        """Views of the shards in the arrays of the groups, which may be flat; in the order of the shards."""
+        """Views of the shards, in their order, in the arrays of the groups, which may be flat."""
         parts: list[Array] = []
         for (shape, _), vector, array in zip(self.kinds, self._vectors, arrays, strict=True):
             parts += [array.reshape(shape)] if vector is None else vector.unpack(array)

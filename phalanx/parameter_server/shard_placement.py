@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 
 class PlacedVariable(msgspec.Struct, frozen=True):
-    """A trainable variable of the model, as all tasks know it."""
+    """A trainable variable of the model, the same on all tasks."""
 
     path: str
     shape: tuple[int, ...]
@@ -39,16 +39,16 @@ class Shard(msgspec.Struct, frozen=True):
 def place(
     variables: Sequence[PlacedVariable], servers: int, partitioner: Partitioner | None = None
 ) -> tuple[Shard, ...]:
-    """Cut the variables into shards, and place them so that the servers store about equally many bytes.
+    """Cut the variables into shards, and place them so that the servers store about the same number of bytes.
 
-    The shards are placed in order of decreasing size, each on the server with the fewest bytes so far: the fullest
-    server stores at most a third more than in an optimal placement. `replica_device_setter` with a load-balancing
-    strategy did this in TensorFlow 1; variables of equal size are placed round-robin.
+    The shards are placed in order of decreasing size, each on the server with the fewest bytes so far. The fullest
+    server then stores at most a third more than in an optimal placement. In TensorFlow 1, `replica_device_setter` with
+    a load-balancing strategy did the same; variables of equal size are placed round-robin.
 
     Args:
         variables: The trainable variables, in the model's order.
         servers: Number of servers.
-        partitioner: Number of pieces of each variable; None: variables are not cut.
+        partitioner: Function that returns the number of pieces of a variable; None: variables are not cut.
 
     Returns: the shards in the order of their variables and rows.
 
@@ -66,13 +66,13 @@ def place(
     for piece in sorted(pieces, key=lambda piece: -_bytes(variables[piece[0]], piece[2] - piece[1])):
         server = loads.index(min(loads))
         owner[piece] = server
-        # At least 1: shards without bytes are spread as well.
+        # At least 1, so that shards without bytes are spread too.
         loads[server] += max(1, _bytes(variables[piece[0]], piece[2] - piece[1]))
     return tuple(Shard(index, start, stop, owner[index, start, stop]) for index, start, stop in pieces)
 
 
 def rows(array: Array, shard: Shard) -> Array:
-    """A shard of a variable's array; a view."""
+    """A shard of a variable's array, as a view."""
     return array[shard.start : shard.stop] if array.ndim else array
 
 
@@ -93,7 +93,7 @@ def _pieces(variable: PlacedVariable, partitioner: Partitioner | None) -> int:
 
 
 def _cuts(variable: PlacedVariable, pieces: int) -> list[tuple[int, int]]:
-    """First and last row of each piece; the numbers of rows differ by at most one, the first pieces have more."""
+    """First and last row of each piece. The numbers of rows differ by at most one; the first pieces have more."""
     length = variable.shape[0] if variable.shape else 1
     base, extra = divmod(length, pieces)
     starts = [piece * base + min(piece, extra) for piece in range(pieces + 1)]

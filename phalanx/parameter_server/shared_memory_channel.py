@@ -1,10 +1,10 @@
-"""Gradients and values of a worker on the server's own host are exchanged through shared memory.
+"""Shared memory for the gradients and values of a worker on the server's host.
 
-The message itself stays on the link, and with it the order: one side writes before it sends, the other reads after it
+The message itself stays on the link, which defines the order: one side writes before it sends, the other reads after it
 has received. Copying in memory takes a tenth of the time that sending the same bytes through the loopback interface
-takes on both sides together. There is one *place* for gradients: a worker sends when its last gradients are answered,
-and the server keeps nothing of them after that. There are two places for values, used alternately: a worker reads the
-last values while its next gradients are on their way.
+takes on both sides. There is one *place* for gradients: a worker sends only after its last gradients are answered, and
+the server then keeps nothing of them. There are two places for values, used alternately: a worker reads the last values
+while its next gradients are being sent.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 
 METHODS = ("memfd", "/dev/shm")
-"""Where the memory is created, the best first; see `collectives.host.shared_segment`."""
+"""Kinds of memory, the best first; see `collectives.host.shared_segment`."""
 MIN_BYTES = 16 * 1024
 """Less is sent with the message: it is in the cache either way."""
 MAX_BYTES = 64 * 1024**2
-"""A larger place is not created: three of them for each worker and server would be missing elsewhere."""
+"""Largest place that is created: each worker and server has three of them, which take memory from other uses."""
 SPARE_BYTES = 64 * 1024
-"""For what is merged in addition to the gradients: metrics, statistics of layers."""
+"""Spare bytes for what is merged in addition to the gradients: metrics, statistics of layers."""
 TO_SERVER, TO_WORKER = 0, 1
 """The first place for gradients, and for values."""
 PLACES = 3
 MAX_LAYOUTS = 16
-"""How many layouts of arrays are kept: where single rows are sent, each step has its own."""
+"""Number of layouts of arrays to keep: each step has its own where single rows are sent."""
 
 
 def place_bytes(lengths: Sequence[int]) -> int:
-    """Bytes that buffers of these lengths take, each aligned as backends need it."""
+    """Number of bytes that buffers of these lengths take, each aligned as backends need it."""
     return sum(_aligned(length) for length in lengths)
 
 
@@ -53,20 +53,20 @@ class _PlacedArrays(NamedTuple):
 
 
 class SharedMemoryChannel:
-    """The memory shared by one worker and one server, as one of them uses it."""
+    """Memory shared by one worker and one server, as used by one of them."""
 
     def __init__(self, segment: SharedSegment):
         self._segment = segment
         self.place_bytes = segment.memory.nbytes // PLACES
-        self._turn = 0  # of the two places for values, the one that was written last
-        # Each place as it was last used: from one step to the next its contents have the same kinds.
+        self._turn = 0  # the place for values that was written last
+        # Last use of each place: from one step to the next, its contents have the same kinds.
         self._cut: dict[int, tuple[tuple[int, ...], list[memoryview]]] = {}
         self._layouts: dict[tuple[int, tuple[Kind, ...]], _PlacedArrays] = {}
         self._to_send = _PlacedArrays([], ())
 
     @classmethod
     def offer(cls, place: int, accepts: Callable[[SegmentOffer], bool]) -> SharedMemoryChannel | None:
-        """Create memory with so many bytes for each place, and some to spare, if the other side `accepts` it."""
+        """Create memory with this many bytes per place, and some to spare, if the other side `accepts` it."""
         place = _aligned(place + SPARE_BYTES)
         if place > MAX_BYTES:
             return None
@@ -93,8 +93,8 @@ class SharedMemoryChannel:
             return None
 
     def send_buffers(self, kinds: tuple[Kind, ...]) -> list[Array] | None:
-        """Arrays of these kinds in the place that is sent next, to be filled; None if they are too small to be worth
-        it, or do not fit. What is not filled stays as it is, at first zero."""
+        """Arrays of these kinds in the place that is sent next, to be filled. None if they are too small to be
+        worthwhile, or do not fit. Unfilled arrays keep their contents, initially zero."""
         laid = self._lay(TO_SERVER, kinds)
         if laid is None:
             return None
@@ -105,7 +105,7 @@ class SharedMemoryChannel:
         return laid.arrays
 
     def lengths_of(self, arrays: Sequence[Array]) -> tuple[int, ...]:
-        """The arrays' lengths in bytes, if `send_buffers` returned them last; otherwise empty."""
+        """The arrays' lengths in bytes, if they are the last result of `send_buffers`; otherwise empty."""
         return self._to_send.lengths if arrays is self._to_send.arrays else ()
 
     def _lay(self, place: int, kinds: tuple[Kind, ...]) -> _PlacedArrays | None:
@@ -132,14 +132,14 @@ class SharedMemoryChannel:
         return laid
 
     def copies(self, arrays: list[Array]) -> list[Array]:
-        """Copies of values, if possible in the place where `write_values` writes next."""
+        """Copies of values, if possible in the place that `write_values` writes next."""
         laid = self._written(TO_WORKER + 1 - self._turn, arrays)
         return allocation.copy_arrays(arrays) if laid is None else laid.arrays
 
     def write_values(self, arrays: Sequence[Array]) -> tuple[int, tuple[int, ...]]:
         """Copy values into the place whose turn it is, if they fit.
 
-        Returns: the place, and the lengths in bytes. They are empty if nothing is written; then the turn stays, since
+        Returns: the place, and the lengths in bytes. They are empty if nothing is written; the turn then stays, since
             the worker may still compute from the other place.
         """
         turn = 1 - self._turn
@@ -149,11 +149,11 @@ class SharedMemoryChannel:
         return TO_WORKER + turn, () if laid is None else laid.lengths
 
     def read(self, place: int, lengths: Sequence[int]) -> list[memoryview]:
-        """The buffers in a place, in the memory itself: they change when the place is written again.
+        """The buffers in a place, without a copy: they change when the place is written again.
 
         The caller must not change the list.
 
-        Raises: FrameError if they cannot be there: what the other side states is checked.
+        Raises: FrameError if they cannot be there, since the other side's statement is checked.
         """
         known = self._cut.get(place)
         if known is not None and known[0] == lengths:
@@ -168,7 +168,7 @@ class SharedMemoryChannel:
         return buffers
 
     def close(self) -> None:
-        """Unmap the memory as soon as no array refers to it any more. Safe to call twice."""
+        """Unmap the memory as soon as no array refers to it. Safe to call twice."""
         self._cut.clear()
         self._layouts.clear()
         self._to_send = _PlacedArrays([], ())

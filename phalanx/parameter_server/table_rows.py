@@ -1,7 +1,7 @@
-"""Rows of a table: the part of a large variable that is sent where a batch uses only some rows, as in an embedding.
+"""Rows of a table: the part of a large variable that is sent if a batch uses only some rows, as in an embedding.
 
-Pure functions. A table that is cut has its rows in several shards. Workers count row numbers from the beginning of the
-table; messages and servers count them from the beginning of the shard.
+Pure functions. The rows of a partitioned table are in several shards. Workers count row numbers from the beginning of
+the table; messages and servers count them from the beginning of the shard.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TableRows(NamedTuple):
 
 
 def numbers_in_shard(numbers: Array, shard: Shard) -> Array:
-    """Those of ascending row numbers that are in a shard, counted from its beginning."""
+    """The row numbers, from ascending ones, that are in a shard, counted from its beginning."""
     return numbers[_part(numbers, shard)] - NUMBER.type(shard.start)
 
 
@@ -53,13 +53,13 @@ def weighted_sum(parts: Sequence[TableRows], weights: Sequence[float]) -> TableR
     numbers = np.unique(np.concatenate([np.zeros(0, NUMBER), *[part.numbers for part, _ in counting]]))
     values = np.zeros((len(numbers), *like.shape[1:]), like.dtype)
     for part, weight in counting:
-        # `+=` with an index array adds once for each row: the numbers of a part are distinct.
+        # `+=` with an index array adds once per row, because the numbers of a part are distinct.
         values[np.searchsorted(numbers, part.numbers)] += part.values * like.dtype.type(weight)
     return TableRows(numbers.astype(NUMBER, copy=False), values)
 
 
 def power_of_two(count: int) -> int:
-    """The least power of two that is at least `count`: there are few such sizes, so compiled functions are reused."""
+    """The least power of two that is at least `count`. There are few such sizes, so compiled functions are reused."""
     return 1 << max(0, count - 1).bit_length()
 
 

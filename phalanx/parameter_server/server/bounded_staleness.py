@@ -20,23 +20,24 @@ class BoundedStaleness:
 
     def __init__(self, bound: int, workers: Iterable[Worker]):
         self._bound = bound
-        # Steps that were applied, by worker. They count only against each other: one that returns starts at the least.
+        # Number of applied steps, by worker. Only differences matter: a worker that returns starts at the minimum.
         self._steps = dict.fromkeys(workers, 0)
 
     def add_worker(self, worker: Worker) -> None:
-        """A worker that joins late is not behind: the others must not wait until it has made as many steps."""
+        """Add a worker. One that joins late is not behind: the others must not wait until it has taken as many
+        steps."""
         self._steps[worker] = min(self._steps.values(), default=0)
 
     def remove_worker(self, worker: Worker) -> None:
         self._steps.pop(worker, None)
 
     def count_step(self, worker: Worker) -> None:
-        """A worker's step was applied."""
+        """Count an applied step of a worker."""
         if worker in self._steps:
             self._steps[worker] += 1
 
     def blocked_by(self, worker: Worker, outstanding: int) -> Worker | None:
-        """The slowest worker, if this one, with so many tickets outstanding, may not run further ahead of it."""
+        """The slowest worker, if this one, with this many outstanding tickets, may not get further ahead of it."""
         if worker not in self._steps:
             return None
         slowest = min(self._steps, key=lambda other: self._steps[other])

@@ -1,4 +1,4 @@
-"""What the chief announces to the other workers through the head."""
+"""Announcements of the chief to the other workers, through the head."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ Array = np.ndarray[Any, Any]
 
 
 class ChiefAnnouncements:
-    """Used by one thread for each worker; the membership's lock protects it."""
+    """The chief's broadcasts. Each worker's thread uses it; protected by the membership's lock."""
 
     def __init__(self, members: WorkerMembership):
         self._members = members
-        self._broadcasts: dict[str, tuple[int, list[Array]]] = {}  # by subject: from when on they hold, and the arrays
+        self._broadcasts: dict[str, tuple[int, list[Array]]] = {}  # by subject: first `fit`, and arrays
 
     def broadcast(self, subject: str, fit: int, arrays: list[Array], *, keep_first: bool) -> list[Array]:
-        """Store the chief's arrays; returns those that now hold: with `keep_first`, the ones broadcast first."""
+        """Store the chief's arrays. Returns the arrays in effect; with `keep_first`, those that were broadcast
+        first."""
         with self._members.changed:
             if not (keep_first and subject in self._broadcasts):
                 self._broadcasts[subject] = (fit, arrays)
@@ -28,7 +29,7 @@ class ChiefAnnouncements:
             return self._broadcasts[subject][1]
 
     def wait_for_broadcast(self, subject: str, fit: int) -> list[Array] | None:
-        """The chief's arrays for `fit` or a later one; None if it leaves without broadcasting any."""
+        """The chief's arrays for `fit` or a later one; None if the chief leaves without broadcasting any."""
         members = self._members
         with members.changed:
             until = members.clock() + members.start_s

@@ -1,4 +1,4 @@
-"""Which steps are in the global step: a repeated push must not count again. Pure."""
+"""The steps that the global step includes: a repeated push must not count again. Pure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from phalanx.parameter_server.server_protocol import Worker
 
 
 class CountedSteps:
-    """The schedule's lock protects it.
+    """Serials of counted steps. Protected by the schedule's lock.
 
-    A new head resumes the highest count that a worker was told. It contains steps whose makers were not answered any
-    more, and which they repeat. In synchronous training, where all make each step together, a member that was answered
-    proves such a step. In asynchronous training the answers say the newest step of each worker that is in the count;
-    a worker sends no gradients before the former ones are answered, so it can repeat no other.
+    A new head resumes from the highest count that a worker has received. It includes steps whose workers never got a
+    response, and which they repeat. In synchronous training, where all workers take each step together, a member that
+    got a response proves such a step. In asynchronous training, responses contain the newest step of each worker that
+    is in the count; a worker sends no gradients before its earlier ones are answered, so it can repeat no other step.
 
     Attributes:
-        proved: In synchronous training, steps up to this serial were counted before this process took the lead.
+        proved: Serial up to which steps were counted before this process took the lead, in synchronous training.
     """
 
     def __init__(self) -> None:
@@ -25,20 +25,21 @@ class CountedSteps:
         self._newest: dict[Worker, int] = {}  # serials, in asynchronous training
 
     def resume(self, held: Iterable[Ticket], serials: Iterable[int]) -> None:
-        """In asynchronous training: of the tickets that workers hold, the steps of these serials are counted."""
+        """In asynchronous training, resume: of the tickets that workers hold, the steps with these serials are
+        counted."""
         counted = set(serials)
         self._newest = {ticket.member: ticket.serial for ticket in held if ticket.serial in counted}
 
     def includes(self, ticket: Ticket) -> bool:
         """Whether the step of this ticket is counted."""
-        # Updates outside of epochs have negative serials, several of them the same.
+        # Updates outside epochs have negative serials, and several share one.
         return 0 <= ticket.serial <= self.proved or self._newest.get(ticket.member) == ticket.serial
 
     def add(self, ticket: Ticket) -> None:
-        """In asynchronous training: the step of this ticket is counted."""
+        """In asynchronous training, add the step of this ticket."""
         if ticket.serial >= 0:
             self._newest[ticket.member] = ticket.serial
 
     def serials(self) -> tuple[int, ...]:
-        """See `Values.counted`."""
+        """Serials of the counted steps; see `Values.counted`."""
         return tuple(self._newest.values())

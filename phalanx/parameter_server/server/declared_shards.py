@@ -19,13 +19,13 @@ from phalanx.transport.frames import byte_view
 
 Array = np.ndarray[Any, Any]
 Gradient = Array | TableRows
-"""Of a group of shards; of a table, those of the rows that have one."""
+"""Gradient of a group of shards; for a table, of the rows that have one."""
 CopyArrays = Callable[[list[Array]], list[Array]]
 """Copies arrays."""
 
 
 class _GradientKind(NamedTuple):
-    """Shape and dtype of the gradient of a group of shards; of a table, those of one row."""
+    """Shape and dtype of the gradient of a group of shards; for a table, of one row."""
 
     is_table: bool
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class _GradientKind(NamedTuple):
 
 
 class DeclaredShards:
-    """The store's lock protects it.
+    """A server's shards of one declared model. Protected by the store's lock.
 
     Args:
         index: Number of the server.
@@ -55,7 +55,7 @@ class DeclaredShards:
         self._updater: Updater | EmbeddingTableUpdater | None = None  # None: this server has no shard of the model
         self._packing = ShardPacking((), ())  # of the dense groups
         self._kinds: list[_GradientKind] = []  # of the gradients of all groups, in the order in which they are sent
-        if self.shards:  # otherwise this server has nothing of this model
+        if self.shards:  # otherwise this server has no part of this model
             self._build(slots, buffers)
 
     def _build(self, slots: Slots, buffers: Sequence[memoryview]) -> None:
@@ -80,7 +80,8 @@ class DeclaredShards:
         updater.load_optimizer(
             [_like(state[slot], value) for slot, value in zip(updater.slots, updater.optimizer_values(), strict=True)]
         )
-        # The order of what is sent: dense groups first, then tables (`ShardPacking`, `EmbeddingTableUpdater.groups`).
+        # The order of arrays in messages: dense groups first, then tables (`ShardPacking`,
+        # `EmbeddingTableUpdater.groups`).
         kinds = [kind_of(piece.value) for piece in pieces]
         self.groups = updater.groups
         self._packing = ShardPacking(kinds, updater.groups, tables)
@@ -90,9 +91,9 @@ class DeclaredShards:
     # Values.
 
     def values(self, copy: CopyArrays) -> list[Array]:
-        """The present values of the groups, tables excepted, in memory that no update changes.
+        """The current values of the groups, except tables, in memory that no update changes.
 
-        The server keeps none of them, so an update may overwrite memory that is no longer referenced.
+        The server keeps no reference to them, so an update may overwrite memory that is no longer referenced.
         """
         if self._updater is None:
             return []
@@ -100,13 +101,14 @@ class DeclaredShards:
         return copy(values) if self._updater.lends else values
 
     def values_by_shard(self) -> list[Array]:
-        """Copies of the shards' values, tables included, in the shards' order."""
+        """Copies of the shards' values, including tables, in the shards' order."""
         tables, values = iter(self.tables), iter(self._packing.cut(self.values(copy_arrays)))
         is_table = [shard.variable in self.declared.model.tables for shard in self.shards]
         return [next(tables).copy() if table else next(values) for table in is_table]
 
     def optimizer_values(self, *, tables: bool = True) -> tuple[Slots, list[Array]]:
-        """The names and values of the optimizer's variables; without `tables`, only of those that belong to none."""
+        """The names and values of the optimizer's variables; without `tables`, only of those that belong to no
+        table."""
         if isinstance(self._updater, EmbeddingTableUpdater) and not tables:
             return self._updater.without_tables()
         return (self._updater.slots, self._updater.optimizer_values()) if self._updater else ((), [])
@@ -125,7 +127,8 @@ class DeclaredShards:
     # Updates.
 
     def shape_gradients(self, flat: Iterator[Array]) -> list[Gradient]:
-        """A gradient for each group from flat arrays: one of each; of a table two, the rows' numbers and gradients."""
+        """Shape flat arrays into a gradient for each group. A group has one array; a table has two, the rows' numbers
+        and gradients."""
         gradients: list[Gradient] = []
         for is_table, shape, dtype in self._kinds:
             if is_table:
@@ -137,7 +140,7 @@ class DeclaredShards:
         return gradients
 
     def apply(self, gradients: Sequence[Gradient]) -> bool:
-        """Make one update; whether there was anything to update."""
+        """Apply one update. Returns whether there was anything to update."""
         if not gradients or self._updater is None:
             return False
         self._updater.apply(gradients)
@@ -148,7 +151,7 @@ class DeclaredShards:
             self._updater.set_learning_rate(rate)
 
     def count_updates(self, updates: int) -> None:
-        """The optimizer's step counter counts so many updates that were lost.
+        """Count these lost updates in the optimizer's step counter.
 
         Learning-rate schedules follow the steps of the job, which are the same on all servers.
         """
@@ -164,7 +167,7 @@ def gather_rows(tables: Sequence[Array], numbers: Sequence[Array]) -> list[Array
 def _like(buffer: memoryview, value: Array) -> Array:
     """A buffer's contents as an array like `value`.
 
-    The size of a step counter's integer depends on the sender's backend.
+    The integer size of a step counter depends on the sender's backend.
     """
     dtype = value.dtype
     sent = len(memoryview(buffer).cast("B")) // max(value.size, 1)

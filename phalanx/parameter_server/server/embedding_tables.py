@@ -1,12 +1,12 @@
-"""The optimizer of a server with embedding tables, of which it updates single rows.
+"""The optimizer of a server with embedding tables, which it updates by rows.
 
 The tables, and the optimizer's state for each of their rows, are arrays in this process's memory. An update gathers the
-rows that it touches into a small variable, applies the optimizer to it and to the shards that are no tables in one
-step, and puts the rows back. So the work does not grow with the height of a table.
+rows that it touches into a small variable, applies the optimizer to it and to the shards that are not tables in one
+step, and writes the rows back. So the work does not grow with the height of a table.
 
-Rows that an update does not touch keep their values and their optimizer state: moments and weights do not decay. This
-is what `LazyAdam` of TensorFlow Addons and `torch.optim.SparseAdam` do. For optimizers without state (SGD), or whose
-state is a sum of gradients (Adagrad), the result is that of updating all rows.
+Rows that an update does not touch keep their values and their optimizer state: moments and weights do not decay.
+`LazyAdam` of TensorFlow Addons and `torch.optim.SparseAdam` do the same. For optimizers without state (SGD), or whose
+state is a sum of gradients (Adagrad), the result equals that of updating all rows.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from phalanx.parameter_server.table_rows import TableRows, padded, power_of_two
 Array = np.ndarray[Any, Any]
 
 MIN_ROOM = 64
-"""Number of rows that an optimizer first has room for."""
+"""Number of rows that an optimizer initially has room for."""
 
 
 class EmbeddingTableUpdater:
-    """An optimizer, its pieces, and among these the tables. Used by one thread at a time, as an `Updater` is.
+    """An optimizer, its pieces, and the tables among these. Used by one thread at a time, like an `Updater`.
 
     Args:
         optimizer: The optimizer's Keras config, as JSON.
@@ -36,9 +36,9 @@ class EmbeddingTableUpdater:
         tables: Numbers of the pieces that are tables.
 
     Attributes:
-        slots: The piece and the name of each of the optimizer's variables.
-        groups: See `Updater`; the tables come last.
-        lends: See `Updater`.
+        slots: Piece and name of each of the optimizer's variables.
+        groups: Numbers of the pieces in each group; see `Updater`. The tables come last.
+        lends: Whether `values` lends its arrays; see `Updater`.
     """
 
     def __init__(self, optimizer: str, pieces: Sequence[UpdaterPiece], tables: Collection[int]):
@@ -46,7 +46,8 @@ class EmbeddingTableUpdater:
         self._pieces = tuple(pieces)
         self._tables = {number: _own(pieces[number].value) for number in sorted(tables)}
         self._dense = [number for number in range(len(pieces)) if number not in self._tables]
-        # Rows of each table that the optimizer's variable holds. It only grows, in powers of two: a size compiles once.
+        # Number of rows of each table that the optimizer's variable holds. It only grows, in powers of two, so that
+        # each size compiles once.
         self._room = {number: min(MIN_ROOM, len(table)) for number, table in self._tables.items()}
         self._updater = self._make([pieces[number].value for number in self._dense])
         of_tables = tuple((number,) for number in self._tables)
@@ -54,7 +55,7 @@ class EmbeddingTableUpdater:
         self.groups = self._dense_groups + of_tables
         self.lends = self._updater.lends
         self.slots: tuple[OptimizerSlot, ...] = self._updater.slots
-        # By the index of the optimizer's variable: its values for all rows of its table, of the table's shape.
+        # Values of each of the optimizer's table variables for all rows, by the variable's index, in the table's shape.
         self._state = {
             place: np.broadcast_to(value[:1], self._tables[slot.variable].shape)  # until it is loaded
             for place, (slot, value) in enumerate(zip(self.slots, self._updater.optimizer_values(), strict=True))
@@ -62,13 +63,13 @@ class EmbeddingTableUpdater:
         }
 
     def apply(self, gradients: Sequence[Array | TableRows]) -> None:
-        """Make one update; the gradients are those of the groups, for tables `TableRows`."""
+        """Apply one update, given the gradients of the groups; for tables, these are `TableRows`."""
         by_group = dict(zip(self.groups, gradients, strict=True))
         rows = {number: by_group[number,] for number in self._tables}
         numbers = {number: part.numbers for number, part in rows.items() if isinstance(part, TableRows)}
         self._make_room({number: len(touched) for number, touched in numbers.items()})
         table_of = {place: self.slots[place].variable for place in self._state}
-        # Rows up to `_room` are padding, of zeros with gradients of zero. What becomes of them is dropped below.
+        # Rows up to `_room` are padding: zeros with gradients of zero. Their results are dropped below.
         self._updater.load(
             {n: padded(table[numbers[n]], self._room[n]) for n, table in self._tables.items()},
             {place: padded(self._state[place][numbers[n]], self._room[n]) for place, n in table_of.items()},
@@ -86,7 +87,7 @@ class EmbeddingTableUpdater:
             self._state[place][numbers[number]] = value[: len(numbers[number])]
 
     def values(self) -> list[Array]:
-        """The present values of the groups, tables excepted; see `lends`."""
+        """The current values of the groups, except tables; see `lends`."""
         present = dict(zip(self._updater.groups, self._updater.values(), strict=True))
         return [present[group] for group in self._dense_groups]
 
@@ -95,7 +96,7 @@ class EmbeddingTableUpdater:
         return list(self._tables.values())
 
     def optimizer_values(self) -> list[Array]:
-        """Copies of the optimizer's variables, in the order of `slots`; those of tables have all rows."""
+        """Copies of the optimizer's variables, in the order of `slots`; variables of tables have all rows."""
         return [
             self._state[place].copy() if place in self._state else value
             for place, value in enumerate(self._updater.optimizer_values())
@@ -114,7 +115,7 @@ class EmbeddingTableUpdater:
         self._updater.load({}, {place: value for place, value in enumerate(values) if place not in self._state})
 
     def count(self, updates: int) -> None:
-        """Add so many updates to the optimizer's step counter."""
+        """Add these updates to the optimizer's step counter."""
         self._updater.count(updates)
 
     def set_learning_rate(self, rate: float) -> None:
@@ -135,7 +136,7 @@ class EmbeddingTableUpdater:
         self._updater.load({}, dict(zip(kept, state, strict=True)))
 
     def _make(self, dense: Sequence[Array]) -> Updater:
-        """An optimizer for the pieces, with room for as many rows of each table as `_room` says."""
+        """Build an optimizer for the pieces, with room for `_room` rows of each table."""
         values = dict(zip(self._dense, dense, strict=True)) | {
             number: np.zeros((self._room[number], *table.shape[1:]), table.dtype)
             for number, table in self._tables.items()

@@ -1,4 +1,4 @@
-"""The batches of the open epoch: which are handed out, and which came back because their worker was lost. Pure."""
+"""The batches of the open epoch: which are issued, and which were returned because their worker was lost. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class EpochBatches:
-    """Hands out the batches of one epoch in order. The schedule's lock protects it.
+    """Issues the batches of one epoch in order. Protected by the schedule's lock.
 
     Attributes:
         number: Number of the epoch in its `fit`.
         steps: Number of batches; None while unknown.
-        next: The first batch that was never handed out.
-        returned: Batches whose worker was lost, in order; they are handed out again first.
+        next: First batch that was never issued.
+        returned: Batches whose worker was lost, in order; they are issued again first.
     """
 
     number: int
@@ -24,12 +24,12 @@ class EpochBatches:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether all batches are handed out."""
+        """Whether all batches are issued."""
         return not self.returned and self.steps is not None and self.next >= self.steps
 
     @property
     def count(self) -> int:
-        """Number of batches handed out, as far as the epoch contains them."""
+        """Number of issued batches that the epoch contains."""
         return self.next if self.steps is None else min(self.next, self.steps)
 
     def draw(self) -> int | None:
@@ -42,42 +42,42 @@ class EpochBatches:
         return self.next - 1
 
     def put_back(self, batch: int) -> None:
-        """Hand a batch out again."""
+        """Return a batch, to be issued again."""
         if batch not in self.returned:
             bisect.insort(self.returned, batch)
 
     def reclaim(self, batch: int) -> bool:
-        """Keep a batch that was put back from being handed out again; whether it was still here."""
+        """Take back a batch that was returned. Returns whether it was still here."""
         if batch not in self.returned:
             return False
         self.returned.remove(batch)
         return True
 
     def truncate(self, steps: int) -> None:
-        """The data end after this many batches."""
+        """End the epoch after this many batches, where the data ends."""
         self.steps = steps if self.steps is None else min(self.steps, steps)
         self.returned = [batch for batch in self.returned if batch < self.steps]
 
     def close(self) -> int:
-        """Hand out no more batches; returns how many the epoch has now."""
+        """Issue no more batches. Returns the epoch's number of batches."""
         self.steps, self.returned = self.count, []
         return self.steps
 
 
 @dataclass
 class LostBatches:
-    """Batches of a `fit` that were handed out and that no worker is known to have trained on.
+    """Issued batches of a `fit` that no worker is known to have trained on.
 
     Attributes:
-        count: Their number.
-        described: How many of them the chief knows of.
+        count: Number of these batches.
+        described: Number of them that the chief knows about.
     """
 
     count: int = 0
     described: int = 0
 
     def describe(self) -> str:
-        """A note for the chief, if more batches are lost than it knows of; otherwise empty."""
+        """A note for the chief, if more batches are lost than it knows about; otherwise empty."""
         if self.count <= self.described:
             return ""
         self.described = self.count

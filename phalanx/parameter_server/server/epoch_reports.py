@@ -1,4 +1,4 @@
-"""What the workers counted in an epoch, and how their reports are merged. Pure."""
+"""The workers' counts in an epoch, and the merge of their reports. Pure."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from phalanx.parameter_server.server_protocol import Worker
 Array = np.ndarray[Any, Any]
 
 EXTREME_VALUES = frozenset(weight.value for weight in EXTREMES)
-"""Of what is merged, all that is not summed."""
+"""Kinds of merged values that are not summed."""
 
 
 class EpochReports:
-    """The reports of one epoch. The schedule's lock protects them.
+    """Reports of one epoch. Protected by the schedule's lock.
 
     Attributes:
-        participants: The workers that took part in the epoch, whose reports are waited for.
-        completed: Number of steps that the workers have completed, those of lost workers included.
+        participants: Workers that took part in the epoch, and must report.
+        completed: Number of steps that the workers have completed, including lost workers.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class EpochReports:
         self._by_worker: dict[Worker, tuple[EpochReport, Sequence[Array]]] = {}
 
     def add(self, worker: Worker, report: EpochReport, arrays: Sequence[Array]) -> None:
-        """A worker's report; it replaces an earlier one of the same worker."""
+        """Add a worker's report, which replaces an earlier one of the same worker."""
         self.participants.add(worker)
         self._by_worker[worker] = (report, arrays)
 
@@ -47,7 +47,7 @@ class EpochReports:
         return f"the metrics of {lost} of {self.completed} batches are lost with their worker"
 
     def merged(self) -> tuple[list[Array], int]:
-        """All reports as one, in the workers' order, and the number of samples.
+        """All reports merged, in the workers' order, and the number of samples.
 
         Counters are summed; means are weighted by samples.
         """
@@ -61,19 +61,19 @@ class EpochReports:
 
 
 def merged_extremes(weight: str, shares: Sequence[float], arrays: Sequence[Array]) -> Array:
-    """The maximum or minimum of those that have samples."""
+    """The maximum or minimum over the arrays that have samples."""
     counted = [array for share, array in zip(shares, arrays, strict=True) if share] or [arrays[0]]
     return np.asarray(EXTREMES[MergeWeight(weight)].reduce(np.stack(counted)))
 
 
 def _merged(weight: str, parts: Sequence[tuple[float, Array]]) -> Array:
-    """One array of all reports, from each report's fraction of the samples and its array."""
+    """Merge one array of all reports, given each report's fraction of the samples and its array."""
     _, first = parts[0]
     if weight == MergeWeight.FIRST.value:
         return first
     if weight in EXTREME_VALUES:
         return merged_extremes(weight, *zip(*parts, strict=True))
-    # Of counters (ONE) every report counts as it is: a worker without samples has added nothing to them.
+    # Counters (ONE) are added as they are: a worker without samples has added nothing to them.
     shares = [share if weight == MergeWeight.SHARE.value else 1 for share, _ in parts]
     result = np.sum([array * share for share, (_, array) in zip(shares, parts, strict=True)], axis=0)
     return np.asarray(result).astype(first.dtype)

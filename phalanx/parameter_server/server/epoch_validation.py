@@ -1,4 +1,4 @@
-"""What the chief's validation after an epoch comes to, for the logs of the other workers."""
+"""The results of the chief's validation after an epoch, for the logs of the other workers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Array = np.ndarray[Any, Any]
 
 
 class EpochValidation:
-    """Used by one thread for each worker; the schedule's lock protects it."""
+    """Newest validation results. Each worker's thread uses it; protected by the schedule's lock."""
 
     def __init__(self, schedule: StepSchedule) -> None:
         self._schedule = schedule
-        # The newest: also of a `fit` that has ended, since a worker may request its last ones after that.
+        # The newest, even of a `fit` that has ended, since a worker may request its last results afterwards.
         self._sent = ValidationLogs(fit=-1, epoch=-1, era=0)
         self._logs: list[Array] = []
 
     def store(self, message: ValidationLogs, logs: Sequence[memoryview]) -> None:
-        """The chief has validated."""
+        """Store the chief's results."""
         with self._schedule.changed:
             self._sent = message
             self._logs = [np.frombuffer(bytes(buffer), np.uint8) for buffer in logs]
@@ -40,7 +40,7 @@ class EpochValidation:
     def wait(
         self, request: RequestValidationLogs, timeout_s: float
     ) -> tuple[Values | Acknowledged | EpochOver | FitOver, Sequence[Array]]:
-        """The response to a worker; see `RequestValidationLogs`. Raises: as `WorkerMembership.wait_for_chief`."""
+        """The response to a worker; see `RequestValidationLogs`. Raises: see `WorkerMembership.wait_for_chief`."""
         schedule, members = self._schedule, self._schedule.members
         with schedule.changed:
             requested_at = schedule.clock()
@@ -59,6 +59,6 @@ class EpochValidation:
                 )
 
     def _covers(self, request: RequestValidationLogs) -> bool:
-        # Of another era are those of a chief that was restarted since.
+        # Results of another era are from a chief that was restarted since.
         sent = self._sent
         return (sent.fit, sent.era) == (request.fit, request.era) and sent.epoch >= request.epoch

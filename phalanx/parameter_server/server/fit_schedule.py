@@ -1,11 +1,11 @@
-"""The steps of one `fit`: its open epoch, its outstanding tickets, and what its workers reported.
+"""The steps of one `fit`: its open epoch, its outstanding tickets, and its workers' reports.
 
 Pure: `StepSchedule` calls it with its lock held and does all waiting.
 
 A `fit` passes through these phases:
 
     DECLARED            -> RUNNING      its first epoch is opened
-    DECLARED, RUNNING   -> REBUILDING   another process leads now, and waits for the workers' positions
+    DECLARED, RUNNING   -> REBUILDING   another process now leads, and waits for the workers' positions
     REBUILDING          -> RUNNING      ... or DECLARED, if the chief has not opened its epoch
     any                 -> ENDED        the chief ends it
 """
@@ -32,10 +32,10 @@ Array = np.ndarray[Any, Any]
 
 
 class FitPhase(Enum):
-    """Where a `fit` is in its life.
+    """Phase of a `fit`.
 
-    DECLARED: no epoch is open yet. RUNNING: an epoch was opened. REBUILDING: this process has taken the lead in the
-    middle of the `fit` and waits for the workers to say where they are. ENDED: the chief has ended it.
+    DECLARED: no epoch is open yet. RUNNING: an epoch was opened. REBUILDING: this process has taken the lead during the
+    `fit` and waits for the workers to report their positions. ENDED: the chief has ended it.
     """
 
     DECLARED = auto()
@@ -49,7 +49,7 @@ class SampleOrder(NamedTuple):
 
     Attributes:
         epoch: The first epoch of the pass; -1: there is none.
-        indices: The samples' numbers, an integer array.
+        indices: Numbers of the samples, an integer array.
     """
 
     epoch: int = -1
@@ -57,22 +57,22 @@ class SampleOrder(NamedTuple):
 
 
 class FitSchedule:
-    """Decides who makes which step of one `fit`.
+    """Decides which worker takes which step of one `fit`.
 
     Args:
         number: Number of the `fit` call.
         era: Era of the `fit`, as the chief declared it.
-        rules: How updates are made.
+        rules: Rules by which gradients become updates.
         workers: The connected workers.
-        last_serial: Serial of the newest ticket of the job. No later ticket has the same: a push is recognized as a
-            repetition by its ticket's serial.
+        last_serial: Serial of the job's newest ticket. Later tickets have other serials, because a push is recognized
+            as a repetition by its ticket's serial.
 
     Attributes:
         newest: Serial of the newest applied step; -1 before the first.
-        steps_by_epoch: Number of steps in each former epoch.
-        lost: Batches that were handed out and that no worker is known to have trained on.
-        is_on_hold: The chief pauses the training.
-        stop_requested: A worker has requested that the chief ends the `fit`.
+        steps_by_epoch: Number of steps of each earlier epoch.
+        lost: Issued batches that no worker is known to have trained on.
+        is_on_hold: Whether the chief pauses the training.
+        stop_requested: Whether a worker has requested that the chief ends the `fit`.
     """
 
     def __init__(self, number: int, era: int, rules: UpdateRules, workers: Collection[Worker], last_serial: int = 0):
@@ -103,14 +103,14 @@ class FitSchedule:
         return self.epoch is not None and (self.number, self.epoch.number) == (fit, epoch)
 
     def open_epoch(self, number: int, steps: int | None) -> None:
-        self._record_steps()  # before the epoch is replaced: workers that are late still ask how long it was
+        self._record_steps()  # before the epoch is replaced: late workers still ask for its length
         self.reports = EpochReports()
         self.epoch = EpochBatches(number, steps)
         self.phase = FitPhase.RUNNING
         self.tickets = OutstandingTickets()
 
     def end(self) -> None:
-        """The chief has ended the `fit`."""
+        """End the `fit`, as the chief requests."""
         self._record_steps()
         self.epoch = None
         self.phase = FitPhase.ENDED
@@ -121,7 +121,7 @@ class FitSchedule:
 
     @property
     def steps_made(self) -> int:
-        """Number of steps handed out in the open epoch; 0 if none is open."""
+        """Number of steps issued in the open epoch; 0 if none is open."""
         return 0 if self.epoch is None else self.epoch.count
 
     def superseded(self, fit: int, era: int) -> EpochOver | FitOver | None:
@@ -135,17 +135,17 @@ class FitSchedule:
     # Steps.
 
     def issue(self, worker: Worker, connected: Collection[Worker]) -> Ticket | EpochOver | None:
-        """A ticket of the open epoch for this worker, or that the epoch is over; None: not now."""
+        """A ticket of the open epoch for this worker, or `EpochOver`; None: not now."""
         epoch = self.epoch
         assert epoch is not None, "an epoch is open"
         if self.rules.synchronous:
             return self._issue_jointly(worker, epoch, connected)
-        # Whether or not it gets a ticket: it leaves the epoch with a report. Joint steps merge metrics as they go.
+        # Even if it gets no ticket: it leaves the epoch with a report. Joint steps merge metrics as they are taken.
         self.reports.participants.add(worker)
         if self.is_on_hold:
             return None
         if epoch.is_exhausted:
-            # A ticket that a worker still holds may come back.
+            # A ticket that a worker still holds may be returned.
             return None if self.tickets.by_serial else EpochOver(epoch.count)
         if self.blocked_by(worker) is not None:
             return None
@@ -175,17 +175,18 @@ class FitSchedule:
         return Ticket(self.number, epoch.number, batch, members, worker, self.last_serial, self.era)
 
     def skip_serial(self, serial: int) -> None:
-        """Issue none up to this serial: another process has. A second step of it would look like a repeated push."""
+        """Skip the serials up to this one, which another process has issued: a second step of one would look like a
+        repeated push."""
         self.last_serial = max(self.last_serial, serial)
 
     def blocked_by(self, worker: Worker) -> Worker | None:
-        """The slowest worker, if bounded staleness keeps this one from making a step."""
+        """The slowest worker, if bounded staleness prevents this one from taking a step."""
         if self.rules.staleness < 0:
             return None
         return self.staleness.blocked_by(worker, self.tickets.count_of(worker))
 
     def complete(self, ticket: Ticket) -> None:
-        """The step of this ticket is over."""
+        """Complete the step of this ticket."""
         self.newest = max(self.newest, ticket.serial)
         if self.is_open(ticket.fit, ticket.epoch):
             self.reports.completed += 1
@@ -193,7 +194,8 @@ class FitSchedule:
         self.tickets.settle(ticket.serial)
 
     def report_no_batch(self, ticket: Ticket, *, ends: bool) -> None:
-        """A worker has no batch for its ticket: the epoch `ends` before it, or its stream is already past it."""
+        """Settle a ticket for which a worker has no batch: the epoch `ends` before it, or the worker's stream is
+        already past it."""
         self.tickets.settle(ticket.serial)
         if self.epoch is not None and self.is_open(ticket.fit, ticket.epoch):
             if ends:
@@ -203,16 +205,16 @@ class FitSchedule:
                 logger.warning("Batch %d of epoch %d is lost with its worker.", ticket.batch, ticket.epoch + 1)
 
     def release(self, worker: Worker, connected: Collection[Worker]) -> None:
-        """A worker was lost: its batches are handed out again."""
+        """Return the batches of a lost worker, to be issued again."""
         self.staleness.remove_worker(worker)
         for ticket in self.tickets.release(worker, connected):
             if self.epoch is not None and self.is_open(ticket.fit, ticket.epoch):
                 self.epoch.put_back(ticket.batch)
 
     def restore(self, ticket: Ticket) -> None:
-        """A worker that had only lost its connection still makes the step that was taken from it."""
+        """Return a ticket to a worker that had only lost its connection and still takes the step."""
         if self.tickets.restore_joint(ticket) or self.epoch is None or not self.is_open(ticket.fit, ticket.epoch):
             return
-        # If another worker has the batch already, it is trained on twice: the push of an untracked ticket counts too.
+        # If another worker already has the batch, it is trained on twice: the push of an untracked ticket counts too.
         if self.epoch.reclaim(ticket.batch):
             self.tickets.add([ticket])

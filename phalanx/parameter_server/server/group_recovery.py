@@ -1,4 +1,4 @@
-"""Recovery of a shard group after its server was lost: from snapshots, and from the positions of its workers."""
+"""Recovery of a shard group whose server was lost, from snapshots and from its workers' positions."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _STATES = Decoder(GroupState)
 
 
 class GroupRecovery:
-    """What another process did before this one leads the group, and what is kept for the process after it.
+    """Takes over from the process that led the group before, and keeps state for the next one.
 
     Args:
         me: This task.
         store: The group's variables.
         schedule: The schedule of this server.
         rebuild: Rebuilds the schedule.
-        snapshots: Where to keep the group's state for a process that replaces this one; None: nowhere.
+        snapshots: Storage of the group's state for a process that replaces this one; None: no snapshots.
         is_head: Whether this is the head.
-        replicated_by: The server that keeps a replica, if one does.
+        replicated_by: Server that keeps a replica, if any.
 
     Attributes:
-        took_over: Whether another process led before, in the middle of the job.
+        took_over: Whether another process led before, during the job.
     """
 
     def __init__(
@@ -59,33 +59,33 @@ class GroupRecovery:
         self._is_head = is_head
         self._replicated_by = replicated_by
         self._snapshots = snapshots
-        self._found = None if snapshots is None else snapshots.newest()  # of a former process; until it is restored
-        # Protects what `declare` and `rejoin` decide, and the order of snapshots. Acquired before the store's lock.
-        # `take_the_lead` does without: no worker is answered before this process leads.
+        self._found = None if snapshots is None else snapshots.newest()  # a previous process's, until it is restored
+        # Protects the decisions of `declare` and `rejoin`, and the order of snapshots. Acquired before the store's
+        # lock. `take_the_lead` does not need it: no worker is answered before this process leads.
         self._lock = threading.Lock()
         self.took_over = False
         self._superseded: SupersededError | None = None
         self._must_rebuild = False  # whether the schedule must be rebuilt
-        self._restored_version = 0  # the version with which this process took over
+        self._restored_version = 0  # version of the values with which this process took over
         self._lost_updates = 0  # -1: restored, and not counted yet
-        self._known_workers: set[Worker] = set()  # workers that know nothing of an earlier leader any more
+        self._known_workers: set[Worker] = set()  # workers whose knowledge is from this process only
 
     def take_the_lead(self) -> None:
-        """This process has become the leader, with the values that it has."""
+        """Become the leader, with the present values."""
         self.took_over = self._must_rebuild = self._store.fit >= 0
         self._restored_version, self._lost_updates = self._store.version, 0
         self._known_workers.clear()
         self._rebuild.expect_workers()
 
     def declare(self, message: DeclareModel, buffers: Sequence[memoryview]) -> None:
-        """A `fit` begins; from now on there is a snapshot of it."""
+        """Begin a `fit`, and write a snapshot of it."""
         with self._lock:
             self._must_rebuild = False
             self._store.declare(message, buffers)
         self.write_snapshot()
 
     def write_snapshots(self, seconds: float, closing: threading.Event) -> None:
-        """Write a snapshot every so many seconds, if there are new values, until `closing`. The body of a thread."""
+        """Write a snapshot at this interval, if there are new values, until `closing`. Runs in a thread."""
         written = -1
         try:
             while not closing.wait(seconds):
@@ -96,18 +96,18 @@ class GroupRecovery:
             self._superseded = error
 
     def check(self) -> None:
-        """Raise SupersededError if another process has replaced this one, which must stop then."""
+        """Raise SupersededError if another process has replaced this one, which must then stop."""
         if self._superseded is not None:
             raise self._superseded
 
     def clear(self) -> None:
-        """The job is over: no process needs the snapshots."""
+        """Delete the snapshots: the job is over, and no process needs them."""
         if self._snapshots is not None:
             self._snapshots.clear()
 
     def write_snapshot(self) -> bool:
-        """Write the present state; whether that succeeded."""
-        with self._lock:  # one at a time, each of newer values than the one before
+        """Write the current state. Returns whether that succeeded."""
+        with self._lock:  # one at a time, each with newer values than the previous one
             state = self._store.state()  # copies: updates continue while they are written
             if self._snapshots is None or state is None:
                 return False
@@ -123,11 +123,11 @@ class GroupRecovery:
         return True
 
     def worker_joined_fit(self, worker: Worker) -> None:
-        """A worker begins a `fit` here: all that it knows from now on comes from this process."""
+        """Record that a worker begins a `fit` here: from now on, all its knowledge is from this process."""
         self._known_workers.add(worker)
 
     def rejoin(self, worker: Worker, message: Rejoin, buffers: Sequence[memoryview]) -> None:
-        """A worker has lost its link to this task in the middle of a `fit`, perhaps because the process is new."""
+        """Readmit a worker that has lost its link to this task during a `fit`, perhaps because this process is new."""
         with self._lock:
             if self._store.fit < message.fit:
                 self._restore(message)
@@ -137,8 +137,8 @@ class GroupRecovery:
                 if not self._schedule.fit.has_ended(message.fit):
                     self._rebuild.start()
             missing = max(0, message.version - self._restored_version)
-            # A worker that only its network had cut off has seen nothing that this process has not. Others may come
-            # late, when as many new updates were made as had been lost.
+            # A worker that was only cut off from the network has seen nothing that this process has not. Others may
+            # return late, when as many new updates were made as had been lost.
             is_ahead = (
                 self._lost_updates < 0 or worker not in self._known_workers or message.version > self._store.version
             )
@@ -155,7 +155,7 @@ class GroupRecovery:
     def _restore(self, message: Rejoin) -> None:
         found = self._found
         state = None if found is None else _STATES.decode(found[0])
-        if found is None or state is None or state.era < message.era:  # eras grow, from job to job
+        if found is None or state is None or state.era < message.era:  # eras grow from job to job
             what = (
                 f"was killed and started again, and so was {self._replicated_by}, which had the copy of its variables, "
                 f"before this one had them back. Give servers hosts of their own, so that not both are lost at once."

@@ -1,11 +1,11 @@
-"""A leader's lease: it answers the workers of its group only as long as the chief says so.
+"""A leader's lease: it answers the workers of its group only while the chief permits it.
 
 The chief decides which of a group's two servers leads. A leader that is cut off from the chief cannot learn that the
-chief has promoted the other one, so its right to answer ends by itself (Gray and Cheriton 1989, "Leases"). The
-leader requests the lease, and counts it from before the request; the chief counts it from its grant, which is later. So
-the leader's clock always ends it first, however long a message takes.
+chief has promoted the other server, so its right to answer expires (Gray and Cheriton 1989, "Leases"). The leader
+requests the lease, and counts it from before the request; the chief counts it from its grant, which is later. So the
+leader's lease always ends first by its own clock, however long a message takes.
 
-With each request the leader says whether its replica is lost, and an update that the replica lacks is answered only
+With each request the leader reports whether its replica is lost. An update that the replica lacks is answered only
 after the chief has granted such a request: from then on the chief does not promote that replica.
 """
 
@@ -32,14 +32,14 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class LeaderLease:
-    """The lease of one group, and the listener's service for the chief, which grants it.
+    """Lease of one group, and the listener's service for the chief, which grants it.
 
     Args:
-        chief: The chief's task.
-        replica: The group's replica.
-        changed: The group's lock, which protects the lease; notified when it is granted.
-        threads: The group's threads.
-        is_leading: Whether this server leads, as far as it knows.
+        chief: Name of the chief's task.
+        replica: Replica of the group.
+        changed: Lock of the group, which protects the lease; notified when it is granted.
+        threads: Threads of the group.
+        is_leading: Returns whether this server leads, as far as it knows.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class LeaderLease:
         self._changed = changed
         self._threads = threads
         self._is_leading = is_leading
-        self._until = 0.0  # by the monotonic clock; 0: there was none yet
-        self._known_losses = -1  # losses of the replica that the chief knows of
+        self._until = 0.0  # by the monotonic clock; 0: never granted
+        self._known_losses = -1  # losses of the replica that the chief knows about
 
     @property
     def is_valid(self) -> bool:
@@ -70,7 +70,7 @@ class LeaderLease:
 
     @property
     def covers_updates(self) -> bool:
-        """Whether an update that was applied here survives the loss of this server, or the chief knows that none
+        """Whether an update that was applied here survives the loss of this server, or the chief knows that no update
         does."""
         return self._replica.is_current or self._known_losses == self._replica.losses
 
@@ -83,7 +83,7 @@ class LeaderLease:
         self._threads.start("lease", self._renew, link)
 
     def _renew(self, link: Link) -> None:
-        """Request the lease again and again, until the chief or this server ends it. The body of a thread."""
+        """Request the lease repeatedly, until the chief or this server ends it. Runs in a thread."""
         try:
             while not self._threads.closing.is_set() and self._is_leading():
                 requested_at = time.monotonic()
@@ -91,13 +91,13 @@ class LeaderLease:
                 link.send(_encode(LeaseRequest(is_lost)), deadline=requested_at + LEASE_S)
                 link.receive(deadline=requested_at + LEASE_S)
                 with self._changed:
-                    # Not later than the chief counts: from the request, which precedes the grant. `max`, because two
-                    # links may be served at once when the chief has reconnected.
+                    # Not later than the chief's count: from the request, which precedes the grant. `max`, because two
+                    # links may be served at once after the chief has reconnected.
                     self._until = max(self._until, requested_at + LEASE_S)
                     self._known_losses = losses if is_lost else self._known_losses
                     self._changed.notify_all()
                 self._threads.closing.wait(RENEW_S)
         except (LinkClosedError, LinkTimeoutError, FrameError):
-            pass  # the lease ends by itself, and the chief connects again if it still wants this server
+            pass  # the lease expires, and the chief reconnects if it still wants this server
         finally:
             link.close()

@@ -49,17 +49,17 @@ class _PendingMerge:
 
     def __init__(self) -> None:
         self.contributions: dict[Worker, Contribution] = {}
-        self.extras: list[Array] | None = None  # the merged ones, once all contributions are here
+        self.extras: list[Array] | None = None  # the merged extras, once all contributions have arrived
         self.is_finite = True
         self.is_abandoned = False  # the chief has declared the `fit` again
-        self.disagreement = ""  # why two contributions cannot be merged
+        self.disagreement = ""  # why contributions cannot be merged
 
 
 class MergeBarrier:
-    """Used by one thread for each worker. The store's lock `changed` protects it.
+    """Merges the parts of a step. Each worker's thread uses it, under the store's lock `changed`.
 
     Args:
-        members: The workers; one that does not send its part in time is evicted.
+        members: Workers; one that does not send its part in time is evicted.
         changed: The store's lock.
     """
 
@@ -67,11 +67,11 @@ class MergeBarrier:
         self._members = members
         self._changed = changed
         self._pending: dict[MergeKey, _PendingMerge] = {}
-        self._newest: dict[Worker, MergeKey] = {}  # the newest of each worker's pushes
+        self._newest: dict[Worker, MergeKey] = {}  # newest push of each worker
         self._late = 0
 
     def abandon(self) -> None:
-        """Pushes until now no longer count."""
+        """Invalidate all earlier pushes."""
         for pending in self._pending.values():
             pending.is_abandoned = True
         self._pending.clear()
@@ -87,8 +87,8 @@ class MergeBarrier:
     ) -> tuple[list[Array], str]:
         """Wait, with the lock held, for the other members' parts; the last one to arrive calls `apply`.
 
-        The arrays of `part` may lie in memory that the worker shares with this process. They stay valid for the wait:
-        the worker writes there again only when this push is answered.
+        The arrays of `part` may be in memory that the worker shares with this process. They stay valid while this
+        waits: the worker reuses that memory only after this push is answered.
 
         Returns: the merged extras, and a note for the worker's log.
         """
@@ -101,7 +101,7 @@ class MergeBarrier:
         pending = self._pending.setdefault(key, _PendingMerge())
         pending.disagreement = pending.disagreement or self._difference(pending, ticket.member, part.extras)
         pending.contributions[ticket.member] = part
-        pending.is_finite &= message.finite or not message.share  # what has no samples has no weight in the merge
+        pending.is_finite &= message.finite or not message.share  # a part without samples has no weight in the merge
         until = self._members.clock() + rules.timeout_s
         while pending.extras is None:
             if pending.is_abandoned:
@@ -118,13 +118,13 @@ class MergeBarrier:
             elif self._members.clock() > until:
                 for member in ticket.members:
                     if member not in pending.contributions:
-                        self._members.evict(member)  # and the next round finds the merge complete
+                        self._members.evict(member)  # the next iteration finds the merge complete
             else:
                 self._changed.wait(POLL_S)
         return pending.extras, ""
 
     def _difference(self, pending: _PendingMerge, member: Worker, extras: Sequence[Array]) -> str:
-        """How a member's extras differ from another one's; "" if they do not."""
+        """A description of how a member's extras differ from another's; "" if they do not."""
         names = self._members.names
         for other, (_, _, theirs) in pending.contributions.items():
             if [array.size for array in theirs] != [array.size for array in extras]:
@@ -138,7 +138,7 @@ class MergeBarrier:
         if rules.replicas_to_aggregate and len(pending.contributions) >= rules.replicas_to_aggregate:
             return True
         # A worker with a newer push never took this step from its own head, was too late there, or was answered by a
-        # server that is lost.
+        # server that is now lost.
         return all(
             member in pending.contributions or self._newest.get(member, (-1, -1)) > key
             for member in ticket.members
@@ -148,9 +148,9 @@ class MergeBarrier:
 
 def _merge(pending: _PendingMerge, message: PushGradients) -> MergedStep:
     """The mean of the gradients, and the merged extras."""
-    # In the members' order, not in that of arrival: floating-point sums are the same in every run.
+    # In the members' order, not the order of arrival, so that floating-point sums are the same in every run.
     parts = [pending.contributions[m] for m in message.ticket.members if m in pending.contributions]
-    # The samples of a lost or late worker are missing: the mean is over the others'.
+    # The samples of a lost or late worker are missing; the mean is over the others' samples.
     total = sum(share for share, _, _ in parts) or 1.0
     shares = [share / total for share, _, _ in parts]
     weights = {
@@ -175,12 +175,12 @@ def _mean(gradients: Sequence[Gradient], weights: Sequence[float]) -> Gradient:
 
 
 def _weighted_sum(arrays: Sequence[Array], weights: Sequence[float]) -> Array:
-    """The sum in the given order, in the arrays' own dtype. Arrays of weight 0 do not count, whatever they contain."""
+    """The sum in the given order, in the arrays' own dtype. Arrays of weight 0 are ignored, whatever they contain."""
     counted = [(array, weight) for array, weight in zip(arrays, weights, strict=True) if weight]
     if not counted:
         return np.zeros_like(arrays[0])
     first, weight = counted[0]
-    result: Array = np.asarray(first * first.dtype.type(weight))  # NumPy makes a scalar of an array without axes
+    result: Array = np.asarray(first * first.dtype.type(weight))  # NumPy turns an array without axes into a scalar
     for array, weight in counted[1:]:
         result += array * array.dtype.type(weight)
     return result

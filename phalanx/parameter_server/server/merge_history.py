@@ -1,4 +1,4 @@
-"""The merges that a server has completed: a repeated push gets the answer that was lost on its way. Pure."""
+"""The merges that a server has completed. A repeated push gets the response that was lost before. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MergeKey = tuple[int, int]
 """A ticket's serial and the phase of its step."""
 
 MAX_KEYS = 1000
-"""Number of completed merges that are remembered: more than any worker can be behind."""
+"""Number of completed merges to remember: more than any worker can be behind."""
 MIN_RESULTS = 8
-"""Number of results that are kept for workers that repeat a push; the newest of each worker always is."""
+"""Number of results to keep for workers that repeat a push; the newest result of each worker is always kept."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class MergeResult:
     """The result of a completed merge.
 
     Attributes:
-        members: The workers whose gradients are in it.
+        members: Workers whose gradients it contains.
         extras: The merged extras.
     """
 
@@ -35,7 +35,7 @@ class MergeResult:
 
 
 class MergeHistory:
-    """The store's lock protects it."""
+    """Completed merges and recent results. Protected by the store's lock."""
 
     def __init__(self) -> None:
         self._completed: dict[MergeKey, None] = {}  # the newest, in order of completion
@@ -47,7 +47,7 @@ class MergeHistory:
         self._completed[key] = None
         self._results[key] = result
         self._newest_by_member |= dict.fromkeys(result.members, key)
-        if len(self._results) > 2 * MIN_RESULTS:  # seldom, and then many at once
+        if len(self._results) > 2 * MIN_RESULTS:  # rarely, and then many at once
             kept = self._newest_by_member.values()
             outdated = (key for key in self._results if key not in kept)
             for old in list(islice(outdated, len(self._results) - MIN_RESULTS)):
@@ -59,7 +59,7 @@ class MergeHistory:
             self._oldest = max(self._oldest, oldest)
 
     def result_for(self, key: MergeKey, member: Worker) -> MergeResult | None:
-        """The result of a merge that this worker's gradients are in, if it is completed."""
+        """The result of a completed merge that contains this worker's gradients; None if there is none."""
         result = self._results.get(key)
         return result if result is not None and member in result.members else None
 
@@ -67,7 +67,7 @@ class MergeHistory:
         return key in self._completed or key <= self._oldest
 
     def newest_serial(self) -> int:
-        """Serial of the newest step that is completed; -1 before the first."""
+        """Serial of the newest completed step; -1 before the first."""
         return max((*self._completed, self._oldest))[0]
 
     def state(self) -> tuple[tuple[tuple[int, int, tuple[Worker, ...], int], ...], list[Array]]:
@@ -79,12 +79,12 @@ class MergeHistory:
     def restored(
         cls, completed: Sequence[tuple[int, int, tuple[Worker, ...], int]], extras: Iterable[Array]
     ) -> MergeHistory:
-        """The history that `state` describes."""
+        """The history described by `state`."""
         history, arrays = cls(), iter(extras)
         for serial, phase, members, number in completed:
             history.record((serial, phase), MergeResult(members, _take(arrays, number)))
-        # Merges before these are not known any more. Updates outside of epochs have negative serials, which say nothing
-        # about the order.
+        # Earlier merges are no longer known. Updates outside epochs have negative serials, which do not indicate the
+        # order.
         history._oldest = max([history._oldest, *((serial, phase) for serial, phase, _, _ in completed)])
         return history
 

@@ -1,4 +1,4 @@
-"""Outstanding tickets: steps that workers are to make and that are not applied yet. Pure."""
+"""Outstanding tickets: steps that workers are to take and that are not applied yet. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from phalanx.parameter_server.server_protocol import Worker
 
 
 class OutstandingTickets:
-    """Who holds which ticket. The schedule's lock protects it.
+    """Holders of tickets. Protected by the schedule's lock.
 
     In asynchronous training each ticket belongs to one worker. In synchronous training there is one *joint* step at a
     time, and each of its members receives a copy of its ticket.
 
     Attributes:
         by_serial: Tickets of single workers.
-        joint: The step that all workers make together now.
+        joint: Step that all workers are taking now.
     """
 
     def __init__(self) -> None:
@@ -25,15 +25,15 @@ class OutstandingTickets:
         self._joint_holders: set[Worker] = set()  # members that have received their copy
 
     def add(self, tickets: Iterable[Ticket]) -> None:
-        """These tickets of single workers are outstanding."""
+        """Add outstanding tickets of single workers."""
         self.by_serial |= {ticket.serial: ticket for ticket in tickets}
 
     def begin_joint(self, ticket: Ticket, holders: Iterable[Worker] = ()) -> None:
-        """A joint step begins, or continues if some of its members hold its ticket already."""
+        """Begin a joint step, or continue it if some of its members already hold its ticket."""
         self.joint, self._joint_holders = ticket, set(holders)
 
     def issue_joint(self, worker: Worker) -> Ticket | None:
-        """The worker's copy of the joint ticket; None if it has one, or is not a member."""
+        """The worker's copy of the joint ticket; None if it already has one, or is not a member."""
         joint = self.joint
         if joint is None or worker in self._joint_holders or worker not in joint.members:
             return None
@@ -41,34 +41,34 @@ class OutstandingTickets:
         return Ticket(joint.fit, joint.epoch, joint.batch, joint.members, worker, joint.serial, joint.era)
 
     def settle(self, serial: int) -> None:
-        """The step of this serial is over."""
+        """Remove the tickets of this step, which is over."""
         if self.joint is not None and self.joint.serial == serial:
             self.joint = None
         self.by_serial.pop(serial, None)
 
     def restore_joint(self, ticket: Ticket) -> bool:
-        """Whether the ticket is of the joint step; then its member holds it again."""
+        """Return a ticket of the joint step to its member. Returns whether the ticket is of that step."""
         if self.joint is None or self.joint.serial != ticket.serial:
             return False
         self._joint_holders.add(ticket.member)
         return True
 
     def release(self, worker: Worker, connected: Collection[Worker]) -> list[Ticket]:
-        """A worker was lost: the tickets whose batches must be handed out again."""
+        """Remove a lost worker. Returns the tickets whose batches must be issued again."""
         self._joint_holders.discard(worker)
         released = [ticket for ticket in self.by_serial.values() if ticket.member == worker]
         for ticket in released:
             del self.by_serial[ticket.serial]
-        # While one member is left, the merge completes without the lost one, and its batch counts as trained.
+        # As long as one member remains, the merge completes without the lost worker, and its batch counts as trained.
         if self.joint is not None and not any(member in connected for member in self.joint.members):
             released.append(self.joint)
             self.joint = None
         return released
 
     def holders(self) -> set[Worker]:
-        """The workers that hold tickets of their own."""
+        """The workers that hold single tickets."""
         return {ticket.member for ticket in self.by_serial.values()}
 
     def count_of(self, worker: Worker) -> int:
-        """Number of tickets that a worker holds for itself."""
+        """Number of single tickets that a worker holds."""
         return sum(ticket.member == worker for ticket in self.by_serial.values())

@@ -23,8 +23,8 @@ class ParameterServer:
     """Serves the workers of one cluster. `run` returns when the job is over.
 
     Args:
-        me: This task, with all that the workers must agree on.
-        snapshots: Where to keep the state for a process that replaces this one if it is killed; None: nowhere.
+        me: This task, with everything that the workers must agree on.
+        snapshots: Storage of the state for a process that replaces this one if it is killed; None: no snapshots.
         snapshot_s: Seconds between two snapshots.
         is_replicated: Whether each group of shards has a replica on the next server.
     """
@@ -42,8 +42,8 @@ class ParameterServer:
         servers = [task for task in me.spec.tasks if task.type == me.task.type]
         own = servers.index(me.task)
         following, before = (own + 1) % len(servers), (own - 1) % len(servers)
-        # A ring: the own group has its replica on the next server, and this one keeps that of the server before. It
-        # leads both if that server is lost.
+        # A ring: this server's group has its replica on the next server, and this server keeps that of the previous
+        # one. It leads both if that server is lost.
         other = servers[following] if is_replicated else None
         self._clock = clock = RunningClock()
         self._groups = [ShardGroup(me, own, other=other, snapshots=snapshots, snapshot_s=snapshot_s, clock=clock)]
@@ -68,7 +68,7 @@ class ParameterServer:
         listener.register(PROBE, ProbeService(me))
         for group in self._groups:
             listener.register(f"{PURPOSE}/{group.number}", group)
-            # Both may have to wait until a record of the leader is applied, such as all values of a large model.
+            # Both may have to wait until a record from the leader is applied, such as all values of a large model.
             listener.register(f"{LEAD}/{group.number}", _LeadService(group, str(me.tasks[CHIEF_WORKER])), blocks=True)
             listener.register(f"{LEASE}/{group.number}", group.lease)
             listener.register(f"{REPLICATE}/{group.number}", group.leadership, blocks=True)
@@ -78,14 +78,14 @@ class ParameterServer:
                     group.start()
                 while not self._stopped and not self._is_over():
                     self._clock.tick()
-                    self._groups[0].wait(POLL_S)  # a change in the other group is seen within this time
+                    self._groups[0].wait(POLL_S)  # a change in the other group is noticed within this time
             finally:
                 for group in self._groups:
                     group.close()
 
     @property
     def figures(self) -> ServerFigures:
-        """The figures of this server, for monitoring. May be read from any thread."""
+        """Figures of this server, for monitoring. May be read from any thread."""
         led = [group.figures for group in self._groups if group.leadership.is_leading]
         return ServerFigures(
             version=max((group.version for group in led), default=0),
@@ -103,7 +103,7 @@ class ParameterServer:
 
 
 class _LeadService:
-    """The chief, which has lost the leader of a group, promotes the replica to lead it."""
+    """Service for a chief that has lost the leader of a group, and promotes the replica to lead it."""
 
     def __init__(self, group: ShardGroup, chief: str):
         self._group = group
@@ -117,7 +117,7 @@ class _LeadService:
 
 
 def snapshots_of(me: TaskIdentity, folder: Path | None) -> Snapshots | None:
-    """Where this server keeps its snapshots: in a folder, in the launcher's files, or nowhere."""
+    """Snapshots of this server: in a folder, in the launcher's files, or None."""
     if folder is not None:
         return Snapshots.of_task(folder, str(me.task))
     return None if me.config.snapshots is None else Snapshots(me.config.snapshots)

@@ -1,12 +1,12 @@
-"""The replica of a group's shards on another server: the stream that keeps it equal.
+"""Keeps a replica of a group's shards on another server equal, by a stream of updates.
 
 Chain replication (van Renesse and Schneider 2004) with a chain of two: the leader of a group sends each merged update
-to the replica, which applies it as the leader does, and answers the workers when both have applied it. A lost server
-then costs no update that was answered: the chief, and only the chief, promotes the replica to lead.
+to the replica, which applies it in the same way, and answers the workers when both have applied it. A lost server then
+costs no update that was answered: the chief, and only the chief, promotes the replica to lead.
 
-If two servers both think that they lead, one is wrong: it was stopped or cut off while the chief promoted the other,
-whose lead has the greater term. They exchange their terms, and the wrong one steps back. Until then it answers nothing:
-its lease has ended (`leader_lease`).
+If two servers both believe that they lead, one is wrong: it was stopped or cut off while the chief promoted the other,
+whose lead has the greater term. They exchange their terms, and the wrong one steps back. Until then it answers nothing,
+because its lease has ended (`leader_lease`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Record = GroupState | messages.AppliedUpdate | messages.SetLearningRate | messag
 State = tuple[GroupState, list[Array]]
 
 REPLICA_S = 20.0
-"""How long a replica may take for an update. A stopped one is then dropped, and replaced when it runs again."""
+"""Seconds that a replica may take for an update. A stopped one is then dropped, and replaced when it runs again."""
 PART_BYTES = 64 * 1024**2
-"""How much of a record the replica must receive in that time: all values with the optimizer's state take minutes on a
-slow network, and a replica that is stopped meanwhile is dropped as soon as any other."""
+"""Number of bytes of a record that the replica must receive in that time. All values with the optimizer's state take
+minutes on a slow network; in parts, a replica that is stopped meanwhile is dropped as soon as any other."""
 LOST = (LinkClosedError, LinkTimeoutError)
 
 _RECORDS = Decoder(Record)
@@ -46,14 +46,14 @@ _ACKNOWLEDGED = _encode(messages.Acknowledged())
 
 
 class ReplicaStream:
-    """The leader's end of the stream, if there is a replica. The store's lock protects it.
+    """The leader's end of the stream, if there is a replica. Protected by the store's lock.
 
     Args:
         group: Number of the shard group.
         lock: The store's lock.
 
     Attributes:
-        losses: How often a replica was lost.
+        losses: Number of times that a replica was lost.
     """
 
     def __init__(self, group: int, lock: threading.Condition):
@@ -61,7 +61,7 @@ class ReplicaStream:
         self._lock = lock
         self._link: Link | None = None
         self._has_state = False  # the replica has received the state; valid while there is a link
-        self._unacknowledged = 0  # records that were sent over this link
+        self._unacknowledged = 0  # number of records sent over this link without an answer
         self.losses = 0
 
     @property
@@ -79,12 +79,13 @@ class ReplicaStream:
 
     @property
     def is_current(self) -> bool:
-        """Whether the replica has all updates that were answered. One that has just connected lacks them at first."""
+        """Whether the replica has all updates that were answered. One that has just connected initially lacks them."""
         # Read without the lock, and in this order: `attach` clears the state before it sets the link.
         return self._link is not None and self._has_state
 
     def attach(self, link: Link, state: Callable[[], State | None]) -> bool:
-        """Keep a replica at the other end, which first receives the present state; False if that failed."""
+        """Keep a replica at the other end of the link, which first receives the current state. Returns False if that
+        failed."""
         with self._lock:
             self._has_state = False  # before it has a link: `is_current` reads both without the lock
             self._link, self._unacknowledged = link, 0
@@ -93,13 +94,13 @@ class ReplicaStream:
             return self._has_state
 
     def send_state(self, state: State | None) -> None:
-        """Give the replica all that it needs; None before the first `fit`."""
+        """Send the replica the complete state; None before the first `fit`."""
         if state is not None:
             self.send(*state)
             self.wait()
 
     def send(self, record: Record, arrays: Sequence[Array] = ()) -> None:
-        """Have the replica apply this too; `wait` waits until it has."""
+        """Send a record for the replica to apply; `wait` waits until it has."""
         if self._link is not None:
             try:
                 contents = [np.ascontiguousarray(array) for array in arrays]
@@ -110,7 +111,7 @@ class ReplicaStream:
                 self._detach()
 
     def wait(self) -> None:
-        """Wait until the replica has applied all that was sent."""
+        """Wait until the replica has applied everything that was sent."""
         try:
             while self._link is not None and self._unacknowledged:
                 self._link.receive(deadline=time.monotonic() + REPLICA_S)
@@ -119,13 +120,13 @@ class ReplicaStream:
             self._detach()
 
     def replicate(self, record: Record) -> None:
-        """`send` and `wait`."""
+        """Call `send` and `wait`."""
         with self._lock:
             self.send(record)
             self.wait()
 
     def end(self) -> None:
-        """The job is over, for the replica as well."""
+        """Tell the replica that the job is over."""
         with self._lock:
             self.replicate(messages.JobOver())
             if self._link is not None:
@@ -141,7 +142,7 @@ class ReplicaStream:
 
 
 def _parts(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The same bytes in parts of `PART_BYTES`; the last one may be smaller."""
+    """The same bytes in parts of `PART_BYTES`; the last part may be smaller."""
     part, room = list[memoryview](), PART_BYTES
     for piece in pieces:
         while piece.nbytes >= room:
@@ -153,11 +154,11 @@ def _parts(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def receive(link: Link, idle_s: float) -> tuple[Record, list[memoryview]]:
-    """The replica's end: the next record, which `acknowledge` answers."""
+    """Receive the next record, at the replica's end; `acknowledge` answers it."""
     header, buffers = link.receive(deadline=time.monotonic() + idle_s)
     return _RECORDS.decode(header), buffers
 
 
 def acknowledge(link: Link) -> None:
-    """The record was applied."""
+    """Confirm that the record was applied."""
     link.send(_ACKNOWLEDGED, deadline=time.monotonic() + REPLICA_S)

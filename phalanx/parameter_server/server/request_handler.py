@@ -1,4 +1,4 @@
-"""Answers one worker's requests, in a thread for each worker: the table from each kind of request to its handler."""
+"""Answers workers' requests, in a thread for each worker, with the handler of each kind of request."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 
 SEND_S = 60.0
-"""How long a worker may take to read an answer. A stopped worker holds up only its own thread."""
+"""Seconds that a worker may take to read a response. A stopped worker blocks only its own thread."""
 BEFORE_REBUILD = frozenset(
     {
         messages.Rejoin,
@@ -52,7 +52,7 @@ BEFORE_REBUILD = frozenset(
 )
 """Requests that are answered while a new head still waits for the workers' positions; all others wait."""
 WITHOUT_LEASE = BEFORE_REBUILD | {messages.JoinFit, messages.ChiefAlive}
-"""Requests that change no variable on their own account, and may come before the chief does."""
+"""Requests that change no variable by themselves, and may arrive before the chief does."""
 
 _REQUESTS = Decoder(Request)
 _encode = msgspec.msgpack.Encoder().encode
@@ -64,8 +64,8 @@ class RequestHandler:
     Args:
         me: This task.
         members: The workers.
-        rebuild: Rebuilds the schedule when this process has become the head in the middle of a `fit`.
-        table: The handler of each kind of request.
+        rebuild: Rebuilds the schedule if this process became the head during a `fit`.
+        table: Handlers by kind of request.
         wait_for_lease: Returns once this server may answer; see `leader_lease`.
     """
 
@@ -99,14 +99,14 @@ class RequestHandler:
             link_name: Name of its link.
             link: The link.
             on_goodbye: Called before the goodbye is answered; returns the tasks that are excluded.
-            is_closing: Whether this server closes the link itself.
+            is_closing: Returns whether this server closes the link itself.
 
-        Returns: how the link ended, a sentence; empty after a goodbye.
+        Returns: how the link ended, as a sentence; empty after a goodbye.
         """
-        channel: SharedMemoryChannel | None = None  # of this link: a worker that reconnects offers memory again
+        channel: SharedMemoryChannel | None = None  # of this link; a worker that reconnects offers memory again
         try:
             while True:
-                # No deadline while the worker lives: its program may do other things for hours.
+                # No deadline while the worker is alive: its program may do other things for hours.
                 header, buffers = link.receive(deadline=math.inf)
                 request = _REQUESTS.decode(header)
                 if isinstance(request, LeaveJob):
@@ -123,7 +123,7 @@ class RequestHandler:
                     buffers = channel.read(TO_SERVER, request.lengths)
                 copy = copy_arrays if channel is None else channel.copies
                 answer, arrays = self._answer(Sender(worker, link_name, buffers, copy), request)
-                # Only the answer may still refer to `buffers`: the worker fills that memory once it is answered.
+                # Only the response may still refer to `buffers`: once it is sent, the worker overwrites that memory.
                 if channel is not None and isinstance(answer, Values) and isinstance(request, _VIA_MEMORY):
                     place, lengths = channel.write_values(arrays)
                     if lengths:
@@ -142,7 +142,7 @@ class RequestHandler:
                 channel.close()
 
     def _answer(self, sender: Sender, request: Request) -> tuple[Response, Sequence[Array]]:
-        """The response to a request; a refusal if it raises."""
+        """The response to a request; a refusal if its handler raises."""
         name = self._members.names[sender.worker]
         try:
             if self._members.table.is_evicted(sender.link):
@@ -150,7 +150,8 @@ class RequestHandler:
                     f"{name} made no progress for too long and was evicted; training continued without it. Start it "
                     f"again to take part."
                 )
-            # First the lease: without it this server may no longer lead, and then waits for no positions.
+            # The lease first: without it this server may no longer lead, and would wait for positions that never
+            # arrive.
             kind = type(request)
             if kind not in WITHOUT_LEASE:
                 self._wait_for_lease()
@@ -158,7 +159,7 @@ class RequestHandler:
                 self._rebuild.wait(sender.worker, self._me.config.timeout_s)
             return self._table[kind](sender, request) or _ACKNOWLEDGED
         except LinkClosedError:
-            raise  # to `serve`: another server answers this worker
+            raise  # handled by `serve`: another server answers this worker
         except PeerLostError as error:
             return Refusal(type(error).__name__, str(error), error.task, error.rank), ()
         except PhalanxError as error:

@@ -1,4 +1,4 @@
-"""A schedule in the middle of a `fit`, rebuilt by a new head from what the workers say about their positions."""
+"""Rebuilds a schedule during a `fit`, on a new head, from the positions that workers report."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 
 REJOIN_S = 60.0
-"""How long a new leader waits for workers: one in the middle of a long step has not noticed the change yet."""
+"""Seconds that a new leader waits for workers: one in the middle of a long step has not noticed the change yet."""
 
 
 class WorkerPosition(NamedTuple):
-    """Where a worker is in the training: its message, and from the chief the sample order, if there is one."""
+    """A worker's position in the training: its message, and from the chief the sample order, if there is one."""
 
     message: Rejoin
     order: Array | None
@@ -36,7 +36,7 @@ class ScheduleRebuild:
         self._schedule = schedule
         self._members = schedule.members
         self._since = 0.0  # by the schedule's clock
-        self._positions: dict[Worker, WorkerPosition] = {}  # of workers that are still connected
+        self._positions: dict[Worker, WorkerPosition] = {}  # only of workers that are still connected
         self._new_processes: set[Worker] = set()  # workers that have no position to report
         self._members.add_observer(self)
 
@@ -48,12 +48,12 @@ class ScheduleRebuild:
         self._positions.pop(worker, None)
 
     def expect_workers(self) -> None:
-        """Another process led before: its workers are about to connect here, and are not lost."""
+        """Expect the workers of the process that led before: they are about to connect here, and are not lost."""
         with self._schedule.changed:
             self._members.table.expect_all(REJOIN_S)
 
     def start(self) -> None:
-        """Hand out nothing until the workers have reported their positions."""
+        """Issue no tickets until the workers have reported their positions."""
         with self._schedule.changed:
             self._schedule.fit.phase = FitPhase.REBUILDING
             self._since = self._schedule.clock()
@@ -61,7 +61,7 @@ class ScheduleRebuild:
             self._new_processes.clear()
 
     def rejoin(self, worker: Worker, message: Rejoin, order: Array | None) -> None:
-        """A worker has reconnected and reports its position."""
+        """Record the position that a reconnected worker reports."""
         schedule = self._schedule
         with schedule.changed:
             schedule.global_step = max(schedule.global_step, message.step)
@@ -79,10 +79,11 @@ class ScheduleRebuild:
     def wait(self, worker: Worker, timeout_s: float) -> None:
         """Wait until the schedule is rebuilt, before anything else that this worker requests.
 
-        The chief is waited for at most `timeout_s`, and the others less; new processes have no position to report.
+        The wait for the chief is at most `timeout_s`, and for the others less. New processes have no position to
+        report.
         """
         schedule, members = self._schedule, self._members
-        if schedule.fit.phase is not FitPhase.REBUILDING:  # without the lock: nearly every request comes by here
+        if schedule.fit.phase is not FitPhase.REBUILDING:  # without the lock: nearly every request gets here
             return
         with schedule.changed:
             if schedule.fit.phase is FitPhase.REBUILDING and worker not in self._positions:
@@ -112,37 +113,38 @@ class ScheduleRebuild:
 
 
 def skip_serials(fit: FitSchedule, messages: Iterable[Rejoin]) -> None:
-    """Issue no serial that one of these workers knows: the step would look like a repetition of the former one."""
+    """Skip every serial that one of these workers knows: a step with it would look like a repetition of an earlier
+    one."""
     for message in messages:
         for serial in [message.finished, *(ticket.serial for ticket in message.tickets)]:
             fit.skip_serial(serial)
 
 
 def rebuild_fit(fit: FitSchedule, positions: Mapping[Worker, WorkerPosition]) -> bool:
-    """Continue where the workers are; whether an epoch is open then."""
+    """Continue from the workers' positions. Returns whether an epoch is open."""
     chief, order = positions[CHIEF_WORKER]
     # A worker of another era learns from `FitSchedule.superseded` that it must go back; its tickets are void.
     here = [message for message, _ in positions.values() if message.era == fit.era]
     same = [m for m in here if (m.fit, m.epoch) == (chief.fit, chief.epoch)]
-    # Also of a worker that has the first ticket of this epoch and has not begun the epoch yet.
+    # Including tickets of a worker that has the first ticket of this epoch and has not begun the epoch yet.
     held = [ticket for message in here for ticket in message.tickets]
     tickets = [ticket for ticket in held if (ticket.fit, ticket.epoch) == (chief.fit, chief.epoch)]
-    # Not from the workers alone: the one that made the newest steps may be lost with the former head.
+    # Not from the workers alone: the one that took the newest steps may be lost with the previous head.
     skip_serials(fit, here)
     fit.phase = FitPhase.DECLARED
     if not chief.opened or chief not in same:  # the chief's next request opens the epoch
         return False
     fit.phase = FitPhase.RUNNING
     fit.epoch = epoch = EpochBatches(chief.epoch, None if chief.steps < 0 else chief.steps)
-    # Batches beyond it, which only lost workers knew of, are handed out a second time.
+    # Batches beyond it, which only lost workers knew of, are issued a second time.
     epoch.next = max([message.batches for message in same] + [ticket.batch + 1 for ticket in tickets])
     fit.order = SampleOrder(chief.order_epoch, np.zeros(0, np.int64) if order is None else order)
-    # Workers that are ahead have reported, and do so once more.
+    # Workers that are ahead have reported, and will report again.
     fit.reports.participants = {w for w, (m, _) in positions.items() if m in here and m.epoch >= chief.epoch}
     fit.reports.participants |= {ticket.member for ticket in tickets}
     if fit.rules.synchronous:
         if tickets:
-            # A worker that has finished the newest step proves that it was applied: the next one may be handed out.
+            # A worker that has finished the newest step proves that it was applied, so the next one may be issued.
             joint = max(tickets, key=lambda ticket: ticket.serial)
             if all(message.finished < joint.serial for message in here):
                 holders = {ticket.member for ticket in tickets if ticket.serial == joint.serial}
@@ -151,7 +153,7 @@ def rebuild_fit(fit: FitSchedule, positions: Mapping[Worker, WorkerPosition]) ->
     fit.tickets.by_serial.clear()
     fit.tickets.add(tickets)
     known = len(fit.tickets.by_serial) + sum(message.steps_made for message in same)
-    # A worker that is ahead knows that the epoch is over: then no worker held any of it.
+    # A worker that is ahead knows that the epoch is over, so no worker held any of its tickets.
     is_any_ahead = any((m.fit, m.epoch) > (chief.fit, chief.epoch) for m in here)
     if not is_any_ahead and (unknown := epoch.next - known) > 0:
         fit.lost.count += unknown

@@ -1,4 +1,4 @@
-"""The threads of a shard group, which its `close` waits for."""
+"""The threads of a shard group, which `close` waits for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 END_S = 5.0
-"""How long threads may take to end once their links are closed: longer than any update takes."""
+"""Seconds that threads may take to end once their links are closed: longer than any update takes."""
 
 
 class ServiceThreads:
@@ -26,7 +26,7 @@ class ServiceThreads:
             self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def join(self) -> None:
-        """Wait for the threads, at most `END_S`."""
+        """Wait for the threads, for at most `END_S`."""
         until = time.monotonic() + END_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))

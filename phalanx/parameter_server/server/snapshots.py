@@ -1,4 +1,4 @@
-"""Snapshots on disk, from which another process can replace a server."""
+"""Snapshots on disk, from which another process can take over from a server."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _NUMBER, _HEADER = "number", "header"
 
 
 class Snapshots:
-    """Two files, written alternately: if anything happens while one is written, the other is complete.
+    """Two files, written alternately: if writing one is interrupted, the other is complete.
 
-    A file is a NumPy archive (`numpy.savez`), whose checksums reveal damage. It may have no name: a path like /dev/fd/5
-    leads to a file that only the launcher keeps open, and that disappears with the job.
+    A file is a NumPy archive (`numpy.savez`), whose checksums reveal damage. It may have no name: a path such as
+    /dev/fd/5 leads to a file that only the launcher keeps open, and that disappears with the job.
 
     Args:
         paths: Paths of the two files; they need not exist.
-        claim: The right to write them; None if no other process can have their paths.
+        claim: Right to write the files; None if no other process can have their paths.
     """
 
     def __init__(self, paths: tuple[Path, Path], claim: WriteClaim | None = None):
@@ -38,9 +38,9 @@ class Snapshots:
 
     @classmethod
     def of_task(cls, folder: Path, name: str) -> Snapshots:
-        """The snapshots of a task, such as `ps/0`, in a folder, which is created if it is missing.
+        """Snapshots of a task, such as `ps/0`, in a folder, which is created if it is missing.
 
-        Raises: as `WriteClaim.acquire`: another process that is alive writes them.
+        Raises: see `WriteClaim.acquire`; raised if another live process writes them.
         """
         base = name.replace("/", "-")
         claim = WriteClaim(folder, base)
@@ -55,13 +55,13 @@ class Snapshots:
             SupersededError: another process writes these snapshots now.
         """
         number = self._number + 1
-        # Bytes: the .npy format has no bfloat16 and would read it back as void. The header says the dtypes.
+        # Bytes: the .npy format has no bfloat16 and would read it back as void. The header contains the dtypes.
         raw = {str(index): np.ascontiguousarray(a).reshape(-1).view(np.uint8) for index, a in enumerate(arrays)}
         with self._writing(), open(self._paths[number % 2], "wb") as file:
             np.savez(file, **{_NUMBER: np.int64(number), _HEADER: np.frombuffer(header, np.uint8)}, **raw)  # type: ignore[arg-type]
             file.flush()
             os.fsync(file.fileno())
-        self._number = number  # not earlier: after a failure, the next snapshot goes to the same file
+        self._number = number  # not earlier: after a failure, the next snapshot is written to the same file
 
     def newest(self) -> tuple[bytes, list[memoryview]] | None:
         """The header and the arrays' bytes of the newest complete snapshot; None if there is none."""
@@ -72,10 +72,10 @@ class Snapshots:
         return header, buffers
 
     def clear(self) -> None:
-        """Delete the files: the job is over."""
+        """Delete the files, because the job is over."""
         with self._writing():
             for path in self._paths:
-                if path.is_file() and path.stat().st_nlink:  # no links: a file without a name, which the launcher holds
+                if path.is_file() and path.stat().st_nlink:  # no links: the launcher's file without a name
                     path.unlink()
 
     def _writing(self) -> contextlib.AbstractContextManager[None]:
@@ -90,6 +90,6 @@ def _read(path: Path) -> tuple[int, bytes, list[memoryview]] | None:
             count = len(archive.files) - 2
             buffers = [memoryview(archive[str(index)]) for index in range(count)]
             return int(archive[_NUMBER]), archive[_HEADER].tobytes(), buffers
-    except Exception as error:  # what zipfile raises depends on which byte is damaged
+    except Exception as error:  # the error from zipfile depends on which byte is damaged
         logger.warning("The snapshot in %s is damaged and ignored: %s", path, error)
         return None

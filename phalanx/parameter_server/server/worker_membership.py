@@ -1,9 +1,9 @@
-"""Which workers a server counts on, and what waits for the chief end with.
+"""The workers that a server counts on, and waits that end with the chief.
 
-The condition `changed` of a server's membership is the one lock of its schedule: it protects the table of workers, the
-`FitSchedule`, the rebuild and the chief's announcements. It is reentrant. Lock order: `ShardGroup`'s lock, then
+The condition `changed` of a server's membership is the only lock of its schedule. It protects the table of workers, the
+`FitSchedule`, the rebuild and the chief's announcements, and is reentrant. Lock order: `ShardGroup`'s lock, then
 `VariableStore`'s, then this one; a thread that holds this lock acquires neither of the others. Before all of them come
-`GroupLeadership._applying` and `GroupRecovery._lock`, which no thread holds together.
+`GroupLeadership._applying` and `GroupRecovery._lock`, which no thread holds at the same time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from phalanx.transport.link import Link
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""Longest time between two looks at the clock; every change wakes the waiting threads at once."""
+"""Longest time between two checks of the clock, in seconds; every change wakes the waiting threads immediately."""
 
 
 class MembershipObserver(Protocol):
-    """Is notified of changes with the lock held."""
+    """Receives notifications of changes, with the lock held."""
 
     def worker_joined(self, worker: Worker) -> None: ...
 
@@ -33,17 +33,17 @@ class MembershipObserver(Protocol):
 
 
 class WorkerMembership:
-    """Used by one thread for each worker.
+    """The workers of a server. Each worker's thread uses it.
 
     Args:
         names: The workers' names, by number.
         start_s: Seconds to wait for tasks that are still starting.
         table: The workers and their links.
-        clock: Current time in seconds.
+        clock: Returns the current time in seconds.
 
     Attributes:
-        changed: The schedule's lock; notified at every change.
-        chief_heard_at: When the chief last reported that it is still working, by `clock`.
+        changed: Lock of the schedule; notified at every change.
+        chief_heard_at: Time when the chief last reported that it is still working, by `clock`.
     """
 
     def __init__(self, names: tuple[str, ...], start_s: float, table: WorkerTable, clock: Callable[[], float]):
@@ -59,10 +59,9 @@ class WorkerMembership:
         self._observers.append(observer)
 
     def attach(self, worker: Worker, name: str, link: Link | None = None) -> tuple[str, Link | None] | None:
-        """A worker is connected by the link of this name (`link_name`); returns the one that it replaces."""
+        """Connect a worker by the link of this name (`link_name`). Returns the link that it replaces."""
         with self.changed:
-            # Its tickets return to the schedule: a process that is new has none. One that only reconnects has its own
-            # restored by `Rejoin`.
+            # Its tickets return to the schedule: a new process has none. If it only reconnects, `Rejoin` restores them.
             self._leave(worker)
             former = self.table.connect(worker, name, link)
             for observer in self._observers if worker in self.table.connected else ():
@@ -71,18 +70,18 @@ class WorkerMembership:
             return former
 
     def say_goodbye(self, worker: Worker, failure: str = "") -> None:
-        """A worker has finished, or failed with this error; the chief's waits are over with it."""
+        """Record that a worker has finished, or failed with this error. Waits for the chief end with it."""
         with self.changed:
             self.table.leave(worker, failure)
             self.changed.notify_all()
 
     def detach(self, worker: Worker, name: str, why: str = "") -> bool:
-        """A link has ended; returns whether it was its worker's present one.
+        """Remove a link that has ended. Returns whether it was its worker's current link.
 
         A worker that has not said goodbye is lost; `why` is then a sentence, or empty.
         """
         with self.changed:
-            # Evicted workers are present and do not count: their end is no loss. Asked before the link is removed.
+            # Evicted workers are present and do not count: their end is no loss. Checked before the link is removed.
             counted = self.table.has_link(worker, name)
             is_present = self.table.remove(worker, name)
             if counted:
@@ -114,13 +113,13 @@ class WorkerMembership:
     # The chief.
 
     def chief_is_alive(self) -> None:
-        """The chief is still working: waits for it are extended."""
+        """Record that the chief is still working, which extends waits for it."""
         self.chief_heard_at = self.clock()
 
     def wait_for_all(self) -> None:
         """Wait, with the lock held, until every worker has connected once.
 
-        Raises: as for `wait_for_chief`.
+        Raises: see `wait_for_chief`.
         """
         until = self.clock() + self.start_s
         while self.table.never_connected():
@@ -131,7 +130,7 @@ class WorkerMembership:
 
         Args:
             until: Deadline, by `clock`.
-            reason: Says what is still missing at the deadline, if the chief is connected.
+            reason: Returns what is still missing at the deadline, if the chief is connected.
 
         Raises:
             PeerLostError: the chief has left or was lost.

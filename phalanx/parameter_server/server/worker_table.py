@@ -1,4 +1,4 @@
-"""The workers of a server: their links, who is expected to reconnect, and how the others have ended. Pure."""
+"""The workers of a server: their links, which are expected to reconnect, and how the others have ended. Pure."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from phalanx.transport.link import Link
 
 
 class WorkerTable:
-    """The lock of its `WorkerMembership` protects it.
+    """Table of a server's workers. Protected by the lock of its `WorkerMembership`.
 
     Args:
         names: The workers' names, by number.
         relink_s: Seconds for which a worker whose connection broke is expected to reconnect.
-        chief_relink_s: The same for the chief.
-        clock: Current time in seconds.
+        chief_relink_s: The same time for the chief.
+        clock: Returns the current time in seconds.
 
     Attributes:
-        links: Name (`link_name`) and link of each worker that has one, those of evicted processes included.
-        connected: The workers that count: they have a link and are not evicted.
-        seen: Workers that have been connected at some time.
+        links: Name (`link_name`) and link of each worker that has one, including evicted processes.
+        connected: Workers that count: they have a link and are not evicted.
+        seen: Workers that have ever been connected.
         left: Workers that have said goodbye.
-        chief_failure: The error that the chief ended with; empty without one.
+        chief_failure: Error that the chief ended with; empty without one.
     """
 
     def __init__(self, names: tuple[str, ...], *, relink_s: float, chief_relink_s: float, clock: Callable[[], float]):
@@ -41,28 +41,28 @@ class WorkerTable:
         self._lost_since: dict[Worker, float] = {}  # without a goodbye
         self._expected_until: dict[Worker, float] = {}  # workers without a link that may reconnect
         self._endings: dict[Worker, str] = {}  # how the connections of lost workers ended, as sentences
-        self._evicted: set[str] = set()  # incarnations: a process stays evicted over all its later links
+        self._evicted: set[str] = set()  # incarnations: a process stays evicted on all its later links
 
     def connect(self, worker: Worker, name: str, link: Link | None) -> tuple[str, Link | None] | None:
-        """A worker has a new link; returns the name and link that it replaces."""
+        """Record a worker's new link. Returns the name and link that it replaces."""
         former = self.links.get(worker)
         for ended in (self._expected_until, self._endings, self._lost_since):
             ended.pop(worker, None)
         self.left.discard(worker)
         self.links[worker] = name, link
-        if not self.is_evicted(name):  # a process that has not heard of it yet: its requests are refused
+        if not self.is_evicted(name):  # an evicted process may not know it yet: its requests are refused
             self.connected.add(worker)
         self.seen.add(worker)
         return former
 
     def leave(self, worker: Worker, failure: str) -> None:
-        """A worker says goodbye, with the error that it ended with, or none."""
+        """Record a worker's goodbye, with the error that it ended with, or none."""
         self.left.add(worker)
         if worker == CHIEF_WORKER:
             self.chief_failure = failure
 
     def remove(self, worker: Worker, name: str) -> bool:
-        """A link has ended; returns whether it was the worker's present one."""
+        """Remove a link that has ended. Returns whether it was the worker's current one."""
         if self.links.get(worker, ("", None))[0] != name:
             return False  # replaced before its end was noticed: the worker is not lost
         del self.links[worker]
@@ -71,20 +71,21 @@ class WorkerTable:
         return True
 
     def forget_former_leader(self) -> None:
-        """This server did not lead: the workers that left, were lost or evicted here were connected to the other."""
+        """Forget workers that left, were lost or evicted here: this server did not lead, so they were connected to the
+        other."""
         self.left.clear()
         self._lost_since.clear()
         self._evicted.clear()
 
     def expect_return(self, worker: Worker, why: str) -> None:
-        """A worker has left without a goodbye and may reconnect; `why` is a sentence, or empty."""
+        """Expect a worker that has left without a goodbye to reconnect; `why` is a sentence, or empty."""
         self._endings[worker] = why
         self._expected_until[worker] = self._clock() + (
             self._chief_relink_s if worker == CHIEF_WORKER else self._relink_s
         )
 
     def expect_all(self, within_s: float) -> None:
-        """All workers that are not connected are expected to connect within this time, and none counts as lost."""
+        """Expect all workers that are not connected to connect within this time; none counts as lost."""
         absent = set(range(len(self._names))) - self.connected
         self._expected_until = dict.fromkeys(absent, self._clock() + within_s)
         self._lost_since.clear()
@@ -102,7 +103,7 @@ class WorkerTable:
         return tuple(self._names[worker] for worker, (name, _) in self.links.items() if self.is_evicted(name))
 
     def is_evicted(self, name: str) -> bool:
-        """Whether the process of the link of this name is evicted."""
+        """Whether the process with the link of this name is evicted."""
         return incarnation_of(name) in self._evicted
 
     def is_present(self, worker: Worker) -> bool:

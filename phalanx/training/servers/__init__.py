@@ -1,1 +1,1 @@
-"""Training with parameter servers: what the chief and the workers do in `fit`."""
+"""Training with parameter servers: the chief's and the workers' side of `fit`."""

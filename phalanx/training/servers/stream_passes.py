@@ -1,10 +1,10 @@
-"""Which pass over a dataset a worker among parameter servers reads, where each pass has another order.
+"""The pass over a dataset that a worker reads, if each pass has another order.
 
 A shuffle of `tf.data` orders its n-th pass by its seed and n. Tickets name batches by number, so all workers must read
-the same pass. Each leaves one in every epoch, whatever it has read of it, and a process that is restarted goes through
-the epochs that are over without a batch. Only where a `fit` begins a number may differ: in a process that has not run
-the former calls of `fit`, and on a chief that was restarted, as the others cannot go back to former passes. So the
-chief says how many come before, and one that was restarted continues after those of the former process.
+the same pass. Each worker leaves one pass per epoch, whatever it has read of it, and a restarted process goes through
+the finished epochs without a batch. The number can differ only at the beginning of a `fit`: in a process that has not
+run the earlier calls of `fit`, and on a restarted chief, as the others cannot go back to earlier passes. So the chief
+broadcasts how many passes come before, and a restarted chief continues after those of its previous process.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from phalanx.data.numbered_batches import NumberedBatches
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
 PASSES = "passes over the data"
-"""Subject of the chief's message: `_Passes` as int64[3]."""
+"""Subject of the chief's broadcast: `_Passes` as int64[3]."""
 
 
 class _Passes(NamedTuple):
-    """What the chief says.
+    """Content of the chief's broadcast.
 
     Attributes:
-        before: The passes before this `fit`.
-        newest: The most that were opened over any dataset, to the end of the running pass: a chief that is restarted
-            does not know over which.
-        former: The most that a former process of the chief has opened.
+        before: Number of passes before this `fit`.
+        newest: Largest number of passes opened over any dataset, including the running pass: a restarted chief does not
+            know over which.
+        former: Largest number that a previous process of the chief has opened.
     """
 
     before: int
@@ -44,7 +44,7 @@ class StreamPasses:
 
     Args:
         source: The data of the `fit`.
-        fit: Number of this call of `fit`.
+        fit: Number of this `fit` call.
     """
 
     def __init__(self, source: NumberedBatches, worker: ParameterServerWorker, fit: int) -> None:
@@ -53,7 +53,7 @@ class StreamPasses:
         self._fit = fit
 
     def begin(self) -> None:
-        """All continue after the same pass: the `fit` begins, or the chief has gone back."""
+        """Continue after the same pass on all workers: the `fit` begins, or the chief has gone back."""
         cursor, worker = self._cursor, self._worker
         if cursor is None:
             return
@@ -61,13 +61,13 @@ class StreamPasses:
             said = self._said()
             before = max(cursor.passes_before, said.former)
             cursor.resume(0, 0, before)
-            # The others open a pass as soon as they know of this.
+            # The others open a pass as soon as they receive this.
             self._say(_Passes(before, max(said.newest, before + cursor.each), said.former))
         elif (received := worker.receive_broadcast(PASSES, self._fit)) is not None:
             cursor.resume(0, 0, _Passes.of(received[0]).before)
 
     def open(self) -> None:
-        """On the chief: an epoch opens, perhaps with another pass."""
+        """On the chief, record that an epoch opens, perhaps with another pass."""
         if self._cursor is None:
             return
         said = self._said()
@@ -75,7 +75,7 @@ class StreamPasses:
             self._say(said._replace(newest=self._cursor.passes_after))
 
     def _said(self) -> _Passes:
-        """On the chief: what was said last, by this process or a former one."""
+        """On the chief, the last broadcast, of this process or a previous one."""
         own = self._worker.last_broadcast(PASSES)
         if own is not None:
             return _Passes.of(own[0])

@@ -1,4 +1,4 @@
-"""The batches of one worker among parameter servers: tickets of the servers' schedule name them.
+"""The batches of one worker, named by the tickets of the servers' schedule.
 
 The chief draws the orders of shuffled samples; the others get them from the servers.
 """
@@ -22,10 +22,10 @@ Array = np.ndarray[Any, Any]
 
 
 class OrderUnavailableError(Exception):
-    """The chief shuffles for no such epoch: it has gone back, or has ended the `fit`.
+    """The chief has no sample order for this epoch: it has gone back, or has ended the `fit`.
 
     Attributes:
-        answer: The servers' answer instead of an order.
+        answer: The servers' response instead of an order.
     """
 
     def __init__(self, answer: EpochOver | FitOver) -> None:
@@ -35,7 +35,7 @@ class OrderUnavailableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TicketBatch:
-    """This worker's part of the batch that a ticket names; see `TrainingBatch`."""
+    """This worker's part of a ticket's batch; see `TrainingBatch`."""
 
     data: tuple[Any, Any, Any]
     size: int
@@ -52,12 +52,12 @@ class TicketBatch:
 
 
 class TicketBatches:
-    """Takes tickets, epoch after epoch, and cuts the batches that they name.
+    """Requests tickets, epoch after epoch, and cuts their batches.
 
     Attributes:
-        source: The data, by the number of the batch.
-        passes: See `StreamPasses`.
-        drawn_order: On the chief, the order that it has drawn for the epoch that begins, until the servers have it.
+        source: Data, by the number of the batch.
+        passes: Passes over the data; see `StreamPasses`.
+        drawn_order: Order that the chief has drawn for the starting epoch, until the servers have it; chief only.
         is_ended: Whether the chief has ended the running epoch.
     """
 
@@ -71,21 +71,21 @@ class TicketBatches:
         self._worker = worker
         self._client = worker.client
         self._merge = merge
-        self._ahead: dict[int, TicketBatch] = {}  # by serial of the ticket: batches of steps to come
+        self._ahead: dict[int, TicketBatch] = {}  # batches of later steps, by serial of the ticket
 
     def use(self, source: NumberedBatches) -> None:
-        """The data, which was made with `agree_on_order`."""
+        """Set the data, which was created with `agree_on_order`."""
         self.source, self.passes = source, StreamPasses(source, self._worker, self._fit)
 
     def agree_on_order(self, own: Array) -> Array:
-        """The chief's order of the samples in the pass that begins.
+        """The chief's sample order for the pass that begins.
 
         Args:
             own: The order that this process has drawn.
 
         Raises: OrderUnavailableError if there is none.
         """
-        # `_open_epoch` sends it, when the epoch is opened.
+        # `_open_epoch` sends it when the epoch is opened.
         if self._worker.is_chief:
             self.drawn_order = own
             return own
@@ -96,25 +96,25 @@ class TicketBatches:
         return np.frombuffer(answer[0], np.int64)
 
     def begin(self) -> None:
-        """Another epoch begins."""
+        """Begin an epoch."""
         self.is_ended = False
         self._ahead.clear()
 
     def next(self, epoch: int) -> Ticket | EpochOver | FitOver:
-        """The ticket of the next step, or why there is none."""
+        """The ticket of the next step, or the reason why there is none."""
         while True:
             ticket = self._merge.next_ticket(self._fit, epoch)
             if not isinstance(ticket, Ticket) or not (self.is_ended and len(ticket.members) == 1):
                 return ticket
-            # A step of several members may already be under way on the others; this one is not.
+            # A step of several members may already be in progress on the others; this one is not.
             self._report_missing(ticket, ends=True)
 
     def batch(self, ticket: Ticket) -> TicketBatch | None:
-        """This worker's part of the batch that the ticket names; None, which the servers learn, if there is none."""
+        """This worker's part of the ticket's batch; if there is none, reports it to the servers and returns None."""
         return self._ahead.pop(ticket.serial, None) or self._read(ticket)
 
     def upcoming(self) -> TicketBatch | None:
-        """The batch of the step after this one, if its ticket is at hand."""
+        """The batch of the following step, if its ticket is available."""
         ticket = self._merge.tickets.upcoming()
         if ticket is None:
             return None
@@ -126,7 +126,7 @@ class TicketBatches:
         return batch
 
     def end_epoch(self, epoch: int) -> EpochOver:
-        """As the chief, whose callbacks stop the training: let no worker begin another step of the epoch."""
+        """As the chief, whose callbacks stop the training, prevent workers from beginning another step of the epoch."""
         self._merge.flush()
         answer, _ = self._client.request(HEAD, EndEpoch(self._fit, epoch))
         assert isinstance(answer, EpochOver)
@@ -142,13 +142,13 @@ class TicketBatches:
         if batch is None:
             self._report_missing(ticket, ends=True)
             return None
-        # In synchronous training several workers share a batch: each takes the part of its place among the ticket's
+        # In synchronous training several workers share a batch: each takes the part at its position among the ticket's
         # members.
         part = cut(batch.data, ticket.members.index(ticket.member), len(ticket.members), "the input", copies=False)
         return TicketBatch(part.data, part.size, part.global_size or part.size, ticket)
 
     def _report_missing(self, ticket: Ticket, *, ends: bool) -> None:
-        """Return a ticket without a batch; `ends`: because the data have ended."""
+        """Return a ticket without a batch; `ends`: because the data has ended."""
         self._merge.flush()
         self._client.request(HEAD, NoBatch(ticket, ends))
         self._merge.tickets.abandon(ticket)

@@ -1,4 +1,4 @@
-"""The logs of the chief's validation on the other workers, whose callbacks and history have them too."""
+"""Sends the logs of the chief's validation to the other workers, for their callbacks and history."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Array = np.ndarray[Any, Any]
 def message(
     merge: ParameterServerMerge, fit: int, epoch: int, logs: Mapping[str, Any]
 ) -> tuple[ValidationLogs, list[Array]]:
-    """On the chief: what to send to the head."""
+    """On the chief, the message for the head."""
     arrays = keras.tree.map_structure(lambda value: to_host(value) if keras.ops.is_tensor(value) else value, dict(logs))
-    # What a metric of the program returns may be anything.
+    # The result of a custom metric may be anything.
     plain = {name: value for name, value in arrays.items() if serialization.is_serializable(value)}
     encoded = np.frombuffer(serialization.encode(plain), np.uint8)
     return ValidationLogs(fit, epoch, merge.tickets.era), [encoded]
 
 
 def receive(merge: ParameterServerMerge, fit: int, epoch: int) -> dict[str, Any] | EpochOver | FitOver:
-    """On the others: the chief's logs; none if it has not validated. Otherwise why it will not: it has gone back to an
-    earlier epoch, or has ended the `fit`.
+    """On the other workers, the chief's logs; empty if it has not validated. Otherwise the reason why it will not: it
+    has gone back to an earlier epoch, or has ended the `fit`.
 
     Raises: CollectiveTimeoutError or PeerLostError naming the chief.
     """
