@@ -1,4 +1,4 @@
-"""Functions scheduled on workers, with parameter servers behind them (`tf.distribute.coordinator`)."""
+"""Functions scheduled on workers, backed by parameter servers (`tf.distribute.coordinator`)."""
 
 from phalanx.coordinator.cluster_coordinator import ClusterCoordinator
 from phalanx.coordinator.current_worker import experimental_get_current_worker_index
@@ -11,7 +11,7 @@ from phalanx.coordinator.remote_values import (
 )
 
 PerWorkerValue = PerWorkerValues
-"""Its name in `tf.distribute.coordinator`; the other one is that of `tf.distribute.experimental.coordinator`."""
+"""Name in `tf.distribute.coordinator`; `PerWorkerValues` is the name in `tf.distribute.experimental.coordinator`."""
 
 __all__ = [
     "ClusterCoordinator",

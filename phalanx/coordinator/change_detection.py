@@ -1,9 +1,9 @@
-"""Whether a function, with all that it refers to, is what it was when it was pickled.
+"""Detects whether a function, with everything that it refers to, has changed since it was pickled.
 
-Pickling a function of the main program takes milliseconds, and a program schedules the same one again and again. What
-is compared: its code, the values of its closure, of its defaults and of the globals that it names, and so on for the
-functions and classes among these. What can change inside is compared by its pickle, which is small as a rule; what
-travels as a reference, or is taken to be constant, by its identity.
+Pickling a function of the main program takes milliseconds, and a program schedules the same function repeatedly. The
+comparison covers its code, the values of its closure, its defaults and the globals that it names, and the same for the
+functions and classes among these. Mutable objects are compared by their pickles, which are usually small. Objects that
+are sent as references, or assumed to be constant, are compared by identity.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _BY_VALUE = (str, bytes, int, float, complex, bool, type(None))
 _BY_IDENTITY = (type, ModuleType, BuiltinFunctionType, CodeType)
 
 Trace = list[tuple[bool, Any]]
-"""What was met, in order: whether it is compared by identity, and itself."""
+"""The objects found, in order: whether each is compared by identity, and the object."""
 
 
 def trace(function: Any, is_constant: Callable[[Any], bool], pickled: Callable[[Any], bytes]) -> Trace:
     """The objects that a function refers to.
 
     Args:
-        is_constant: Whether a thing travels as a reference, or is taken to be constant.
-        pickled: The pickle of a thing that is neither.
+        is_constant: Returns whether a thing is sent as a reference, or assumed to be constant.
+        pickled: Returns the pickle of any other thing.
     """
     found: Trace = []  # keeps what it compares by identity alive, so that no other object gets its id
     seen: set[int] = set()
@@ -63,7 +63,7 @@ def trace(function: Any, is_constant: Callable[[Any], bool], pickled: Callable[[
             left += [thing.__func__, thing.__self__]
         elif isinstance(thing, functools.partial):
             left += [thing.func, thing.args, *thing.keywords, *thing.keywords.values()]
-        elif isinstance(thing, weakref.ref):  # as TensorFlow binds methods that it has compiled
+        elif isinstance(thing, weakref.ref):  # TensorFlow binds its compiled methods this way
             left.append(thing())
         elif type(thing) is tuple:
             found.append((False, len(thing)))
@@ -77,7 +77,7 @@ def trace(function: Any, is_constant: Callable[[Any], bool], pickled: Callable[[
 
 
 def same(one: Trace, other: Trace) -> bool:
-    """Whether two traces are of the same things."""
+    """Whether two traces contain the same objects."""
     return len(one) == len(other) and all(
         by_identity == again and (left is right if by_identity else left == right)
         for (by_identity, left), (again, right) in zip(one, other, strict=True)
@@ -86,7 +86,7 @@ def same(one: Trace, other: Trace) -> bool:
 
 def _parts(function: FunctionType) -> Iterator[Any]:
     if not _travels_along(function):
-        return  # but by its name
+        return  # it is sent by name
     yield function.__defaults__
     yield from (function.__kwdefaults__ or {}).values()
     for cell in function.__closure__ or ():
@@ -105,7 +105,7 @@ def _travels_along(thing: Any) -> bool:
 
 
 def _members(cls: type) -> Iterator[Any]:
-    """The members of a class, without those that Python itself adds."""
+    """The members of a class, except those that Python itself adds."""
     for name, member in vars(cls).items():
         if not isinstance(member, GetSetDescriptorType | MemberDescriptorType) and not name.startswith("_abc_"):
             yield name
@@ -113,11 +113,11 @@ def _members(cls: type) -> Iterator[Any]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """The globals that code may use, that of functions inside it included."""
+    """The globals that code may use, including those of functions inside it."""
     inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return set(code.co_names).union(*inner)
 
 
 def _wrapped(thing: Any) -> Any:
-    """The Python function that a backend has compiled."""
+    """The Python function of a function that a backend has compiled."""
     return getattr(thing, "python_function", None) or getattr(thing, "__wrapped__", None)

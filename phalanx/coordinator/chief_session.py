@@ -1,7 +1,6 @@
-"""A worker's link to the chief: orders come, and answers go, until the chief has no more to do.
+"""A worker's link to the chief: orders arrive and replies are sent, until the chief has no more orders.
 
-One thread reads what comes and answers questions whether this process is alive; the main thread, which backends like
-best, does as told.
+One thread reads messages and answers pings; the main thread, which suits backends best, executes orders.
 """
 
 from __future__ import annotations
@@ -34,34 +33,34 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class OrderHandler(Protocol):
-    """What does as the chief tells."""
+    """Executes the chief's orders."""
 
     @property
     def is_calling(self) -> bool:
-        """Whether a function runs, whose result is not awaited any more once the chief has no more to do."""
+        """Whether a function is running, whose result is no longer awaited once the chief stops the worker."""
         ...
 
     def begin(self) -> None:
-        """A link begins, perhaps to another process of the chief: it sends again all that is needed."""
+        """Begin a link, perhaps to another process of the chief: it sends everything again."""
         ...
 
     def handle(self, order: Order, buffers: list[memoryview]) -> Reply | None:
-        """Do as told; returns the answer, if one is wanted."""
+        """Execute an order. Returns the reply, if one is expected."""
         ...
 
     def check(self) -> None:
-        """After each order. Raises: what ends this process."""
+        """Called after each order. Raises: the error that ends this process."""
         ...
 
 
 class ChiefSession:
-    """Takes the chief's orders.
+    """Receives the chief's orders.
 
     Args:
         me: This task.
-        purpose: What for this task connects to the chief.
-        handler: Does as told.
-        is_job_over: Whether the chief has gone for good, asked while it is not there.
+        purpose: Purpose for which this task connects to the chief.
+        handler: Executes the orders.
+        is_job_over: Returns whether the chief has left for good; called while it is not connected.
     """
 
     def __init__(self, me: TaskIdentity, purpose: str, handler: OrderHandler, is_job_over: Callable[[], bool]) -> None:
@@ -72,11 +71,11 @@ class ChiefSession:
         self._stopped = False
 
     def run(self) -> None:
-        """Serve until the chief has no more to do.
+        """Serve until the chief has no more orders.
 
         Raises:
             RendezvousError: the chief did not connect in time.
-            PeerLostError: it was lost, or stopped, and did not return; so for a server.
+            PeerLostError: it was lost, or stopped, and did not return; likewise for a server.
             LinkTimeoutError: a server did not answer.
         """
         config, chief = self._me.config, self._me.tasks[0]
@@ -95,16 +94,16 @@ class ChiefSession:
                 self._serve(link)
                 deadline = time.monotonic() + config.timeout_s  # for the chief to return
         except KeyboardInterrupt:
-            if not self._stopped:  # otherwise it is our own, to end a function whose result is not awaited
+            if not self._stopped:  # otherwise sent by `_stop`, to end a function whose result is not awaited
                 raise
         finally:
             if link is not None:
                 link.close()
 
     def _serve(self, link: Link) -> None:
-        """Serve one process of the chief, until it has no more to do or is gone."""
+        """Serve one process of the chief, until it has no more orders or is lost."""
         self._handler.begin()
-        # It asks every PING_S whether this worker is alive, unless its process is stopped; a large order takes longer.
+        # It pings every PING_S, unless its process is stopped; a large order takes longer.
         orders = _ReceivedOrders(link, self._stop, patience_s=self._me.config.timeout_s + 2 * PING_S)
         try:
             while (message := orders.next()) is not None:
@@ -119,36 +118,36 @@ class ChiefSession:
             link.close()
 
     def _check(self) -> None:
-        """While the chief is not there: has it gone for good?"""
+        """Raise _JobOverError if the chief, which is not connected, has left for good."""
         if self._is_job_over():
             raise _JobOverError
 
     def _stop(self) -> None:
-        """In the reading thread: there is no more to do."""
+        """Stop, in the reading thread: there are no more orders."""
         self._stopped = True
         if self._handler.is_calling:
-            # Its result is not awaited any more. A real signal also ends sleeps and waits. The main thread is still in
-            # `run` when it comes: it does not get past `_ReceivedOrders.next` before this returns.
+            # Its result is no longer awaited. A real signal also ends sleeps and waits. The main thread is still in
+            # `run` when it arrives: it does not get past `_ReceivedOrders.next` before this returns.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 class _JobOverError(Exception):
-    """The chief had no more to do before this worker came."""
+    """The chief had no more orders before this worker connected."""
 
 
 class _ChiefGoneError(Exception):
-    """There is no link to the chief any more."""
+    """There is no longer a link to the chief."""
 
 
 _GONE = (LinkClosedError, LinkTimeoutError, FrameError, _ChiefGoneError)
 
 
 class _ReceivedOrders:
-    """The orders that come over a link, and the thread that reads it.
+    """The orders received over a link, and the thread that reads it.
 
     Args:
-        stop: Called in that thread when there is no more to do.
-        patience_s: How long the chief may say nothing, and may take to read an answer.
+        stop: Called in that thread when there are no more orders.
+        patience_s: Seconds that the chief may be silent, and may take to read a reply.
     """
 
     def __init__(self, link: Link, stop: Callable[[], None], *, patience_s: float) -> None:
@@ -160,11 +159,11 @@ class _ReceivedOrders:
         threading.Thread(target=self._read, name="phalanx-coordinator", daemon=True).start()
 
     def next(self) -> tuple[Order, list[memoryview]] | None:
-        """What to do next; waits for it. None if there is no more.
+        """The next order; waits for it. None if there are no more.
 
-        Raises: _ChiefGoneError; what else the reading thread met.
+        Raises: _ChiefGoneError; any other error of the reading thread.
         """
-        message = self._inbox.get()  # the reading thread ends with one, when the chief is silent for too long
+        message = self._inbox.get()  # if the chief is silent for too long, the reading thread puts an error here
         if isinstance(message, _GONE):
             raise _ChiefGoneError(str(message)) from message
         if isinstance(message, Exception):
@@ -172,7 +171,7 @@ class _ReceivedOrders:
         return message
 
     def send(self, answer: Answer, buffers: Sequence[bytes] = ()) -> None:
-        """Answer. Raises: _ChiefGoneError."""
+        """Send a reply. Raises: _ChiefGoneError."""
         try:
             with self._sending:
                 self._link.send(_encode(answer), buffers, deadline=time.monotonic() + self._patience_s)

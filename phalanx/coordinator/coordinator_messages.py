@@ -1,7 +1,7 @@
 """Messages between the coordinator and a worker: a header of one of these kinds, and pickles as raw buffers.
 
 The worker handles the coordinator's messages in the order in which they were sent, and answers each `CallFunction`. It
-answers a `Ping` at once, even while a function runs.
+answers a `Ping` immediately, even while a function runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 from phalanx.training.scope_registry import ScopedName
 
 VariableName = tuple[ScopedName, int]
-"""The object made in scope that a variable belongs to, and which of its variables it is."""
+"""The object created in scope that a variable belongs to, and the index of the variable."""
 
 # From the coordinator, to workers that run no program of their own.
 
@@ -21,12 +21,12 @@ class Serve(msgspec.Struct, frozen=True, tag="serve"):
 
 
 class Define(msgspec.Struct, frozen=True, tag="define"):
-    """Make what the chief's program has made in the strategy's scope. Buffers: a `Definition` for each object.
+    """Create what the chief's program has created in the strategy's scope. Buffers: a `Definition` for each object.
 
     Attributes:
-        names: For each object, its own and those of what is in it, in the order of `parts_of`; "" for what has none.
-        digests: Of what the objects are made of. One that was made of the same before is kept.
-        dtype_policy: Keras's, at the chief.
+        names: Names of each object and its parts, in the order of `parts_of`; "" for parts without one.
+        digests: Digests of the objects' recipes. An object created before from the same recipe is kept.
+        dtype_policy: Keras's dtype policy on the chief.
     """
 
     names: tuple[tuple[ScopedName, ...], ...]
@@ -38,7 +38,7 @@ class CallMethod(msgspec.Struct, frozen=True, tag="method"):
     """Call a method of a model, in which all workers take part. Buffers: `MethodState`; the arguments.
 
     Attributes:
-        fit: The number of the `fit`.
+        fit: Number of the `fit`.
     """
 
     model: ScopedName
@@ -50,11 +50,11 @@ class CallMethod(msgspec.Struct, frozen=True, tag="method"):
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """The servers have variables now, declared as those of this `fit`. Buffer: the layers' other state.
+    """The servers now have variables, declared as those of this `fit`. Buffer: the layers' other state.
 
     Attributes:
-        optimizer: Which one updates them; None: none does.
-        variables: The variables, in order; None for one that belongs to nothing made in scope.
+        optimizer: Optimizer that updates the variables; None if there is none.
+        variables: Names of the variables, in order; None for a variable that belongs to nothing created in scope.
     """
 
     fit: int
@@ -62,22 +62,22 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     variables: tuple[VariableName | None, ...] = ()
 
     def names(self) -> list[ScopedName]:
-        """What workers must have made before."""
+        """Objects that workers must have created before."""
         owners = [name[0] for name in self.variables if name is not None]
         return owners if self.optimizer is None else [*owners, self.optimizer]
 
 
 class KeepObject(msgspec.Struct, frozen=True, tag="keep"):
-    """Buffer: a large value that functions refer to by this number."""
+    """Keep a large value that functions refer to by this number. Buffer: the value."""
 
     number: int
 
 
 class MakeObject(msgspec.Struct, frozen=True, tag="make"):
-    """Make this worker's own value of this number. Buffer: the function that makes it.
+    """Create this worker's value of this number. Buffer: the function that creates it.
 
     Attributes:
-        iterator_of: Instead, it is an iterator over the value of that number.
+        iterator_of: Number of a value to create an iterator over instead.
     """
 
     number: int
@@ -91,12 +91,12 @@ class ForgetObject(msgspec.Struct, frozen=True, tag="forget"):
 
 
 class CallFunction(msgspec.Struct, frozen=True, tag="call"):
-    """Call a function. Buffers: the function, if this worker does not have it; its arguments; results that they refer
-    to.
+    """Call a function. Buffers: the function, if this worker does not have it; its arguments; the results that they
+    refer to.
 
     Attributes:
-        function: The digest of its pickle.
-        is_new: Whether the pickle is there.
+        function: Digest of its pickle.
+        is_new: Whether the pickle is included.
         results: Numbers of the functions whose results follow.
     """
 
@@ -107,21 +107,21 @@ class CallFunction(msgspec.Struct, frozen=True, tag="call"):
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Are you alive?"""
+    """Check whether the worker is alive."""
 
 
 class StopWorker(msgspec.Struct, frozen=True, tag="stop"):
-    """There is no more to do."""
+    """There are no more orders."""
 
 
 # From the worker.
 
 
 class FunctionReturned(msgspec.Struct, frozen=True, tag="returned"):
-    """Buffers: the result; what it changed (`phalanx.coordinator.function_effects`).
+    """A function has returned. Buffers: the result; its effects (`phalanx.coordinator.function_effects`).
 
     Attributes:
-        global_step: The newest that the worker knows.
+        global_step: Newest global step that the worker knows.
     """
 
     call: int
@@ -129,10 +129,10 @@ class FunctionReturned(msgspec.Struct, frozen=True, tag="returned"):
 
 
 class FunctionRaised(msgspec.Struct, frozen=True, tag="raised"):
-    """Buffer: the error (`phalanx.runtime.function_call`).
+    """A function has raised an error. Buffer: the error (`phalanx.runtime.function_call`).
 
     Attributes:
-        missed: The server that this worker has lost, or that did not answer it, and because of which it ends.
+        missed: Server that this worker has lost, or that did not answer it, and that is the reason why it ends.
     """
 
     call: int
@@ -140,15 +140,15 @@ class FunctionRaised(msgspec.Struct, frozen=True, tag="raised"):
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """A worker without a program ends: with an error in a method, or in what it was to prepare. Buffer: the error."""
+    """A worker without a program ends, with an error in a method or in its preparation. Buffer: the error."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """Yes."""
+    """The answer to `Ping`."""
 
 
 Order = Serve | Define | CallMethod | Begin | KeepObject | MakeObject | ForgetObject | CallFunction | Ping | StopWorker
 Answer = FunctionReturned | FunctionRaised | WorkerFailed | Pong
 
 FUNCTIONS_KEPT = 256
-"""Functions that a worker keeps unpickled, those used last. Both ends count in the same way."""
+"""Number of functions that a worker keeps unpickled, the most recently used. Both ends count in the same way."""

@@ -1,4 +1,4 @@
-"""Which worker this is, for functions that are scheduled and those that make a worker's own values."""
+"""The index of this worker, for scheduled functions and those that create per-worker values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _index: int | None = None
 
 
 def experimental_get_current_worker_index() -> int:
-    """The number of the worker that runs this function, from 0, not counting the chief
+    """Number of the worker that runs this function, from 0, not counting the chief
     (`tf.distribute.coordinator.experimental_get_current_worker_index`).
 
     Raises:
@@ -21,6 +21,6 @@ def experimental_get_current_worker_index() -> int:
 
 
 def set_index(index: int) -> None:
-    """This process runs functions from now on, as the worker of this number."""
+    """Set the number of the worker as which this process runs functions."""
     global _index
     _index = index

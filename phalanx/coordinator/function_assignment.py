@@ -1,13 +1,13 @@
-"""Which worker runs which function: pure decisions, without a process, thread or clock.
+"""Assigns functions to workers: pure decisions, without a process, thread or clock.
 
     waiting --(a worker is free)--> sent --(it answers)--> done
        ^                             |
        +-----(its worker is lost)----+
     waiting, sent --(a function failed)--> cancelled, failed
 
-A function is done when the process that it was sent to has answered. Later answers (from a worker that was thought
-dead) do not count. When one fails, the waiting ones are cancelled and the running ones are awaited. Then the error is
-raised, once, and functions can be added again.
+A function is done when the process that it was sent to has answered. Later answers (from a worker that was considered
+dead) do not count. When a function fails, the waiting ones are cancelled and the running ones are awaited. Then the
+error is raised once, and functions can be added again.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Worker = int
 FunctionId = int
 
 PIPELINE = 2
-"""Functions that a worker has at a time: one that runs and one that is queued there, so that the worker never idles."""
+"""Number of functions that a worker has at a time: one running and one queued there, so that the worker never idles."""
 MAX_LOST_WORKERS = 5
-"""After so many lost workers, the function that they ran is assumed to be the cause."""
+"""Number of lost workers after which the function that they ran is assumed to be the cause."""
 
 
 @dataclass
 class _Function:
-    """A function that is not finished.
+    """An unfinished function.
 
     Attributes:
-        needs: Functions whose results it gets as arguments.
-        losses: How many workers were lost while they ran it.
+        needs: Functions whose results are its arguments.
+        losses: Number of workers that were lost while they ran it.
     """
 
     needs: frozenset[FunctionId]
@@ -40,11 +40,11 @@ class _Function:
 
 @dataclass
 class _Presence:
-    """A worker that is here.
+    """A connected worker.
 
     Attributes:
-        incarnation: Of its process.
-        sent: What it has and has not answered; it runs them in this order.
+        incarnation: Incarnation of its process.
+        sent: Functions that it has and has not answered; it runs them in this order.
     """
 
     incarnation: str
@@ -56,57 +56,58 @@ class FunctionAssignment:
 
     def __init__(self) -> None:
         self._unfinished: dict[FunctionId, _Function] = {}
-        self._waiting: list[FunctionId] = []  # those that no worker has, in the order in which they are to run
+        self._waiting: list[FunctionId] = []  # functions that no worker has, in the order in which they are to run
         self._workers: dict[Worker, _Presence] = {}
-        self.failing = False  # a function has failed, and the others are being cancelled or waited for
+        self.failing = False  # a function has failed, and the others are being cancelled or awaited
 
-    # What the program does.
+    # Actions of the program.
 
     def add(self, function: FunctionId, needs: Iterable[FunctionId] = ()) -> None:
-        """A function is to run, after those whose results it needs. Numbers grow, and are never used again."""
+        """Add a function, to be run after those whose results it needs. Numbers grow, and are never reused."""
         assert not self.failing, "the error is told first"
         self._unfinished[function] = _Function(frozenset(needs))
         self._waiting.append(function)
 
     @property
     def unfinished(self) -> int:
-        """How many functions wait or run."""
+        """Number of functions that are waiting or running."""
         return len(self._unfinished)
 
     @property
     def running(self) -> int:
-        """How many functions have been sent and not answered."""
+        """Number of functions that have been sent and not answered."""
         return sum(len(worker.sent) for worker in self._workers.values())
 
     def clear_failure(self) -> None:
-        """The error has been raised: accept new functions."""
+        """Accept new functions, after the error has been raised."""
         assert not self._unfinished, "nothing runs any more when an error is told"
         self.failing = False
 
-    # What workers do.
+    # Events of workers.
 
     @property
     def present(self) -> frozenset[Worker]:
         return frozenset(self._workers)
 
     def enter(self, worker: Worker, incarnation: str) -> list[FunctionId]:
-        """A worker has connected. If it replaces a former connection, returns what `leave` returns for that one."""
+        """Add a connected worker. If it replaces a previous connection, returns the result of `leave` for that one."""
         former = self._workers.get(worker)
         over = self.leave(worker, former.incarnation) if former is not None else []
         self._workers[worker] = _Presence(incarnation)
         return over
 
     def leave(self, worker: Worker, incarnation: str) -> list[FunctionId]:
-        """A worker is lost: what it had runs elsewhere, before what waits.
+        """Remove a lost worker: its functions run elsewhere, before the waiting ones.
 
-        Returns: what does not run again: after a failure all of it, else what has cost too many workers.
+        Returns: the functions that do not run again: after a failure all of them, else those that have cost too many
+            workers.
         """
         presence = self._workers.get(worker)
         if presence is None or presence.incarnation != incarnation:
             return []
         del self._workers[worker]
         if presence.sent:
-            # Workers run what they have in order, so only the first can have cost this one.
+            # Workers run their functions in order, so only the first can have cost this one.
             self._unfinished[presence.sent[0]].losses += 1
         given_up = [f for f in presence.sent if self.failing or self._unfinished[f].losses >= MAX_LOST_WORKERS]
         self._waiting[:0] = [function for function in presence.sent if function not in given_up]
@@ -116,13 +117,13 @@ class FunctionAssignment:
         return given_up
 
     def next_for(self, worker: Worker, incarnation: str) -> FunctionId | None:
-        """What to send to a worker now, which it then has; None if there is nothing, or it has enough."""
+        """The function to send to a worker now, which it then has; None if there is none, or it has enough."""
         presence = self._workers.get(worker)
         if presence is None or presence.incarnation != incarnation or len(presence.sent) >= PIPELINE:
             return None
-        # What it could only keep in store is left to those that are idle.
+        # Functions that it could only queue are left to idle workers.
         idle = sum(not other.sent for other in self._workers.values()) if presence.sent else 0
-        # A function waits for its arguments here, not at a worker, where it would hold up those behind it.
+        # A function waits for its arguments here, not at a worker, where it would block those behind it.
         can_run = (f for f in self._waiting if self._unfinished.keys().isdisjoint(self._unfinished[f].needs))
         ready = list(islice(can_run, idle + 1))
         if len(ready) <= idle:
@@ -132,7 +133,7 @@ class FunctionAssignment:
         return ready[0]
 
     def finish(self, worker: Worker, incarnation: str, function: FunctionId) -> bool:
-        """A worker has answered; whether that counts."""
+        """Record a worker's answer. Returns whether it counts."""
         presence = self._workers.get(worker)
         if presence is None or presence.incarnation != incarnation or function not in presence.sent:
             return False
@@ -141,8 +142,8 @@ class FunctionAssignment:
         return True
 
     def fail(self) -> list[FunctionId]:
-        """A function has failed: returns those that wait, which are now cancelled."""
-        self.failing = True  # so `leave` gives up what a lost worker had, instead of running it again
+        """Record that a function has failed. Returns the waiting functions, which are now cancelled."""
+        self.failing = True  # so that `leave` gives up a lost worker's functions instead of running them again
         cancelled, self._waiting = self._waiting, []
         for function in cancelled:
             del self._unfinished[function]

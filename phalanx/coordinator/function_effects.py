@@ -1,8 +1,8 @@
-"""What functions change on a worker besides the variables that servers train: metrics, and the state of layers.
+"""Changes that functions make on a worker in addition to the variables that servers train: metrics, state of layers.
 
-A worker counts each function's metrics from their initial state; what it counted is added at the coordinator, once
-for each function, however often it was run. The state of layers (moving averages of batch normalisation) is each
-worker's own; the coordinator takes that of the function which finished last.
+A worker counts each function's metrics from their initial state. The coordinator adds the counts, once for each
+function, however often it was run. The state of layers (moving averages of batch normalization) is separate on each
+worker; the coordinator uses that of the function that finished last.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 Place = tuple[ScopedName, int]
-"""The object made in scope, and which of its variables."""
+"""An object created in scope, and the index of one of its variables."""
 
 
 class FunctionEffects(NamedTuple):
-    """What one function has changed.
+    """Changes made by one function.
 
     Attributes:
-        counted: To be added to metrics.
-        replaced: New values, of metrics that are no sums and of layers.
+        counted: Increments to add to metrics.
+        replaced: New values, of layers and of metrics that are not sums.
     """
 
     counted: dict[Place, Array]
@@ -37,7 +37,7 @@ class FunctionEffects(NamedTuple):
 
 
 def _metric_variables(scope_registry: ScopeRegistry) -> Iterator[tuple[Place, Any, Any]]:
-    """Each variable of the metrics once, though a metric may contain others: its place, itself, its metric."""
+    """Each variable of the metrics once, although a metric may contain others: its place, itself, its metric."""
     seen: set[int] = set()
     for name, metric in scope_registry.metrics():
         for index, variable in enumerate(metric.variables):
@@ -47,7 +47,7 @@ def _metric_variables(scope_registry: ScopeRegistry) -> Iterator[tuple[Place, An
 
 
 def _layer_variables(scope_registry: ScopeRegistry) -> dict[Place, Any]:
-    """The state of layers that is not trained, but for that of random generators, which is each worker's own."""
+    """The untrained state of layers, except that of random generators, which is separate on each worker."""
     return {
         (name, index): variable
         for name, layer in scope_registry.layers()
@@ -66,16 +66,16 @@ def _weights(scope_registry: ScopeRegistry) -> dict[Place, Any]:
 
 
 def layer_state(scope_registry: ScopeRegistry) -> dict[Place, Array]:
-    """The present values of the layers' state."""
+    """The current values of the layers' state."""
     return _values(_layer_variables(scope_registry))
 
 
 def untrained(scope_registry: ScopeRegistry, trained: Iterable[Any]) -> dict[Place, Array]:
-    """The present values of all that layers have and servers do not train: frozen weights, and those of models that
-    the optimizer was not built with; only the coordinator's program changes them.
+    """The current values of layers that servers do not train: frozen weights, and those of models that the optimizer
+    was not built with. Only the coordinator's program changes them.
 
     Args:
-        trained: The variables that servers train.
+        trained: Variables that servers train.
     """
     on_servers = {id(variable) for variable in trained}
     kept = {place: weight for place, weight in _weights(scope_registry).items() if id(weight) not in on_servers}
@@ -83,7 +83,7 @@ def untrained(scope_registry: ScopeRegistry, trained: Iterable[Any]) -> dict[Pla
 
 
 def set_untrained(scope_registry: ScopeRegistry, values: Mapping[Place, Array]) -> None:
-    """Give the layers what another task's have."""
+    """Set the layers' values to those from another task."""
     for place, variable in (_weights(scope_registry) | _layer_variables(scope_registry)).items():
         if place in values:
             variable.assign(values[place])
@@ -94,17 +94,17 @@ def _values(variables: Mapping[Place, Any]) -> dict[Place, Array]:
 
 
 class EffectRecorder:
-    """On a worker: what the function that runs now changes."""
+    """Records the changes of the running function, on a worker."""
 
     def __init__(self, scope_registry: ScopeRegistry) -> None:
         self._scope_registry = scope_registry
-        self._initial: dict[Place, Array] = {}  # what each metric's variables are after `reset_state`
+        self._initial: dict[Place, Array] = {}  # variables of each metric after `reset_state`
         self._touched: dict[int, Any] = {}  # metrics that the last function changed, by id: only these are reset
         self._state: dict[Place, Array] = {}  # of layers, when the function began
         self._collected = True
 
     def start(self) -> None:
-        """A function begins."""
+        """Begin recording a function."""
         if not self._collected:  # the last one has failed
             self._touched = {id(metric): metric for _, metric in self._scope_registry.metrics()}
         for metric in self._touched.values():
@@ -118,7 +118,7 @@ class EffectRecorder:
         self._state = layer_state(self._scope_registry)
 
     def collect(self) -> FunctionEffects:
-        """The changes that the function made."""
+        """The function's changes."""
         self._collected = True
         changes = FunctionEffects({}, {})
         for place, variable, metric in _metric_variables(self._scope_registry):
@@ -139,7 +139,8 @@ class EffectRecorder:
 
 
 class EffectAccumulator:
-    """At the coordinator: what all functions have changed and is not in the variables yet. One thread at a time."""
+    """Accumulates the changes of all functions that are not in the variables yet, at the coordinator. One thread at a
+    time."""
 
     def __init__(self, scope_registry: ScopeRegistry) -> None:
         self._scope_registry = scope_registry
@@ -153,7 +154,7 @@ class EffectAccumulator:
         self._sum.replaced.update(changes.replaced)
 
     def settle(self) -> None:
-        """Put it into the variables of this task."""
+        """Put the changes into the variables of this task."""
         (counted, replaced), self._sum = self._sum, FunctionEffects({}, {})
         variables = {place: variable for place, variable, _ in _metric_variables(self._scope_registry)}
         for place, increment in counted.items():

@@ -1,8 +1,9 @@
-"""How functions, arguments and results travel: pickled, with references to what every task has.
+"""Pickling of functions, arguments and results, with references to what every task has.
 
-What the program made in the strategy's scope is on every task, because all run the same program; so a Keras model, an
-optimizer, a metric, any layer, their variables, the strategy and the coordinator travel as names. Tensors travel as
-host arrays. Everything else travels by value (cloudpickle: also functions and classes of the main program).
+Objects that the program created in the strategy's scope exist on every task, because all run the same program. So Keras
+models, optimizers, metrics, layers and their variables, the strategy and the coordinator are sent as names. Tensors are
+sent as host arrays. Everything else is sent by value (with cloudpickle, also functions and classes of the main
+program).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from phalanx.runtime.pickling import dumps_referring, loads_referring, refusing
 from phalanx.training.call_pickling import by_value
 from phalanx.training.scope_registry import KINDS, ScopedName, ScopeRegistry
 
-# Most of what a pickle is made of, so that little time is lost by asking whether it travels as a reference.
+# The types that most of a pickle consists of, so that little time is spent on checking whether they are references.
 _ALWAYS_BY_VALUE = frozenset(
     {
         *(str, bytes, int, float, bool, type(None), tuple, list, dict, set, frozenset, type),
@@ -29,15 +30,15 @@ _ALWAYS_BY_VALUE = frozenset(
 
 
 class References:
-    """What travels as a reference from this task, or to it.
+    """Objects that are sent as references, from this task or to it.
 
     Args:
-        fixed: Things that every task has, by name.
-        scope_registry: What the program made in scopes.
-        tensors: Of this task's backend.
+        fixed: Objects that every task has, by name.
+        scope_registry: Objects that the program created in scopes.
+        tensors: Tensors of this task's backend.
 
     Attributes:
-        reduce: How a thing that is no reference is taken apart.
+        reduce: Reduces a thing that is not a reference, for pickling.
     """
 
     def __init__(self, fixed: Mapping[str, Any], scope_registry: ScopeRegistry, tensors: Tensors) -> None:
@@ -45,10 +46,10 @@ class References:
         self._scope_registry = scope_registry
         self._tensors = tensors
         self.reduce = by_value(tensors)
-        self._owners: dict[int, tuple[ScopedName, int]] = {}  # by id of the variable; renewed when one is not in it
+        self._owners: dict[int, tuple[ScopedName, int]] = {}  # by id of the variable; rebuilt when one is not found
 
     def refer(self, thing: Any) -> tuple[Any, ...] | None:
-        """The reference that travels in a thing's place; None if it travels by value."""
+        """The reference that is sent instead of a thing; None if it is sent by value."""
         if type(thing) in _ALWAYS_BY_VALUE:
             return None
         for role, fixed in self._fixed.items():
@@ -63,7 +64,7 @@ class References:
 
     def _other(self, thing: Any) -> tuple[Any, ...] | None:
         if not keras.ops.is_tensor(thing) or self._tensors.reduce(thing) is not NotImplemented:
-            return None  # ragged and sparse ones are taken apart
+            return None  # ragged and sparse tensors are sent by their parts
         if hasattr(thing, "assign_add"):
             raise UnsupportedError(
                 f"A {type(thing).__name__} that is no Keras variable would be a separate copy on each worker. Use "
@@ -90,7 +91,7 @@ class References:
         return variables[rest[2]]
 
     def load_on_host(self, reference: tuple[Any, ...]) -> Any:
-        """As `load`, but tensors stay arrays."""
+        """Load a reference like `load`, but tensors stay arrays."""
         if reference[0] != "tensor":
             return self.load(reference)
         array = reference[1]
@@ -103,7 +104,7 @@ class References:
         return name
 
     def owner(self, variable: Any) -> tuple[ScopedName, int] | None:
-        """The thing made in scope whose variable it is, and which of them; None if there is none."""
+        """The object created in scope that the variable belongs to, and the variable's index; None if there is none."""
         if id(variable) not in self._owners:
             self._owners = {}
             registry = self._scope_registry
@@ -129,9 +130,9 @@ def pack(thing: Any, references: References, what: str) -> bytes:
     """The pickle of a thing.
 
     Args:
-        what: Names it in errors.
+        what: Description of the thing, for errors.
 
-    Raises: UnsupportedError if it cannot travel.
+    Raises: UnsupportedError if it cannot be pickled.
     """
     with refusing(
         f"{what} cannot be sent to another task",

@@ -1,4 +1,4 @@
-"""The chief's calls of `fit`, which workers without a program make too, with their copies of the model."""
+"""The chief's calls of `fit`, which workers without a program repeat with their copies of the model."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from phalanx.training.servers.parameter_server_worker import ParameterServerWork
 
 
 class MethodCalls:
-    """See `phalanx.training.replica.ReplicaCalls`. The servers keep the workers together, so none is waited for here.
+    """See `phalanx.training.replica.ReplicaCalls`. The servers keep the workers in step, so no worker is waited for
+    here.
 
     Args:
         worker: This process, the chief.
-        strategy: Its strategy, to which arguments may refer.
+        strategy: Strategy of the chief, to which arguments may refer.
 
     Attributes:
-        dispatcher: Has the links to the workers.
-        definitions: What they must have.
+        dispatcher: Owner of the links to the workers.
+        definitions: Definitions that the workers must have.
     """
 
     def __init__(self, worker: ParameterServerWorker, strategy: Any, tensors: Tensors) -> None:
@@ -49,7 +50,7 @@ class MethodCalls:
         """Accept workers until the end of the program.
 
         Args:
-            greeting: What they are told first.
+            greeting: Returns the first message to workers.
         """
         record_construction()
         self.dispatcher.workers.greeting = lambda: (Serve(), [pickle.dumps(greeting())])
@@ -59,19 +60,19 @@ class MethodCalls:
 
     @contextmanager
     def calling(self, model: Any, method: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-        """Around a call of a model's method: workers that come before it has ended make it too.
+        """Wrap a call of a model's method: workers that connect before it ends make it too.
 
-        Raises: UnsupportedError naming what cannot travel; what a worker has raised.
+        Raises: UnsupportedError naming what cannot be sent; the error of a worker.
         """
         if method != "fit" or self._is_calling:
-            yield  # the chief alone evaluates and predicts; workers come to a nested call by themselves
+            yield  # only the chief evaluates and predicts; workers reach a nested call by themselves
             return
         scope_registry = self._worker.scope_registry
         scope_registry.note(model)  # it may have been constructed before the scope
         name = scope_registry.name_of(model)
         assert name is not None, "it was noted just now"
         fit, state = self._worker.last_fit + 1, MethodState(random_state(), name_counters())
-        # In this order: the call refers to the model by the name under which workers have made it.
+        # In this order: the call refers to the model by the name under which workers have created it.
         self.definitions.require([name])
         self.definitions.announce(self.dispatcher)
         self.dispatcher.workers.send_to_programless(METHOD, lambda: self._pack(name, method, arguments, fit, state))

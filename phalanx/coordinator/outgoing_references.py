@@ -1,5 +1,5 @@
-"""What travels from the coordinator as a reference, besides what every task has: results, workers' own values, and
-large arrays that functions refer to, which are sent to each worker once."""
+"""References sent by the coordinator, in addition to what every task has: results, per-worker values, and large arrays
+that functions refer to, which are sent to each worker once."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from phalanx.engines.tensors import Tensors
 from phalanx.training.scope_registry import KINDS, ScopedName, ScopeRegistry
 
 KEPT_BYTES = 1 << 16
-"""Arrays of 64 KiB and more are sent to each worker once. Smaller ones cost less than the account of them."""
+"""Size of arrays that are sent to each worker only once. Smaller ones cost less than keeping track of them."""
 PICKLES_KEPT = 16
-"""Of functions, those used last: a program schedules few, many times."""
+"""Number of functions whose pickles are kept, the most recently used: a program schedules few functions, many times."""
 
 
 @dataclass
 class PickledReferences:
-    """What one pickle refers to.
+    """Objects that one pickle refers to.
 
     Attributes:
-        names: Of what was made in scopes.
-        results: Of functions, by number.
-        own: Values of the workers' own, which must live until the pickle has been read.
+        names: Names of objects created in scopes.
+        results: Results of functions, by number.
+        own: Per-worker values, which must stay alive until the pickle has been read.
         kept: Large arrays, by number.
     """
 
@@ -44,10 +44,10 @@ class PickledReferences:
 
 
 class OutgoingReferences(References):
-    """References from the coordinator. One thread at a time may pack with it; any may load.
+    """References of the coordinator. Only one thread at a time may pack with it; any may load.
 
     Args:
-        takes_later_objects: Whether what was made since the registry was settled may be referred to.
+        takes_later_objects: Returns whether objects created after the registry was settled may be referred to.
     """
 
     def __init__(
@@ -59,21 +59,21 @@ class OutgoingReferences(References):
     ) -> None:
         super().__init__(fixed, scope_registry, tensors)
         self._takes_later_objects = takes_later_objects
-        self._by_value = References(fixed, scope_registry, tensors)  # notes nothing, so any thread may pack with it
-        self._noted = PickledReferences()  # of what is packed now, inside `noting`
-        self._keeps = False  # whether large arrays are references now
+        self._by_value = References(fixed, scope_registry, tensors)  # records nothing, so any thread may pack with it
+        self._noted = PickledReferences()  # of the current pickle, inside `noting`
+        self._keeps = False  # whether large arrays are currently references
         self._kept: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by id
-        self._functions: dict[int, tuple[Trace, bytes, PickledReferences]] = {}  # by id; the traces keep the functions
+        self._functions: dict[int, tuple[Trace, bytes, PickledReferences]] = {}  # by id; traces keep functions
         self.numbers = itertools.count()
         # Numbers without references. The garbage collector appends to it at any time.
         self.forgotten: deque[int] = deque()
 
     @contextmanager
     def noting(self, *, keeps: bool) -> Iterator[PickledReferences]:
-        """While inside, note what is pickled.
+        """Record the references of what is pickled inside the block.
 
         Args:
-            keeps: Whether large arrays are references; they are taken to be constant then.
+            keeps: Whether large arrays are references; they are then assumed to be constant.
         """
         self._noted, self._keeps = PickledReferences(), keeps
         try:
@@ -82,14 +82,14 @@ class OutgoingReferences(References):
             self._noted, self._keeps = PickledReferences(), False
 
     def pack_function(self, function: Any, what: str) -> tuple[bytes, PickledReferences]:
-        """The pickle of a function, created again only if something has changed, and what it refers to."""
+        """The pickle of a function, created again only if something has changed, and the objects that it refers to."""
         with self.noting(keeps=True):
             now = trace(function, self._is_constant, lambda thing: pack(thing, self, what))
         known = self._functions.pop(id(function), None)
         if known is None or not same(known[0], now):
             with self.noting(keeps=True) as noted:
                 known = now, pack(function, self, what), noted
-        self._functions[id(function)] = known  # the one used last at the end
+        self._functions[id(function)] = known  # the most recently used at the end
         if len(self._functions) > PICKLES_KEPT:
             del self._functions[next(iter(self._functions))]
         return known[1:]
@@ -100,11 +100,11 @@ class OutgoingReferences(References):
         return any(thing is fixed for fixed in self._fixed.values())
 
     def pack_kept(self, thing: Any) -> bytes:
-        """The pickle of a large array; any thread may ask."""
+        """The pickle of a large array; any thread may call it."""
         return pack(thing, self._by_value, "A large array")
 
     def number(self, thing: Any) -> int:
-        """A number for a thing, which is forgotten with it."""
+        """A number for a thing. It is forgotten with the thing."""
         number = next(self.numbers)
         weakref.finalize(thing, self.forgotten.append, number)
         return number
@@ -132,7 +132,7 @@ class OutgoingReferences(References):
 
     def _keep(self, thing: Any) -> int:
         known = self._kept.get(id(thing))
-        if known is not None and known[1]() is thing:  # an id alone may be that of a later object
+        if known is not None and known[1]() is thing:  # an id alone may belong to a later object
             return known[0]
         self._kept = {key: entry for key, entry in self._kept.items() if entry[1]() is not None}
         number = self.number(thing)

@@ -1,4 +1,4 @@
-"""What a program holds of things that are elsewhere: results to come, and values of which each worker has its own."""
+"""The program's handles for remote objects: future results, and values that are separate on each worker."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class RemoteValue:
     Pass it to another scheduled function, which then runs after this one and gets the result.
 
     Args:
-        number: Of the function.
-        wait: Returns when the function is finished.
-        decode: Makes the result from its pickle, with the backend's tensors if so asked.
+        number: Number of the function.
+        wait: Returns when the function has finished.
+        decode: Builds the result from its pickle, with the backend's tensors if requested.
     """
 
     def __init__(
@@ -35,15 +35,15 @@ class RemoteValue:
         self._error: BaseException | None = None
 
     def fetch(self) -> Any:
-        """The result, tensors as NumPy arrays; waits for it.
+        """The result, with tensors as NumPy arrays; waits for it.
 
-        Raises: what the function raised; concurrent.futures.CancelledError if it was cancelled because another one
+        Raises: the error of the function; concurrent.futures.CancelledError if it was cancelled because another one
             failed: schedule it again.
         """
         return self._decode(self.finished(), False)
 
     def get(self) -> Any:
-        """As `fetch`, with tensors of the backend."""
+        """The result, like `fetch`, with the backend's tensors."""
         return self._decode(self.finished(), True)
 
     def finished(self) -> memoryview:
@@ -54,23 +54,23 @@ class RemoteValue:
         assert self._pickle is not None, "it is finished"
         return self._pickle
 
-    # For who runs it.
+    # For the dispatcher.
 
     @property
     def is_finished(self) -> bool:
-        """Whether `fetch` and `get` would return, or raise, at once."""
+        """Whether `fetch` and `get` would return, or raise, immediately."""
         return self._pickle is not None or self._error is not None
 
     def succeed(self, pickle: memoryview) -> None:
-        """Take the pickled result of the function."""
+        """Set the pickled result of the function."""
         self._pickle = pickle
 
     def fail(self, error: BaseException) -> None:
-        """Let `fetch` and `get` raise an error."""
+        """Make `fetch` and `get` raise an error."""
         self._error = error
 
     def cancel(self) -> None:
-        """Let `fetch` and `get` say that another function failed."""
+        """Make `fetch` and `get` report that another function failed."""
         self._error = CancelledError("The function was cancelled, because another one failed. Schedule it again.")
 
     def __repr__(self) -> str:
@@ -81,11 +81,10 @@ class RemoteValue:
 class PerWorkerValues:
     """A value that differs between workers (`tf.distribute.coordinator.PerWorkerValues`).
 
-    A scheduled function that gets it as an argument gets the value of the worker that it runs on. This process holds
-    no value.
+    A scheduled function that gets it as an argument receives the value of its worker. This process holds no value.
 
     Args:
-        number: Gives this a number.
+        number: Returns a number for this object.
     """
 
     def __init__(self, number: Callable[[PerWorkerValues], int]) -> None:
@@ -93,11 +92,11 @@ class PerWorkerValues:
 
 
 class PerWorkerIterator(PerWorkerValues):
-    """Each worker's own iterator over its own dataset."""
+    """Each worker's iterator over its dataset."""
 
     def __init__(self, number: Callable[[PerWorkerValues], int], dataset: PerWorkerDataset) -> None:
         super().__init__(number)
-        self._dataset = dataset  # as long as this is needed, so is that
+        self._dataset = dataset  # keeps the dataset alive as long as the iterator
 
     def __iter__(self) -> PerWorkerIterator:
         return self
@@ -111,10 +110,10 @@ class PerWorkerIterator(PerWorkerValues):
 
 
 class PerWorkerDataset(PerWorkerValues):
-    """Each worker's own dataset; `iter()` of it gives a `PerWorkerValues` of iterators.
+    """Each worker's dataset; `iter()` of it returns a `PerWorkerValues` of iterators.
 
     Args:
-        iterate: Makes them.
+        iterate: Creates the iterators.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The functions that are scheduled and not finished, with their results, and the error of one that failed.
+"""The functions that are scheduled and not finished, their results, and the error of one that failed.
 
 Pure bookkeeping over a `FunctionAssignment`: no thread, link or clock. The owner holds a lock during each call.
 """
@@ -16,14 +16,14 @@ from phalanx.errors import PeerLostError
 
 @dataclass
 class ScheduledCall:
-    """A function that is going to run on a worker.
+    """A function to be run on a worker.
 
     Attributes:
         digest: Digest of the pickled function.
         function: The pickled function.
         arguments: The pickled arguments.
         needs: Results of other functions that the arguments refer to.
-        keeps: For each large value that the arguments refer to, its number and a function that pickles it.
+        keeps: Number, and function that pickles it, of each large value that the arguments refer to.
         holds: Objects that must stay alive until the function has run.
         result: Receives the result, or the error.
     """
@@ -42,8 +42,8 @@ class ScheduledCalls:
 
     def __init__(self) -> None:
         self.assignment = FunctionAssignment()
-        self._calls: dict[int, ScheduledCall] = {}  # those that the queue has not finished
-        self._failure: BaseException | None = None  # as long as it is set, the queue takes no call
+        self._calls: dict[int, ScheduledCall] = {}  # calls that the queue has not finished
+        self._failure: BaseException | None = None  # while it is set, the queue accepts no calls
 
     def __getitem__(self, number: int) -> ScheduledCall:
         return self._calls[number]
@@ -58,27 +58,27 @@ class ScheduledCalls:
         self.assignment.add(number, [need.number for need in call.needs if not need.is_finished])
 
     def finish(self, worker: int, incarnation: str, number: int) -> ScheduledCall | None:
-        """The call that a worker has answered; None if the answer does not count any more."""
+        """The call that a worker has answered; None if the answer no longer counts."""
         if not self.assignment.finish(worker, incarnation, number):
             return None
         return self._calls.pop(number)
 
     def fail(self, call: ScheduledCall, error: BaseException) -> None:
-        """A call failed: all that wait are cancelled."""
+        """Fail a call, and cancel all that are waiting."""
         call.result.fail(error)
         if self._failure is None:
             self._failure = error
         self._cancel(self.assignment.fail())
 
     def fail_all(self, error: BaseException) -> None:
-        """No call can run: each result raises the error, and so does the next `raise_failure`."""
-        # Those that a worker runs keep their results; the failure is raised once they are answered.
+        """Fail all calls: each result raises the error, and so does the next `raise_failure`."""
+        # Running calls keep their results; the failure is raised once they are answered.
         for number in self.assignment.fail():
             self._calls.pop(number).result.fail(error)
         self._failure = error
 
     def give_up(self, numbers: Iterable[int], worker: str) -> None:
-        """The worker that ran these calls is lost, and they do not run again."""
+        """Give up these calls of a lost worker, which do not run again."""
         for number in numbers:
             if self.assignment.failing:
                 self._cancel([number])
@@ -93,7 +93,7 @@ class ScheduledCalls:
             self.fail(self._calls.pop(number), error)
 
     def raise_failure(self) -> None:
-        """Raise the error of the call that failed first, once; the queue then takes calls again."""
+        """Raise the error of the call that failed first, once; the queue then accepts calls again."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             self.assignment.clear_failure()

@@ -1,4 +1,4 @@
-"""One connected worker, as the coordinator sees it: what it has received already, and what it is sent next."""
+"""One connected worker, as the coordinator sees it: what it has received, and what it is sent next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Message = tuple[Order, Sequence[bytes | memoryview]]
 
 
 class DeferredMessage:
-    """A message that is packed when a worker first needs it. Any thread may ask."""
+    """A message that is packed when a worker first needs it. Any thread may use it."""
 
     def __init__(self, pack: Callable[[], Message]) -> None:
         self._pack = pack
@@ -24,7 +24,7 @@ class DeferredMessage:
         self._packed: Message | None = None
 
     def packed(self) -> Message:
-        """The message. Raises: what packing it raises."""
+        """The message. Raises: the error of packing it."""
         with self._lock:
             if self._packed is None:
                 self._packed = self._pack()
@@ -40,11 +40,11 @@ class WorkerConnection:
         name: Its task, such as `worker/1`.
         incarnation: Identifies its process and this link.
         link: The open link to it.
-        has_program: Whether it runs the chief's program too.
+        has_program: Whether it also runs the chief's program.
         outbox: Messages to send before the next function.
         functions: Digests of the functions that it has, most recently used last.
         kept: Numbers of the large values that it has.
-        last_sent_at: When the last message was sent (monotonic seconds).
+        last_sent_at: Time when the last message was sent (monotonic seconds).
     """
 
     number: int
@@ -60,14 +60,14 @@ class WorkerConnection:
     def enqueue(self, number: int, call: ScheduledCall) -> None:
         """Put a call into the outbox, after the values that it refers to and the worker lacks.
 
-        Raises: whatever pickling a large value raises, if it changed since the call was scheduled.
+        Raises: the error of pickling a large value, if it changed since the call was scheduled.
         """
         for kept, pickle in call.keeps.items():
             if kept not in self.kept:
                 self.outbox.append((KeepObject(kept), [pickle()]))
                 self.kept.add(kept)
-        # The worker drops the function used least recently in the same way, when it handles the message. Nothing may
-        # raise from here on: the worker would lack what is noted as sent.
+        # The worker drops the least recently used function in the same way, when it handles the message. Nothing may
+        # raise from here on: the worker would lack what is recorded as sent.
         is_new = call.digest not in self.functions
         self.functions[call.digest] = None
         self.functions.move_to_end(call.digest)
@@ -77,6 +77,6 @@ class WorkerConnection:
         buffers: list[bytes | memoryview] = [
             *([call.function] if is_new else []),
             call.arguments,
-            *[need.finished() for need in call.needs],  # they succeeded: the failure of one would have cancelled this
+            *[need.finished() for need in call.needs],  # all succeeded: a failure would have cancelled this call
         ]
         self.outbox.append((CallFunction(number, call.digest, is_new, results), buffers))

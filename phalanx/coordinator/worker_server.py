@@ -1,7 +1,7 @@
-"""A worker that runs no program of its own: it makes what the chief's program has made, and calls what that calls.
+"""A worker without a program: it creates what the chief's program has created, and makes the same calls.
 
-It takes part in `fit` with its copy of the model, and runs scheduled functions (`FunctionServer`). The chief tells a
-worker that comes again all that it needs.
+It takes part in `fit` with its copy of the model, and runs scheduled functions (`FunctionServer`). The chief sends a
+worker that reconnects everything again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from phalanx.training.servers.parameter_server_worker import ParameterServerWork
 
 
 class WorkerSettings(NamedTuple):
-    """The arguments of the chief's strategy that concern workers, and the import path of its program."""
+    """The arguments of the chief's strategy that affect workers, and the import path of its program."""
 
     rules: UpdateRules
     partitioner: Partitioner | None
@@ -44,7 +44,7 @@ class WorkerSettings(NamedTuple):
 
 
 class MethodState(NamedTuple):
-    """What of the chief's program a method depends on besides its arguments."""
+    """State of the chief's program that a method depends on, in addition to its arguments."""
 
     random: bytes
     names: dict[str, int]
@@ -56,7 +56,7 @@ class WorkerServer:
     Args:
         me: This task.
         join: Makes this process a worker, and returns its strategy.
-        make_coordinator: Makes what functions call by the name of the coordinator.
+        make_coordinator: Creates the coordinator that functions see.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class WorkerServer:
         self._strategy: Any = None
         self._worker: ParameterServerWorker | None = None
         self._functions: FunctionServer | None = None
-        self._digests: dict[ScopedName, bytes] = {}  # of what each root was made of, by its own name
-        self._failure: Exception | None = None  # ends this process, once the chief has been sent it
+        self._digests: dict[ScopedName, bytes] = {}  # digest of each root's recipe, by the root's name
+        self._failure: Exception | None = None  # ends this process once it has been sent to the chief
 
     def run(self) -> None:
-        """Serve until the chief's program is over. Raises: see `ChiefSession.run`; what a method has raised here."""
+        """Serve until the chief's program ends. Raises: see `ChiefSession.run`; the errors of methods called here."""
         ChiefSession(self._me, SERVER_PURPOSE, self, self._is_job_over).run()
 
     def _is_job_over(self) -> bool:
@@ -85,21 +85,22 @@ class WorkerServer:
 
     @property
     def is_calling(self) -> bool:
-        """Whether a function runs. A `fit` ends by itself, as the servers know that the chief's has ended."""
+        """Whether a function is running. A `fit` ends without help, as the servers know that the chief's has ended."""
         return self._functions is not None and self._functions.is_calling
 
     def begin(self) -> None:
-        """The chief begins with `Serve`."""
+        """Do nothing: the chief begins with `Serve`."""
 
     def check(self) -> None:
-        """End after an error: a worker that has left a `fit` would be waited for, if its process lived."""
+        """Raise the error that ends this process: the others would wait for a worker that has left a `fit` but is
+        alive."""
         if self._failure is not None:
             raise self._failure
         if self._functions is not None:
             self._functions.check()
 
     def handle(self, order: Order, buffers: list[memoryview]) -> Reply | None:
-        """Do as told; returns the answer, if one is wanted."""
+        """Execute an order. Returns the reply, if one is expected."""
         try:
             return self._handle(order, buffers)
         except Exception as error:
@@ -113,7 +114,7 @@ class WorkerServer:
         functions, worker = self._functions, self._worker
         assert functions is not None, "the chief begins with `Serve`"
         assert worker is not None, "the two are made together"
-        # In functions, optimizers send gradients to the servers (`WorkerVariables`); in a `fit` its stepper does.
+        # In functions, optimizers send gradients to the servers (`WorkerVariables`); in a `fit`, its stepper does.
         worker.in_function = not isinstance(order, CallMethod)
         if isinstance(order, Define):
             self._define(order, buffers)
@@ -124,7 +125,7 @@ class WorkerServer:
         return functions.handle(order, buffers)
 
     def _serve(self, settings: WorkerSettings) -> None:
-        """Take part, with nothing that a former process of the chief has made."""
+        """Join the job, without anything that a previous process of the chief has created."""
         sys.path[:] = settings.path
         self._strategy, self._worker = self._join(settings)
         self._worker.scope_registry = ScopeRegistry()
@@ -134,7 +135,7 @@ class WorkerServer:
         draw_own_numbers(random_state(), self._worker.number)
 
     def _define(self, order: Define, buffers: list[memoryview]) -> None:
-        """Make what is new, and build what the chief has built since."""
+        """Create what is new, and build what the chief has built since."""
         keras.config.set_dtype_policy(order.dtype_policy)
         for names, digest, content in zip(order.names, order.digests, buffers, strict=True):
             try:
@@ -150,7 +151,7 @@ class WorkerServer:
             definition: Definition = unpack(content, functions.references.load)
             copy = definition.made_from
             is_known = self._digests.get(names[0]) == digest
-            # What is known is kept, with its weights and state: functions may have changed them since.
+            # Known objects are kept, with their weights and state: functions may have changed them since.
             copied = (
                 worker.scope_registry.find(names[0])
                 if is_known
@@ -194,7 +195,7 @@ class WorkerServer:
 
 
 def _name(copied: Any, definition: Definition) -> None:
-    """Give the variables of a copy the paths of the chief's."""
+    """Set the paths of a copy's variables to those of the chief's."""
     variables = [*trained_by_servers(copied), *state_of(copied)]
     if len(variables) == len(definition.paths):
         for variable, path in zip(variables, definition.paths, strict=True):

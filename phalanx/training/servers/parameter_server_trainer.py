@@ -1,7 +1,7 @@
-"""`fit`, `evaluate` and `predict` of a Keras model on one worker among parameter servers.
+"""`fit`, `evaluate` and `predict` of a Keras model on one worker of parameter servers.
 
-Arguments and results are those of the Keras methods; `batch_size` is that of one update: in asynchronous training one
-worker's batch, in synchronous training that of all workers. On other workers than the chief `fit` returns the
+Arguments and results are those of the Keras methods. `batch_size` is the size of one update: in asynchronous training
+one worker's batch, in synchronous training that of all workers. On workers other than the chief, `fit` returns the
 history of their own part, with the results of the chief's validation.
 """
 
@@ -37,14 +37,14 @@ from phalanx.training.servers.remote_model import RemoteModel
 from phalanx.training.servers.ticket_batches import TicketBatches
 
 OriginalMethod = Callable[[str], Callable[..., Any]]
-"""Keras's own method of a name, bound to the model."""
+"""Returns Keras's own method of a name, bound to the model."""
 
 
 class ParameterServerTrainer:
     """Trains one compiled Keras model with parameter servers.
 
     Args:
-        original: Gives Keras's own methods.
+        original: Returns Keras's own methods.
     """
 
     def __init__(self, model: Any, worker: ParameterServerWorker, original: OriginalMethod) -> None:
@@ -52,11 +52,11 @@ class ParameterServerTrainer:
         self._worker = worker
         self._original = original
         self._remote_model = RemoteModel(model, worker)
-        self._rejoin: FitRejoin | None = None  # of the `fit` that runs
+        self._rejoin: FitRejoin | None = None  # for the running `fit`
         self._is_announced = False
 
     def fit(self, **arguments: Any) -> Any:
-        """Takes `FitArguments`."""
+        """Train the model; takes `FitArguments`."""
         model, worker = self._model, self._worker
         if worker.in_function:
             raise UnsupportedError(
@@ -70,7 +70,7 @@ class ParameterServerTrainer:
     def _fit(self, arguments: FitArguments) -> Any:
         model, worker, remote_model = self._model, self._worker, self._remote_model
         state = FitState(arguments=arguments)
-        # All workers count alike: by this number their messages of one `fit` meet at the servers.
+        # All workers have the same count: by this number, their messages of one `fit` meet at the servers.
         fit = worker.next_fit()
         batches = TicketBatches(fit, worker, remote_model.merge)
         source = self._open_input(fit, state.arguments, batches)
@@ -84,17 +84,17 @@ class ParameterServerTrainer:
         if overrides(model, "evaluate"):
             evaluate = partial(model.evaluate, _use_cached_eval_dataset=True)
         coordination = ParameterServerCoordination(fit, remote_model, worker, state, batches, evaluate)
-        # From here on `request_stop` of any callback knows which `fit` to stop, and a head that comes back is told
+        # From here on, `request_stop` of any callback finds the `fit` to stop, and a restarted head is sent the state
         # again.
         self._rejoin = coordination.rejoin
         try:
             with state.undo:
                 saver_claims.claim_paths(state.callbacks, state.undo)
                 return FitLoop(model, state, coordination).run()
-        except PhalanxError:  # perhaps of a lost server, which cannot be asked for anything
+        except PhalanxError:  # perhaps of a lost server, which cannot answer any request
             raise
         except Exception:
-            # The program's own. It may catch this on all workers, and continue with the model.
+            # An error of the program, which may catch it on all workers and continue with the model.
             if worker.rules.is_lockstep:
                 remote_model.pull_consistent()
             raise
@@ -137,7 +137,7 @@ class ParameterServerTrainer:
         )
 
     def _run_locally(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """As Keras's method, on this worker alone, with the servers' newest weights."""
+        """Call Keras's method on this worker only, with the servers' newest weights."""
         kwargs.pop("_use_cached_eval_dataset", None)  # Keras's own `fit`, which fills that cache, has not run
         self._remote_model.refresh()
         return self._original(method)(*args, **kwargs)
@@ -154,14 +154,14 @@ class ParameterServerTrainer:
             "Use fit(), with a callback for actions between batches."
         )
 
-    # For callbacks, in the middle of `fit`.
+    # For callbacks during `fit`.
 
     def pull_consistent(self) -> None:
         """See `RemoteModel.pull_consistent`."""
         self._remote_model.pull_consistent()
 
     def request_stop(self) -> None:
-        """From any worker: have the chief end the running `fit` with the epoch."""
+        """From any worker, request that the chief ends the running `fit` after the epoch."""
         if self._rejoin is not None:
             self._rejoin.is_stop_requested = True
         self._worker.client.request(HEAD, RequestStop(self._worker.last_fit, stop=True))

@@ -1,4 +1,4 @@
-"""This process as a worker among parameter servers, and what the chief broadcasts to the other workers."""
+"""This process as a worker of parameter servers, and the chief's broadcasts to the other workers."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from phalanx.training.scope_registry import ScopeRegistry
 Array = np.ndarray[Any, Any]
 
 SESSION = "managed session"
-"""The subject of the broadcast, without arrays, that a managed session has begun."""
+"""Subject of the broadcast, without arrays, that a managed session has begun."""
 
 
 @dataclass
 class ParameterServerWorker:
-    """What training needs to know of the job.
+    """State of the job that training needs.
 
     Attributes:
         client: The connections to the servers.
         number: Number of this worker; 0 is the chief.
         workers: Number of workers.
-        rules: How gradients become updates; the chief's are used.
-        partitioner: How variables are cut; None: they are not.
-        compression: The dtype in which gradients are sent; None: their own.
-        seed: Equal on all tasks; determines the sample orders that are drawn here.
+        rules: Rules by which gradients become updates; the chief's are used.
+        partitioner: Function that decides how variables are cut; None: they are not.
+        compression: Format in which gradients are sent; None: their own dtype.
+        seed: Value, equal on all tasks, that determines the sample orders drawn here.
         embedding_rows: Whether embeddings are trained by rows: True, False or "auto"; the chief's is used.
-        global_step: Number of updates of the job when this worker's last one was applied.
-        scope_registry: The objects that the program has created in the strategy's scope.
-        coordinator: The `ClusterCoordinator` of this process, if there is one.
+        global_step: Number of updates of the job when this worker's last update was applied.
+        scope_registry: Objects that the program has created in the strategy's scope.
+        coordinator: `ClusterCoordinator` of this process, if there is one.
         in_function: Whether this process runs functions that a coordinator has scheduled.
-        calls: On the chief: takes calls of a model's methods to workers that run no program of their own; None: there
-            are none.
+        calls: Sends calls of a model's methods to workers that run no program of their own; None if there are none.
+            Used on the chief.
     """
 
     client: ParameterServerClient
@@ -66,14 +66,14 @@ class ParameterServerWorker:
     in_function: bool = False
     calls: ReplicaCalls | None = None
     # The numbers of the last `fit` and of the last managed session, equal on all workers because all run the same
-    # program; and how many calls of `fit` run, one at most.
+    # program; and how many calls of `fit` are running, at most one.
     _last: dict[str, int] = field(default_factory=lambda: {"fit": -1, "session": -1, "running": 0})
-    # On the chief, by subject: what a head that comes back must have again.
+    # On the chief, by subject: what a restarted head must receive again.
     _broadcasts: dict[str, tuple[Broadcast, list[Array]]] = field(default_factory=dict)
 
     @property
     def traffic(self) -> Traffic:
-        """The bytes sent and the time waited by this worker, for monitoring. May be read from any thread."""
+        """Bytes sent and time waited by this worker, for monitoring. May be read from any thread."""
         client = self.client
         on_links = sum(each.bytes_sent for each in client.reconnection.connections if each.channel is None)
         return Traffic(client.bytes_sent, on_links, client.waited_s)
@@ -88,9 +88,9 @@ class ParameterServerWorker:
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """While inside, a `fit` of the program runs.
+        """Mark a `fit` of the program as running inside the block.
 
-        Raises: UnsupportedError on entry if one runs already: the servers would give up the first one's schedule.
+        Raises: UnsupportedError on entry if one is already running: the servers would abandon its schedule.
         """
         if self._last["running"]:
             raise UnsupportedError(
@@ -105,51 +105,52 @@ class ParameterServerWorker:
             self._last["running"] = 0
 
     def next_fit(self) -> int:
-        """Numbers the calls of `fit` in the program, equally on all workers."""
+        """Return the number of a new `fit` call in the program, equal on all workers."""
         self._last["fit"] += 1
         return self._last["fit"]
 
     def begin_at(self, fit: int) -> None:
-        """Let the next `fit` be that of this number."""
+        """Give the next `fit` this number."""
         self._last["fit"] = fit - 1
 
     def requests_to_repeat(self) -> list[tuple[Broadcast, list[Array]]]:
-        """On the chief: its broadcasts, for a head that comes back."""
+        """The chief's broadcasts, for a restarted head."""
         return [*self._broadcasts.values()]
 
     def broadcast(self, subject: str, arrays: list[Array], fit: int = -1) -> None:
-        """On the chief: send arrays to the other workers.
+        """As the chief, send arrays to the other workers.
 
         Args:
-            subject: What the arrays are.
-            arrays: Replace those broadcast before.
-            fit: First `fit` for which they hold; -1: for the whole program.
+            subject: Name of what the arrays are.
+            arrays: Arrays that replace those broadcast before.
+            fit: First `fit` to which they apply; -1: the whole program.
         """
-        # Kept before it is sent: if the head is lost on the way, its successor gets it with the requests to repeat.
+        # Stored before it is sent: if the head is lost meanwhile, its successor gets it with the requests to repeat.
         self._broadcasts[subject] = (Broadcast(subject, fit), arrays)
         self.client.request(HEAD, *self._broadcasts[subject])
 
     def last_broadcast(self, subject: str) -> list[Array] | None:
-        """On the chief: what this process, and no former one, has broadcast last; None if it has not."""
+        """On the chief, the last broadcast of this process, not of a previous one; None if there is none."""
         return self._broadcasts[subject][1] if subject in self._broadcasts else None
 
     def broadcast_first(self, subject: str, array: Array) -> memoryview:
-        """On the chief: send an array to the other workers, unless the chief has sent one before a restart.
+        """As the chief, send an array to the other workers, unless the chief has sent one before a restart.
 
-        Returns: the bytes of the array that holds.
+        Returns: the bytes of the array in effect.
         """
         _, buffers = self.client.request(HEAD, Broadcast(subject, keep_first=True), [array])
         self._broadcasts[subject] = (Broadcast(subject), [np.frombuffer(bytes(buffers[0]), np.uint8)])
         return buffers[0]
 
     def repeat_broadcasts(self) -> None:
-        """On the chief: repeat what holds for the whole program; the head may be another process by now."""
+        """As the chief, repeat the broadcasts that apply to the whole program; the head may be another process now."""
         for message, arrays in [*self._broadcasts.values()]:
             if message.fit < 0:
                 self.client.request(HEAD, message, arrays)
 
     def receive_broadcast(self, subject: str, fit: int = -1) -> list[memoryview] | None:
-        """On the others: the chief's arrays for this `fit` or a later one; None if it leaves without sending any.
+        """On the other workers, the chief's arrays for this `fit` or a later one; None if it leaves without sending
+        any.
 
         Raises: CollectiveTimeoutError or PeerLostError naming the chief.
         """
@@ -157,7 +158,7 @@ class ParameterServerWorker:
         return None if isinstance(answer, FitOver) else list(buffers)
 
     def begin_session(self) -> None:
-        """On the chief: the state that this managed session starts from is restored. On others: wait until it is.
+        """On the chief, announce that the initial state of this managed session is restored. On others, wait for that.
 
         Raises: CollectiveTimeoutError or PeerLostError naming the chief.
         """
@@ -169,7 +170,7 @@ class ParameterServerWorker:
 
     @property
     def last_fit(self) -> int:
-        """The number of the last `fit`; -1 before the first."""
+        """Number of the last `fit`; -1 before the first."""
         return self._last["fit"]
 
     def describe(self) -> str:
