@@ -1,4 +1,4 @@
-"""The state of callbacks, their attributes with plain values, so that another process can continue a `fit`."""
+"""State of callbacks (attributes with plain values), with which another process can continue a `fit`."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ class CallbackStateTracker:
 def restore_states(callbacks: Any, states: Sequence[tuple[str, bytes]]) -> None:
     """Restore what `CallbackStateTracker.changes` reported of callbacks of the same classes, in the same order."""
     for callback, (name, content) in zip(flatten_callbacks(callbacks), states, strict=False):
-        # The program may have been edited between two starts, or ranks pass other callbacks: position and class must
-        # match.
+        # The program may have been edited since, or ranks pass others: position and class must match.
         if type(callback).__name__ != name:
             continue
         written: set[int] = set()
@@ -61,9 +60,9 @@ def restore_states(callbacks: Any, states: Sequence[tuple[str, bytes]]) -> None:
 
 
 def _write_into(current: Any, value: Any) -> bool:
-    """Replace the contents of `current` by those of `value`. Returns whether that was possible. In place, because the
-    program may also hold the object, such as a list that it passed to a callback, and because a `Counter` or a
-    `defaultdict` would return as a dictionary."""
+    """Replace the contents of `current` by those of `value`, in place. Returns whether that was possible. The program
+    Replace the contents of `current` by those of `value`, in place. Returns whether that was possible. The program may
+    hold the object too, such as a list that it passed; a `Counter` or `defaultdict` would become a `dict`."""
     kind = next((each for each in (list, deque, dict, set) if isinstance(current, each)), None)
     if kind is None or not isinstance(value, kind):
         return False

@@ -255,8 +255,7 @@ def read(path: StoragePath) -> StoredCheckpoint:
         if end is None:
             raise DamagedCheckpointError(f"{path} is damaged: it has no seal, so it was cut off.")
         digest, length = end
-        # The digest does not cover the length. If that is damaged, it leads to something that is not the JSON of a
-        # state.
+        # The digest does not cover the length: a damaged one selects bytes that are not the JSON of a state.
         body_bytes = size - _END_BYTES
         found = hashlib.sha256()
         file.seek(0)

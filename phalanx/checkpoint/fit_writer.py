@@ -48,8 +48,7 @@ class FitWriter:
         return self._warned(lambda: self._begin(model, step, state))
 
     def write(self, model: Any, step: int, state: State) -> StoragePath | None:
-        """Write a checkpoint now, after any that is being written. Returns None, after a warning, if it cannot be
-        written."""
+        """Write a checkpoint now, after any that is being written. Returns None, after a warning, if that fails."""
         return self._path_of(step) if self.begin(model, step, state) and self.wait() else None
 
     def check(self) -> None:
@@ -60,9 +59,7 @@ class FitWriter:
 
     def wait(self) -> bool:
         """Wait until the checkpoint that is being written is finished. Returns whether this process has written its
-        part. Raises: see `check`.
-        Raises: as `check`.
-        """
+        part. Raises: see `check`."""
         return self._warned(self._background.wait)
 
     def _warned(self, action: Callable[[], None]) -> bool:

@@ -13,8 +13,7 @@ from phalanx.transport.serialization import decode, encode, is_serializable
 
 
 def as_plain_value(value: Any) -> Any:
-    """A log value in a form that can be encoded: itself, a tensor's array, or text if no other process could have
-    it."""
+    """A log value that can be encoded: itself, a tensor's array, or text if no other process could have it."""
     if is_serializable(value):
         return value
     if keras.ops.is_tensor(value) or isinstance(value, keras.Variable):

@@ -127,8 +127,7 @@ class ShardedCheckpoint:
         self.background.wait()
 
     def _open_staging(self, problem: Exception | None) -> Path:
-        """Create, on the first process, the folder for the parts of all processes. Raises on all of them if one cannot
-        write.
+        """Create the folder for the parts of all processes, on the first one. Raises on all of them if one cannot.
 
         Args:
             problem: Reason why this process cannot write, if already known.
@@ -204,12 +203,10 @@ class ShardedCheckpoint:
         return [step for step, _ in self._series.by_step()]
 
     def restore(self, model: Any, step: int | None = None) -> Mapping[str, Any] | None:
-        """Load a checkpoint into the model, regardless of the mesh it was saved on; each process reads the part it
-        holds.
+        """Load a checkpoint, saved on any mesh, into the model; each process reads the part that it holds.
 
         Args:
-            model: A built model, with its optimizer if that is to be restored. A model without an optimizer gets the
-                weights.
+            model: A built model, with its optimizer if that is to be restored; without one, it gets only the weights.
             step: Step to restore; None: the newest.
 
         Returns: what `save` received, with the keys `step` and `state`; None if there is no checkpoint.

@@ -167,8 +167,7 @@ class AcceptedWorkers:
             for worker in self._workers.values():
                 worker.outbox.append((StopWorker(), ()))
             self._changed.notify_all()
-            # The workers close the links. If this end did, a message that they are sending could make them lose the
-            # stop message.
+            # The workers close the links. If this end did, a message that they are sending could cost them this one.
             self._changed.wait_for(lambda: not self._workers, timeout=CLOSE_S)
             links = [worker.link for worker in self._workers.values()]
         for link in links:
@@ -206,8 +205,7 @@ class AcceptedWorkers:
             threading.Thread(target=body, args=(worker,), name=f"phalanx-{hello.task}", daemon=True).start()
 
     def _all_broadcasts(self) -> Iterator[Message | DeferredMessage]:
-        """The messages for a worker without a program: definitions, messages that may refer to them, and the running
-        method."""
+        """The messages for a worker without a program: definitions, those that refer to them, the running method."""
         if self.greeting is not None:
             yield DeferredMessage(self.greeting)
         yield from (message for role, message in self._for_programless.items() if role != METHOD)

@@ -250,8 +250,7 @@ class ClusterCoordinator:
             self._take_changes()
 
     def _take_changes(self, *, more_to_come: bool = False) -> None:
-        """Update the variables with what functions have changed on the servers and in the state of layers and
-        metrics."""
+        """Update the variables with what functions have changed on the servers, in layers and in metrics."""
         with self._account_lock:
             self._account.settle()
         self._variables.pull(more_to_come=more_to_come)

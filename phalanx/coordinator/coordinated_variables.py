@@ -63,9 +63,10 @@ class ChiefVariables:
         self._pulled: list[int] | None = None
 
     def begin(self, used: Collection[ScopedName]) -> Begin | None:
-        """Put what functions need on the servers. Returns the message for the workers if it is new, else None.
+        """Put the variables that functions need on the servers. Returns the message for workers; None without
+        variables.
 
-        In that case no function may be running; see `is_ready`.
+        No function may be running; `is_ready` says whether this call is needed.
 
         Args:
             used: Names that the next function refers to.

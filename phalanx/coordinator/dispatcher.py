@@ -84,8 +84,7 @@ class Dispatcher:
             return not self._calls.assignment.unfinished
 
     def raise_failure(self) -> None:
-        """If a call, or a worker in a method of a model, has failed, wait until none is running and raise its error
-        once."""
+        """If a call, or a worker in a model's method, has failed, wait until none runs and raise its error once."""
         with self._changed:
             if self._calls.has_failed:
                 self.join()

@@ -99,8 +99,7 @@ class FunctionAssignment:
     def leave(self, worker: Worker, incarnation: str) -> list[FunctionId]:
         """Remove a lost worker: its functions run elsewhere, before the waiting ones.
 
-        Returns: the functions that do not run again: after a failure all of them, else those that have cost too many
-            workers.
+        Returns: the functions that do not run again: after a failure all, else those that have cost too many workers.
         """
         presence = self._workers.get(worker)
         if presence is None or presence.incarnation != incarnation:

@@ -139,8 +139,7 @@ class EffectRecorder:
 
 
 class EffectAccumulator:
-    """Accumulates the changes of all functions that are not in the variables yet, at the coordinator. One thread at a
-    time."""
+    """Accumulates functions' changes that are not in the variables yet, at the coordinator. One thread at a time."""
 
     def __init__(self, scope_registry: ScopeRegistry) -> None:
         self._scope_registry = scope_registry

@@ -1,9 +1,8 @@
 """Pickling of functions, arguments and results, with references to what every task has.
 
-Objects that the program created in the strategy's scope exist on every task, because all run the same program. So Keras
-models, optimizers, metrics, layers and their variables, the strategy and the coordinator are sent as names. Tensors are
-sent as host arrays. Everything else is sent by value (with cloudpickle, also functions and classes of the main
-program).
+Objects created in the strategy's scope exist on every task, because all run the same program. So Keras models,
+optimizers, metrics, layers and their variables, the strategy and the coordinator are sent as names. Tensors are sent as
+host arrays. Everything else is sent by value (with cloudpickle, also functions and classes of the main program).
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ from phalanx.training.servers.parameter_server_worker import ParameterServerWork
 
 
 class MethodCalls:
-    """See `phalanx.training.replica.ReplicaCalls`. The servers keep the workers in step, so no worker is waited for
-    here.
+    """See `phalanx.training.replica.ReplicaCalls`. The servers keep the workers in step, so this waits for none.
 
     Args:
         worker: This process, the chief.

@@ -21,7 +21,7 @@ from phalanx.engines.tensors import Tensors
 from phalanx.training.scope_registry import KINDS, ScopedName, ScopeRegistry
 
 KEPT_BYTES = 1 << 16
-"""Size of arrays that are sent to each worker only once. Smaller ones cost less than keeping track of them."""
+"""Minimum size of arrays that are sent to each worker once, 64 KiB. Keeping track of smaller ones costs more."""
 PICKLES_KEPT = 16
 """Number of functions whose pickles are kept, the most recently used: a program schedules few functions, many times."""
 

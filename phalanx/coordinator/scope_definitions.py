@@ -184,8 +184,7 @@ class OutgoingDefinitions:
         begun.add(root)
 
         def refer(thing: Any) -> Any:
-            # A root that is being packed is sent by value inside itself; otherwise two that refer to each other would
-            # never end.
+            # A root that is being packed is sent by value inside itself; else two that refer to each other never end.
             name = self._scope_registry.name_of(thing) if isinstance(thing, KINDS) else None
             other = None if name is None else self._root_of(name)
             is_open = other in begun and other not in packed

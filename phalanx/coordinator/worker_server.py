@@ -92,8 +92,7 @@ class WorkerServer:
         """Do nothing: the chief begins with `Serve`."""
 
     def check(self) -> None:
-        """Raise the error that ends this process: the others would wait for a worker that has left a `fit` but is
-        alive."""
+        """Raise the error that ends this process: the others would wait for a live worker that has left a `fit`."""
         if self._failure is not None:
             raise self._failure
         if self._functions is not None:

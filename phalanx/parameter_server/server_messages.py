@@ -396,7 +396,7 @@ class Broadcast(_Message, frozen=True):
     """From the chief: arrays for the other workers. Buffers: the arrays; in the response, those now in effect.
 
     Attributes:
-        subject: Name of what the arrays are.
+        subject: Name of the arrays' content.
         fit: First `fit` (or managed session) for which they are in effect; -1: the whole program.
         keep_first: Whether to keep the arrays of an earlier broadcast of the `subject`, perhaps one before a restart.
     """

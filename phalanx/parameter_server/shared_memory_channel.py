@@ -28,9 +28,9 @@ Array = np.ndarray[Any, Any]
 METHODS = ("memfd", "/dev/shm")
 """Kinds of memory, the best first; see `collectives.host.shared_segment`."""
 MIN_BYTES = 16 * 1024
-"""Less is sent with the message: it is in the cache either way."""
+"""Minimum size of shared arrays. Less is sent with the message, because it is in the cache either way."""
 MAX_BYTES = 64 * 1024**2
-"""Largest place that is created: each worker and server has three of them, which take memory from other uses."""
+"""Maximum size of a place: each worker and server has three of them, which take memory from other uses."""
 SPARE_BYTES = 64 * 1024
 """Spare bytes for what is merged in addition to the gradients: metrics, statistics of layers."""
 TO_SERVER, TO_WORKER = 0, 1

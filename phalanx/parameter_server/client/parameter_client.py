@@ -204,7 +204,7 @@ class ParameterServerClient:
         return response
 
     def _send(self, connection: ServerConnection, request: RequestArrays) -> None:
-        # If a replica can take over: sooner, before other servers evict this worker for what this server keeps it from.
+        # With a replica, half the time: before other servers evict this worker because this server blocks it.
         connection.send(*request, self._me.config.timeout_s / (2 if self.is_replicated else 1))
 
     def _receive(self, connection: ServerConnection, check: Callable[[float], None] | None) -> ResponseArrays:

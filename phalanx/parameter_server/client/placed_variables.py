@@ -85,8 +85,7 @@ class PlacedVariables:
 
 
 def _places(of_server: Sequence[Sequence[Shard]], variables: int) -> list[list[tuple[int, int]]]:
-    """For each variable's shards in order: the number of the server, and the position among the arrays that it
-    sends."""
+    """For each variable's shards in order: number of the server, and position among the arrays that it sends."""
     places: list[list[tuple[int, int, int]]] = [[] for _ in range(variables)]
     for server, shards in enumerate(of_server):
         for number, shard in enumerate(shards):

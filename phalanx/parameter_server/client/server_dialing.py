@@ -26,8 +26,7 @@ from phalanx.transport.link import Link
 from phalanx.transport.listener import UNAVAILABLE
 
 PASSING = frozenset({NOT_LEADING, UNAVAILABLE})
-"""Refusals that waiting may resolve: another server already leads, or this one soon will; a chief is still preparing
-its data."""
+"""Refusals that waiting may resolve: another server leads, or this one soon will; a chief prepares its data."""
 
 logger = logging.getLogger(__name__)
 

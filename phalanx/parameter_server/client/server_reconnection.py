@@ -31,8 +31,7 @@ Array = np.ndarray[Any, Any]
 RejoinRequests = Callable[[int], Sequence[RequestArrays]]
 
 PREFER_REPLICA_S = 3.0
-"""Seconds for which a worker that has lost a leader dials only the replica: the port of a dead process may still be
-open."""
+"""Seconds for which a worker that has lost a leader dials only the replica: a dead process's port may still be open."""
 ATTEMPT_S = 1.0
 """Seconds for one attempt in that time."""
 
@@ -118,8 +117,7 @@ class ServerReconnection:
     # Lost servers.
 
     def as_closed(self, error: LinkClosedError | LinkTimeoutError) -> LinkClosedError:
-        """Return the error as a closed link: a server that hangs counts as lost if its replica can take over, because
-        the server is refused once the replica leads."""
+        """Treat a server that hangs as lost if its replica can take over: once that leads, the server is refused."""
         if isinstance(error, LinkClosedError):
             return error
         if not (self._is_replicated and self.return_s):

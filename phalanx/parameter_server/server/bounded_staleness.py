@@ -24,8 +24,7 @@ class BoundedStaleness:
         self._steps = dict.fromkeys(workers, 0)
 
     def add_worker(self, worker: Worker) -> None:
-        """Add a worker. One that joins late is not behind: the others must not wait until it has taken as many
-        steps."""
+        """Add a worker. One that joins late is not behind: the others must not wait for it to catch up."""
         self._steps[worker] = min(self._steps.values(), default=0)
 
     def remove_worker(self, worker: Worker) -> None:

@@ -20,8 +20,7 @@ class ChiefAnnouncements:
         self._broadcasts: dict[str, tuple[int, list[Array]]] = {}  # by subject: first `fit`, and arrays
 
     def broadcast(self, subject: str, fit: int, arrays: list[Array], *, keep_first: bool) -> list[Array]:
-        """Store the chief's arrays. Returns the arrays in effect; with `keep_first`, those that were broadcast
-        first."""
+        """Store the chief's arrays. Returns those in effect; with `keep_first`, the ones broadcast first."""
         with self._members.changed:
             if not (keep_first and subject in self._broadcasts):
                 self._broadcasts[subject] = (fit, arrays)

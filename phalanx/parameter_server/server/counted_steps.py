@@ -25,8 +25,7 @@ class CountedSteps:
         self._newest: dict[Worker, int] = {}  # serials, in asynchronous training
 
     def resume(self, held: Iterable[Ticket], serials: Iterable[int]) -> None:
-        """In asynchronous training, resume: of the tickets that workers hold, the steps with these serials are
-        counted."""
+        """In asynchronous training, resume: of the tickets that workers hold, these steps are counted."""
         counted = set(serials)
         self._newest = {ticket.member: ticket.serial for ticket in held if ticket.serial in counted}
 

@@ -80,8 +80,7 @@ class DeclaredShards:
         updater.load_optimizer(
             [_like(state[slot], value) for slot, value in zip(updater.slots, updater.optimizer_values(), strict=True)]
         )
-        # The order of arrays in messages: dense groups first, then tables (`ShardPacking`,
-        # `EmbeddingTableUpdater.groups`).
+        # Order of arrays in messages: dense groups, then tables (`ShardPacking`, `EmbeddingTableUpdater.groups`).
         kinds = [kind_of(piece.value) for piece in pieces]
         self.groups = updater.groups
         self._packing = ShardPacking(kinds, updater.groups, tables)
@@ -107,8 +106,7 @@ class DeclaredShards:
         return [next(tables).copy() if table else next(values) for table in is_table]
 
     def optimizer_values(self, *, tables: bool = True) -> tuple[Slots, list[Array]]:
-        """The names and values of the optimizer's variables; without `tables`, only of those that belong to no
-        table."""
+        """Names and values of the optimizer's variables; without `tables`, only of those that belong to no table."""
         if isinstance(self._updater, EmbeddingTableUpdater) and not tables:
             return self._updater.without_tables()
         return (self._updater.slots, self._updater.optimizer_values()) if self._updater else ((), [])
@@ -127,8 +125,7 @@ class DeclaredShards:
     # Updates.
 
     def shape_gradients(self, flat: Iterator[Array]) -> list[Gradient]:
-        """Shape flat arrays into a gradient for each group. A group has one array; a table has two, the rows' numbers
-        and gradients."""
+        """Shape flat arrays into a gradient for each group: one array each; for a table, row numbers and gradients."""
         gradients: list[Gradient] = []
         for is_table, shape, dtype in self._kinds:
             if is_table:

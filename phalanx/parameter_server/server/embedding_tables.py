@@ -46,8 +46,7 @@ class EmbeddingTableUpdater:
         self._pieces = tuple(pieces)
         self._tables = {number: _own(pieces[number].value) for number in sorted(tables)}
         self._dense = [number for number in range(len(pieces)) if number not in self._tables]
-        # Number of rows of each table that the optimizer's variable holds. It only grows, in powers of two, so that
-        # each size compiles once.
+        # Rows of each table that the optimizer's variable holds. Only grows, in powers of two: each compiles once.
         self._room = {number: min(MIN_ROOM, len(table)) for number, table in self._tables.items()}
         self._updater = self._make([pieces[number].value for number in self._dense])
         of_tables = tuple((number,) for number in self._tables)

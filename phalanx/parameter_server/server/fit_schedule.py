@@ -175,8 +175,7 @@ class FitSchedule:
         return Ticket(self.number, epoch.number, batch, members, worker, self.last_serial, self.era)
 
     def skip_serial(self, serial: int) -> None:
-        """Skip the serials up to this one, which another process has issued: a second step of one would look like a
-        repeated push."""
+        """Skip serials up to this one, issued by another process: a second step of one looks like a repeated push."""
         self.last_serial = max(self.last_serial, serial)
 
     def blocked_by(self, worker: Worker) -> Worker | None:
@@ -194,8 +193,7 @@ class FitSchedule:
         self.tickets.settle(ticket.serial)
 
     def report_no_batch(self, ticket: Ticket, *, ends: bool) -> None:
-        """Settle a ticket for which a worker has no batch: the epoch `ends` before it, or the worker's stream is
-        already past it."""
+        """Settle a ticket without a batch: the epoch `ends` before it, or the worker's stream is already past it."""
         self.tickets.settle(ticket.serial)
         if self.epoch is not None and self.is_open(ticket.fit, ticket.epoch):
             if ends:

@@ -151,8 +151,7 @@ class GroupLeadership:
             link.close()
 
     def check_leader(self, now: float, first_contact_until: float, return_s: float) -> None:
-        """Raise PeerLostError if the leader that this server follows has been gone for too long. Called with the lock
-        held."""
+        """Raise PeerLostError if this server's leader has been gone for too long. Called with the lock held."""
         if self.following is not None:
             self.followed_until = now
         elif now - max(self.followed_until, first_contact_until) > return_s:
@@ -197,7 +196,7 @@ class GroupLeadership:
     # The follower's side; `admit` and `adopt` are the listener's service for the leader.
 
     def admit(self, hello: Hello) -> Welcome:
-        """Whether the other server may lead this group and keep its replica here."""
+        """Decide whether the other server may lead this group and keep its replica here."""
         try:
             offer = decode_message(hello.details, LeaderOffer)
         except FrameError as error:

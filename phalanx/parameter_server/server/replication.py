@@ -84,8 +84,7 @@ class ReplicaStream:
         return self._link is not None and self._has_state
 
     def attach(self, link: Link, state: Callable[[], State | None]) -> bool:
-        """Keep a replica at the other end of the link, which first receives the current state. Returns False if that
-        failed."""
+        """Keep a replica at the other end, which first receives the current state. Returns False if that failed."""
         with self._lock:
             self._has_state = False  # before it has a link: `is_current` reads both without the lock
             self._link, self._unacknowledged = link, 0

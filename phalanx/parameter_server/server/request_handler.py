@@ -150,8 +150,7 @@ class RequestHandler:
                     f"{name} made no progress for too long and was evicted; training continued without it. Start it "
                     f"again to take part."
                 )
-            # The lease first: without it this server may no longer lead, and would wait for positions that never
-            # arrive.
+            # The lease first: a server that no longer leads would wait for positions that never arrive.
             kind = type(request)
             if kind not in WITHOUT_LEASE:
                 self._wait_for_lease()

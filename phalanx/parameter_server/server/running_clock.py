@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable
 
 MAX_TICK_S = 1.0
-"""Longest time that the clock runs without a tick, in seconds. `ParameterServer.run` ticks twice as often
-(`POLL_S`)."""
+"""Seconds that the clock runs without a tick. `ParameterServer.run` ticks twice as often (`POLL_S`)."""
 
 
 class RunningClock:

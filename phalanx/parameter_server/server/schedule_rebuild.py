@@ -79,8 +79,7 @@ class ScheduleRebuild:
     def wait(self, worker: Worker, timeout_s: float) -> None:
         """Wait until the schedule is rebuilt, before anything else that this worker requests.
 
-        The wait for the chief is at most `timeout_s`, and for the others less. New processes have no position to
-        report.
+        The wait is at most `timeout_s` for the chief, less for the others. New processes have no position to report.
         """
         schedule, members = self._schedule, self._members
         if schedule.fit.phase is not FitPhase.REBUILDING:  # without the lock: nearly every request gets here
@@ -113,8 +112,7 @@ class ScheduleRebuild:
 
 
 def skip_serials(fit: FitSchedule, messages: Iterable[Rejoin]) -> None:
-    """Skip every serial that one of these workers knows: a step with it would look like a repetition of an earlier
-    one."""
+    """Skip every serial that one of these workers knows: a step with it would look like a repetition."""
     for message in messages:
         for serial in [message.finished, *(ticket.serial for ticket in message.tickets)]:
             fit.skip_serial(serial)

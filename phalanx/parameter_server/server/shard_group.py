@@ -43,8 +43,7 @@ logger = logging.getLogger(__name__)
 RETURN_S = 60.0
 """Seconds that the chief may be absent before the job counts as lost, unless PHALANX_RETURN_TIMEOUT is set."""
 SNAPSHOT_S = 10.0
-"""Seconds between two snapshots: what a server may lose, weighed against pausing training while it copies its
-values."""
+"""Seconds between two snapshots: what a server may lose, weighed against pauses of training for copying values."""
 RELINK_S = 6.0
 """Seconds that a synchronous step waits for workers, without which it would lack their samples. With a replica, workers
 disconnect to look for the leader, and return within PREFER_REPLICA_S (`client`) and a few attempts."""
@@ -215,7 +214,7 @@ class ShardGroup:
     # The listener's service.
 
     def admit(self, hello: Hello) -> Welcome:
-        """Whether a worker may connect: this server must lead the group."""
+        """Decide whether a worker may connect: this server must lead the group."""
         # A refused worker looks for the server that leads now; an admitted one would wait here.
         may_answer = not self.lease.has_lapsed or hello.task == self._members.names[CHIEF_WORKER]
         if not (self.leadership.is_leading and may_answer):
@@ -234,8 +233,7 @@ class ShardGroup:
         worker = self._me.rank_of(hello.task)
         assert worker is not None, "checked when it was admitted"
         name = link_name(hello.incarnation, next(self._link_count))
-        # Attached before the previous link is closed, so that the end of that link does not count as a loss of the
-        # worker.
+        # Attached before the previous link is closed, whose end then does not count as a loss of the worker.
         former_name, former = self._members.attach(worker, name, link) or ("", None)
         self.wake()
         # An evicted process is refused when it sends something, so its link stays open.

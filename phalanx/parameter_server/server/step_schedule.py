@@ -126,8 +126,7 @@ class StepSchedule:
             self.changed.notify_all()
 
     def wait_for_order(self, fit: int, number: int, era: int, timeout_s: float) -> Array | EpochOver | FitOver:
-        """The sample order of the pass that began with this epoch; waits until the chief has sent it, or will not send
-        it."""
+        """The sample order of the pass that began with this epoch; waits until the chief has sent it, or will not."""
         with self.changed:
             requested_at = self.clock()
             while True:

@@ -197,8 +197,7 @@ class VariableStore:
             count = sum(shard.server == self._index for shard in state.declared.model.shards) + len(state.slots)
             self._shards = DeclaredShards(self._index, state.declared, state.slots, buffers[:count])
             self._barrier.abandon()
-            # With the values, restore the responses to pushes they contain: a push that a worker repeats must not count
-            # twice.
+            # Also the responses to pushes that the values contain: a push that a worker repeats must not count twice.
             self.history = MergeHistory.restored(state.completed, arrays_of(buffers[count:], state.dtypes[count:]))
             self.version, self._refused = state.version, state.refused
             self._schedule.resume_fit(state)
@@ -277,8 +276,7 @@ class VariableStore:
         return [] if self._shards is None else self._shards.tables
 
     def pull_optimizer(self, *, tables: bool) -> tuple[Slots, list[Array]]:
-        """The names and values of the optimizer's variables; without `tables`, only of those that belong to no
-        table."""
+        """Names and values of the optimizer's variables; without `tables`, only of those that belong to no table."""
         with self.changed:
             return ((), []) if self._shards is None else self._shards.optimizer_values(tables=tables)
 

@@ -71,8 +71,7 @@ class WorkerTable:
         return True
 
     def forget_former_leader(self) -> None:
-        """Forget workers that left, were lost or evicted here: this server did not lead, so they were connected to the
-        other."""
+        """Forget workers that left, were lost or evicted here: this server did not lead; the other one had them."""
         self.left.clear()
         self._lost_since.clear()
         self._evicted.clear()

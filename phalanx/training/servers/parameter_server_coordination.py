@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 
 HEARTBEAT_S = 1.0
-"""Interval between two messages of a chief that validates."""
+"""Seconds between two messages of a chief that validates."""
 
 
 class ValidationHeartbeat(ChiefCallback):
@@ -267,8 +267,7 @@ class ParameterServerCoordination:
         """As the chief, allow the servers to issue tickets."""
         worker, epoch = self._worker, self._state.epoch
         if self._remote_model.model.stop_training:
-            # Set by `on_epoch_begin`. Keras takes one step before it checks; of two steps, another worker may begin the
-            # second.
+            # Set by `on_epoch_begin`. Keras takes a step before it checks; of two, another worker may begin the second.
             self.rejoin.steps = 1
         steps = self.rejoin.steps
         layer_state = self._remote_model.engine.layer_state()
@@ -343,8 +342,7 @@ class ParameterServerCoordination:
             return None
         remote_model, model, samples = self._remote_model, self._remote_model.model, self._epoch.samples
         remote_model.mark_stale()
-        # In synchronous training the metrics were merged with every step; otherwise each worker counted its own
-        # batches.
+        # In synchronous training metrics were merged with every step; otherwise each worker counted its own batches.
         engine = remote_model.engine
         if not self._worker.rules.synchronous:
             self._report_metrics(engine.metric_rules.added(engine.metric_rules.values(), self._metrics_start))

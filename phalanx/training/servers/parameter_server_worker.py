@@ -121,7 +121,7 @@ class ParameterServerWorker:
         """As the chief, send arrays to the other workers.
 
         Args:
-            subject: Name of what the arrays are.
+            subject: Name of the arrays' content.
             arrays: Arrays that replace those broadcast before.
             fit: First `fit` to which they apply; -1: the whole program.
         """
@@ -149,8 +149,7 @@ class ParameterServerWorker:
                 self.client.request(HEAD, message, arrays)
 
     def receive_broadcast(self, subject: str, fit: int = -1) -> list[memoryview] | None:
-        """On the other workers, the chief's arrays for this `fit` or a later one; None if it leaves without sending
-        any.
+        """On other workers, the chief's arrays for this `fit` or a later one; None if it leaves without sending any.
 
         Raises: CollectiveTimeoutError or PeerLostError naming the chief.
         """

@@ -97,8 +97,7 @@ class RemoteModel:
         return engine
 
     def attach(self, fit: int, first_epoch: int, callbacks: Any) -> int | None:
-        """Agree with the servers on the variables. Returns the chief's first epoch, or None if the chief is in a later
-        `fit`.
+        """Agree with the servers on the variables. Returns the chief's first epoch; None if it is in a later `fit`.
 
         Args:
             fit: Number of this `fit` call in the program.
@@ -152,8 +151,7 @@ class RemoteModel:
         self.variables.assign(self.merge.pull())
 
     def pull_optimizer(self, *, tables: bool = True) -> None:
-        """Copy the servers' optimizer state into the model's optimizer; without `tables`, not the state of embedding
-        tables."""
+        """Copy the servers' optimizer state into the model's optimizer; without `tables`, not that of the tables."""
         self.variables.pull_optimizer(tables=tables)
         self._slots_stale &= not tables
 

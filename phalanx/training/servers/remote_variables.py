@@ -301,7 +301,7 @@ def _dtype_of(variable: Any) -> str:
 def _slots_on(
     slots: Sequence[OptimizerSlot], placed: PlacedVariables, server: int
 ) -> dict[tuple[int, str], tuple[OptimizerSlot, Any]]:
-    """The optimizer variables of a server, by the server's name: the slot in the model's optimizer, and the rows."""
+    """The variables of a server's optimizer, by its names for them: slot in the model's optimizer, and rows."""
     own: dict[tuple[int, str], tuple[OptimizerSlot, Any]] = {
         (-1, slot.name): (slot, ...) for slot in slots if slot.variable < 0
     }
