@@ -61,8 +61,7 @@ def restore_states(callbacks: Any, states: Sequence[tuple[str, bytes]]) -> None:
 
 def _write_into(current: Any, value: Any) -> bool:
     """Replace the contents of `current` by those of `value`, in place. Returns whether that was possible. The program
-    Replace the contents of `current` by those of `value`, in place. Returns whether that was possible. The program may
-    hold the object too, such as a list that it passed; a `Counter` or `defaultdict` would become a `dict`."""
+    may hold the object too, such as a list that it passed; a `Counter` or `defaultdict` would become a `dict`."""
     kind = next((each for each in (list, deque, dict, set) if isinstance(current, each)), None)
     if kind is None or not isinstance(value, kind):
         return False

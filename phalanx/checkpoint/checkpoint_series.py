@@ -60,7 +60,7 @@ class CheckpointSeries:
                 rename(path, abandoned)
 
     def delete_old(self, keep: int | None) -> None:
-        """Delete all but the newest checkpoints by step, and all but the same number of those set aside last."""
+        """Delete all but the `keep` newest by step, and all but the `keep` last written of those set aside."""
         if keep is None:
             return
         abandoned = [path for _, path in self._found(self.suffix + ABANDONED)]

@@ -54,7 +54,7 @@ HEARTBEAT_S = 1.0
 
 
 class ValidationHeartbeat(ChiefCallback):
-    """Tells the waiting workers that the chief's validation is progressing. They wait however long it takes."""
+    """Tells the waiting workers that the chief's validation progresses. As long as it does, they wait for it."""
 
     def __init__(self, client: ParameterServerClient) -> None:
         super().__init__()

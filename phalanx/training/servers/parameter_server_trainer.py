@@ -1,4 +1,4 @@
-"""`fit`, `evaluate` and `predict` of a Keras model on one worker of parameter servers.
+"""`fit`, `evaluate` and `predict` of a Keras model on one worker, with parameter servers.
 
 Arguments and results are those of the Keras methods. `batch_size` is the size of one update: in asynchronous training
 one worker's batch, in synchronous training that of all workers. On workers other than the chief, `fit` returns the

@@ -1,4 +1,4 @@
-"""This process as a worker of parameter servers, and the chief's broadcasts to the other workers."""
+"""This process as a worker with parameter servers, and the chief's broadcasts to the other workers."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ class RemoteVariables:
         return weights == known != [_Average(to_host(average)) for _, average in found]
 
     def forget_averages(self) -> None:
-        """Set the averages to the weights. Averages that a callback put into the weights are lost."""
+        """Set the averages to the weights, as if the averages that a callback has put into the weights were lost."""
         for slot, average in self._averages():
             average.assign(self.variables[slot.variable])
 
