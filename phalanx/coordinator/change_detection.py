@@ -33,8 +33,8 @@ def trace(function: Any, is_constant: Callable[[Any], bool], pickled: Callable[[
     """The objects that a function refers to.
 
     Args:
-        is_constant: Returns whether a thing is sent as a reference, or assumed to be constant.
-        pickled: Returns the pickle of any other thing.
+        is_constant: Returns whether an object is sent as a reference, or assumed to be constant.
+        pickled: Returns the pickle of any other object.
     """
     found: Trace = []  # keeps what it compares by identity alive, so that no other object gets its id
     seen: set[int] = set()

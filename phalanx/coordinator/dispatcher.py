@@ -54,7 +54,7 @@ class Dispatcher:
         self._calls = ScheduledCalls()
         self._alone_since = time.monotonic()  # when the last worker left; stale while one is connected
         self._has_had_workers = False
-        self._paused = False  # no function is handed out
+        self._paused = False  # no function is assigned
 
     def start(self) -> None:
         """Start listening."""

@@ -37,7 +37,7 @@ class References:
         tensors: Tensors of this task's backend.
 
     Attributes:
-        reduce: Reduces a thing that is not a reference, for pickling.
+        reduce: Reduces an object that is not a reference, for pickling.
     """
 
     def __init__(self, fixed: Mapping[str, Any], scope_registry: ScopeRegistry, tensors: Tensors) -> None:
@@ -48,7 +48,7 @@ class References:
         self._owners: dict[int, tuple[ScopedName, int]] = {}  # by id of the variable; rebuilt when one is not found
 
     def refer(self, thing: Any) -> tuple[Any, ...] | None:
-        """The reference that is sent instead of a thing; None if it is sent by value."""
+        """The reference that is sent instead of an object; None if it is sent by value."""
         if type(thing) in _ALWAYS_BY_VALUE:
             return None
         for role, fixed in self._fixed.items():
@@ -126,10 +126,10 @@ def _not_made(what: str) -> UnsupportedError:
 
 
 def pack(thing: Any, references: References, what: str) -> bytes:
-    """The pickle of a thing.
+    """The pickle of an object.
 
     Args:
-        what: Description of the thing, for errors.
+        what: Description of the object, for errors.
 
     Raises: UnsupportedError if it cannot be pickled.
     """
@@ -141,7 +141,7 @@ def pack(thing: Any, references: References, what: str) -> bytes:
 
 
 def unpack(data: bytes | memoryview, load: Callable[[tuple[Any, ...]], Any]) -> Any:
-    """The thing that was packed.
+    """The object that was packed.
 
     Args:
         load: `References.load`, or `load_on_host`.

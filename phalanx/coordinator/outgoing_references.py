@@ -104,7 +104,7 @@ class OutgoingReferences(References):
         return pack(thing, self._by_value, "A large array")
 
     def number(self, thing: Any) -> int:
-        """A number for a thing. It is forgotten with the thing."""
+        """A number for an object. It is forgotten with the object."""
         number = next(self.numbers)
         weakref.finalize(thing, self.forgotten.append, number)
         return number

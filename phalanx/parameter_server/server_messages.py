@@ -161,10 +161,10 @@ class Rejoin(_Message, frozen=True):
     Attributes:
         fit: Number of the `fit` call.
         era: Era of that `fit`.
-        epoch: Number of the worker's epoch; -1 if no schedule hands out batches.
+        epoch: Number of the worker's epoch; -1 if no schedule issues tickets.
         version: Newest version of the server's values that the worker has seen.
         tickets: Tickets that the worker holds.
-        batches: Number of batches of the epoch that the worker knows to be handed out.
+        batches: Number of batches of the epoch that the worker knows to be issued.
         finished: Serial of the worker's last applied step; -1 before the first.
         step: Global step, as the worker knows it.
         steps: Number of steps in the epoch; -1 while unknown.
@@ -304,7 +304,7 @@ class NoBatch(_Message, frozen=True):
 
 
 class EndEpoch(_Message, frozen=True):
-    """From the chief: hand out no more steps of this epoch. The response is `EpochOver` with the number of steps."""
+    """From the chief: issue no more tickets for this epoch. The response is `EpochOver` with its number of steps."""
 
     fit: int
     epoch: int
@@ -369,7 +369,7 @@ class CollectReports(_Message, frozen=True):
 
 
 class HoldSteps(_Message, frozen=True):
-    """From the chief: hand out no more steps, and respond when the steps of all other workers are applied; with `on`
+    """From the chief: issue no more tickets, and respond when the steps of all other workers are applied; with `on`
     False, continue. The response contains the global step."""
 
     on: bool

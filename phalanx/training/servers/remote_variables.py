@@ -132,7 +132,7 @@ class RemoteVariables:
         return answer.first_epoch
 
     def _rejoin_requests(self, server: int) -> list[tuple[Any, Sequence[Array]]]:
-        """Requests for a restarted server, if no schedule hands out steps."""
+        """Requests for a restarted server, if no schedule issues tickets."""
         of_chief = self._worker.requests_to_repeat() if server == HEAD else []
         return [(self._merge.rejoin(server), []), *self.requests_to_repeat(), *of_chief]
 
