@@ -153,8 +153,7 @@ class WorkerVariables:
     """A worker's side. Used by the thread that runs functions.
 
     Args:
-        references: Finds the chief's variables by name if this task runs no program of its own; None: its program has
-            created the same variables.
+        references: Finds the chief's variables by name if this task has no program; None: its program created the same.
 
     Attributes:
         failure: Error of the last exchange with the servers, which a compiled function would hide in its own.

@@ -32,8 +32,7 @@ class _Grant:
     """Grant to one leader of one group.
 
     Attributes:
-        granted_at: Monotonic time of the last grant; at first of creation: an earlier chief may have granted until
-            then.
+        granted_at: Monotonic time of the last grant; initially of creation: an earlier chief may have granted before.
         is_replica_lost: Value from the leader's last request.
         is_over: Set when no more leases are granted.
         lock: Held while a grant is decided, so that none follows `LeaseGrants.end`.
