@@ -62,9 +62,9 @@ class PeerLostError(PhalanxError, ConnectionError):
     """A member of the job died or left. Raised on every survivor; a new generation can be formed.
 
     Attributes:
-        rank: the rank that was lost.
-        task: its task, for example `worker/1`.
-        host: the host it ran on.
+        rank: The rank that was lost.
+        task: Its task, for example `worker/1`.
+        host: The host it ran on.
     """
 
     exit_code = 71
@@ -119,7 +119,7 @@ class LinkTimeoutError(PhalanxError, TimeoutError):
     """The other end of a link neither sent nor read anything before the deadline.
 
     Attributes:
-        peer: the name of the other end, for example `ps/0`; empty if unknown.
+        peer: The name of the other end, for example `ps/0`; empty if unknown.
     """
 
     exit_code = 69

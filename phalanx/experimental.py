@@ -35,8 +35,8 @@ class MultiWorkerMirroredStrategy(_MultiWorkerMirroredStrategy):
     """`phalanx.MultiWorkerMirroredStrategy` with the arguments of its experimental namesake.
 
     Args:
-        communication: a `CollectiveCommunication`, which chooses the algorithm.
-        cluster_resolver: describes the cluster and this task; found automatically if not given.
+        communication: A `CollectiveCommunication`, which chooses the algorithm.
+        cluster_resolver: Describes the cluster and this task; found automatically if not given.
     """
 
     def __init__(

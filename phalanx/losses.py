@@ -25,7 +25,7 @@ class OverGlobalBatch(keras.losses.Loss):  # type: ignore[misc]
     computed over the batches of all replicas.
 
     Args:
-        loss: a `keras.losses.Loss`, a function `(y_true, y_pred)`, or a name. It gets the global batch, with a number
+        loss: A `keras.losses.Loss`, a function `(y_true, y_pred)`, or a name. It gets the global batch, with a number
             of rows that is not known while TensorFlow traces.
         name: None: that of the loss.
 

@@ -21,8 +21,8 @@ def call_on_chief(function: Callable[[], Any], strategy: Strategy) -> Any:
     """The result of a function that the chief calls, on every replica. All replicas must call this.
 
     Args:
-        function: takes no arguments; returns numbers, strings, booleans, None, or lists and dictionaries of them.
-        strategy: of the job.
+        function: Takes no arguments; returns numbers, strings, booleans, None, or lists and dictionaries of them.
+        strategy: Of the job.
 
     Raises: the function's own error on the chief; ConfigurationError with its text on all others.
     """
@@ -76,11 +76,11 @@ class SharedStudy:
     The chief has the study. Its sampler and pruner decide, and its storage records the trials.
 
     Args:
-        create_study: called on the chief alone: `optuna.create_study`, or a function that calls or loads it.
-        strategy: of the job. Jobs with parameter servers and elastic jobs are not supported.
+        create_study: Called on the chief alone: `optuna.create_study`, or a function that calls or loads it.
+        strategy: Of the job. Jobs with parameter servers and elastic jobs are not supported.
 
     Attributes:
-        study: the study on the chief; None on the others.
+        study: The study on the chief; None on the others.
     """
 
     def __init__(self, create_study: Callable[[], Any], strategy: Strategy) -> None:
@@ -91,9 +91,9 @@ class SharedStudy:
         """Run trials, as `optuna.Study.optimize`. All replicas call it, with the same arguments.
 
         Args:
-            objective: trains a model with the trial's parameters and returns a value that is equal on all replicas,
+            objective: Trains a model with the trial's parameters and returns a value that is equal on all replicas,
                 such as one of `History`. It may raise `optuna.TrialPruned` on all of them.
-            n_trials: how many trials to run.
+            n_trials: How many trials to run.
         """
         from optuna import TrialPruned
         from optuna.trial import TrialState
@@ -131,8 +131,8 @@ def share_trials(tuner: Any, strategy: Strategy) -> None:
     TensorFlow's strategies.)
 
     Args:
-        tuner: a `keras_tuner.Tuner`, such as `RandomSearch`, created with the same arguments on every replica.
-        strategy: of the job. Jobs with parameter servers and elastic jobs are not supported.
+        tuner: A `keras_tuner.Tuner`, such as `RandomSearch`, created with the same arguments on every replica.
+        strategy: Of the job. Jobs with parameter servers and elastic jobs are not supported.
     """
     oracle = tuner.oracle
     state = call_on_chief(oracle.get_state, strategy)

@@ -40,8 +40,8 @@ def empty_aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any,
     """A new uninitialised array, aligned so that backends can use it without a copy.
 
     Args:
-        shape: the array's shape.
-        dtype: a dtype of plain numbers.
+        shape: The array's shape.
+        dtype: A dtype of plain numbers.
     """
     size = math.prod(shape) * dtype.itemsize
     # The view below keeps `block` alive.

@@ -19,10 +19,10 @@ class FlatBuffer:
     """Offsets of arrays in a vector. The gaps between arrays are zero.
 
     Args:
-        shapes: the shapes of the arrays, in order.
+        shapes: The shapes of the arrays, in order.
 
     Attributes:
-        size: numbers in the vector, including gaps.
+        size: Numbers in the vector, including gaps.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:

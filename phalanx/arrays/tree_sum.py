@@ -21,7 +21,7 @@ class TreeSum:
     """Sums of lists of arrays that are added in the order of their numbers. It changes the arrays.
 
     Args:
-        operations: what makes one array of two, for the first arrays of a list; `np.add` for those after them.
+        operations: What makes one array of two, for the first arrays of a list; `np.add` for those after them.
     """
 
     def __init__(self, operations: Sequence[np.ufunc] = ()) -> None:

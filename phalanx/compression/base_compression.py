@@ -24,9 +24,9 @@ class Merged(NamedTuple):
     """The result of a compressed all-reduce.
 
     Attributes:
-        values: the sums over all ranks, float32, in the shapes of the arrays; the same bits on every rank.
-        own: this rank's arrays as far as they are contained in the sums. The rest is lost, or kept as error feedback.
-        state: the state for the next step.
+        values: The sums over all ranks, float32, in the shapes of the arrays; the same bits on every rank.
+        own: This rank's arrays as far as they are contained in the sums. The rest is lost, or kept as error feedback.
+        state: The state for the next step.
     """
 
     values: Sequence[Array]
@@ -55,9 +55,9 @@ class Compression(Protocol):
         """Sum each array over all ranks; all ranks call with equal shapes.
 
         Args:
-            communicator: the ranks.
-            arrays: contiguous float32 arrays; not modified.
-            state: what the last call returned for arrays of these shapes; empty at first.
+            communicator: The ranks.
+            arrays: Contiguous float32 arrays; not modified.
+            state: What the last call returned for arrays of these shapes; empty at first.
 
         A value that is not finite on any rank must not be finite in the result of all ranks: that is how an overflow is
         found.

@@ -52,7 +52,7 @@ class Float16(_Cast):
     """IEEE half precision: 11 significant bits, from 6e-8 to 65504. Larger values become infinite.
 
     Args:
-        feedback: whether to keep what rounding loses and add it to the next step.
+        feedback: Whether to keep what rounding loses and add it to the next step.
     """
 
     wire: ClassVar[DType] = np.dtype(np.float16)
@@ -64,7 +64,7 @@ class BFloat16(_Cast):
     """The upper half of float32: its range, with 8 significant bits.
 
     Args:
-        feedback: whether to keep what rounding loses and add it to the next step.
+        feedback: Whether to keep what rounding loses and add it to the next step.
     """
 
     wire: ClassVar[DType] = np.dtype(ml_dtypes.bfloat16)

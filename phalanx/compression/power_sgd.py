@@ -59,8 +59,8 @@ class _Memory:
 
     Attributes:
         right: Q' of the previous step, of shape (k, rank, m).
-        rows: running mean squares of the sums' rows, of shape (k, 1, n); zeros before the first step.
-        columns: running mean squares of the sums' columns, of shape (k, 1, m).
+        rows: Running mean squares of the sums' rows, of shape (k, 1, n); zeros before the first step.
+        columns: Running mean squares of the sums' columns, of shape (k, 1, m).
     """
 
     right: Array
@@ -89,10 +89,10 @@ class _Stack:
     """The matrices of one shape, in one step.
 
     Args:
-        shape: rows and columns, (n, m).
-        indices: the positions of the matrices among the step's arrays.
-        matrices: this rank's matrices.
-        memory: the state before the step.
+        shape: Rows and columns, (n, m).
+        indices: The positions of the matrices among the step's arrays.
+        matrices: This rank's matrices.
+        memory: The state before the step.
     """
 
     def __init__(
@@ -151,11 +151,11 @@ class PowerSGD:
     """See the top of this file. Arrays of more than two dimensions count as the matrix that is nearest to square.
 
     Args:
-        rank: the rank of the approximation: bytes and accuracy grow with it. A matrix that it would not make at least 2
+        rank: The rank of the approximation: bytes and accuracy grow with it. A matrix that it would not make at least 2
             times smaller gets the rank that does; if that is less than a third of `rank`, the matrix is summed whole,
             as vectors are.
-        feedback: see `Compression.feedback`.
-        factors: the compression of the two thin matrices and of what is summed whole; None for 32 bits.
+        feedback: See `Compression.feedback`.
+        factors: The compression of the two thin matrices and of what is summed whole; None for 32 bits.
     """
 
     rank: int = RANK

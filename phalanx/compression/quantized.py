@@ -115,7 +115,7 @@ class Int8(_Quantized):
     """Each value becomes round(127 x / m), where m is the largest magnitude of its chunk: a quarter of the bytes.
 
     Args:
-        chunk: the number of values that share a scale.
+        chunk: The number of values that share a scale.
     """
 
     bits: ClassVar[int] = 8
@@ -135,7 +135,7 @@ class Int6(_Quantized):
     """Each value becomes round(31 x / m), where m is the largest magnitude of its chunk: 3/16 of the bytes.
 
     Args:
-        chunk: the number of values that share a scale; a multiple of 4.
+        chunk: The number of values that share a scale; a multiple of 4.
     """
 
     bits: ClassVar[int] = 6
@@ -168,7 +168,7 @@ class Int4(_Quantized):
     """Each value becomes round(7 x / m), where m is the largest magnitude of its chunk: an eighth of the bytes.
 
     Args:
-        chunk: the number of values that share a scale; an even number.
+        chunk: The number of values that share a scale; an even number.
     """
 
     bits: ClassVar[int] = 4

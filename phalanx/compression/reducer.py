@@ -57,13 +57,13 @@ class CompressedReducer:
         """Put the sums over all ranks of `scale * array` into `out`; all ranks must call this.
 
         Args:
-            communicator: the ranks.
-            arrays: arrays of shapes and dtypes that the compression takes; not modified.
-            scales: a factor for each array; with 0 an array counts as zeros, NaN included, and is not read.
-            out: arrays that receive the sums.
-            unit: the factor that the arrays already contain (the scale of the loss). The state is divided by it, so
+            communicator: The ranks.
+            arrays: Arrays of shapes and dtypes that the compression takes; not modified.
+            scales: A factor for each array; with 0 an array counts as zeros, NaN included, and is not read.
+            out: Arrays that receive the sums.
+            unit: The factor that the arrays already contain (the scale of the loss). The state is divided by it, so
                 that it may change between the steps.
-            owner: tells lists of arrays of the same shapes apart, such as the gradients of two optimizers. All ranks
+            owner: Tells lists of arrays of the same shapes apart, such as the gradients of two optimizers. All ranks
                 must begin with them in the same order.
         """
         key = self._key_of(arrays, owner)

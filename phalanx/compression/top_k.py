@@ -29,8 +29,8 @@ class TopK(Codec):
     or 32 bits for each value sent, whichever is less.
 
     Args:
-        ratio: the share of values to send, above 0 and up to 1: ceil(ratio n) of n values.
-        values: the codec of the values that are sent; None to send them in 32 bits.
+        ratio: The share of values to send, above 0 and up to 1: ceil(ratio n) of n values.
+        values: The codec of the values that are sent; None to send them in 32 bits.
     """
 
     ratio: float = RATIO

@@ -75,7 +75,7 @@ def numbers_of(taken: Sequence[Array]) -> Array:
     """A few numbers of such samples, shape (n,), float64, by which the ranks' data are compared.
 
     Args:
-        taken: arrays of SAMPLED_ROWS rows; of dtypes other than numbers nothing is compared.
+        taken: Arrays of SAMPLED_ROWS rows; of dtypes other than numbers nothing is compared.
     """
     numbers = [np.zeros(0)]
     for values in taken:

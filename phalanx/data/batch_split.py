@@ -24,13 +24,13 @@ class LocalBatch(NamedTuple):
     """One rank's contiguous part of one global batch.
 
     Attributes:
-        data: structures of NumPy arrays: an element of a source, or what Keras unpacks it to, `(x, y, sample_weight)`
+        data: Structures of NumPy arrays: an element of a source, or what Keras unpacks it to, `(x, y, sample_weight)`
             with None for what is missing. If `size` is 0, the arrays still hold one sample: a stand-in of the right
             shapes and dtypes (taken from the global batch) that is computed with weight zero.
-        size: number of samples in this part, 0 or more.
-        global_size: number of samples in the global batch over all ranks, or None if only the ranks together know it
+        size: Number of samples in this part, 0 or more.
+        global_size: Number of samples in the global batch over all ranks, or None if only the ranks together know it
             (per-rank pipelines).
-        fingerprint: a checksum of the whole element, equal on all ranks that read the same data in the same order. None
+        fingerprint: A checksum of the whole element, equal on all ranks that read the same data in the same order. None
             if there is nothing to compare.
     """
 
@@ -95,7 +95,7 @@ def cut(element: Any, rank: int, world_size: int, source: str, *, copies: bool) 
     """A rank's share of an element that all ranks hold in full.
 
     Args:
-        copies: whether the share holds copies, as it must of arrays of the program, which may fill them again.
+        copies: Whether the share holds copies, as it must of arrays of the program, which may fill them again.
     """
     global_size = batch_size_of(element, source)
     if global_size == 0:

@@ -25,8 +25,8 @@ class DataLoaderOrder(PassOrder):
     generator's state (`randomness`).
 
     Attributes:
-        is_by_sample: whether a batch is a list of sample indices; False if the dataset makes whole batches.
-        batches: the loader's own sampler of batches.
+        is_by_sample: Whether a batch is a list of sample indices; False if the dataset makes whole batches.
+        batches: The loader's own sampler of batches.
     """
 
     def __init__(self, request: InputRequest):
@@ -65,7 +65,7 @@ class DataLoaderOrder(PassOrder):
         """The indices of the first batch of a pass.
 
         Args:
-            restart: whether the pass counts as read: the generators then do not return to their states.
+            restart: Whether the pass counts as read: the generators then do not return to their states.
         """
         states = _states_of(self._loader)
         with _torch_state_restored(unless=restart), self._seeded(0):
@@ -109,7 +109,7 @@ class DataLoaderOrder(PassOrder):
         of a pass.
 
         Args:
-            rank: of whose own samples they load; 0 where all ranks load the same.
+            rank: Of whose own samples they load; 0 where all ranks load the same.
         """
         seeds = np.random.SeedSequence([self._worker_seed, start, rank]).generate_state(1, np.uint64)
         return torch.Generator().manual_seed(int(seeds[0] >> np.uint64(1)))

@@ -30,8 +30,8 @@ class DatasetCreator:
     that of one pipeline.
 
     Args:
-        dataset_fn: takes an `InputContext`; returns a `tf.data.Dataset`, or any dataset that `fit` takes.
-        input_options: accepted as in TensorFlow; without effect.
+        dataset_fn: Takes an `InputContext`; returns a `tf.data.Dataset`, or any dataset that `fit` takes.
+        input_options: Accepted as in TensorFlow; without effect.
 
     Raises: ConfigurationError if an argument has another type.
     """

@@ -46,8 +46,8 @@ class Members(NamedTuple):
     """The members of an elastic job, as far as data is divided among them.
 
     Attributes:
-        part: returns this rank and the number of ranks now.
-        chiefs: returns the chief's number in place of this rank's; every rank calls it.
+        part: Returns this rank and the number of ranks now.
+        chiefs: Returns the chief's number in place of this rank's; every rank calls it.
     """
 
     part: Callable[[], tuple[int, int]]
@@ -63,10 +63,10 @@ class DistributedDataset:
     the others gets such arrays, too: all ranks must iterate such a dataset and take equally many steps.
 
     Args:
-        source: the dataset seen from this rank.
-        original: the program's own dataset of which this is the source, for Keras's own methods.
-        distribution: how the ranks share it.
-        element_spec: that of a tf.data.Dataset, with the batch dimension open; None for other datasets.
+        source: The dataset seen from this rank.
+        original: The program's own dataset of which this is the source, for Keras's own methods.
+        distribution: How the ranks share it.
+        element_spec: That of a tf.data.Dataset, with the batch dimension open; None for other datasets.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class DistributedIterator:
     """One epoch of a `DistributedDataset` (`tf.distribute.DistributedIterator`).
 
     Attributes:
-        element_spec: that of the dataset.
+        element_spec: That of the dataset.
     """
 
     def __init__(self, elements: Iterator[Any], element_spec: Any = None) -> None:
@@ -225,13 +225,13 @@ class DatasetDistribution:
     """How the ranks of a strategy share datasets, seen from one of them.
 
     Attributes:
-        rank: this rank.
-        world_size: the number of ranks.
-        seed: equal on all ranks.
-        convert: converts each NumPy array to a tensor of the backend; None to keep the arrays.
-        any_rank: whether something is true on at least one rank; every rank calls it.
-        members: of an elastic job; None where they do not change.
-        kind: the class of the datasets that the program gets.
+        rank: This rank.
+        world_size: The number of ranks.
+        seed: Equal on all ranks.
+        convert: Converts each NumPy array to a tensor of the backend; None to keep the arrays.
+        any_rank: Whether something is true on at least one rank; every rank calls it.
+        members: Of an elastic job; None where they do not change.
+        kind: The class of the datasets that the program gets.
     """
 
     rank: int

@@ -19,10 +19,10 @@ class InputPlace(NamedTuple):
     """Where an epoch begins: what another process needs to begin it there.
 
     Attributes:
-        pass_key: the epoch in which its pass began.
-        batch: the number of its first batch in that pass; of an epoch that has not begun, 0 stands for a new pass.
-        taken: what was taken of a stream before that pass: elements, or whole passes; see `StreamCursor.total`.
-        randomness: the state of the program's random generators from which the order of that pass follows; empty if
+        pass_key: The epoch in which its pass began.
+        batch: The number of its first batch in that pass; of an epoch that has not begun, 0 stands for a new pass.
+        taken: What was taken of a stream before that pass: elements, or whole passes; see `StreamCursor.total`.
+        randomness: The state of the program's random generators from which the order of that pass follows; empty if
             there are none, None if it is not known.
     """
 
@@ -44,20 +44,20 @@ class InputPosition:
     """The place of the running epoch and of the next one.
 
     Args:
-        source: the data.
-        steps_per_epoch: batches in an epoch; None for a whole pass.
-        group: batches that Keras takes at once (`steps_per_execution`): it makes the last group of an epoch whole, and
+        source: The data.
+        steps_per_epoch: Batches in an epoch; None for a whole pass.
+        group: Batches that Keras takes at once (`steps_per_execution`): it makes the last group of an epoch whole, and
             does not see that the data have ended within that group.
-        draws: whether to draw the random numbers of the program that Keras itself would draw to open a pass.
+        draws: Whether to draw the random numbers of the program that Keras itself would draw to open a pass.
 
     Attributes:
-        steps_per_epoch: batches in an epoch, whole groups; None for a whole pass.
-        pass_key: the epoch in which the running pass began; it selects the order of shuffled data.
-        start: where in the pass the running epoch began.
-        next_start: where in the pass the next epoch begins; 0 if it starts a new pass.
-        is_reset: whether the first epoch does not `reset` before it starts. Keras's `predict` does not either, so that
+        steps_per_epoch: Batches in an epoch, whole groups; None for a whole pass.
+        pass_key: The epoch in which the running pass began; it selects the order of shuffled data.
+        start: Where in the pass the running epoch began.
+        next_start: Where in the pass the next epoch begins; 0 if it starts a new pass.
+        is_reset: Whether the first epoch does not `reset` before it starts. Keras's `predict` does not either, so that
             a PyDataset is not reshuffled.
-        counted: batches in a pass that was read to its end; None before that.
+        counted: Batches in a pass that was read to its end; None before that.
     """
 
     def __init__(self, source: Source, steps_per_epoch: int | None, *, group: int = 1, draws: bool):
@@ -101,8 +101,8 @@ class InputPosition:
         """Leave the running epoch after so many batches.
 
         Args:
-            batches: the batches that were read.
-            is_complete: whether the epoch ended by itself. An interrupted epoch continues at the same place, as Keras's
+            batches: The batches that were read.
+            is_complete: Whether the epoch ended by itself. An interrupted epoch continues at the same place, as Keras's
                 iterators do.
         """
         # Keras counts whole groups. It does not see that the data ended within the last one, and then begins the next

@@ -19,8 +19,8 @@ class OrderAgreement:
     as Keras does.
 
     Attributes:
-        is_chief: whether this process decides.
-        from_chief: takes this process's numbers, int64, and returns the chief's, of the same shape. Called once when a
+        is_chief: Whether this process decides.
+        from_chief: Takes this process's numbers, int64, and returns the chief's, of the same shape. Called once when a
             pass begins.
     """
 
@@ -34,18 +34,18 @@ class InputRequest:
 
     Attributes:
         x, y, sample_weight: as for `Model.fit`.
-        batch_size: the global batch size, over all ranks together, as is a dataset's own batch size.
-        steps_per_epoch: as for `Model.fit`.
-        shuffle: for arrays and PyDatasets, as in Keras. Ignored for datasets that shuffle themselves.
-        class_weight: as for `Model.fit`.
+        batch_size: The global batch size, over all ranks together, as is a dataset's own batch size.
+        steps_per_epoch: As for `Model.fit`.
+        shuffle: For arrays and PyDatasets, as in Keras. Ignored for datasets that shuffle themselves.
+        class_weight: As for `Model.fit`.
         rank, world_size: this rank, and how many there are.
-        is_read_by_all: whether other processes read as this rank, too, and must get the same.
-        seed: equal on all ranks.
-        shuffling: for arrays, PyDatasets and map-style DataLoaders: how the ranks agree on the orders of the passes.
+        is_read_by_all: Whether other processes read as this rank, too, and must get the same.
+        seed: Equal on all ranks.
+        shuffling: For arrays, PyDatasets and map-style DataLoaders: how the ranks agree on the orders of the passes.
             None: these depend on `seed` and the epoch alone, and so are the same on all ranks.
-        steps_per_execution: batches that Keras takes at once; see `InputPosition`.
-        repeated: of a generator, see `StreamCursor`.
-        opens_as_keras: whether it opens one pass more than it reads, where Keras's `fit` does.
+        steps_per_execution: Batches that Keras takes at once; see `InputPosition`.
+        repeated: Of a generator, see `StreamCursor`.
+        opens_as_keras: Whether it opens one pass more than it reads, where Keras's `fit` does.
     """
 
     x: Any

@@ -20,9 +20,9 @@ class MicroBatch(NamedTuple):
     """One micro-batch of a global batch.
 
     Attributes:
-        number: its index in the global batch; -1 for a placeholder, which counts nowhere.
+        number: Its index in the global batch; -1 for a placeholder, which counts nowhere.
         data: `(x, y, sample_weight)`.
-        share: its fraction of the global batch's samples; 0 for a placeholder.
+        share: Its fraction of the global batch's samples; 0 for a placeholder.
     """
 
     number: int
@@ -34,8 +34,8 @@ def numbers_of(size: int, count: int, rank: int, world_size: int) -> tuple[int, 
     """Which micro-batches of a global batch a rank computes: `start` to `stop`.
 
     Args:
-        size: of the global batch; smaller ones than `count` have one micro-batch for each sample.
-        count: of micro-batches in other global batches.
+        size: Of the global batch; smaller ones than `count` have one micro-batch for each sample.
+        count: Of micro-batches in other global batches.
 
     >>> [numbers_of(100, 24, rank, 5) for rank in range(5)]
     [(0, 4), (4, 9), (9, 14), (14, 19), (19, 24)]
@@ -57,7 +57,7 @@ def cut_micro_batches(
     """The micro-batches of a global batch that a rank computes; a placeholder of one sample if there are none.
 
     Args:
-        data: the global batch.
+        data: The global batch.
         size, count, rank, world_size: see `numbers_of`.
     """
     found = []

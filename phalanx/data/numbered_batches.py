@@ -18,7 +18,7 @@ class NumberedBatches:
     """Batches of an input by their number in the epoch. Between `start_epoch` and `end_epoch` lies one epoch.
 
     Attributes:
-        sharded: the input, seen as by the only rank.
+        sharded: The input, seen as by the only rank.
     """
 
     def __init__(self, sharded: ShardedInput):

@@ -182,7 +182,7 @@ class PyDatasetSource(Source):
         """Read once what Keras on TensorFlow reads first of all: a dataset may draw random numbers for each batch.
 
         Args:
-            start: the first batch that has not been read.
+            start: The first batch that has not been read.
         """
         if not self._knows_shapes:
             self._knows_shapes = True

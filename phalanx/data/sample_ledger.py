@@ -32,7 +32,7 @@ class SampleLedger:
     each rank's part of the batch, in the order in which the batch was cut.
 
     Attributes:
-        epochs: by epoch, how often each sample was used, shape (samples,), uint8.
+        epochs: By epoch, how often each sample was used, shape (samples,), uint8.
     """
 
     _newest: SampleLedger | None = None

@@ -46,17 +46,17 @@ class ShardedInput:
     next one starts.
 
     Args:
-        source: the data seen from this rank.
-        request: what the source was made for. If its ranks agree on orders (`shuffling`), opening a pass draws the
+        source: The data seen from this rank.
+        request: What the source was made for. If its ranks agree on orders (`shuffling`), opening a pass draws the
             random numbers of the program that Keras itself would draw.
 
     Attributes:
-        source: see above.
-        position: the running epoch and the next one in the data.
-        description: the input in words.
-        structure: what the dataset's elements are, as far as they have been read.
-        form: what they are for Keras, if it is not what they are.
-        may_be_empty: whether data without a single batch is no error, as Keras's `fit` has it for validation data.
+        source: See above.
+        position: The running epoch and the next one in the data.
+        description: The input in words.
+        structure: What the dataset's elements are, as far as they have been read.
+        form: What they are for Keras, if it is not what they are.
+        may_be_empty: Whether data without a single batch is no error, as Keras's `fit` has it for validation data.
     """
 
     def __init__(self, source: Source, request: InputRequest):
@@ -127,7 +127,7 @@ class ShardedInput:
         """A first local batch, for building a model: of streams the one that the next epoch will yield again.
 
         Args:
-            restart: whether the next epoch opens the data again, which have then drawn the random numbers of one
+            restart: Whether the next epoch opens the data again, which have then drawn the random numbers of one
                 shuffle. Keras does this on JAX and PyTorch in the first `fit` of a model; only so do what building the
                 model draws, and the order of each epoch, come out as without Phalanx.
 
@@ -182,8 +182,8 @@ class ShardedInput:
         and ends early, with a warning on the chief, where the data ends.
 
         Args:
-            index: the epoch's number.
-            done: continue the running epoch after so many batches; None to start it when the first one is asked for.
+            index: The epoch's number.
+            done: Continue the running epoch after so many batches; None to start it when the first one is asked for.
 
         Raises: ConfigurationError if there is no data at all; whatever the source raises.
         """
@@ -247,9 +247,9 @@ class ShardedInput:
         """Read as another rank of another number of ranks. No epoch's iterator is open.
 
         Args:
-            rank: this rank from now on.
-            world_size: the number of ranks from now on.
-            repeat: whether the batch that was read last is to be read again. (A per-rank pipeline reads its own again;
+            rank: This rank from now on.
+            world_size: The number of ranks from now on.
+            repeat: Whether the batch that was read last is to be read again. (A per-rank pipeline reads its own again;
                 those of a lost rank are lost.)
         """
         self._rank, self._world_size = rank, world_size

@@ -36,9 +36,9 @@ class InputContext:
     """Tells an input function its part of the data (`tf.distribute.InputContext`).
 
     Attributes:
-        num_input_pipelines: the number of input pipelines of the job: one for each replica.
-        input_pipeline_id: the number of this pipeline, 0 to num_input_pipelines - 1.
-        num_replicas_in_sync: the number of replicas that share one global batch.
+        num_input_pipelines: The number of input pipelines of the job: one for each replica.
+        input_pipeline_id: The number of this pipeline, 0 to num_input_pipelines - 1.
+        num_replicas_in_sync: The number of replicas that share one global batch.
     """
 
     num_input_pipelines: int = 1

@@ -27,21 +27,21 @@ class SourceTraits:
     """Properties of a source; they do not change.
 
     Attributes:
-        kind: what the data is, for messages: `NumPy arrays`.
-        signature: a line that is the same on every rank if the ranks were given the same data.
-        reason: why the data is divided by `policy`, in one clause.
-        policy: how the data is divided: DATA, FILE, HINT or OFF, never AUTO.
-        is_uniform: whether every rank is known to see equally many batches of the same global sizes.
-        is_endless: whether the data is known never to end.
-        is_compared: whether shares carry fingerprints that the ranks should compare.
-        is_read_alike: whether every rank reads all of the data, and therefore runs the same reading code.
-        is_random_access: whether `read` may start anywhere in a pass, and any number of times.
-        draws_as_keras: whether it draws all random numbers itself that Keras would draw to open a pass.
-        fixed_size: the size of every global batch, if Keras on TensorFlow knows it before it reads one.
-        may_end_early: whether a pass may have fewer batches than `num_batches`, which the program's own code says.
-        is_in_memory: whether it can be looked at without a trace: other data may draw random numbers when they are
+        kind: What the data is, for messages: `NumPy arrays`.
+        signature: A line that is the same on every rank if the ranks were given the same data.
+        reason: Why the data is divided by `policy`, in one clause.
+        policy: How the data is divided: DATA, FILE, HINT or OFF, never AUTO.
+        is_uniform: Whether every rank is known to see equally many batches of the same global sizes.
+        is_endless: Whether the data is known never to end.
+        is_compared: Whether shares carry fingerprints that the ranks should compare.
+        is_read_alike: Whether every rank reads all of the data, and therefore runs the same reading code.
+        is_random_access: Whether `read` may start anywhere in a pass, and any number of times.
+        draws_as_keras: Whether it draws all random numbers itself that Keras would draw to open a pass.
+        fixed_size: The size of every global batch, if Keras on TensorFlow knows it before it reads one.
+        may_end_early: Whether a pass may have fewer batches than `num_batches`, which the program's own code says.
+        is_in_memory: Whether it can be looked at without a trace: other data may draw random numbers when they are
             read.
-        describe_share: what a rank of so many reads, in a phrase; None for every batch, of which it keeps its part.
+        describe_share: What a rank of so many reads, in a phrase; None for every batch, of which it keeps its part.
     """
 
     kind: str
@@ -64,11 +64,11 @@ class Source(ABC):
     """One input seen from one rank: it yields this rank's share of each global batch.
 
     Attributes:
-        traits: its properties.
-        order: the orders of its passes.
-        cursor: the place in data that can only be read in order; None for sources with random access.
-        num_batches: batches in one pass over the data; None if unknown.
-        samples: samples in a pass; None if they have no numbers.
+        traits: Its properties.
+        order: The orders of its passes.
+        cursor: The place in data that can only be read in order; None for sources with random access.
+        num_batches: Batches in one pass over the data; None if unknown.
+        samples: Samples in a pass; None if they have no numbers.
     """
 
     traits: SourceTraits
@@ -85,10 +85,10 @@ class Source(ABC):
         """The shares of batches `start` to `stop` of one pass over the data.
 
         Args:
-            key: the epoch in which the pass began. It selects the order of shuffled data.
-            start: the first batch; 0 starts a new pass. A source without random access continues where it is for any
+            key: The epoch in which the pass began. It selects the order of shuffled data.
+            start: The first batch; 0 starts a new pass. A source without random access continues where it is for any
                 other value.
-            stop: the batch to stop before; None to read to the end.
+            stop: The batch to stop before; None to read to the end.
         """
 
     @abstractmethod
@@ -96,7 +96,7 @@ class Source(ABC):
         """The first share of a pass, which `read` will yield again.
 
         Args:
-            restart: whether `read` opens the data again, where that is possible: data with another order for each pass
+            restart: Whether `read` opens the data again, where that is possible: data with another order for each pass
                 have then used up one, and drawn its random numbers.
 
         Raises: StopIteration if there is no data.
@@ -154,14 +154,14 @@ class PassOrder:
         """The running pass has ended: draw what Keras draws then.
 
         Args:
-            next_key: of the next pass, if no `reset` comes before it.
+            next_key: Of the next pass, if no `reset` comes before it.
         """
 
     def randomness(self, key: int | None) -> bytes:
         """The states of the program's generators, from which orders follow, before a pass; empty if there are none.
 
         Args:
-            key: the pass that runs or is about to start; None for the next one.
+            key: The pass that runs or is about to start; None for the next one.
         """
         del key  # the order follows from the seed, or from the chief's
         return b""
@@ -176,15 +176,15 @@ class StreamCursor:
     """The place in data that can only be read in order.
 
     Args:
-        open_pass: takes a pass's key and returns an iterator over its elements. For data that cannot be read twice it
+        open_pass: Takes a pass's key and returns an iterator over its elements. For data that cannot be read twice it
             returns the same iterator each time.
-        is_once: whether the data cannot be read twice: a pass continues where the last one stopped.
-        repeated: of such data, how many elements are read first, and begin each pass.
-        open_first: as `open_pass`, where only the first element is read; None for the same.
+        is_once: Whether the data cannot be read twice: a pass continues where the last one stopped.
+        repeated: Of such data, how many elements are read first, and begin each pass.
+        open_first: As `open_pass`, where only the first element is read; None for the same.
 
     Attributes:
-        opened: counts passes, where their order depends on how many there were; set before the first.
-        taken: elements taken of data that cannot be read twice.
+        opened: Counts passes, where their order depends on how many there were; set before the first.
+        taken: Elements taken of data that cannot be read twice.
         taken_before: `total` before the running pass.
     """
 
@@ -283,7 +283,7 @@ class StreamCursor:
         """Pass over `count` elements of pass `key`, which others have read.
 
         Args:
-            taken_before: of them, see there.
+            taken_before: Of them, see there.
         """
         # If they have not begun, not even the first elements: what a generator draws follows from when it is read.
         if not count and not taken_before:
@@ -352,13 +352,13 @@ class StreamSource(Source):
     """A source that can only be read in order: a generator, a dataset of unknown length.
 
     Args:
-        open_pass: takes a pass's key and returns an iterator over the elements (structures of NumPy arrays).
-        traits: see `SourceTraits`. With a policy other than DATA the elements belong to this rank alone and are not
+        open_pass: Takes a pass's key and returns an iterator over the elements (structures of NumPy arrays).
+        traits: See `SourceTraits`. With a policy other than DATA the elements belong to this rank alone and are not
             cut.
-        request: says which rank reads it, and how many elements a source that is read once is to give again.
-        num_batches: elements in a pass; None if unknown.
+        request: Says which rank reads it, and how many elements a source that is read once is to give again.
+        num_batches: Elements in a pass; None if unknown.
         is_once, open_first: see `StreamCursor`.
-        copies: see `cut`.
+        copies: See `cut`.
     """
 
     cursor: StreamCursor

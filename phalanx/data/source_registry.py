@@ -27,10 +27,10 @@ class SourceKind(NamedTuple):
     """A kind of dataset.
 
     Attributes:
-        name: for messages.
-        matches: whether an object is of this kind.
-        module: imported when a program first passes such an object. Its `make_source(request)` returns a `Source`.
-        takes_class_weight: whether `class_weight` applies to it.
+        name: For messages.
+        matches: Whether an object is of this kind.
+        module: Imported when a program first passes such an object. Its `make_source(request)` returns a `Source`.
+        takes_class_weight: Whether `class_weight` applies to it.
     """
 
     name: str

@@ -238,9 +238,9 @@ class OpenedIterators:
     which follows from its seed and their number.
 
     Args:
-        dataset: of which all are made that are iterated.
-        each: how many a whole pass opens: Keras may open another one when it ends.
-        in_order: see `_drawing_in_order`.
+        dataset: Of which all are made that are iterated.
+        each: How many a whole pass opens: Keras may open another one when it ends.
+        in_order: See `_drawing_in_order`.
     """
 
     _counts: ClassVar[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()

@@ -21,7 +21,7 @@ def give_devices_threads(environ: MutableMapping[str, str]) -> None:
     where the program has chosen a number.
 
     Args:
-        environ: the variables of this process, which JAX reads when it begins.
+        environ: The variables of this process, which JAX reads when it begins.
     """
     forced = _FORCED.search(environ.get("XLA_FLAGS", ""))
     config = getattr(sys.modules.get("jax"), "config", None)

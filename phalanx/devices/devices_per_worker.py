@@ -15,10 +15,10 @@ def worker_device_variables(
     """The variables that give each local worker its devices: different GPUs, or parts of the CPU where there are none.
 
     Args:
-        threads: with how many threads each local worker computes.
-        each: devices of each worker.
-        gpus: the number of GPUs that this host's processes may use.
-        environ: present variables, of which CUDA_VISIBLE_DEVICES names the GPUs.
+        threads: With how many threads each local worker computes.
+        each: Devices of each worker.
+        gpus: The number of GPUs that this host's processes may use.
+        environ: Present variables, of which CUDA_VISIBLE_DEVICES names the GPUs.
 
     Raises: ConfigurationError if there are GPUs, but too few.
     """

@@ -18,7 +18,7 @@ def device_variables(device: str, environ: Mapping[str, str]) -> dict[str, str]:
 
     Args:
         device: `cpu:0`, `gpu:1`, `/gpu:1`, `/device:GPU:1` or `cuda:1`.
-        environ: present variables. Device numbers are indices of CUDA_VISIBLE_DEVICES, if that is set.
+        environ: Present variables. Device numbers are indices of CUDA_VISIBLE_DEVICES, if that is set.
 
     Raises: ConfigurationError if the name is malformed or the GPU does not exist.
     """
@@ -40,8 +40,8 @@ def check_devices(devices: Sequence[str], gpus: int | None = None) -> None:
     """Raise ConfigurationError for malformed names, repeated GPUs, and GPUs that do not exist.
 
     Args:
-        devices: names as in `device_variables`.
-        gpus: the number of GPUs; None if unknown.
+        devices: Names as in `device_variables`.
+        gpus: The number of GPUs; None if unknown.
     """
     parsed = [_parse(device) for device in devices]
     for place, (device, (kind, index)) in enumerate(zip(devices, parsed, strict=True)):
@@ -82,9 +82,9 @@ def worker_gpu_variables(workers: int, gpus: int, environ: Mapping[str, str]) ->
     Workers that share a GPU allocate its memory on demand, unless `environ` decides otherwise.
 
     Args:
-        workers: the number of local workers.
-        gpus: the number of GPUs that this host's processes may use.
-        environ: present variables, of which CUDA_VISIBLE_DEVICES names the GPUs.
+        workers: The number of local workers.
+        gpus: The number of GPUs that this host's processes may use.
+        environ: Present variables, of which CUDA_VISIBLE_DEVICES names the GPUs.
     """
     if not gpus:
         return [{} for _ in range(workers)]

@@ -17,8 +17,8 @@ def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> 
     """The number of NVIDIA GPUs that a process may use.
 
     Args:
-        environment: its variables.
-        devices: the directory of device files.
+        environment: Its variables.
+        devices: The directory of device files.
     """
     visible = environment.get(VISIBLE_GPUS)
     if visible is None:

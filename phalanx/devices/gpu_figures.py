@@ -36,7 +36,7 @@ def _open(visible: str | None) -> tuple[Any, int, Any] | None:
     """The library, and the number and handle of a GPU.
 
     Args:
-        visible: the value of CUDA_VISIBLE_DEVICES: numbers or identifiers; CUDA ignores what follows a wrong one.
+        visible: The value of CUDA_VISIBLE_DEVICES: numbers or identifiers; CUDA ignores what follows a wrong one.
     """
     first = "0" if visible is None else visible.split(",")[0].strip()
     if first in ("", "-1") or importlib.util.find_spec(PACKAGE) is None:

@@ -16,9 +16,9 @@ def set_on_demand_allocation(backend: str, environ: MutableMapping[str, str], *,
     """Set the variables of all backends, since a process may use TensorFlow for data and JAX for the model.
 
     Args:
-        backend: the Keras backend of this process.
-        environ: the variables to change.
-        enable: whether to allocate on demand or to reserve memory.
+        backend: The Keras backend of this process.
+        environ: The variables to change.
+        enable: Whether to allocate on demand or to reserve memory.
 
     Raises: ConfigurationError if the backend has initialised its devices already.
     """

@@ -20,9 +20,9 @@ def devices_of(given: int | Sequence[str] | None, strategy: str, environment: Ma
     """One device for each replica.
 
     Args:
-        given: what the user gave to the strategy; None for all GPUs, or the CPU.
-        strategy: its name, for messages.
-        environment: of this process.
+        given: What the user gave to the strategy; None for all GPUs, or the CPU.
+        strategy: Its name, for messages.
+        environment: Of this process.
 
     Raises: ConfigurationError for devices that are not there.
     """

@@ -20,8 +20,8 @@ def compute_in_one_thread(backend: str, environ: MutableMapping[str, str]) -> No
     """Compute with one thread for each operation from here on.
 
     Args:
-        backend: the Keras backend of this process.
-        environ: its variables.
+        backend: The Keras backend of this process.
+        environ: Its variables.
 
     Raises: ConfigurationError if the backend has created its threads already, or if there are GPUs.
     """

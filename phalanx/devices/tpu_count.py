@@ -14,7 +14,7 @@ def count_tpus(devices: Path = PCI_DEVICES) -> int:
     """The number of TPU chips on the bus of this host.
 
     Args:
-        devices: the directory with a folder for each device of the bus.
+        devices: The directory with a folder for each device of the bus.
     """
     return sum(_read(each / "vendor") == _GOOGLE and _read(each / "device") in _TPUS for each in devices.glob("*"))
 

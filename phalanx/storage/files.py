@@ -27,7 +27,7 @@ def staged(path: StoragePath, write: Callable[[BinaryIO], None]) -> Iterator[Sto
     """New content for a file, whole and on the disk under another name in its folder; removed on exit if still there.
 
     Args:
-        write: writes the content.
+        write: Writes the content.
     """
     # Processes of two containers may have the same process id. The dot hides the file from readers.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")

@@ -18,7 +18,7 @@ class MirroredFolder:
     """A local folder whose files appear in another one: that one itself, or a temporary one for one in a store.
 
     Attributes:
-        path: the local folder.
+        path: The local folder.
     """
 
     def __init__(self, target: StoragePath) -> None:

@@ -26,7 +26,7 @@ def storage_path(path: PathArgument, argument: str) -> StoragePath:
     '1'
 
     Args:
-        argument: its name, for messages.
+        argument: Its name, for messages.
 
     Raises: ConfigurationError for the URL of a store whose package is not installed.
     """

@@ -32,7 +32,7 @@ class StoredFile:
     """A file as a folder lists it.
 
     Attributes:
-        written_ns: when, to order files of the same folder.
+        written_ns: When, to order files of the same folder.
     """
 
     name: str
@@ -45,7 +45,7 @@ class RemotePath:
     """A path in a store, with those methods of `pathlib.Path` that Phalanx uses.
 
     Args:
-        url: such as `s3://bucket/run`.
+        url: Such as `s3://bucket/run`.
     """
 
     url: str

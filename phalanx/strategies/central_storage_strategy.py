@@ -23,9 +23,9 @@ class CentralStorageStrategy(MirroredStrategy):
     Under `phalanx run` on one host, the started workers are the replicas.
 
     Args:
-        compute_devices: number of replicas, or one device for each: ["cpu:0", "cpu:1"], ["/gpu:0", "/gpu:1"]. None:
+        compute_devices: Number of replicas, or one device for each: ["cpu:0", "cpu:1"], ["/gpu:0", "/gpu:1"]. None:
             one for each GPU, or a single replica if there is no GPU.
-        parameter_device: the device that stores the variables: only the first replica's, which is the default.
+        parameter_device: The device that stores the variables: only the first replica's, which is the default.
 
     Raises: ConfigurationError in a job on several hosts; in a job that has parameter servers.
     """

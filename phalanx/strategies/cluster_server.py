@@ -36,15 +36,15 @@ class Server:
     on all tasks.
 
     Args:
-        server_or_cluster_def: the cluster: a `ClusterSpec` or a dict.
+        server_or_cluster_def: The cluster: a `ClusterSpec` or a dict.
         job_name: "ps" or "worker".
-        task_index: number of this server.
-        protocol: ignored; accepted as by `tf.distribute.Server`.
-        config: ignored.
-        start: ignored: `join` starts to serve.
-        replication: as for `ParameterServerStrategy`; only for "ps".
-        snapshot_dir: as for `ParameterServerStrategy`; only for "ps".
-        snapshot_seconds: as for `ParameterServerStrategy`; only for "ps".
+        task_index: Number of this server.
+        protocol: Ignored; accepted as by `tf.distribute.Server`.
+        config: Ignored.
+        start: Ignored: `join` starts to serve.
+        replication: As for `ParameterServerStrategy`; only for "ps".
+        snapshot_dir: As for `ParameterServerStrategy`; only for "ps".
+        snapshot_seconds: As for `ParameterServerStrategy`; only for "ps".
 
     Raises: ConfigurationError for another job, and for a worker without a chief or without a secret.
 

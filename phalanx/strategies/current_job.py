@@ -39,9 +39,9 @@ class CurrentJob:
     """The job that this process has joined.
 
     Attributes:
-        resolver: the source of the cluster specification.
-        options: the options of the communicator.
-        replica: this process's place in the job, as training sees it.
+        resolver: The source of the cluster specification.
+        options: The options of the communicator.
+        replica: This process's place in the job, as training sees it.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ def join_job(
     Every task of the job must call this; it returns when all have.
 
     Args:
-        resolver: the source of the cluster specification.
-        options: how the members communicate.
-        cross_device_ops: how gradients are merged; None keeps the present choice.
-        devices: of this task, for each of which there is to be a replica; None: this process is the task.
+        resolver: The source of the cluster specification.
+        options: How the members communicate.
+        cross_device_ops: How gradients are merged; None keeps the present choice.
+        devices: Of this task, for each of which there is to be a replica; None: this process is the task.
 
     Raises: ConfigurationError if this process has joined another job, or with other options.
     """

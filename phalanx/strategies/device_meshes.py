@@ -22,7 +22,7 @@ def mirrored_placement(devices: int | Sequence[str] | None = None) -> Placement:
     """The whole model on each device, and batches divided over them.
 
     Args:
-        devices: their number, or their names; None: all.
+        devices: Their number, or their names; None: all.
 
     Raises: ConfigurationError if there are no such devices.
     """

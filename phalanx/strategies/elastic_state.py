@@ -40,10 +40,10 @@ class State:
     """The state of a custom training loop, equal on all members.
 
     Args:
-        model: a Keras model; its weights, layer state and optimizer, if it is compiled.
-        optimizer: a Keras optimizer that is not the model's. If it is not built yet, it is built for the model's
+        model: A Keras model; its weights, layer state and optimizer, if it is compiled.
+        optimizer: A Keras optimizer that is not the model's. If it is not built yet, it is built for the model's
             trainable variables: every variable must exist at the first commit.
-        values: plain values by name (numbers, strings, NumPy arrays, lists and dictionaries of them); each becomes an
+        values: Plain values by name (numbers, strings, NumPy arrays, lists and dictionaries of them); each becomes an
             attribute.
 
     Raises: ConfigurationError if a value is not plain.
@@ -115,7 +115,7 @@ class State:
         """Give the chief's state to all members, and commit it.
 
         Args:
-            replica: this process's place in the job.
+            replica: This process's place in the job.
 
         Raises: DisagreementError on members whose model is not the chief's; the others continue without them.
         """
@@ -162,7 +162,7 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
     In a job of fixed size, and in a single process, it is called once.
 
     Args:
-        function: the custom loop.
+        function: The custom loop.
 
     Returns: a function that returns the result of the call that completed. A process that arrives after that receives
         the chief's result if it is plain (see `State`), else None.

@@ -73,8 +73,8 @@ class InteractiveReplicas:
     """The replicas of an interactive session, seen from its process, which is rank 0.
 
     Args:
-        devices: one for each replica.
-        join: joins the job that the environment describes.
+        devices: One for each replica.
+        join: Joins the job that the environment describes.
     """
 
     def __init__(self, devices: Sequence[str], join: Callable[[], CurrentJob]) -> None:

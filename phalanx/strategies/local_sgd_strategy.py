@@ -28,11 +28,11 @@ class LocalSGDStrategy(MultiWorkerMirroredStrategy):
     takes synchronous steps.
 
     Args:
-        sync_every: steps between two exchanges.
-        cluster_resolver: as for `MultiWorkerMirroredStrategy`.
-        communication_options: as for `MultiWorkerMirroredStrategy`.
-        compression: of what is exchanged, as for gradients.
-        overlap: continue with the next steps during an exchange, which then takes effect at the next one.
+        sync_every: Steps between two exchanges.
+        cluster_resolver: As for `MultiWorkerMirroredStrategy`.
+        communication_options: As for `MultiWorkerMirroredStrategy`.
+        compression: Of what is exchanged, as for gradients.
+        overlap: Continue with the next steps during an exchange, which then takes effect at the next one.
 
     Raises: ConfigurationError, RendezvousError, DisagreementError, as `MultiWorkerMirroredStrategy`.
     """
@@ -58,14 +58,14 @@ class DiLoCoStrategy(MultiWorkerMirroredStrategy):
     (Douillard et al. 2023, DiLoCo: Distributed low-communication training of language models).
 
     Args:
-        sync_every: inner steps between two exchanges; DiLoCo's 500.
+        sync_every: Inner steps between two exchanges; DiLoCo's 500.
         outer_optimizer: `phalanx.OuterSGD`, a `keras.optimizers.SGD` (its learning rate and momentum are taken), or an
             object with `step` (see `phalanx.training.steps.outer_optimizer.OuterOptimizer`). None: DiLoCo's SGD with
             learning rate 0.7 and Nesterov momentum 0.9.
-        cluster_resolver: as for `LocalSGDStrategy`.
-        communication_options: as for `LocalSGDStrategy`.
-        compression: as for `LocalSGDStrategy`.
-        overlap: as for `LocalSGDStrategy`.
+        cluster_resolver: As for `LocalSGDStrategy`.
+        communication_options: As for `LocalSGDStrategy`.
+        compression: As for `LocalSGDStrategy`.
+        overlap: As for `LocalSGDStrategy`.
     """
 
     def __init__(

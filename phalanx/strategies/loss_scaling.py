@@ -19,10 +19,10 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     """The sum of this replica's losses over the global batch size (`tf.nn.compute_average_loss`).
 
     Args:
-        per_example_loss: shape (local batch, ...). The losses of one example (of its pixels, its words) are summed:
+        per_example_loss: Shape (local batch, ...). The losses of one example (of its pixels, its words) are summed:
             pass their mean if you want the mean.
-        sample_weight: of each example, or of each of its losses.
-        global_batch_size: over all replicas. None: the local size times the number of replicas, which is wrong for
+        sample_weight: Of each example, or of each of its losses.
+        global_batch_size: Over all replicas. None: the local size times the number of replicas, which is wrong for
             uneven batches.
 
     Returns: 0 for a batch without examples.

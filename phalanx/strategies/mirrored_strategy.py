@@ -43,14 +43,14 @@ class MirroredStrategy(Strategy):
     a function for `phalanx.launch`.
 
     Args:
-        devices: a number of replicas, or one device for each: ["cpu:0", "cpu:1"], ["/gpu:0", "/gpu:1"]. None: one for
+        devices: A number of replicas, or one device for each: ["cpu:0", "cpu:1"], ["/gpu:0", "/gpu:1"]. None: one for
             each GPU, or a single replica if there is none; with `engine="spmd"` all devices that JAX sees.
-        cross_device_ops: how gradients are merged; None: the fastest way.
-        compression: as for `MultiWorkerMirroredStrategy`. On one host it saves no time.
+        cross_device_ops: How gradients are merged; None: the fastest way.
+        compression: As for `MultiWorkerMirroredStrategy`. On one host it saves no time.
         engine: "replicas" or "spmd". None: "spmd" where `devices` is left out, Keras runs on JAX, no argument asks for
             replicas, and there are several accelerators in this process alone or `phalanx run` was given
             `--devices-per-worker`; else "replicas".
-        synchronized_batch_norm: as for `MultiWorkerMirroredStrategy`. With `engine="spmd"` it is always so.
+        synchronized_batch_norm: As for `MultiWorkerMirroredStrategy`. With `engine="spmd"` it is always so.
 
     Raises:
         ConfigurationError: devices that are not there; arguments of replicas for `engine="spmd"`; a process that is a

@@ -20,7 +20,7 @@ class ModelParallelStrategy(Strategy):
     It trains as one device would, with any batch size.
 
     Args:
-        layout_map: a `keras.distribution.LayoutMap`, from the paths of variables to axes of its mesh; or "auto": from
+        layout_map: A `keras.distribution.LayoutMap`, from the paths of variables to axes of its mesh; or "auto": from
             the names and shapes of the variables, as Megatron-LM divides a transformer.
         mesh_shape: (data, model) numbers of devices, for layout_map="auto"; None: (1, all devices). A LayoutMap has a
             mesh of its own, and batches are divided over its first axis.

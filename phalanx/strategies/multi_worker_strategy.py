@@ -27,13 +27,13 @@ class MultiWorkerMirroredStrategy(Strategy):
     type `evaluator` trains alone.
 
     Args:
-        cluster_resolver: where the cluster and this task come from. None: TF_CONFIG, or the environment of Slurm, MPI
+        cluster_resolver: Where the cluster and this task come from. None: TF_CONFIG, or the environment of Slurm, MPI
             or Kubernetes; without any of them this host trains alone.
-        communication_options: see `CommunicationOptions`.
-        communication: the older form, a `CollectiveCommunication`.
-        compression: how gradients are compressed: "float16", "bfloat16", "int8", "top_k", "power_sgd", or an object of
+        communication_options: See `CommunicationOptions`.
+        communication: The older form, a `CollectiveCommunication`.
+        compression: How gradients are compressed: "float16", "bfloat16", "int8", "top_k", "power_sgd", or an object of
             `phalanx.compression`; None: not at all.
-        synchronized_batch_norm: normalize over the global batch in all `BatchNormalization` layers, as if they had
+        synchronized_batch_norm: Normalize over the global batch in all `BatchNormalization` layers, as if they had
             `synchronized=True`. False: only in those that have it.
 
     Raises:

@@ -22,7 +22,7 @@ class OneDeviceStrategy(Strategy):
     program run with and without replicas.
 
     Args:
-        device: such as "/gpu:0" or "cpu:1". What is made in the scope lies there, and what is called in `run` or by
+        device: Such as "/gpu:0" or "cpu:1". What is made in the scope lies there, and what is called in `run` or by
             `fit` computes there. None: where the backend computes by default.
 
     Raises: ConfigurationError if there is no such device.

@@ -56,28 +56,28 @@ class ParameterServerStrategy(Strategy):
     exits the process with code 0; on other tasks it waits until the servers are there.
 
     Args:
-        cluster_resolver: describes the cluster and this task. None: TF_CONFIG, or the environment of Slurm, MPI or
+        cluster_resolver: Describes the cluster and this task. None: TF_CONFIG, or the environment of Slurm, MPI or
             Kubernetes.
-        variable_partitioner: cuts large variables along their first axis, so that several servers share them; see
+        variable_partitioner: Cuts large variables along their first axis, so that several servers share them; see
             `MinSizePartitioner`.
-        synchronous: merge all workers' gradients of a step into one update; `batch_size` is then the global batch.
+        synchronous: Merge all workers' gradients of a step into one update; `batch_size` is then the global batch.
             Otherwise each worker's gradients are one update.
-        replicas_to_aggregate: in synchronous training, how many workers' gradients make an update; those of the slowest
+        replicas_to_aggregate: In synchronous training, how many workers' gradients make an update; those of the slowest
             are discarded and counted. None: all.
-        staleness: in asynchronous training, how many steps a worker may be ahead of the slowest. None: any number.
-        overlap: in asynchronous training, compute the next step while a step's gradients are on their way. A step then
+        staleness: In asynchronous training, how many steps a worker may be ahead of the slowest. None: any number.
+        overlap: In asynchronous training, compute the next step while a step's gradients are on their way. A step then
             does not wait for the network, but its weights lack about twice as many updates: see
             docs/how-to/parameter-servers.md. Without effect on models with tables whose rows are sent.
-        refuse_nan: discard updates with values that are not finite, log and count them; False: apply them.
+        refuse_nan: Discard updates with values that are not finite, log and count them; False: apply them.
         compression: "float16" or "bfloat16" (or `phalanx.compression.Float16()`, `BFloat16()`): gradients are sent
             in this dtype.
         replication: 2: each server's shards have a replica on the next server, and an update is answered when both have
             applied it. A killed server then costs no update and no wait for its restart. 1: no replicas.
-        snapshot_dir: where each server keeps snapshots of its shards, from which it resumes when it was killed and is
+        snapshot_dir: Where each server keeps snapshots of its shards, from which it resumes when it was killed and is
             restarted. None: files of the launcher under `phalanx run`, which restarts killed servers; otherwise
             nowhere, and losing a server ends the job.
-        snapshot_seconds: seconds between two snapshots; updates since the last one are lost with the server.
-        embedding_rows: whether only the rows of an `Embedding` that a batch uses are sent. "auto": for tables of at
+        snapshot_seconds: Seconds between two snapshots; updates since the last one are lost with the server.
+        embedding_rows: Whether only the rows of an `Embedding` that a batch uses are sent. "auto": for tables of at
             least 1 MiB with 16 times as many rows as a batch looks up; True: for all tables that allow it; False: for
             none. The optimizer then does not update the state of other rows: see docs/how-to/parameter-servers.md.
 

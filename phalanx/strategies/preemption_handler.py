@@ -43,13 +43,13 @@ class TerminationConfig:
     """How a preemption is announced, and how the program ends (`tf.distribute.experimental.TerminationConfig`).
 
     Args:
-        termination_watcher_fn: called repeatedly in a thread; returns True once the process is about to be preempted.
+        termination_watcher_fn: Called repeatedly in a thread; returns True once the process is about to be preempted.
             None: the signal SIGTERM, or PHALANX_PREEMPTION_SIGNAL.
-        exit_fn: called on every rank after the checkpoint was saved. None: the program ends with exit code 75, after
+        exit_fn: Called on every rank after the checkpoint was saved. None: the program ends with exit code 75, after
             which `phalanx run --max-restarts` starts it again.
-        grace_period: seconds between the announcement and the preemption. Training continues for most of them. None
+        grace_period: Seconds between the announcement and the preemption. Training continues for most of them. None
             or 0: save after the present step.
-        save_fn: saves the checkpoint instead of the manager's `save`; gets the arguments of
+        save_fn: Saves the checkpoint instead of the manager's `save`; gets the arguments of
             `save_checkpoint_if_preempted`. For a Keras model it is called on the chief.
     """
 
@@ -70,12 +70,12 @@ class PreemptionCheckpointHandler:
     call `run` equally often on each.
 
     Args:
-        cluster_resolver: as in TensorFlow; the strategy of this process knows its job, so None does as well.
-        checkpoint_or_checkpoint_manager: a Keras model, on every backend, whose weights and optimizer the chief saves
+        cluster_resolver: As in TensorFlow; the strategy of this process knows its job, so None does as well.
+        checkpoint_or_checkpoint_manager: A Keras model, on every backend, whose weights and optimizer the chief saves
             and restores, and passes to the other replicas. Or TensorFlow's `tf.train.Checkpoint` or
             `CheckpointManager`, which each replica restores itself: their directory must be shared.
-        checkpoint_dir: where to save; not for a `CheckpointManager`, which has its own.
-        termination_config: how a preemption is announced, and how the program ends.
+        checkpoint_dir: Where to save; not for a `CheckpointManager`, which has its own.
+        termination_config: How a preemption is announced, and how the program ends.
 
     Raises:
         ConfigurationError: an argument does not fit, or the checkpoint is of another model.
@@ -131,8 +131,8 @@ class PreemptionCheckpointHandler:
         """As `run`, for programs that call their function themselves; call it before each step, on all replicas.
 
         Args:
-            args: for `save_fn`.
-            kwargs: for `save_fn`.
+            args: For `save_fn`.
+            kwargs: For `save_fn`.
         """
         # A collective before each step: a notice reaches one rank, and at a time of its own.
         if not self._replica.any(self._notice.is_due()):

@@ -39,9 +39,9 @@ class Call(msgspec.Struct, frozen=True, tag=True):
     """A method of a model to call. The buffers: `SessionState`, perhaps the model, and the arguments.
 
     Attributes:
-        model: the number of the model in the session. Two models may be described alike, and are two all the same.
-        has_model: whether the model travels too.
-        arguments: their names.
+        model: The number of the model in the session. Two models may be described alike, and are two all the same.
+        has_model: Whether the model travels too.
+        arguments: Their names.
     """
 
     method: str
@@ -81,10 +81,10 @@ class PackedCall(NamedTuple):
     """A call as it travels.
 
     Attributes:
-        described: the model, which travels if the replicas do not have it yet.
-        digest: of what the replicas must have of it.
-        arguments: their pickles, by name.
-        has_functions: see `SessionState`.
+        described: The model, which travels if the replicas do not have it yet.
+        digest: Of what the replicas must have of it.
+        arguments: Their pickles, by name.
+        has_functions: See `SessionState`.
     """
 
     method: str
@@ -115,8 +115,8 @@ class SessionState(NamedTuple):
     """What of the program a call depends on besides its arguments.
 
     Attributes:
-        attributes: of the model, which may have changed since the replicas made theirs.
-        has_functions: whether the model has compiled functions here: they keep attributes as they were, in copies too.
+        attributes: Of the model, which may have changed since the replicas made theirs.
+        has_functions: Whether the model has compiled functions here: they keep attributes as they were, in copies too.
     """
 
     path: list[str]
@@ -168,8 +168,8 @@ def unpack_arguments(contents: Mapping[str, memoryview], model: Any) -> dict[str
 def _pickled(thing: Any, what: str, tensors: Tensors, places: Mapping[int, int]) -> bytes:
     """
     Args:
-        what: names it in errors.
-        places: of the layers that the other replicas have, by their ids; others travel with their weights.
+        what: Names it in errors.
+        places: Of the layers that the other replicas have, by their ids; others travel with their weights.
     """
     with refusing(
         f"{what} cannot travel to the other replicas of this session",

@@ -25,7 +25,7 @@ class _Entered(NamedTuple):
     """A strategy whose scope, `run` or method of a model this thread is inside of.
 
     Attributes:
-        owns: whether what is created now belongs to it. What callbacks create in `fit` does not: some run on the chief
+        owns: Whether what is created now belongs to it. What callbacks create in `fit` does not: some run on the chief
             alone.
     """
 
@@ -93,7 +93,7 @@ class StepContext(ReplicaContext):
     collectives: what a layer makes of sums over all replicas is what one process makes of the whole batch.
 
     Args:
-        collectives: those of the step.
+        collectives: Those of the step.
     """
 
     def __init__(self, strategy: Strategy, collectives: StepCollectives) -> None:
@@ -116,7 +116,7 @@ class StepContext(ReplicaContext):
         Args:
             reduce_op: "SUM" or "MEAN". A mean counts each replica by its part of the global batch, so the mean of
                 means over parts is the mean over the whole.
-            value: a tensor, or a structure of tensors, of equal shapes on all replicas.
+            value: A tensor, or a structure of tensors, of equal shapes on all replicas.
 
         Raises: UnsupportedError for other operations, and in `predict`.
         """
@@ -140,8 +140,8 @@ class StepContext(ReplicaContext):
         """The replicas' values, concatenated along `axis` in rank order; gradients flow back through it.
 
         Args:
-            value: a tensor, or a structure of tensors, that has a row for each sample along `axis`.
-            axis: that of the samples.
+            value: A tensor, or a structure of tensors, that has a row for each sample along `axis`.
+            axis: That of the samples.
 
         Raises: UnsupportedError in `predict`, and with parameter servers.
         """

@@ -54,8 +54,8 @@ class ReplicaServer:
     """Makes and calls the copies of a session's models.
 
     Args:
-        replica: that of this process.
-        link: to the session's process.
+        replica: That of this process.
+        link: To the session's process.
     """
 
     def __init__(self, replica: Replica, link: Link) -> None:

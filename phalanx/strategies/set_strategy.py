@@ -24,7 +24,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Enter a strategy's scope until the next call. Prefer `with strategy.scope():`, which ends with its block.
 
     Args:
-        strategy: whose scope is entered in this thread, in place of that of the last call; None leaves that.
+        strategy: Whose scope is entered in this thread, in place of that of the last call; None leaves that.
 
     Raises: ConfigurationError inside `with strategy.scope():`.
     """

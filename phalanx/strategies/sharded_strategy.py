@@ -18,7 +18,7 @@ class ShardedStrategy(Strategy):
     It trains as one device would, with any batch size.
 
     Args:
-        level: what is divided: 1 the state of the optimizer; 2 gradients too; 3 weights too, which each step gathers
+        level: What is divided: 1 the state of the optimizer; 2 gradients too; 3 weights too, which each step gathers
             while it needs them.
         mesh_shape: None: over all devices. (replicas, shards): each of the `replicas` groups of devices holds a whole
             model, divided over its `shards` devices. Devices of one host follow each other, so that groups as large as

@@ -20,8 +20,8 @@ def join_spanning_job(strategy: str, cluster_resolver: Any = None) -> Replica:
     All tasks of the job must call this at their start. Calling it again changes nothing.
 
     Args:
-        strategy: how the user named it.
-        cluster_resolver: where the processes come from; None: as for `MultiWorkerMirroredStrategy`.
+        strategy: How the user named it.
+        cluster_resolver: Where the processes come from; None: as for `MultiWorkerMirroredStrategy`.
 
     Raises:
         UnsupportedError: Keras does not run on JAX, or the job is elastic.

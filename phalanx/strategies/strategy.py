@@ -248,7 +248,7 @@ class Strategy:
 
         Args:
             reduce_op: "SUM" or "MEAN" (also "MIN", "MAX", "PRODUCT"), or a `ReduceOp`, also `tf.distribute`'s.
-            value: a tensor, or a structure of tensors (or None) of equal shapes on all replicas. The mean of integers
+            value: A tensor, or a structure of tensors (or None) of equal shapes on all replicas. The mean of integers
                 and booleans is of `keras.config.floatx()`.
             axis: None: merge elementwise. Else each replica's value is first merged along this axis, or these; a mean
                 then counts every element once, however many each replica has.

@@ -22,7 +22,7 @@ class StrategyExtended:
     process has its own. What merges values must be called by every replica, in the same order.
 
     Args:
-        strategy: whose part it is.
+        strategy: Whose part it is.
     """
 
     steps_per_run = 1

@@ -72,7 +72,7 @@ def start_task_replicas(node: Node, communicator: Communicator, devices: Sequenc
     `replica_resolver` finds all replicas.
 
     Args:
-        devices: of this task.
+        devices: Of this task.
     """
     # Two exchanges: ports are opened only if any task has several devices, and then on all tasks.
     of_tasks = [decode_message(own, int) for own in _gather(communicator, len(devices))]

@@ -24,9 +24,9 @@ class TPUStrategy(Strategy):
     never run on one.
 
     Args:
-        tpu_cluster_resolver: finds the hosts; None: a `TPUClusterResolver`.
-        experimental_device_assignment: must be None; see `ModelParallelStrategy(mesh_shape=...)`.
-        experimental_spmd_xla_partitioning: has no effect: XLA always divides the program.
+        tpu_cluster_resolver: Finds the hosts; None: a `TPUClusterResolver`.
+        experimental_device_assignment: Must be None; see `ModelParallelStrategy(mesh_shape=...)`.
+        experimental_spmd_xla_partitioning: Has no effect: XLA always divides the program.
 
     Raises:
         ConfigurationError: there is no TPU; else as `MultiWorkerMirroredStrategy`.

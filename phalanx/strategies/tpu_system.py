@@ -19,7 +19,7 @@ class Topology:
     """The TPU cores of a job (`tf.tpu.experimental.Topology`).
 
     Args:
-        device_coordinates: of shape (hosts, cores of a host, 4): the place of each core in the slice as x, y, z, and
+        device_coordinates: Of shape (hosts, cores of a host, 4): the place of each core in the slice as x, y, z, and
             its number on its chip.
     """
 
@@ -57,7 +57,7 @@ def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> To
     called again. All hosts must call it, before anything is computed.
 
     Args:
-        cluster_resolver: see `TPUStrategy`.
+        cluster_resolver: See `TPUStrategy`.
 
     Raises: as `TPUStrategy`.
     """
@@ -76,7 +76,7 @@ def join_tpu_job(caller: str, cluster_resolver: ClusterResolver | None) -> Repli
     """This process's place among the hosts of the slice.
 
     Args:
-        caller: what the user called, for messages.
+        caller: What the user called, for messages.
         cluster_resolver: None: a `TPUClusterResolver`.
 
     Raises: ConfigurationError if there is no TPU; else see `join_spanning_job`.
