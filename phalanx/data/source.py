@@ -1,4 +1,4 @@
-"""The contract of a source of data, and the source of everything that can only be read in order."""
+"""The interface of a data source, and the source of all data that can only be read in order."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SourceTraits:
-    """Properties of a source; they do not change.
+    """Constant properties of a source.
 
     Attributes:
-        kind: What the data is, for messages: `NumPy arrays`.
-        signature: A line that is the same on every rank if the ranks were given the same data.
-        reason: Why the data is divided by `policy`, in one clause.
-        policy: How the data is divided: DATA, FILE, HINT or OFF, never AUTO.
+        kind: Name of the kind of data, for messages: `NumPy arrays`.
+        signature: A line that is equal on all ranks if they were given the same data.
+        reason: The reason for `policy`, in one clause.
+        policy: Policy by which the data is divided: DATA, FILE, HINT or OFF, never AUTO.
         is_uniform: Whether every rank is known to see equally many batches of the same global sizes.
-        is_endless: Whether the data is known never to end.
+        is_endless: Whether the data is known to be endless.
         is_compared: Whether shares carry fingerprints that the ranks should compare.
         is_read_alike: Whether every rank reads all of the data, and therefore runs the same reading code.
         is_random_access: Whether `read` may start anywhere in a pass, and any number of times.
-        draws_as_keras: Whether it draws all random numbers itself that Keras would draw to open a pass.
+        draws_as_keras: Whether the source itself draws all random numbers that Keras would draw to open a pass.
         fixed_size: The size of every global batch, if Keras on TensorFlow knows it before it reads one.
-        may_end_early: Whether a pass may have fewer batches than `num_batches`, which the program's own code says.
-        is_in_memory: Whether it can be looked at without a trace: other data may draw random numbers when they are
-            read.
-        describe_share: What a rank of so many reads, in a phrase; None for every batch, of which it keeps its part.
+        may_end_early: Whether a pass may have fewer batches than `num_batches`, because code of the program decides.
+        is_in_memory: Whether inspecting the data has no side effects: reading other data may draw random numbers.
+        describe_share: Function of a rank and the world size that returns a phrase for what the rank reads. None: every
+            batch, of which it keeps its part.
     """
 
     kind: str
@@ -61,14 +61,14 @@ class SourceTraits:
 
 
 class Source(ABC):
-    """One input seen from one rank: it yields this rank's share of each global batch.
+    """One input as seen by one rank: yields this rank's share of each global batch.
 
     Attributes:
-        traits: Its properties.
+        traits: Constant properties of the source.
         order: The orders of its passes.
-        cursor: The place in data that can only be read in order; None for sources with random access.
-        num_batches: Batches in one pass over the data; None if unknown.
-        samples: Samples in a pass; None if they have no numbers.
+        cursor: The position in data that can only be read in order; None for sources with random access.
+        num_batches: Number of batches in one pass over the data; None if unknown.
+        samples: Number of samples in a pass; None if they have no numbers.
     """
 
     traits: SourceTraits
@@ -82,52 +82,52 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalBatch]:
-        """The shares of batches `start` to `stop` of one pass over the data.
+        """Yield the shares of batches `start` to `stop` of one pass over the data.
 
         Args:
             key: The epoch in which the pass began. It selects the order of shuffled data.
-            start: The first batch; 0 starts a new pass. A source without random access continues where it is for any
-                other value.
+            start: The first batch; 0 starts a new pass. For any other value, a source without random access continues
+                at its current position.
             stop: The batch to stop before; None to read to the end.
         """
 
     @abstractmethod
     def peek(self, *, restart: bool = False) -> LocalBatch:
-        """The first share of a pass, which `read` will yield again.
+        """Return the first share of a pass, which `read` will yield again.
 
         Args:
-            restart: Whether `read` opens the data again, where that is possible: data with another order for each pass
-                have then used up one, and drawn its random numbers.
+            restart: Whether `read` opens the data again, if possible: data with a different order for each pass have
+                then used up one order, and drawn its random numbers.
 
         Raises: StopIteration if there is no data.
         """
 
     @property
     def probe(self) -> Array:
-        """Numbers from all over the data, shape (n,), float64, by which ranks compare what they were given; empty for
-        data that cannot be looked at."""
+        """Numbers sampled from the data, shape (n,), float64, by which ranks compare their inputs; empty for data that
+        cannot be inspected."""
         return np.zeros(0)
 
     def rows(self, key: int, batch: int) -> Array | list[Any]:
-        """The numbers of the samples of a global batch, in the order of its rows; `key` as for `read`.
+        """The numbers of the samples of a global batch, in the order of its rows; for `key`, see `read`.
 
-        A list contains what a sampler gives: keys of any kind, if the dataset takes other keys than numbers.
+        A list contains what a sampler yields: keys of any type, if the dataset takes keys other than numbers.
         """
         raise NotImplementedError  # without `samples`
 
-    def on_epoch_begin(self) -> None:  # noqa: B027 (most data know no epochs)
-        """An epoch begins."""
+    def on_epoch_begin(self) -> None:  # noqa: B027 (most data have no epochs)
+        """Handle the start of an epoch."""
 
     def on_epoch_end(self) -> None:  # noqa: B027 (likewise)
-        """An epoch has ended, or the next one starts a new pass."""
+        """Handle the end of an epoch, or that the next one starts a new pass."""
 
     def regroup(self, rank: int, world_size: int) -> None:
-        """Cut the shares that are read from here on for another rank of another number of ranks. No `read` is open."""
+        """Cut the shares that are read from now on for another rank and world size. No `read` may be open."""
         self._rank, self._world_size = rank, world_size
 
 
 class PassOrder:
-    """The orders of the passes of a source. That of the running pass is kept, because a pass may last for several
+    """The orders of the passes of a source. The order of the running pass is kept, because a pass may last several
     epochs."""
 
     def __init__(self) -> None:
@@ -144,47 +144,47 @@ class PassOrder:
         return self._kept is not None and self._kept[0] == key
 
     def forget(self) -> None:
-        """Draw the order of the running pass again when it is next needed."""
+        """Redraw the order of the running pass when it is next needed."""
         self._kept = None
 
     def reset(self) -> None:
-        """Drop what was opened of the next pass: what it has drawn stays drawn."""
+        """Discard what was opened of the next pass, but not the random numbers drawn for it."""
 
     def end_pass(self, next_key: int) -> None:
-        """The running pass has ended: draw what Keras draws then.
+        """End the running pass: draw what Keras draws then.
 
         Args:
-            next_key: Of the next pass, if no `reset` comes before it.
+            next_key: Key of the next pass, if no `reset` comes before it.
         """
 
     def randomness(self, key: int | None) -> bytes:
-        """The states of the program's generators, from which orders follow, before a pass; empty if there are none.
+        """The states, before a pass, of the program's generators that determine orders; empty if there are none.
 
         Args:
-            key: The pass that runs or is about to start; None for the next one.
+            key: The pass that is running or about to start; None for the next one.
         """
-        del key  # the order follows from the seed, or from the chief's
+        del key  # the order follows from the seed, or from the chief
         return b""
 
     def continue_with(self, randomness: bytes) -> bool:
-        """Give the next pass the order of one that another process read, whose `randomness` this was; returns False,
-        and does nothing, if that one's order followed from other generators."""
+        """Give the next pass the order of a pass of another process, with this `randomness`. Return False, and do
+        nothing, if its order depended on other generators."""
         return not randomness
 
 
 class StreamCursor:
-    """The place in data that can only be read in order.
+    """The position in data that can only be read in order.
 
     Args:
-        open_pass: Takes a pass's key and returns an iterator over its elements. For data that cannot be read twice it
-            returns the same iterator each time.
+        open_pass: Function that takes the key of a pass and returns an iterator over its elements. For data that cannot
+            be read twice, it always returns the same iterator.
         is_once: Whether the data cannot be read twice: a pass continues where the last one stopped.
-        repeated: Of such data, how many elements are read first, and begin each pass.
-        open_first: As `open_pass`, where only the first element is read; None for the same.
+        repeated: Number of elements of such data that are read first, and begin each pass.
+        open_first: Variant of `open_pass` for reading only the first element; None to use `open_pass`.
 
     Attributes:
-        opened: Counts passes, where their order depends on how many there were; set before the first.
-        taken: Elements taken of data that cannot be read twice.
+        opened: Counter of passes, if orders depend on their number; set before the first pass.
+        taken: Number of elements taken from data that cannot be read twice.
         taken_before: `total` before the running pass.
     """
 
@@ -204,70 +204,70 @@ class StreamCursor:
         self._repeated = repeated
         self._first: list[Any] | None = None  # the elements that begin each pass; None until the first one is opened
         self._running: Iterator[Any] | None = None  # over the rest of the running pass
-        self._is_unread = False  # `_running` still has everything that the next `read` is to yield
-        self._last: list[Any] = []  # the element that was read last, or none
+        self._is_unread = False  # `_running` still has everything that the next `read` must yield
+        self._last: list[Any] = []  # the element read last, if any
         self._recorded: list[Any] | None = None  # since `record`; None if nothing is recorded
 
     @property
     def total(self) -> int:
-        """Of data that cannot be read twice, elements taken; of others, passes opened, where their order depends on
-        it."""
+        """Number of passes opened, if orders depend on it; otherwise, number of elements taken from data that cannot be
+        read twice."""
         return self.taken if self.opened is None else self.opened.count
 
     @property
     def passes_before(self) -> int:
-        """Where orders depend on it: the passes opened before the one that the next `read` from the start yields."""
+        """If orders depend on it, the number of passes opened before the one that the next `read` from 0 yields."""
         return self.taken_before if self._is_unread else self.total
 
     @property
     def each(self) -> int:
-        """How many passes a whole one opens, where orders depend on their number; else 0."""
+        """Number of passes that a whole pass opens, if orders depend on their number; else 0."""
         return 0 if self.opened is None else self.opened.each
 
     @property
     def passes_after(self) -> int:
-        """The passes that are opened when the running one is over."""
+        """Number of passes opened by the end of the running one."""
         return self.taken_before + self.each
 
     def leave_pass(self) -> None:
-        """The running pass is over, also if its end was not read here, or nothing of it."""
+        """End the running pass, even if this process has not read its end, or any of it."""
         if self.opened is not None:
             self.opened.skip_to(self.passes_after)
             if self._is_unread:
                 self._running, self._is_unread = None, False
 
     def read_first(self) -> None:
-        """Read what begins each pass over data that cannot be read twice, unless it is known."""
-        # At once, as Keras reads it: a generator that fills its arrays again is then no different from there.
+        """Read the elements that begin each pass over data that cannot be read twice, unless they are known."""
+        # All at once, as in Keras, so that a generator that refills its arrays yields the same as there.
         if self._is_once and self._first is None:
             self._first = list(itertools.islice(self._counted(self._open_pass(0)), self._repeated))
 
     def begin_pass(self, key: int) -> Iterator[Any]:
-        """Open pass `key`, unless the next `read` is to continue with what was looked at, put back or skipped to;
-        returns the elements that it is to yield."""
+        """Open pass `key`, unless the next `read` must continue with elements that were peeked at, put back or skipped
+        to. Return the elements that it must yield."""
         if self._running is None or not self._is_unread:
             self._running = self._open(key)
             self._is_unread = True
         return self._running
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[Any]:
-        """Elements `start` to `stop` of pass `key`, see `Source.read`."""
+        """Yield elements `start` to `stop` of pass `key`; see `Source.read`."""
         running = self.begin_pass(key) if self._running is None or start == 0 else self._running
         self._is_unread = False
         for element in running if stop is None else itertools.islice(running, stop - start):
             self._last = [element]
             if self._recorded is not None:
-                # Copies: a generator may fill the same arrays again. `_last` needs none, as nothing is read after it.
+                # Copies: a generator may refill the same arrays. `_last` needs none, because nothing is read after it.
                 self._recorded.append(map_leaves(np.copy, element))
             yield element
 
     def peek(self, *, restart: bool) -> Any:
-        """The first element of a pass, see `Source.peek`."""
+        """Return the first element of a pass; see `Source.peek`."""
         if not self._is_unread or self._running is None:
             self._running = self._open_first() if restart and self._open_first is not None else self._open(0)
             self._is_unread = True
         first = next(self._running)
-        if restart:  # this iterator is dropped: seeded shuffles count those that were created
+        if restart:  # discard this iterator: seeded shuffles count created iterators
             self._running = None
             self._is_unread = False
         else:
@@ -275,17 +275,18 @@ class StreamCursor:
         return first
 
     def repeat(self) -> None:
-        """Yield the element that was read last again."""
+        """Make the next `read` yield the last element again."""
         if self._last:
             self._put_back(self._last)
 
     def resume(self, key: int, count: int, taken_before: int) -> None:
-        """Pass over `count` elements of pass `key`, which others have read.
+        """Skip `count` elements of pass `key`, which other processes have read.
 
         Args:
-            taken_before: Of them, see there.
+            taken_before: The attribute `taken_before` of the other processes.
         """
-        # If they have not begun, not even the first elements: what a generator draws follows from when it is read.
+        # If they have not begun, do not read even the first elements: a generator's random numbers depend on when it
+        # is read.
         if not count and not taken_before:
             return
         if self._is_once:
@@ -293,18 +294,18 @@ class StreamCursor:
             self._is_unread = True
             return
         if self.opened is not None:
-            if taken_before != self.taken_before:  # what was looked at here is of another order
+            if taken_before != self.taken_before:  # elements peeked at here are in another order
                 self._running, self._is_unread = None, False
             self.opened.skip_to(taken_before)
         if count:
             _pass_over(self.begin_pass(key), count)
 
     def _resumed(self, count: int, taken_before: int) -> Iterator[Any]:
-        """The rest of a pass over data that cannot be read twice."""
+        """Return the rest of a pass over data that cannot be read twice."""
         self.read_first()
         first = self._first or []
         elements = self._counted(self._open_pass(0))
-        ahead = taken_before + max(0, count - len(first)) - self.taken  # what was looked at here they have taken, too
+        ahead = taken_before + max(0, count - len(first)) - self.taken  # includes elements peeked at here
         if ahead < 0:
             raise ConfigurationError(
                 "The generator has been read further than to where training continues, and cannot go back. Create it "
@@ -319,7 +320,7 @@ class StreamCursor:
         self._recorded = [] if on and self._is_once else None
 
     def rewind(self) -> None:
-        """Yield everything read since `record` again, in a `read` that starts where that reading started."""
+        """Make a `read` that starts where the recording started yield everything read since `record` again."""
         if self._recorded:
             self._put_back(self._recorded)
             self._recorded = []
@@ -352,12 +353,13 @@ class StreamSource(Source):
     """A source that can only be read in order: a generator, a dataset of unknown length.
 
     Args:
-        open_pass: Takes a pass's key and returns an iterator over the elements (structures of NumPy arrays).
-        traits: See `SourceTraits`. With a policy other than DATA the elements belong to this rank alone and are not
+        open_pass: Function that takes the key of a pass and returns an iterator over its elements (structures of NumPy
+            arrays).
+        traits: See `SourceTraits`. With a policy other than DATA, the elements belong to this rank alone and are not
             cut.
-        request: Says which rank reads it, and how many elements a source that is read once is to give again.
-        num_batches: Elements in a pass; None if unknown.
-        is_once, open_first: see `StreamCursor`.
+        request: The request, with the rank that reads and the number of elements that data read once must repeat.
+        num_batches: Number of elements in a pass; None if unknown.
+        is_once, open_first: See `StreamCursor`.
         copies: See `cut`.
     """
 
@@ -379,7 +381,7 @@ class StreamSource(Source):
         self.num_batches = num_batches
         self.cursor = StreamCursor(open_pass, is_once=is_once, repeated=request.repeated, open_first=open_first)
         self._copies = copies
-        # Also of a rank's own data, see `make_per_rank_source`: of arrays that are filled again, `cut` makes copies.
+        # Also for a rank's own data (see `make_per_rank_source`): `cut` copies arrays that may be refilled.
         self._is_cut = traits.policy is AutoShardPolicy.DATA
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalBatch]:

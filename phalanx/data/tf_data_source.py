@@ -1,8 +1,7 @@
 """`tf.data.Dataset`, on every backend: divided by files or by rows, with TensorFlow's own rewrites.
 
-Imported only when an input is a tf.data.Dataset, so TensorFlow is loaded already. What is private to
-TensorFlow is used in this file alone (tested with 2.21): `_AutoShardDataset`, the batch size's inference and
-the datasets' serialized graphs.
+Imported only when an input is a tf.data.Dataset, so TensorFlow is already loaded. Only this file uses private APIs of
+TensorFlow (tested with 2.21): `_AutoShardDataset`, inference of the batch size, and serialized graphs of datasets.
 """
 
 from __future__ import annotations
@@ -38,32 +37,32 @@ _log = logging.getLogger(__name__)
 _KIND = "tf.data.Dataset"
 
 RESEED_LIMIT_BYTES = 1 << 30
-"""Largest in-memory data for which a dataset is serialized to seed its shuffles: protobuf ends at 2 GiB, and
-the copies made on the way take some five times the data."""
+"""Largest in-memory data for which a dataset is serialized to seed its shuffles: protobuf is limited to 2 GiB, and
+intermediate copies take about five times the size of the data."""
 
 _DRAWS = (
     *("Random", "ParameterizedTruncatedNormal", "TruncatedNormal", "Multinomial"),
     *("Rng", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal", "StatefulRandom"),
 )
-"""How operations begin that draw from random generators of TensorFlow."""
+"""Prefixes of operations that draw from random generators of TensorFlow."""
 _WRITES = "Assign"
-"""... and those that may write the seed of one of Keras's layers."""
+"""Prefix of operations that may write the seed of a Keras layer."""
 
 _LARGE_CONSTANT_BYTES = 1 << 16
 _READ_AHEAD = 2
-_MAX_NAMES = 3  # file names that an explanation shows for each rank
+_MAX_NAMES = 3  # file names shown for each rank in an explanation
 
 
 def make_source(request: InputRequest) -> StreamSource:
-    """A source over a batched tf.data.Dataset whose batch is the global batch.
+    """Create the source of a batched tf.data.Dataset whose batch is the global batch.
 
-    DATA: all ranks read the same elements in the same order. For that, shuffles without a seed get one that is derived
-        from the request's, and parallel maps keep their order, unless the dataset itself says otherwise.
-    FILE, HINT: as in `tf.distribute`, the dataset is rebatched to this rank's share of the global batch and
-        the files, or the dataset at the hint, are dealt out.
-    OFF: it is rebatched only: each rank reads all elements.
+    DATA: all ranks read the same elements in the same order. To this end, unseeded shuffles get a seed derived from the
+        seed of the request, and parallel maps keep their order, unless the dataset itself says otherwise.
+    FILE, HINT: as in `tf.distribute`, the dataset is rebatched to this rank's share of the global batch, and its files,
+        or the dataset at the hint, are divided over the ranks.
+    OFF: the dataset is only rebatched: each rank reads all elements.
 
-    Raises: ConfigurationError if the elements are no batches, or for FILE without files or with fewer files
+    Raises: ConfigurationError if the elements are not batches, or for FILE without files or with fewer files
         than ranks.
     """
     dataset, world_size = request.x, request.world_size
@@ -76,7 +75,7 @@ def make_source(request: InputRequest) -> StreamSource:
     sharded, policy, reason = _divide(dataset, policy, files, request)
     read_ahead = sharded if policy is AutoShardPolicy.OFF else sharded.prefetch(_READ_AHEAD)
     cardinality = int(sharded.cardinality())
-    # Dealing out files hides that a dataset repeats; before it is replaced, a hint looks like endless data.
+    # Sharding by files hides that a dataset repeats; a hint looks like endless data until it is replaced.
     counted = sharded if policy is AutoShardPolicy.HINT else dataset
     by_rows = policy is AutoShardPolicy.DATA
     length = cardinality if cardinality >= 0 and (by_rows or policy is AutoShardPolicy.OFF) else None
@@ -95,7 +94,7 @@ def make_source(request: InputRequest) -> StreamSource:
     )
     opened = _opened_iterators(request, sharded, length)
 
-    # `dataset` is kept, as functions that a serialized graph calls live only as long.
+    # `dataset` is kept alive, because the functions that a serialized graph calls live only as long.
     def open_pass(key: int, original: Any = dataset) -> Iterator[Any]:
         for number, element in enumerate(_elements(read_ahead, opened), 1):
             if number == length and opened.each > 1:
@@ -115,7 +114,7 @@ def make_source(request: InputRequest) -> StreamSource:
 
 
 def _describe_share(policy: AutoShardPolicy, files: list[str] | None, divided_by: int, rank: int, _: int) -> str:
-    """What a rank reads, of files that were divided by so many ranks; see `SourceTraits`."""
+    """Describe what a rank reads of files divided over `divided_by` ranks; see `SourceTraits`."""
     if policy is AutoShardPolicy.FILE and files is not None:
         return _name_files(files[rank::divided_by])
     if policy is AutoShardPolicy.OFF:
@@ -124,7 +123,7 @@ def _describe_share(policy: AutoShardPolicy, files: list[str] | None, divided_by
 
 
 def _check_batches(element_spec: Any) -> None:
-    """Raise ConfigurationError if such elements are no batches."""
+    """Raise ConfigurationError if the elements are not batches."""
     ranks = [shape.rank for spec in leaves(element_spec) if (shape := getattr(spec, "shape", None)) is not None]
     if 0 in ranks:
         beside = any(ranks) and (
@@ -138,7 +137,7 @@ def _check_batches(element_spec: Any) -> None:
 
 
 def _fixed_size(element_spec: Any) -> int | None:
-    """The size of every batch, if the dataset states it."""
+    """The size of every batch, if the dataset declares it."""
     shapes = [shape for spec in leaves(element_spec) if (shape := getattr(spec, "shape", None)) is not None]
     return shapes[0][0] if shapes and shapes[0].rank else None
 
@@ -149,7 +148,7 @@ def _divide(
     files: list[str] | None,
     request: InputRequest,
 ) -> tuple[Any, AutoShardPolicy, str]:
-    """The dataset as this rank reads it, the policy in effect and its reason."""
+    """Return the dataset as this rank reads it, the policy in effect and its reason."""
     rank, world_size = request.rank, request.world_size
     if policy is AutoShardPolicy.OFF:
         return _rebatched(dataset, rank, world_size), policy, "the dataset's options or the caller say OFF"
@@ -166,12 +165,12 @@ def _divide(
 
 
 def _is_shared(request: InputRequest) -> bool:
-    """Whether other processes read the same."""
+    """Whether other processes read the same data."""
     return request.world_size > 1 or request.is_read_by_all
 
 
 def _by_files(dataset: Any, files: list[str] | None, rank: int, world_size: int) -> Any:
-    """The dataset with this rank's files only. Raises: ConfigurationError if they cannot be dealt out."""
+    """The dataset with only this rank's files. Raises: ConfigurationError if they cannot be divided."""
     if files is None:
         raise ConfigurationError(_FILE_ERROR.format("its source is not a list of files"))
     if len(files) < world_size:
@@ -192,11 +191,11 @@ _FILE_ERROR = (
 
 
 def _rebatched(dataset: Any, rank: int, world_size: int) -> Any:
-    """The dataset in batches of this rank's share of the global batch, as `tf.distribute` rebatches it.
+    """Rebatch the dataset to this rank's share of the global batch, as `tf.distribute` does.
 
-    The batch sizes of a rank take turns, so that those of all ranks in one step add up to the global batch:
-    batches of 7 on 2 ranks are read as 4, 3, 4, 3, ... by rank 0 and as 3, 4, 3, 4, ... by rank 1. Where
-    TensorFlow cannot tell the global batch size, each batch is split into `world_size` parts in turn.
+    The batch sizes of a rank alternate, so that those of all ranks in one step add up to the global batch: batches of 7
+    on 2 ranks are read as 4, 3, 4, 3, ... by rank 0 and as 3, 4, 3, 4, ... by rank 1. If TensorFlow cannot infer the
+    global batch size, each batch is split into `world_size` parts in turn.
     """
     if world_size == 1:
         return dataset
@@ -214,7 +213,7 @@ def _auto_sharded(dataset: Any, policy: AutoShardPolicy, rank: int, world_size: 
 
 
 def _same_everywhere(dataset: Any, seed: int, is_shared: bool) -> Any:
-    """The dataset with its elements in the same order on every rank, as far as possible."""
+    """The dataset with its elements in the same order on every rank, where possible."""
     if is_shared:
         if _has_unseeded_shuffle(dataset) and _bytes_in_memory(dataset) <= RESEED_LIMIT_BYTES:
             dataset = _reseeded(dataset, seed)
@@ -225,8 +224,8 @@ def _same_everywhere(dataset: Any, seed: int, is_shared: bool) -> Any:
 
 
 def _read_in_turn(dataset: Any) -> Any:
-    """The dataset without threads that read ahead: in `shuffle(seed=1).repeat()`, they may begin a second shuffle,
-    which uses up its random numbers, before another iterator begins its first, or after it."""
+    """The dataset without threads that read ahead: in `shuffle(seed=1).repeat()`, they may start a second shuffle,
+    which consumes random numbers, either before or after another iterator starts its first."""
     options = tf.data.Options()
     options.autotune.enabled = False
     options.experimental_optimization.inject_prefetch = False
@@ -234,13 +233,13 @@ def _read_in_turn(dataset: Any) -> Any:
 
 
 class OpenedIterators:
-    """The iterators that were created over a dataset, also in former calls: a shuffle chooses another order for each,
-    which follows from its seed and their number.
+    """Counts the iterators created over a dataset, including those of earlier calls: a shuffle chooses a different
+    order for each, which follows from its seed and the number of iterators.
 
     Args:
-        dataset: Of which all are made that are iterated.
-        each: How many a whole pass opens: Keras may open another one when it ends.
-        in_order: See `_drawing_in_order`.
+        dataset: The dataset from which all iterated datasets are derived.
+        each: Number of iterators that a whole pass opens: Keras may open another one at its end.
+        in_order: Whether iterators draw random numbers in order; see `_drawing_in_order`.
     """
 
     _counts: ClassVar[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
@@ -255,20 +254,20 @@ class OpenedIterators:
         return self._counts.get(self._dataset, 0)
 
     def iterate(self, dataset: Any) -> Iterator[Any]:
-        """An iterator over a dataset that is made of this one."""
+        """Create an iterator over a dataset derived from this one."""
         self._counts[self._dataset] = self.count + 1
-        with _drawing_in_order(on=self._in_order), tf.device("CPU:0"):  # host memory, whatever GPUs there are
+        with _drawing_in_order(on=self._in_order), tf.device("CPU:0"):  # host memory, even if there are GPUs
             iterator: Iterator[Any] = iter(dataset)
             return iterator
 
     def skip_to(self, count: int) -> None:
-        """Open iterators until there were so many; nothing of them is read."""
+        """Open iterators, without reading them, until `count` have been opened."""
         while self.count < count:
             self.iterate(self._dataset)
 
 
 def _opened_iterators(request: InputRequest, sharded: Any, length: int | None) -> OpenedIterators:
-    """Those over what was made of the request's dataset, of this length."""
+    """The iterators over what was derived from the request's dataset, of this length."""
     opens_another = length is not None and request.steps_per_epoch is None and request.opens_as_keras
     each = 2 if opens_another and data_adapters.opens_one_more_pass("tensorflow") else 1
     is_inside = any(part is request.x for part in _with_inputs(sharded))
@@ -278,11 +277,11 @@ def _opened_iterators(request: InputRequest, sharded: Any, length: int | None) -
 
 @contextmanager
 def _drawing_in_order(*, on: bool) -> Iterator[None]:
-    """Let iterators that are created inside draw random numbers in the order of the elements.
+    """Make iterators that are created inside draw random numbers in the order of the elements.
 
-    In `map(augment, num_parallel_calls=AUTOTUNE)`, threads race for them, so each rank would read something else. With
-    deterministic operations TensorFlow divides such a map into the random numbers, drawn by one thread, and the rest.
-    It does the same with maps that call Python, so this is not for all datasets.
+    In `map(augment, num_parallel_calls=AUTOTUNE)`, threads race for random numbers, so each rank would read different
+    data. With op determinism, TensorFlow splits such a map into drawing the random numbers, in one thread, and the
+    rest. It does the same to maps that call Python, so this is not suitable for all datasets.
     """
     if not on or config.is_op_determinism_enabled():
         yield
@@ -295,7 +294,7 @@ def _drawing_in_order(*, on: bool) -> Iterator[None]:
 
 
 def _draws_in_threads(dataset: Any) -> bool:
-    """Whether threads race for random numbers, with a seed: without one each process draws others anyway, and
+    """Whether threads race for seeded random numbers: without a seed, processes draw different numbers anyway, and
     TensorFlow refuses to draw in order."""
     operations = _operations_in_threads(dataset)
     if any(name.startswith(_DRAWS) for name in operations):
@@ -304,7 +303,7 @@ def _draws_in_threads(dataset: Any) -> bool:
 
 
 def _operations_in_threads(dataset: Any) -> set[str]:
-    """The operations with a state in the functions that a dataset calls in several threads."""
+    """The stateful operations in the functions that a dataset calls in several threads."""
     found: set[str] = set()
     for part in _with_inputs(dataset):
         if "Parallel" in type(part).__name__ and hasattr(part, "_map_func"):
@@ -335,8 +334,8 @@ def _with_inputs(dataset: Any) -> Iterator[Any]:
 
 
 def _source_files(dataset: Any) -> list[str] | None:
-    """The files that a dataset reads, in its order, as far as its source is a list of them; of several
-    sources (`zip`) the shortest list. Whether they are read as files only TensorFlow's rewrite knows."""
+    """The files that a dataset reads, in its order, if its source is a list of them; of several sources (`zip`), the
+    shortest list. Only TensorFlow's rewrite knows whether they are read as files."""
     lists = []
     for part in _with_inputs(dataset):
         names = getattr(part, "_filenames", None)
@@ -388,14 +387,14 @@ def _bytes_in_memory(dataset: Any) -> int:
 
 
 def _reseeded(dataset: Any, seed: int) -> Any:
-    """The dataset with a seed, derived from `seed`, for each shuffle that has none.
+    """The dataset with a seed, derived from `seed`, for each unseeded shuffle.
 
-    An unseeded shuffle draws another order on each rank, and cutting different global batches would use
-    some samples twice and others never: the known trap of sharding by data. So the dataset is serialized as a graph, as
-    `tf.distribute` does to copy a dataset to other devices, the seeds are set in the graph, and the dataset is created
-    from it again. Shuffles with a seed keep it.
+    An unseeded shuffle draws a different order on each rank, and cutting different global batches would use some
+    samples twice and others never: a well-known trap of sharding by data. So the dataset is serialized as a graph, as
+    `tf.distribute` does to copy a dataset to other devices, the seeds are set in the graph, and the dataset is rebuilt
+    from it. Seeded shuffles keep their seeds.
 
-    Returns: the dataset unchanged where TensorFlow cannot serialize it; the ranks' fingerprints then tell.
+    Returns: the dataset unchanged if TensorFlow cannot serialize it; the ranks' fingerprints then detect a difference.
     """
     try:
         serialized = dataset._as_serialized_graph(external_state_policy=ExternalStatePolicy.IGNORE)
@@ -428,7 +427,7 @@ def _seed_shuffles(graph: Any, seed: int) -> None:
                 nodes.append(fresh)
                 node.input[position] = fresh.name + suffix
             if len(node.input) > 4 and node.op == "ShuffleDatasetV3" and ":" not in node.input[4]:
-                # The handle of the old generator of seeds; without one TensorFlow makes it from the seeds.
+                # Remove the handle of the old seed generator; TensorFlow then creates one from the seeds.
                 nodes.append(node_def_pb2.NodeDef(name=f"{node.name}/phalanx_generator", op="DummySeedGenerator"))
                 node.input[4] = nodes[-1].name
 
@@ -441,7 +440,7 @@ def _seed_shuffles(graph: Any, seed: int) -> None:
 def _rename_functions(graph: Any, suffix: str) -> None:
     """Append `suffix` to the names of a graph's functions, in place.
 
-    TensorFlow holds functions under the old names, without our seeds, and would take those.
+    TensorFlow holds functions without these seeds under the old names, and would use them.
     """
     names = {function.signature.name for function in graph.library.function}
     for function in graph.library.function:
@@ -459,8 +458,8 @@ def _rename_functions(graph: Any, suffix: str) -> None:
 def _dataset_of_graph(graph: Any) -> Any:
     """The dataset that a graph creates.
 
-    Large constants, the data in memory, are handed over as tensors: compiling them into the graph would take
-    seconds for a hundred megabytes.
+    Large constants, which are data in memory, are passed as tensors: compiling them into the graph takes seconds for a
+    hundred megabytes.
     """
     rest = graph_pb2.GraphDef(library=graph.library, versions=graph.versions)
     large: dict[str, Any] = {}

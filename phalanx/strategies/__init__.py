@@ -1,4 +1,4 @@
-"""The policies that a user names: who the replicas are."""
+"""The strategies: which processes and devices are the replicas of a job."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def _default() -> Strategy:
 
 
 def get_strategy() -> Strategy:
-    """The strategy whose scope this code is in; outside of any scope, one with a single replica."""
+    """The strategy whose scope the caller is in; outside any scope, one with a single replica."""
     return replica_context.current_strategy() or _default()
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """What code inside `strategy.run`, `fit` and `evaluate` may use to reach the other replicas; None inside a scope
-    but outside of these, as in `tf.distribute`."""
+    """The context through which code inside `strategy.run`, `fit` and `evaluate` reaches the other replicas; None
+    inside a scope but outside these, as in `tf.distribute`."""
     if in_cross_replica_context():
         return None
     return current_replica_context() or StepContext(_default(), LONE)

@@ -1,4 +1,4 @@
-"""`strategy.reduce` and `strategy.gather` along axes of the values, over all replicas, and the gradients of these."""
+"""`strategy.reduce` and `strategy.gather` along axes of the values, over all replicas, and their gradients."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from phalanx.training.replica import Replica
 
 
 def reduced(value: Any, op: ReduceOp, axes: tuple[int, ...]) -> Any:
-    """A global array reduced along some of its axes."""
+    """Reduce a global array along some of its axes."""
     names = {ReduceOp.MAX: "max", ReduceOp.MIN: "min", ReduceOp.PRODUCT: "prod", ReduceOp.MEAN: "mean"}
     return getattr(keras.ops, names.get(op, "sum"))(value, axis=axes)
 
 
 def reduce_along(replica: Replica, op: ReduceOp, arrays: list[Array], axes: tuple[int, ...]) -> list[Array]:
-    """Each array reduced along some of its axes, over all replicas."""
+    """Reduce each array along some of its axes, over all replicas."""
     for array in arrays:
         if not all(-array.ndim <= axis < array.ndim for axis in axes):
             raise ConfigurationError(
@@ -32,7 +32,7 @@ def reduce_along(replica: Replica, op: ReduceOp, arrays: list[Array], axes: tupl
                 f"has no such axis. Pass axis=None to reduce over the replicas alone."
             )
     communicator = replica.communicator
-    # Merged here in the dtype in which the ranks' are: NumPy adds halves one after the other, which stops at 256.
+    # Reduce locally in the dtype in which ranks merge: NumPy adds halves one by one, and such sums stop growing at 256.
     wide = [array.astype(wire_dtype(array.dtype), copy=False) for array in arrays]
     if op is ReduceOp.MEAN:
         # Sums and counts, not means: replicas may have different numbers of elements. Counts are exact in int64.
@@ -42,25 +42,25 @@ def reduce_along(replica: Replica, op: ReduceOp, arrays: list[Array], axes: tupl
         pairs = zip(merged[: len(sums)], merged[len(sums) :], arrays, strict=True)
         return [np.asarray(total / count[0]).astype(array.dtype) for total, count, array in pairs]
     along: Callable[..., Any] = getattr(np, {ReduceOp.PRODUCT: "prod"}.get(op, op.value))
-    # NumPy has no maximum of nothing, and a replica with an empty part must still take part. Sums and products have.
+    # NumPy has no maximum of an empty array (unlike a sum or product), but a replica with an empty part must take part.
     empty = {ReduceOp.MAX: -np.inf, ReduceOp.MIN: np.inf}.get(op)
     local = [
         _full(array, axes, empty) if empty and not _elements(array.shape, axes) else np.asarray(along(array, axis=axes))
         for array in wide
     ]
-    # NumPy sums small integers in int64, and booleans as numbers: the ranks' merge has the dtype of the values.
+    # NumPy sums small integers in int64, and booleans as numbers; the ranks merge in the dtype of the values.
     local = [value.astype(array.dtype, copy=False) for value, array in zip(local, wide, strict=True)]
     merged = communicator.all_reduce(local, op)
     return [total.astype(array.dtype, copy=False) for total, array in zip(merged, arrays, strict=True)]
 
 
 def _elements(shape: Sequence[int], axes: tuple[int, ...]) -> Array:
-    """How many elements are merged into one, of shape (1,)."""
+    """The number of elements that are merged into one, with shape (1,)."""
     return np.array([math.prod(shape[axis] for axis in axes)], np.int64)
 
 
 def _full(array: Array, axes: tuple[int, ...], value: float) -> Array:
-    """The neutral value of an empty part for a maximum or minimum: the least (greatest) value of its dtype."""
+    """The neutral element of a maximum (minimum) for an empty part: the least (greatest) value of its dtype."""
     if array.dtype.kind in "iu":
         limits = np.iinfo(array.dtype)
         value = limits.min if value < 0 else limits.max
@@ -72,7 +72,7 @@ def _full(array: Array, axes: tuple[int, ...], value: float) -> Array:
 def spread_along(
     replica: Replica, op: ReduceOp, flowing: list[Array], shapes: list[tuple[int, ...]], axes: tuple[int, ...]
 ) -> list[Array]:
-    """The gradient of `reduce_along`: what flows back into a sum flows back into each of its elements."""
+    """The gradient of `reduce_along`: the gradient of a sum is the gradient of each of its elements."""
     totals = replica.communicator.all_reduce(flowing)
     if op is ReduceOp.MEAN:
         counts = replica.communicator.all_reduce([_elements(shape, axes) for shape in shapes])
@@ -84,7 +84,7 @@ def spread_along(
 
 
 def gather_along(replica: Replica, array: Array, axis: int) -> Array:
-    """The values of all replicas, one after the other along an axis."""
+    """Concatenate the values of all replicas along an axis."""
     if array.ndim == 0:
         raise ConfigurationError("gather() got a scalar, which has no axis to concatenate along. Give it shape (1,).")
     parts = all_gather_rows(np.moveaxis(array, axis, 0), replica.communicator)
@@ -92,10 +92,10 @@ def gather_along(replica: Replica, array: Array, axis: int) -> Array:
 
 
 def own_parts(replica: Replica, flowing: list[Array], shapes: list[tuple[int, ...]], axis: int) -> list[Array]:
-    """The gradient of `gather_along`: of what flows back on all replicas, the part of this one's values."""
+    """The gradient of `gather_along`: the part of this replica's values in the sum of all replicas' gradients."""
     totals = replica.communicator.all_reduce(flowing)
     lengths = replica.communicator.all_gather(np.array([shape[axis] for shape in shapes], np.int64))
-    # One start for each array; the sum of no ranks, on rank 0, is a single 0, which `broadcast_to` repeats.
+    # One start for each array. On rank 0, the sum over no ranks is a single 0, which `broadcast_to` repeats.
     starts = np.sum(lengths[: replica.rank], axis=0, dtype=np.int64)
     parts = []
     for total, shape, start in zip(totals, shapes, np.broadcast_to(starts, len(shapes)), strict=True):

@@ -1,4 +1,4 @@
-"""`CentralStorageStrategy`: `MirroredStrategy` under the arguments of `tf.distribute.experimental`."""
+"""`CentralStorageStrategy`: `MirroredStrategy` with the arguments of its `tf.distribute.experimental` namesake."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from phalanx.strategies.mirrored_strategy import REPLICAS, MirroredStrategy
 class CentralStorageStrategy(MirroredStrategy):
     """Synchronous training on several devices of this host (`tf.distribute.experimental.CentralStorageStrategy`).
 
-    The original keeps the variables in one place, from which all devices read them in every step. Here each replica has
-    a copy and makes the same update, as with `MirroredStrategy`: the numbers are equal, and no weights are sent. Each
-    replica is a process, and so needs memory for the optimizer's state.
+    The original stores the variables on one device, from which all devices read them in every step. Here, each replica
+    has a copy and makes the same update, as with `MirroredStrategy`: the numbers are equal, and no weights are sent.
+    Each replica is a process, so each needs memory for the optimizer's state.
 
-    Under `phalanx run` on one host, the started workers are the replicas.
+    Under `phalanx run` on one host, the workers are the replicas.
 
     Args:
         compute_devices: Number of replicas, or one device for each: ["cpu:0", "cpu:1"], ["/gpu:0", "/gpu:1"]. None:
             one for each GPU, or a single replica if there is no GPU.
-        parameter_device: The device that stores the variables: only the first replica's, which is the default.
+        parameter_device: Device that stores the variables: the first replica's, which is the default; no other.
 
     Raises: ConfigurationError in a job on several hosts; in a job that has parameter servers.
     """

@@ -1,4 +1,4 @@
-"""`Server`: a task of a cluster that runs no program of its own (`tf.distribute.Server`)."""
+"""`Server`: a task that serves the chief's program instead of running it (`tf.distribute.Server`)."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from phalanx.training.servers.parameter_server_worker import ParameterServerWork
 class Server:
     """A task `ps` or `worker` that serves the program of the task `chief` (`tf.distribute.Server`).
 
-    A `ps` keeps variables and runs the optimizer. A `worker` makes what the chief's program makes in the scope of its
-    `ParameterServerStrategy`, runs the functions that a `ClusterCoordinator` schedules, and takes part in `fit`. When
-    it is killed and started again, it continues.
+    A `ps` holds variables and runs the optimizer. A `worker` recreates what the chief's program creates in the scope of
+    its `ParameterServerStrategy`, runs the functions that a `ClusterCoordinator` schedules, and takes part in `fit`. If
+    it is killed and restarted, it resumes.
 
     The chief sends code to workers, so the job needs a secret: `phalanx run` creates one; otherwise, set PHALANX_SECRET
     on all tasks.
 
     Args:
-        server_or_cluster_def: The cluster: a `ClusterSpec` or a dict.
+        server_or_cluster_def: The cluster, as a `ClusterSpec` or a dict.
         job_name: "ps" or "worker".
-        task_index: Number of this server.
-        protocol: Ignored; accepted as by `tf.distribute.Server`.
+        task_index: Index of this server.
+        protocol: Ignored; accepted for compatibility with `tf.distribute.Server`.
         config: Ignored.
-        start: Ignored: `join` starts to serve.
-        replication: As for `ParameterServerStrategy`; only for "ps".
-        snapshot_dir: As for `ParameterServerStrategy`; only for "ps".
-        snapshot_seconds: As for `ParameterServerStrategy`; only for "ps".
+        start: Ignored; `join` starts to serve.
+        replication: See `ParameterServerStrategy`; only for "ps".
+        snapshot_dir: See `ParameterServerStrategy`; only for "ps".
+        snapshot_seconds: See `ParameterServerStrategy`; only for "ps".
 
     Raises: ConfigurationError for another job, and for a worker without a chief or without a secret.
 
@@ -83,12 +83,12 @@ class Server:
         return f"grpc://{self._me.address}"
 
     def start(self) -> None:
-        """Does nothing: `join` starts to serve."""
+        """Do nothing: `join` starts to serve."""
 
     def join(self) -> NoReturn:
         """Serve until the job is over, then exit the process with code 0.
 
-        `tf.distribute.Server.join` does not return either: programs expect only the chief below it.
+        `tf.distribute.Server.join` does not return either: programs expect only the chief to run past it.
         """
         if self._me.task.type == PS:
             serve(self._me, *self._durability)
@@ -101,7 +101,7 @@ class Server:
         sys.exit(0)
 
     def _take_part(self, settings: WorkerSettings) -> tuple[ParameterServerStrategy, ParameterServerWorker]:
-        """As a worker: join the job on the terms of the chief."""
+        """As a worker: join the job with the chief's settings."""
         worker = join_as_worker(
             self._me,
             settings.rules,

@@ -1,4 +1,4 @@
-"""The job of this process: joined once, and shared by all strategies of the program."""
+"""The job of this process, joined once and shared by all strategies of the program."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CurrentJob:
     Attributes:
         resolver: The source of the cluster specification.
         options: The options of the communicator.
-        replica: This process's place in the job, as training sees it.
+        replica: This process as a replica of the job.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class CurrentJob:
         self._timeout_s = config.rendezvous_timeout_s  # for `connect_devices`
         if isinstance(node, SimulatedNode):
             self.replica.recording = node.recording
-        self._before_leaving: list[Callable[[], None]] = []  # called once, the last one first
-        self._spans_devices = False  # whether the processes are those of one JAX program
+        self._before_leaving: list[Callable[[], None]] = []  # called once, last one first
+        self._spans_devices = False  # whether the processes run one JAX program
 
     @property
     def membership(self) -> Membership:
         return self._node.membership
 
     def connect_devices(self) -> None:
-        """Make the devices of all processes those of one JAX program: `jax.devices()` lists all of them afterwards. All
-        ranks must call this at their start; calling it again changes nothing.
+        """Combine the devices of all processes in one JAX program: afterwards, `jax.devices()` lists all of them. All
+        ranks must call this when they start; calling it again has no effect.
 
         Raises: UnsupportedError in an elastic job; else see `connect_processes`.
         """
@@ -91,23 +91,23 @@ class CurrentJob:
         return self._node.identity
 
     def register(self, purpose: str, service: Service) -> None:
-        """Serve links for a purpose on this task's port, in a job of fixed size."""
+        """Serve links for a purpose on this task's port. Only for a job of fixed size."""
         assert isinstance(self._node, FixedNode)
         assert self._node.listener is not None, "a world of one has no port"
         self._node.listener.register(purpose, service)
 
     def before_leaving(self, function: Callable[[], None]) -> None:
-        """Register a function that is called first when this process leaves the job."""
+        """Register a function to call first when this process leaves the job."""
         self._before_leaving.append(function)
 
     def close(self) -> None:
-        """Leave the job; safe to call twice."""
+        """Leave the job. Safe to call twice."""
         while self._before_leaving:
             self._before_leaving.pop()()
         timeline_relay.stop_recording()
         if self._spans_devices and process_exit.has_failed():
-            # The others end as soon as they miss this process, which must be gone by then: if rank 0 ends first, JAX
-            # aborts it, and its own exit code is lost.
+            # The others exit as soon as they lose this process, which must have exited by then: JAX aborts a process
+            # when rank 0 exits first, and the exit code of its failure is lost.
             return
         self.replica.communicator.close()
         self._node.close(flush=not process_exit.has_failed())
@@ -123,15 +123,15 @@ def join_job(
     *,
     devices: Sequence[str] | None = None,
 ) -> CurrentJob:
-    """Join the job of this process; returns the same job if a strategy has joined it before.
+    """Join the job of this process, or return it if a strategy has already joined it.
 
     Every task of the job must call this; it returns when all have.
 
     Args:
         resolver: The source of the cluster specification.
-        options: How the members communicate.
-        cross_device_ops: How gradients are merged; None keeps the present choice.
-        devices: Of this task, for each of which there is to be a replica; None: this process is the task.
+        options: The options of the communicator.
+        cross_device_ops: Algorithm that merges gradients; None keeps the current one.
+        devices: Devices of this task, each of which gets a replica. None: this process is the task's only replica.
 
     Raises: ConfigurationError if this process has joined another job, or with other options.
     """
@@ -157,18 +157,18 @@ def join_job(
 
 
 def _leave_tasks(node: Node, communicator: Communicator) -> None:
-    """Leave the job of the tasks, which have met only to form that of their replicas."""
+    """Leave the job of the tasks, which only served to form the job of their replicas."""
     communicator.close()
     node.close(flush=False)
 
 
 def current_replica() -> Replica | None:
-    """This process's place in the job; None if it has not joined one."""
+    """The replica of this process; None if it has not joined a job."""
     return None if _job is None else _job.replica
 
 
 def leave_job() -> None:
-    """Leave the job, so that a strategy that is created later joins again. Called automatically at program exit."""
+    """Leave the job; a strategy created later joins again. Called automatically at program exit."""
     global _job
     if _job is not None:
         job, _job = _job, None
@@ -177,7 +177,7 @@ def leave_job() -> None:
 
 def _join(resolver: ClusterResolver, options: CommunicationOptions, devices: Sequence[str] | None) -> CurrentJob:
     process_exit.install()
-    # Before the backend asks for devices.
+    # Before the backend queries devices.
     task_replicas.use_first(devices or ())
     prepare(deterministic=options.deterministic)
     config = JobConfig.from_environment()
@@ -204,15 +204,15 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions, devices: Seq
             if config.timeline is not None and node.task.type != EVALUATOR:
                 timeline_relay.start_recording(node, config.timeline.path)
             communicator = connect(node.membership, with_timeout, config=config.collectives)
-            # The tasks have met. If any has several devices, all replicas meet now, in a job with other ranks. That of
-            # the tasks stays until the end, for evaluators that ask on its ports.
+            # The tasks are connected. If any has several devices, all replicas now form a job with other ranks. The job
+            # of the tasks stays open until the end, for evaluators that query its ports.
             if devices is not None and task_replicas.start_task_replicas(node, communicator, devices):
                 timeline_relay.stop_recording()
                 job = _join(resolver, options, None)
                 job.before_leaving(partial(_leave_tasks, node, communicator))
                 return job
         job = CurrentJob(node, communicator, resolver, options, config)
-        # Unseeded programs split and shuffle alike on all ranks.
+        # Unseeded programs split and shuffle identically on all ranks.
         set_random_state(job.replica.run_recorded(lambda: communicator.broadcast_bytes(random_state())))
     except BaseException:
         timeline_relay.stop_recording()

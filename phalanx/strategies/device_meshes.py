@@ -1,4 +1,4 @@
-"""The devices of a strategy in which one compiled program spans many: those that JAX sees."""
+"""The devices that JAX sees, for strategies in which one compiled program spans many."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from phalanx.errors import ConfigurationError
 
 
 def mesh_devices() -> list[str]:
-    """The names of all devices, such as "gpu:0"; in a job of several processes that has been joined, of all of them."""
+    """The names of all devices, such as "gpu:0"; after joining a job of several processes, of all processes."""
     give_devices_threads(process_environment())
     return list(keras.distribution.list_devices())
 
 
 def mirrored_placement(devices: int | Sequence[str] | None = None) -> Placement:
-    """The whole model on each device, and batches divided over them.
+    """The placement of the whole model on each device, with batches divided over them.
 
     Args:
-        devices: Their number, or their names; None: all.
+        devices: Number of devices, or their names. None: all.
 
     Raises: ConfigurationError if there are no such devices.
     """

@@ -7,12 +7,12 @@
         while state.step < 1000:
             ...                       # a step, with collectives of the strategy
             state.step += 1
-            state.commit()            # what is done so far is kept
+            state.commit()            # keep the progress so far
 
     train(state)
 
-When a member is lost, or a worker joins, all members return to their last commit and call the function again. A single
-`fit` needs none of this. If the function itself calls `fit`, others join at its commits.
+When a member is lost or a worker joins, all members return to their last commit and call the function again. A single
+`fit` needs none of this. If the function itself calls `fit`, workers join at its commits.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class State:
     """The state of a custom training loop, equal on all members.
 
     Args:
-        model: A Keras model; its weights, layer state and optimizer, if it is compiled.
-        optimizer: A Keras optimizer that is not the model's. If it is not built yet, it is built for the model's
+        model: A Keras model. The state includes its weights, layer state and, if it is compiled, optimizer.
+        optimizer: A Keras optimizer other than the model's. If it is not built yet, it is built for the model's
             trainable variables: every variable must exist at the first commit.
         values: Plain values by name (numbers, strings, NumPy arrays, lists and dictionaries of them); each becomes an
             attribute.
@@ -60,7 +60,7 @@ class State:
 
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any):
         self._model, self._optimizer = model, optimizer
-        self._names = tuple(values)  # of the plain values, each an attribute
+        self._names = tuple(values)  # of the plain values, which are attributes
         self._callbacks: list[Callable[[], None]] = []
         self._group: ElasticGroup | None = None  # while a loop runs
         for name, value in values.items():
@@ -72,16 +72,16 @@ class State:
         self.commit()
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Register functions that are called after each change of the members, before the loop starts again: for
-        example to partition the data or to scale the learning rate."""
+        """Register functions to call after each membership change, before the loop restarts: for example, to partition
+        the data or to scale the learning rate."""
         self._callbacks += callbacks
 
     def commit(self) -> None:
-        """Keep the current state: when the membership changes, all members return to it.
+        """Keep the current state. All members return to it when the membership changes.
 
-        Copies the model; if that takes long, commit every few steps, at the same steps on all members.
+        This copies the model. If that takes long, commit every few steps, at the same steps on all members.
 
-        Raises: MembershipChangedError, for `run`, if others joined while the loop was in methods of Keras.
+        Raises: MembershipChangedError, handled by `run`, if workers joined while the loop was in methods of Keras.
         """
         self._keep()
         if self._group is not None:
@@ -97,7 +97,7 @@ class State:
     def restore(self) -> None:
         """Return to the last commit.
 
-        Raises: ConfigurationError if variables were created since then: their former values are unknown.
+        Raises: ConfigurationError if variables were created since then: their earlier values are unknown.
         """
         values, arrays = self._committed
         known = {id(variable) for variable, _ in arrays}
@@ -112,12 +112,12 @@ class State:
             variable.assign(array)
 
     def sync(self, replica: Replica) -> None:
-        """Give the chief's state to all members, and commit it.
+        """Broadcast the chief's state to all members, and commit it.
 
         Args:
-            replica: This process's place in the job.
+            replica: The replica of this process.
 
-        Raises: DisagreementError on members whose model is not the chief's; the others continue without them.
+        Raises: DisagreementError on members whose model differs from the chief's; the others continue without them.
         """
         variables = self._variables()
         structure = structure_of(variables)
@@ -157,15 +157,15 @@ class State:
 
 
 def run(function: Callable[..., T]) -> Callable[..., T]:
-    """Repeat a function when the members change: `function(state, ...)`, with a `State`.
+    """Repeat a function, `function(state, ...)` with a `State`, when the membership changes.
 
     In a job of fixed size, and in a single process, it is called once.
 
     Args:
-        function: The custom loop.
+        function: The custom training loop.
 
-    Returns: a function that returns the result of the call that completed. A process that arrives after that receives
-        the chief's result if it is plain (see `State`), else None.
+    Returns: a function that returns the result of the completed call. A process that joins after that receives the
+        chief's result if it is plain (see `State`), else None.
     """
 
     @functools.wraps(function)
@@ -195,18 +195,18 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
 
 
 class _CustomLoop:
-    """A custom training loop that strategies run; see `generation_loop.ElasticProgram`."""
+    """A custom training loop as an `ElasticProgram` (see `generation_loop`)."""
 
     def __init__(self, replica: Replica, group: ElasticGroup, state: State):
         self._replica, self._group, self._state = replica, group, state
-        self._generation = group.generation  # in which the function was called last
-        # A process that joins does after it what the others do after the change of the members.
+        self._generation = group.generation  # of the last call of the function
+        # After joining, a process does what the others do after the membership change.
         self._has_joined = group.needs_state and group.is_late
 
     def synchronize(self, *, has_changed: bool) -> None:
         state, group = self._state, self._group
         self._generation = group.generation
-        self._replica.announce_entry()  # a chief that was lost may not have done so
+        self._replica.announce_entry()  # a lost chief may not have done so
         state._check_built()
         state.sync(self._replica)
         group.needs_state = False
@@ -217,8 +217,8 @@ class _CustomLoop:
         state._group = group
 
     def recover(self, error: Exception) -> bool:
-        # The collective that met the loss has led this process to the next generation already. Without a new one, this
-        # is an error that the program has kept from an earlier change.
+        # The collective that detected the loss has already moved this process to the next generation. If the generation
+        # is the same, the program has raised an error that it kept from an earlier change.
         if not is_caused_by(error, MembershipChangedError) or self._group.generation == self._generation:
             return False
         self._state.restore()

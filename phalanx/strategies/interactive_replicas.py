@@ -1,9 +1,9 @@
-"""`MirroredStrategy` where there is no program to run again: a notebook, an interactive session, a test, stdin.
+"""`MirroredStrategy` without a program to rerun: in a notebook, an interactive session, a test, or from stdin.
 
-The other replicas are processes that do what this one does with a model (`replica_server`): each call of `fit`,
-`evaluate`, `predict` or `*_on_batch` travels to them first, and then all train together as ever. Whatever interrupts
-a call ends them, so that nothing of it is left; the next call starts others, and begins with the weights that this
-process has.
+The other replicas are processes that repeat this process's calls of a model's methods (`replica_server`): each call of
+`fit`, `evaluate`, `predict` or `*_on_batch` is first sent to them, then all replicas train as usual. Anything that
+interrupts a call ends these processes, so that no partial state remains; the next call starts new ones, with the
+weights of this process.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 
 CAUSE_S = 5.0
-"""A replica that fails says why before its connection closes, which the others notice at once."""
+"""Seconds to wait for the error of a failed replica. It is sent before the connection closes, which the others notice
+at once."""
 
 _MESSAGES = Decoder(Message)
 _encode = msgspec.msgpack.Encoder().encode
@@ -70,19 +71,19 @@ _LOST = (LinkClosedError, LinkTimeoutError, FrameError)
 
 
 class InteractiveReplicas:
-    """The replicas of an interactive session, seen from its process, which is rank 0.
+    """The replicas of an interactive session, as seen by its process, which is rank 0.
 
     Args:
-        devices: One for each replica.
-        join: Joins the job that the environment describes.
+        devices: One device for each replica.
+        join: Function that joins the job described by the environment.
     """
 
     def __init__(self, devices: Sequence[str], join: Callable[[], CurrentJob]) -> None:
-        record_construction()  # of layers that are made from here on; see `model_copies`
+        record_construction()  # of layers created from now on; see `model_copies`
         self.devices = list(devices)
         self._join = join
         self._tensors = make_tensors()
-        self._session: _Session | None = None  # None from a failure to the next call
+        self._session: _Session | None = None  # None between a failure and the next call
         self._is_replaced = False
         session = self._start()
         self.job = session.job
@@ -99,23 +100,23 @@ class InteractiveReplicas:
                 f"later one. Make the model again in the scope of that one; set_weights(model.get_weights()) keeps the "
                 f"weights."
             )
-        # Packed first: what cannot travel is an error of this call alone, and the session stays.
+        # Packed first: if something cannot be sent, only this call fails, and the session continues.
         call = replica_calls.pack(model, method, arguments, self.replica.cross_device_ops, self._tensors)
         session = self._session or self._restart()
         try:
             if session.send(model, call, self._tensors):
-                model_dispatch.forget_trainer(model)  # what it knows of the others is not true of a new copy
+                model_dispatch.forget_trainer(model)  # its knowledge of the others does not apply to a new copy
         except BaseException:
             if not session.is_refused:
                 self.stop()  # some replicas may have begun the call
             raise
-        # All replicas have the call, and take part in its collectives.
+        # All replicas have received the call, and take part in its collectives.
         self.replica.communicator = session.communicator
         try:
             yield
             session.finish()
         except BaseException as error:
-            # After an interrupt, the others wait in a collective for this process. They end with the session.
+            # After an interrupt, the others wait for this process in a collective, until the session closes.
             lasts = isinstance(error, Exception) and session.settle(error)
             cause = session.cause_of(error)
             if not lasts:
@@ -128,7 +129,7 @@ class InteractiveReplicas:
             self._idle(session)
 
     def replace(self) -> None:
-        """Other replicas come after these, whose models cannot be called any more."""
+        """End these replicas because others replace them. Their models can no longer be called."""
         self.stop()
         self._is_replaced = True
 
@@ -140,30 +141,30 @@ class InteractiveReplicas:
 
     def _start(self) -> _Session:
         self._session = session = _Session(self.devices, self._join)
-        session.job.before_leaving(self.stop)  # by the program, too (`leave_job`): the next call joins again
+        session.job.before_leaving(self.stop)  # also if the program calls `leave_job`: the next call joins again
         return session
 
     def _restart(self) -> _Session:
         session = self._start()
-        session.job.replica = self.replica  # models belong to it
+        session.job.replica = self.replica  # the owner of the models
         return session
 
     def _idle(self, session: _Session) -> None:
-        """Between calls the other replicas take part in nothing."""
+        """Disable collectives between calls, when the other replicas do not take part."""
         self.replica.communicator = cast(Communicator, _IdleCommunicator(session.communicator))
 
 
 class _Session:
-    """One set of processes, from their start to their end; and its job, of which this process is rank 0."""
+    """One set of replica processes, from start to end, and their job, in which this process is rank 0."""
 
     def __init__(self, devices: Sequence[str], join: Callable[[], CurrentJob]) -> None:
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of models, in this session
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of the session's models
         self._next_number = itertools.count()
         self._unbuilt: weakref.WeakSet[Any] = weakref.WeakSet()  # models that were not built by their last call
-        self._digests: KeptModels[bytes] = KeptModels()  # of the models that the replicas have
-        self._errors: dict[Rank, function_call.CallRaised] = {}  # what replicas have raised in the present call
+        self._digests: KeptModels[bytes] = KeptModels()  # of the models held by the replicas
+        self._errors: dict[Rank, function_call.CallRaised] = {}  # raised by replicas in the current call
         self._processes: LocalReplicas | None = None
-        # The processes inherit the variables, and `join` reads them; the session's own program must not.
+        # For the processes, which inherit the variables, and for `join`; the session's program must not see them.
         with temporary_variables():
             try:
                 variables = {"KERAS_BACKEND": keras.backend.backend(), "KERAS_FLOATX": keras.config.floatx(), **QUIET}
@@ -180,48 +181,48 @@ class _Session:
         atexit.register(self.close)
 
     def send(self, model: Any, call: PackedCall, tensors: Tensors) -> bool:
-        """Have all replicas begin this call; returns whether they have made the model for it.
+        """Start this call on all replicas; returns whether they created the model for it.
 
-        Raises: what a replica met when it unpacked the call; PeerLostError.
+        Raises: the error of a replica that could not unpack the call; PeerLostError.
         """
         self._errors = {}
         links = self._links.wait(self._timeout_s, self._check)
         number = self._numbers.setdefault(model, next(self._next_number))
-        # A copy is built by calls alone, and not by the program.
+        # Only calls build a copy; the program does not.
         is_new = self._digests.get(number) != call.digest or (model.built and model in self._unbuilt)
         header = _encode(Call(call.method, number, is_new, list(call.arguments)))
         described = [replica_calls.pack_model(call.described, tensors)] if is_new else []
         buffers = [replica_calls.session_state(call), *described, *call.arguments.values()]
         for rank in links:
             self._send(rank, header, buffers)
-        # This process begins once all have unpacked the call: one that cannot would be missing in the first collective.
+        # Wait until all have unpacked the call: a replica that fails to would be missing in the first collective.
         for rank in links:
             self._receive(rank, Ready)
         if (problem := self._first_error()) is not None:
             raise problem
-        # As the replicas have done, so that both forget the same models.
+        # The replicas have done the same, so both sides drop the same models.
         self._digests.note(number, call.digest)
         return is_new
 
     @property
     def is_refused(self) -> bool:
-        """Whether no replica has understood the present call, so that none has begun it."""
+        """Whether no replica could unpack the current call, so that none has begun it."""
         return bool(self._errors) and len(self._errors) == len(self._links.links)
 
     def note_building(self, model: Any) -> None:
-        """Know, after a call of a model, whether the copies are built."""
+        """Record, after a call of a model, whether its copies are built."""
         (self._unbuilt.discard if model.built else self._unbuilt.add)(model)
 
     def finish(self) -> None:
-        """Wait until all replicas have returned from the call. Raises: what one of them has raised; PeerLostError."""
+        """Wait until all replicas have returned from the call. Raises: the error of a replica; PeerLostError."""
         for rank in self._links.links:
             self._receive(rank, Done)
         if (problem := self._first_error()) is not None:
             raise problem
 
     def settle(self, error: Exception) -> bool:
-        """Whether every replica has raised an error of this kind, so that none waits for another; tells them so."""
-        # After a mismatch, every later collective of this communicator would raise the same.
+        """Return whether all replicas raised an error of this type, so none waits for another; if so, notify them."""
+        # After a mismatch, every later collective of this communicator raises the same error.
         if isinstance(error, PeerLostError | CollectiveMismatchError):
             return False
         self._collect_errors()
@@ -231,19 +232,19 @@ class _Session:
         try:
             for rank in self._links.links:
                 self._send(rank, _encode(Settled()))
-        except PeerLostError:  # it failed long before the others, and has not waited for this: `error` stays the cause
+        except PeerLostError:  # it failed long before the others, and no longer waits: `error` stays the cause
             return False
         return True
 
     def cause_of(self, error: BaseException) -> BaseException | None:
-        """The error of another replica, whose consequence this one is; None if it is its own."""
+        """The error of another replica that caused this one; None if there is none."""
         if not isinstance(error, PeerLostError):
             return None
         self._collect_errors()
         return self._first_error()
 
     def close(self) -> None:
-        """End the processes, and leave the job. Safe to call twice."""
+        """Kill the processes, and leave the job. Safe to call twice."""
         atexit.unregister(self.close)
         for link in self._links.links.values():
             link.close()
@@ -272,9 +273,9 @@ class _Session:
             assert isinstance(answer, expected), answer
 
     def _collect_errors(self) -> None:
-        """Learn, after a failure, which other replicas have raised something too."""
+        """Receive, after a failure, the errors that other replicas have raised too."""
         for rank in self._links.links.keys() - self._errors.keys():
-            with contextlib.suppress(PhalanxError):  # it was lost, or has not failed
+            with contextlib.suppress(PhalanxError):  # the replica was lost, or has not failed
                 self._receive(rank, Done, wait_s=CAUSE_S)
 
     def _lost(self, rank: Rank, error: Exception) -> PeerLostError:
@@ -306,7 +307,7 @@ class _Session:
 
 
 class _Arrivals:
-    """The links from the serving replicas, as they come. A service of the listener."""
+    """The links from the serving replicas, collected as they connect. A service of the listener."""
 
     def __init__(self, job: CurrentJob, count: int) -> None:
         self.links: dict[Rank, Link] = {}
@@ -325,7 +326,7 @@ class _Arrivals:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float, check: Callable[[], None]) -> dict[Rank, Link]:
-        """The links, once all are there. Raises: what `check` raises; PeerLostError."""
+        """Wait for all links, and return them. Raises: what `check` raises; PeerLostError."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while len(self.links) < self._count:
@@ -337,7 +338,7 @@ class _Arrivals:
 
 
 class _IdleCommunicator:
-    """Stands where the communicator is, between two calls: it knows who is there, and merges nothing."""
+    """Placeholder for the communicator between two calls: it has its membership, but raises an error on any merge."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.membership = communicator.membership

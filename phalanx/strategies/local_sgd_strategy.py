@@ -1,4 +1,4 @@
-"""`LocalSGDStrategy` and `DiLoCoStrategy`: replicas that come together every so many steps."""
+"""`LocalSGDStrategy` and `DiLoCoStrategy`: replicas synchronize every given number of steps."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from phalanx.training.steps.outer_optimizer import AVERAGE, OuterOptimizer, Oute
 from phalanx.training.training_policy import SyncPeriod, TrainingPolicy
 
 INNER_STEPS = 500
-"""DiLoCo's, between two exchanges."""
+"""Steps between two exchanges, as in the paper of DiLoCo."""
 
 
 class LocalSGDStrategy(MultiWorkerMirroredStrategy):
     """Every replica trains on its part of each global batch; every `sync_every` steps they average their weights (Stich
     2019, Local SGD converges fast and communicates little).
 
-    `fit` is as with `MultiWorkerMirroredStrategy`: `batch_size` is that of the global batch, History and metrics are
-    the job's, and at the end of each epoch all replicas have the same weights, even if its steps are no multiple of
-    `sync_every`. With `sync_every=1` and plain SGD the numbers are those of synchronous training. `train_on_batch`
-    takes synchronous steps.
+    `fit` works as with `MultiWorkerMirroredStrategy`: `batch_size` is the size of the global batch, History and metrics
+    cover the job, and at the end of each epoch all replicas have the same weights, even if its number of steps is not a
+    multiple of `sync_every`. With `sync_every=1` and plain SGD, the numbers equal those of synchronous training.
+    `train_on_batch` takes synchronous steps.
 
     Args:
         sync_every: Steps between two exchanges.
-        cluster_resolver: As for `MultiWorkerMirroredStrategy`.
-        communication_options: As for `MultiWorkerMirroredStrategy`.
-        compression: Of what is exchanged, as for gradients.
-        overlap: Continue with the next steps during an exchange, which then takes effect at the next one.
+        cluster_resolver: See `MultiWorkerMirroredStrategy`.
+        communication_options: See `MultiWorkerMirroredStrategy`.
+        compression: Compression of the exchanged values; accepts the same values as for gradients.
+        overlap: Whether to continue with the next steps during an exchange, which then takes effect at the next one.
 
     Raises: ConfigurationError, RendezvousError, DisagreementError, as `MultiWorkerMirroredStrategy`.
     """
@@ -49,7 +49,7 @@ class LocalSGDStrategy(MultiWorkerMirroredStrategy):
         _check_steps(sync_every, type(self).__name__)
         _check_options(communication_options, type(self).__name__)
         super().__init__(cluster_resolver, communication_options, compression=compression)
-        # Nothing reads the policy before a model is made in the scope.
+        # Nothing reads the policy before a model is created in the scope.
         self._policy = TrainingPolicy(self._policy.compression, SyncPeriod(sync_every, AVERAGE, overlap))
 
 
@@ -58,14 +58,14 @@ class DiLoCoStrategy(MultiWorkerMirroredStrategy):
     (Douillard et al. 2023, DiLoCo: Distributed low-communication training of language models).
 
     Args:
-        sync_every: Inner steps between two exchanges; DiLoCo's 500.
-        outer_optimizer: `phalanx.OuterSGD`, a `keras.optimizers.SGD` (its learning rate and momentum are taken), or an
-            object with `step` (see `phalanx.training.steps.outer_optimizer.OuterOptimizer`). None: DiLoCo's SGD with
+        sync_every: Inner steps between two exchanges; 500 as in the paper.
+        outer_optimizer: `phalanx.OuterSGD`, a `keras.optimizers.SGD` (its learning rate and momentum are used), or an
+            object with `step` (see `phalanx.training.steps.outer_optimizer.OuterOptimizer`). None: the paper's SGD with
             learning rate 0.7 and Nesterov momentum 0.9.
-        cluster_resolver: As for `LocalSGDStrategy`.
-        communication_options: As for `LocalSGDStrategy`.
-        compression: As for `LocalSGDStrategy`.
-        overlap: As for `LocalSGDStrategy`.
+        cluster_resolver: See `LocalSGDStrategy`.
+        communication_options: See `LocalSGDStrategy`.
+        compression: See `LocalSGDStrategy`.
+        overlap: See `LocalSGDStrategy`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ def _check_options(options: CommunicationOptions | None, strategy: str) -> None:
 def _outer(optimizer: Any) -> OuterOptimizer:
     if optimizer is None:
         return OuterSGD()
-    # On PyTorch, Keras makes a subclass of its own. One of the program's may update otherwise.
+    # On PyTorch, Keras creates its own subclass. A subclass of the program may update differently.
     if isinstance(optimizer, keras.optimizers.SGD) and type(optimizer).__module__.partition(".")[0] == "keras":
         rate = optimizer._learning_rate
         if not isinstance(rate, keras.Variable):

@@ -1,7 +1,7 @@
 """Losses of custom loops, scaled so that the sum over replicas is the mean over the global batch.
 
-In a step of `fit`, whose gradients are averaged over the replicas by their shares of the batch, they are scaled so that
-this average is the mean.
+In a step of `fit`, which averages gradients over the replicas weighted by their shares of the batch, losses are scaled
+so that this average is the mean.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from phalanx.strategies import replica_context
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
-    """The sum of this replica's losses over the global batch size (`tf.nn.compute_average_loss`).
+    """The sum of this replica's losses, divided by the global batch size (`tf.nn.compute_average_loss`).
 
     Args:
-        per_example_loss: Shape (local batch, ...). The losses of one example (of its pixels, its words) are summed:
-            pass their mean if you want the mean.
-        sample_weight: Of each example, or of each of its losses.
-        global_batch_size: Over all replicas. None: the local size times the number of replicas, which is wrong for
-            uneven batches.
+        per_example_loss: Losses of shape (local batch, ...). The losses of one example (its pixels, its words) are
+            summed: pass their mean if you want the mean.
+        sample_weight: Weight of each example, or of each of its losses.
+        global_batch_size: Size of the batch over all replicas. None: the local size times the number of replicas, which
+            is wrong for uneven batches.
 
     Returns: 0 for a batch without examples.
-    Raises: ConfigurationError for a scalar: the mean that a loss computes is that of one replica's batch.
+    Raises: ConfigurationError for a scalar: a loss computes the mean of one replica's batch only.
     """
     losses = keras.ops.convert_to_tensor(per_example_loss)
     if keras.ops.ndim(losses) == 0:
@@ -40,14 +40,14 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         divisor = keras.ops.cast(keras.ops.shape(losses)[0] * _replicas(), losses.dtype)
     else:
         divisor = keras.ops.cast(global_batch_size, losses.dtype)
-        # In `fit` the gradients are multiplied by this replica's share of the batch; that factor is taken out here.
+        # `fit` multiplies gradients by this replica's share of the batch; divide by that factor here.
         if (share := share_of_step()) is not None:
             divisor *= keras.ops.cast(share, losses.dtype)
     return keras.ops.divide_no_nan(keras.ops.sum(losses), divisor)
 
 
 def _beside(weights: Any, losses: Any) -> Any:
-    """The weights with as many axes as the losses, the first ones being the same."""
+    """The weights with as many axes as the losses; the leading axes match."""
     missing = keras.ops.ndim(losses) - keras.ops.ndim(weights)
     if missing == -1 and weights.shape[-1] == 1:
         return keras.ops.squeeze(weights, -1)
@@ -57,13 +57,13 @@ def _beside(weights: Any, losses: Any) -> Any:
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
-    """A regularization loss, divided by the number of replicas, over which it will be summed
+    """Divide a regularization loss by the number of replicas over which it will be summed
     (`tf.nn.scale_regularization_loss`)."""
     return keras.ops.sum(keras.ops.convert_to_tensor(regularization_loss)) / _replicas()
 
 
 def _replicas() -> int:
-    """Over how many replicas losses will be summed."""
+    """The number of replicas over which losses will be summed."""
     if share_of_step() is not None:
         return 1
     strategy = replica_context.owning_strategy()

@@ -1,4 +1,4 @@
-"""`MirroredStrategy`: the devices of this host, as replicas that the program itself starts or as one program."""
+"""`MirroredStrategy`: trains on the devices of this host, with replicas that the program starts or as one program."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ SPMD, REPLICAS = "spmd", "replicas"
 class MirroredStrategy(Strategy):
     """Synchronous training on several devices of this host (`tf.distribute.MirroredStrategy`).
 
-    With `engine="replicas"` each replica is a process: the first one, which the user started, runs the same program
-    again for the others. They print nothing to the terminal but errors. Under `phalanx run` the workers that were
-    started are the replicas. With `engine="spmd"`, on JAX, one compiled program spans all devices: of one process, also
-    in a notebook, or of the workers of `phalanx run --devices-per-worker`.
+    With `engine="replicas"`, each replica is a process: the first one, which the user started, runs the same program
+    again for the others, which print only errors to the terminal. Under `phalanx run`, the workers are the replicas.
+    With `engine="spmd"`, on JAX, one compiled program spans all devices: of one process, even in a notebook, or of the
+    workers of `phalanx run --devices-per-worker`.
 
-    In a notebook, an interactive session or a test there is no program to run again. There the other replicas call what
-    this process calls of `fit`, `evaluate`, `predict` and the methods of single batches, with copies of the model and
-    the arguments. An interrupt ends them, and the next call starts others; the weights stay. Custom training loops need
-    a function for `phalanx.launch`.
+    In a notebook, an interactive session or a test, there is no program to rerun. There, the other replicas repeat this
+    process's calls of `fit`, `evaluate`, `predict` and the single-batch methods, with copies of the model and the
+    arguments. An interrupt ends them, and the next call starts new ones; the weights are kept. Custom training loops
+    need a function for `phalanx.launch`.
 
     Args:
         devices: A number of replicas, or one device for each: ["cpu:0", "cpu:1"], ["/gpu:0", "/gpu:1"]. None: one for
-            each GPU, or a single replica if there is none; with `engine="spmd"` all devices that JAX sees.
-        cross_device_ops: How gradients are merged; None: the fastest way.
-        compression: As for `MultiWorkerMirroredStrategy`. On one host it saves no time.
-        engine: "replicas" or "spmd". None: "spmd" where `devices` is left out, Keras runs on JAX, no argument asks for
-            replicas, and there are several accelerators in this process alone or `phalanx run` was given
+            each GPU, or a single replica if there is none; with `engine="spmd"`, all devices that JAX sees.
+        cross_device_ops: Algorithm that merges gradients. None: the fastest.
+        compression: See `MultiWorkerMirroredStrategy`. Saves no time on one host.
+        engine: "replicas" or "spmd". None: "spmd" if `devices` is omitted, Keras runs on JAX, no argument requires
+            replicas, and this process alone has several accelerators or `phalanx run` was given
             `--devices-per-worker`; else "replicas".
-        synchronized_batch_norm: As for `MultiWorkerMirroredStrategy`. With `engine="spmd"` it is always so.
+        synchronized_batch_norm: See `MultiWorkerMirroredStrategy`. Always on with `engine="spmd"`.
 
     Raises:
-        ConfigurationError: devices that are not there; arguments of replicas for `engine="spmd"`; a process that is a
-            task of another job.
+        ConfigurationError: devices do not exist; arguments for replicas with `engine="spmd"`; this process is a task of
+            another job.
         UnsupportedError: `engine="spmd"`, and Keras does not run on JAX.
     """
 
@@ -67,7 +67,7 @@ class MirroredStrategy(Strategy):
         compression: Compression | str | None = None,
         synchronized_batch_norm: bool = False,
     ):
-        merges = cross_device_ops is not None or compression is not None  # in the way of replicas
+        merges = cross_device_ops is not None or compression is not None  # as only replicas do
         if engine is None:
             engine = SPMD if devices is None and not merges and _fits_one_program() else REPLICAS
         if engine not in (SPMD, REPLICAS):
@@ -91,7 +91,7 @@ class MirroredStrategy(Strategy):
             return
         if not is_started or LOCAL_REPLICAS in process_environment():
             start_local_replicas(self._devices)
-        resolver = TFConfigClusterResolver()  # what a scheduler started beside it is no part of it
+        resolver = TFConfigClusterResolver()  # not from a scheduler, whose other processes are not part of the job
         workers = len(resolver.cluster_spec().ranked_tasks)
         if devices is not None and workers > 1 and len(self._devices) != workers:
             raise ConfigurationError(
@@ -109,8 +109,8 @@ class MirroredStrategy(Strategy):
 
 
 def _fits_one_program() -> bool:
-    """Whether Keras runs on JAX, and the processes were started for one program, or this is the only one and sees
-    several GPUs, or TPUs (a chip may be two devices)."""
+    """Whether Keras runs on JAX and the launcher started the processes for one program, or this is the only process and
+    sees several GPUs, or TPUs (a chip may be two devices)."""
     environment = process_environment()
     if keras.backend.backend() != "jax":
         return False
@@ -120,7 +120,7 @@ def _fits_one_program() -> bool:
 
 
 def _place(devices: int | Sequence[str] | None, *, merges: bool) -> Placement:
-    """The placement of one compiled program over all devices."""
+    """The placement of one compiled program over the devices."""
     if merges:
         raise ConfigurationError(
             "MirroredStrategy(engine='spmd') compiles one program, into which XLA puts the sums of gradients: "
@@ -130,11 +130,11 @@ def _place(devices: int | Sequence[str] | None, *, merges: bool) -> Placement:
     return mirrored_placement(devices)
 
 
-_replicas: InteractiveReplicas | None = None  # of this session
+_replicas: InteractiveReplicas | None = None  # of the interactive session
 
 
 def _interactive(devices: list[str]) -> InteractiveReplicas:
-    """The replicas of this session, which a cell that is run again finds as they are."""
+    """The replicas of this session, reused when a cell is run again."""
     global _replicas
     if _replicas is not None and _replicas.devices != devices:
         _replicas.replace()

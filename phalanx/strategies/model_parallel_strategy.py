@@ -1,4 +1,4 @@
-"""`ModelParallelStrategy`: layers divided over devices."""
+"""`ModelParallelStrategy`: divides layers over devices."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from phalanx.training.training_policy import TrainingPolicy
 class ModelParallelStrategy(Strategy):
     """One compiled program on all devices, over which layers are divided (tensor parallelism). JAX only.
 
-    It trains as one device would, with any batch size.
+    Training gives the numbers of a single device, with any batch size.
 
     Args:
-        layout_map: A `keras.distribution.LayoutMap`, from the paths of variables to axes of its mesh; or "auto": from
-            the names and shapes of the variables, as Megatron-LM divides a transformer.
-        mesh_shape: (data, model) numbers of devices, for layout_map="auto"; None: (1, all devices). A LayoutMap has a
-            mesh of its own, and batches are divided over its first axis.
+        layout_map: A `keras.distribution.LayoutMap` from the paths of variables to axes of its mesh. Or "auto": derive
+            the layout from the names and shapes of the variables, as Megatron-LM divides a transformer.
+        mesh_shape: Numbers of devices (data, model), for layout_map="auto". None: (1, all devices). A LayoutMap has its
+            own mesh, whose first axis divides the batches.
 
     Raises:
-        ConfigurationError: the mesh does not fit the devices; or, when a variable is made, its layout does not fit it;
-            or, before the first step, a key of the layout map matches no variable, or nothing is divided.
+        ConfigurationError: the mesh does not fit the devices; or, when a variable is created, its layout does not fit
+            it; or, before the first step, a key of the layout map matches no variable, or nothing is divided.
         UnsupportedError: Keras does not run on JAX.
     """
 
@@ -50,7 +50,7 @@ class ModelParallelStrategy(Strategy):
 def _mesh_of(
     layout_map: keras.distribution.LayoutMap, mesh_shape: Sequence[int] | None, devices: Sequence[str]
 ) -> keras.distribution.DeviceMesh:
-    """The mesh of a layout map. Raises ConfigurationError if it is not one of these devices."""
+    """The mesh of a layout map. Raises ConfigurationError if it does not fit these devices."""
     mesh = layout_map.device_mesh
     if mesh is None:
         raise ConfigurationError(

@@ -19,22 +19,22 @@ from phalanx.training.training_policy import TrainingPolicy
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on the workers of a cluster (`tf.distribute.MultiWorkerMirroredStrategy`).
 
-    A task has a replica for each of its GPUs, or one if it has none. Where no launcher has started a process for each
-    GPU, the task's process runs the same program again for the others. They have the same TF_CONFIG, and print nothing
-    to the terminal but errors. PHALANX_TASK_REPLICAS sets another number.
+    A task has a replica for each of its GPUs, or one if it has none. If no launcher has started a process for each GPU,
+    the task's process runs the same program again for the others, which have the same TF_CONFIG and print only errors
+    to the terminal. PHALANX_TASK_REPLICAS sets another number of replicas.
 
-    Creating one waits until all workers have created theirs, at most PHALANX_RENDEZVOUS_TIMEOUT seconds. A task of
-    type `evaluator` trains alone.
+    The constructor waits until all workers have created the strategy, for at most PHALANX_RENDEZVOUS_TIMEOUT seconds. A
+    task of type `evaluator` trains alone.
 
     Args:
-        cluster_resolver: Where the cluster and this task come from. None: TF_CONFIG, or the environment of Slurm, MPI
-            or Kubernetes; without any of them this host trains alone.
-        communication_options: See `CommunicationOptions`.
-        communication: The older form, a `CollectiveCommunication`.
-        compression: How gradients are compressed: "float16", "bfloat16", "int8", "top_k", "power_sgd", or an object of
-            `phalanx.compression`; None: not at all.
-        synchronized_batch_norm: Normalize over the global batch in all `BatchNormalization` layers, as if they had
-            `synchronized=True`. False: only in those that have it.
+        cluster_resolver: Resolver of the cluster and this task. None: TF_CONFIG, or the environment of Slurm, MPI or
+            Kubernetes; without any of them, this host trains alone.
+        communication_options: Options of the communicator; see `CommunicationOptions`.
+        communication: Older form of the options, a `CollectiveCommunication`.
+        compression: Compression of gradients: "float16", "bfloat16", "int8", "top_k", "power_sgd", or an object of
+            `phalanx.compression`. None: no compression.
+        synchronized_batch_norm: Whether all `BatchNormalization` layers normalize over the global batch, as if they had
+            `synchronized=True`. False: only those that have it.
 
     Raises:
         ConfigurationError: the description of the cluster is invalid; the message says where.

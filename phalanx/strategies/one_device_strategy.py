@@ -1,4 +1,4 @@
-"""`OneDeviceStrategy`, and the strategy that stands in where none was chosen: one replica, nothing to merge."""
+"""`OneDeviceStrategy`, and the default strategy: one replica, nothing to merge."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from phalanx.training.training_policy import TrainingPolicy, on_device
 
 
 class OneDeviceStrategy(Strategy):
-    """One replica, on one device (`tf.distribute.OneDeviceStrategy`). `fit` is Keras's own; the interface lets the same
-    program run with and without replicas.
+    """One replica on one device (`tf.distribute.OneDeviceStrategy`). `fit` is that of Keras; with this interface, the
+    same program runs with and without replicas.
 
     Args:
-        device: Such as "/gpu:0" or "cpu:1". What is made in the scope lies there, and what is called in `run` or by
-            `fit` computes there. None: where the backend computes by default.
+        device: A device such as "/gpu:0" or "cpu:1". Variables created in the scope are placed on it, and `run` and
+            `fit` compute on it. None: the default device of the backend.
 
     Raises: ConfigurationError if there is no such device.
     """
@@ -36,7 +36,7 @@ class OneDeviceStrategy(Strategy):
             try:
                 with keras.device(name):
                     keras.ops.zeros(())
-            except Exception as error:  # of the backend's own kind
+            except Exception as error:  # its class depends on the backend
                 raise ConfigurationError(
                     f"OneDeviceStrategy({device!r}): {keras.backend.backend()} has no device {name} ({error})."
                 ) from error
@@ -58,6 +58,7 @@ class OneDeviceStrategy(Strategy):
 
 
 class DefaultStrategy(OneDeviceStrategy):
-    """What `get_strategy()` returns outside of every scope. As in `tf.distribute`, its own scope is outside, too."""
+    """The strategy that `get_strategy()` returns outside any scope. As in `tf.distribute`, its scope counts as outside
+    too."""
 
     _is_default = True

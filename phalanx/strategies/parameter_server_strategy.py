@@ -1,4 +1,4 @@
-"""`ParameterServerStrategy`: servers keep the variables and run the optimizer, workers compute gradients."""
+"""`ParameterServerStrategy`: servers hold the variables and run the optimizer; workers compute gradients."""
 
 from __future__ import annotations
 
@@ -50,34 +50,35 @@ logger = logging.getLogger(__name__)
 class ParameterServerStrategy(Strategy):
     """Training with parameter servers (`tf.distribute.ParameterServerStrategy`).
 
-    Servers keep the variables and run the optimizer; `fit` trains on the batches that the first server hands out to the
-    workers. Either only the task `chief` has this program, and `ps` and workers run `phalanx.Server(...).join()`. Or
-    every task runs the same program: on a task of type `ps` the constructor serves until the job is over, and then
-    exits the process with code 0; on other tasks it waits until the servers are there.
+    Servers hold the variables and run the optimizer. The first server assigns the batches of `fit` to the workers.
+    There are two ways to run a job. Either only the task `chief` runs this program, and servers and workers run
+    `phalanx.Server(...).join()`. Or every task runs the same program: on a task of type `ps`, the constructor serves
+    until the job is over, then exits the process with code 0; on other tasks, it waits for the servers to start.
 
     Args:
-        cluster_resolver: Describes the cluster and this task. None: TF_CONFIG, or the environment of Slurm, MPI or
+        cluster_resolver: Resolver of the cluster and this task. None: TF_CONFIG, or the environment of Slurm, MPI or
             Kubernetes.
-        variable_partitioner: Cuts large variables along their first axis, so that several servers share them; see
+        variable_partitioner: Splits large variables along their first axis, so that several servers share them; see
             `MinSizePartitioner`.
-        synchronous: Merge all workers' gradients of a step into one update; `batch_size` is then the global batch.
-            Otherwise each worker's gradients are one update.
-        replicas_to_aggregate: In synchronous training, how many workers' gradients make an update; those of the slowest
-            are discarded and counted. None: all.
-        staleness: In asynchronous training, how many steps a worker may be ahead of the slowest. None: any number.
-        overlap: In asynchronous training, compute the next step while a step's gradients are on their way. A step then
+        synchronous: Whether to merge all workers' gradients of a step into one update; `batch_size` is then the size of
+            the global batch. False: each worker's gradients are one update.
+        replicas_to_aggregate: Number of workers whose gradients make an update in synchronous training; gradients of
+            slower workers are discarded and counted. None: all.
+        staleness: Maximum number of steps that a worker may be ahead of the slowest in asynchronous training. None: no
+            limit.
+        overlap: Whether, in asynchronous training, workers compute the next step while they send gradients. A step then
             does not wait for the network, but its weights lack about twice as many updates: see
-            docs/how-to/parameter-servers.md. Without effect on models with tables whose rows are sent.
-        refuse_nan: Discard updates with values that are not finite, log and count them; False: apply them.
-        compression: "float16" or "bfloat16" (or `phalanx.compression.Float16()`, `BFloat16()`): gradients are sent
-            in this dtype.
-        replication: 2: each server's shards have a replica on the next server, and an update is answered when both have
-            applied it. A killed server then costs no update and no wait for its restart. 1: no replicas.
-        snapshot_dir: Where each server keeps snapshots of its shards, from which it resumes when it was killed and is
-            restarted. None: files of the launcher under `phalanx run`, which restarts killed servers; otherwise
-            nowhere, and losing a server ends the job.
+            docs/how-to/parameter-servers.md. No effect on models with tables whose rows are sent.
+        refuse_nan: Whether to discard updates with non-finite values, log and count them. False: apply them.
+        compression: "float16" or "bfloat16" (or `phalanx.compression.Float16()`, `BFloat16()`): the dtype in which
+            gradients are sent.
+        replication: 2: each server's shards have a replica on the next server, and an update is acknowledged when both
+            have applied it. Losing a server then loses no update and needs no wait for a restart. 1: no replicas.
+        snapshot_dir: Directory for snapshots of each server's shards, from which a restarted server resumes. None:
+            files of the launcher under `phalanx run`, which restarts killed servers; otherwise no snapshots, and losing
+            a server ends the job.
         snapshot_seconds: Seconds between two snapshots; updates since the last one are lost with the server.
-        embedding_rows: Whether only the rows of an `Embedding` that a batch uses are sent. "auto": for tables of at
+        embedding_rows: Whether to send only the rows of an `Embedding` that a batch uses. "auto": for tables of at
             least 1 MiB with 16 times as many rows as a batch looks up; True: for all tables that allow it; False: for
             none. The optimizer then does not update the state of other rows: see docs/how-to/parameter-servers.md.
 
@@ -107,7 +108,7 @@ class ParameterServerStrategy(Strategy):
         resolver = as_resolver(cluster_resolver)
         me = identify_task_of(resolver)
         if me.task.type == PS:
-            set_variables(HIDE_GPUS)  # gradients come through the host's memory, and a GPU's belongs to the workers
+            set_variables(HIDE_GPUS)  # gradients arrive in host memory; the GPUs belong to the workers
             serve(me, snapshot_dir, snapshot_seconds, replication)
             sys.exit(0)
         _check_replication(me, replication)
@@ -115,7 +116,7 @@ class ParameterServerStrategy(Strategy):
         cast = _cast(compression)
         if embedding_rows not in ("auto", True, False):
             raise ConfigurationError(f"embedding_rows is {embedding_rows!r}; write True, False or 'auto'.")
-        # Workers meet at the servers alone: there is no communicator between them.
+        # Workers connect to the servers only: there is no communicator between them.
         super().__init__(alone(), resolver)
         self._worker: ParameterServerWorker | None = None  # None on an evaluator, which trains alone
         if me.task.type != EVALUATOR:
@@ -134,14 +135,14 @@ class ParameterServerStrategy(Strategy):
 
     @classmethod
     def of_worker(cls, worker: ParameterServerWorker, resolver: ClusterResolver) -> ParameterServerStrategy:
-        """The strategy of a worker that runs no program of its own."""
+        """Create the strategy of a worker that does not run the program itself."""
         strategy = cls.__new__(cls)
         Strategy.__init__(strategy, alone(), resolver)
         strategy._worker = worker
         return strategy
 
     def _accept_workers(self, worker: ParameterServerWorker) -> None:
-        """As the chief: let workers take part that run no program of their own."""
+        """As the chief: admit workers that do not run the program themselves."""
         if worker.calls is None:
             worker.calls = calls = MethodCalls(worker, self, self._tensors)
             calls.start(lambda: _settings_of(worker))
@@ -152,7 +153,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def rank(self) -> int:
-        """This worker's number; 0 is the chief."""
+        """Number of this worker; 0 is the chief."""
         return 0 if self._worker is None else self._worker.number
 
     @property
@@ -161,12 +162,12 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many workers make one update together: 1 in asynchronous training."""
+        """Number of workers that contribute to one update: 1 in asynchronous training."""
         return self._worker.workers if self._worker is not None and self._worker.rules.synchronous else 1
 
     @property
     def global_step(self) -> int:
-        """Number of updates of the job when this worker's last one was applied.
+        """Number of the job's updates at the time this worker's last one was applied.
 
         It is not contiguous: other workers make updates in between.
         """
@@ -174,7 +175,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def _in_function(self) -> bool:
-        """Whether this is a worker of a `ClusterCoordinator`, which runs each function by itself."""
+        """Whether this is a worker of a `ClusterCoordinator`, which runs each function on its own."""
         return self._worker is not None and self._worker.in_function
 
     @property
@@ -211,19 +212,19 @@ class ParameterServerStrategy(Strategy):
         worker = self._worker
         if worker is None:
             return super().distribute_datasets_from_function(dataset_fn, options)
-        if self._in_function:  # the chief, which is number 0, runs no functions
+        if self._in_function:  # the chief, number 0, runs no functions
             context = InputContext(worker.workers - 1, worker.number - 1, 1)
         else:
             context = InputContext(worker.workers, worker.number, 1)
         return super().distribute_datasets_from_function(lambda _: dataset_fn(context), options)
 
     def explain_sharding(self, dataset: Any, *, batch_size: int | None = None) -> str:
-        """Which part of an input of `fit` the workers read: batches are assigned while they train."""
+        """Explain which part of an input of `fit` the workers read: batches are assigned during training."""
         workers = 1 if self._worker is None else self._worker.workers
         return f"Each of the {workers} workers takes whole batches of the input, as the first server hands them out."
 
     def _distribution(self) -> DatasetDistribution:
-        # Every worker has the whole dataset; the head decides which of its batches it trains on.
+        # Every worker has the whole dataset; the head server assigns it the batches to train on.
         return replace(super()._distribution(), rank=0, world_size=1)
 
 
@@ -235,7 +236,7 @@ def serve(me: TaskIdentity, snapshot_dir: str | os.PathLike[str] | None, snapsho
     _check_replication(me, replication)
     prepare()
     is_replicated = replication > 1
-    # A replica is newer than any snapshot, which would only take time.
+    # A replica is newer than any snapshot, so snapshots would only cost time.
     snapshots = None if is_replicated else snapshots_of(me, None if snapshot_dir is None else Path(snapshot_dir))
     server = ParameterServer(me, snapshots, snapshot_s, is_replicated=is_replicated)
     telemetry.current.read_server = lambda: server.figures
@@ -281,7 +282,7 @@ def _settings_of(worker: ParameterServerWorker) -> WorkerSettings:
 RANDOM_STATE = "random state"
 
 _joined_as: tuple[ClusterSpec, ParameterServerWorker] | None = None
-"""This process as a worker: a task has one port, so it joins one cluster, once."""
+"""The cluster and worker of this process: a task has one port, so it joins one cluster, once."""
 
 
 def join_as_worker(
@@ -294,7 +295,7 @@ def join_as_worker(
     *,
     is_replicated: bool,
 ) -> ParameterServerWorker:
-    """This process as a worker: created once; a further strategy changes its rules."""
+    """Return the worker of this process, created on the first call; later strategies change its rules."""
     global _joined_as
     if _joined_as is None:
         process_exit.install()
@@ -330,7 +331,7 @@ def join_as_worker(
 
 
 def _share_random_state(worker: ParameterServerWorker) -> None:
-    """Use the chief's random state, so that unseeded splits and data are the same on all workers."""
+    """Set the chief's random state on all workers, so that unseeded splits and data are equal."""
     if worker.workers == 1:
         return
     if worker.is_chief:
@@ -338,7 +339,7 @@ def _share_random_state(worker: ParameterServerWorker) -> None:
     else:
         try:
             received = worker.receive_broadcast(RANDOM_STATE)
-        except CollectiveTimeoutError:  # the head was restarted since the chief's broadcast
+        except CollectiveTimeoutError:  # the head server was restarted after the chief's broadcast
             logger.warning("The chief's random state is no longer known: random data and splits may differ.")
             return
         state = received[0] if received else None

@@ -1,7 +1,7 @@
 """Preemption in custom training loops: `tf.distribute.experimental.PreemptionCheckpointHandler`.
 
-Each rank watches for its own notice: the signal, or what a function of the program says. Before each step the ranks
-agree whether one of them has it, so all save after the same step, and exit.
+Each rank watches for its own notice: a signal, or the result of a function of the program. Before each step, the ranks
+agree whether one of them has notice, so all save after the same step, and exit.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from phalanx.training.replica import Replica, alone
 logger = logging.getLogger(__name__)
 
 WATCH_S = 1.0
-"""Between two calls of `termination_watcher_fn`."""
+"""Seconds between two calls of `termination_watcher_fn`."""
 SAVE_MARGIN = 3.0
-"""How many times the longest step so far is left of a grace period, for the last step and for saving."""
+"""Part of a grace period kept for the last step and for saving, as a multiple of the longest step so far."""
 BASENAME = "preemption"
-_RUNS = "checkpointed_runs"  # its name in TensorFlow's checkpoints
+_RUNS = "checkpointed_runs"  # the name in TensorFlow's checkpoints
 
 
 @dataclass
 class TerminationConfig:
-    """How a preemption is announced, and how the program ends (`tf.distribute.experimental.TerminationConfig`).
+    """Announcement of a preemption, and exit of the program (`tf.distribute.experimental.TerminationConfig`).
 
     Args:
-        termination_watcher_fn: Called repeatedly in a thread; returns True once the process is about to be preempted.
-            None: the signal SIGTERM, or PHALANX_PREEMPTION_SIGNAL.
-        exit_fn: Called on every rank after the checkpoint was saved. None: the program ends with exit code 75, after
-            which `phalanx run --max-restarts` starts it again.
+        termination_watcher_fn: Function that a thread calls repeatedly; returns True once the process is about to be
+            preempted. None: watch for the signal SIGTERM, or PHALANX_PREEMPTION_SIGNAL.
+        exit_fn: Function that every rank calls after the checkpoint is saved. None: exit the program with code 75,
+            after which `phalanx run --max-restarts` restarts it.
         grace_period: Seconds between the announcement and the preemption. Training continues for most of them. None
-            or 0: save after the present step.
-        save_fn: Saves the checkpoint instead of the manager's `save`; gets the arguments of
-            `save_checkpoint_if_preempted`. For a Keras model it is called on the chief.
+            or 0: save after the current step.
+        save_fn: Function that saves the checkpoint instead of the manager's `save`; receives the arguments of
+            `save_checkpoint_if_preempted`. For a Keras model, only the chief calls it.
     """
 
     termination_watcher_fn: Callable[[], bool] | None = None
@@ -60,22 +60,23 @@ class TerminationConfig:
 
 
 class PreemptionCheckpointHandler:
-    """Saves a checkpoint on all replicas' behalf when one of them is about to be preempted, and ends the program.
+    """Saves a checkpoint for all replicas when one of them is about to be preempted, and ends the program.
 
         handler = phalanx.experimental.PreemptionCheckpointHandler(strategy.cluster_resolver, model, "preempted")
         for step in range(handler.total_run_calls, STEPS):
             handler.run(train_step, batches[step])
 
-    When it is created, it restores what it has saved before. Create it on all replicas, after the model is built, and
-    call `run` equally often on each.
+    The constructor restores the last saved checkpoint. Create the handler on all replicas, after the model is built,
+    and call `run` equally often on each.
 
     Args:
-        cluster_resolver: As in TensorFlow; the strategy of this process knows its job, so None does as well.
-        checkpoint_or_checkpoint_manager: A Keras model, on every backend, whose weights and optimizer the chief saves
-            and restores, and passes to the other replicas. Or TensorFlow's `tf.train.Checkpoint` or
-            `CheckpointManager`, which each replica restores itself: their directory must be shared.
-        checkpoint_dir: Where to save; not for a `CheckpointManager`, which has its own.
-        termination_config: How a preemption is announced, and how the program ends.
+        cluster_resolver: Accepted for compatibility with TensorFlow; may be None, because the strategy of this process
+            has already joined its job.
+        checkpoint_or_checkpoint_manager: A Keras model, on any backend: the chief saves and restores its weights and
+            optimizer, and sends them to the other replicas. Or a `tf.train.Checkpoint` or `CheckpointManager`, which
+            each replica restores itself, so its directory must be shared.
+        checkpoint_dir: Directory of the checkpoint; not for a `CheckpointManager`, which has its own.
+        termination_config: Announcement of a preemption, and exit of the program.
 
     Raises:
         ConfigurationError: an argument does not fit, or the checkpoint is of another model.
@@ -98,8 +99,8 @@ class PreemptionCheckpointHandler:
             )
         self._config = termination_config or TerminationConfig()
         self._saved = _saved_state(checkpoint_or_checkpoint_manager, checkpoint_dir, self._replica)
-        self._runs = self._saved.restore()  # completed runs, those before a restart included
-        # Replicas with their own directories would train on from different steps, each as if it were alone.
+        self._runs = self._saved.restore()  # completed runs, including those before a restart
+        # Replicas with separate directories would resume at different steps, each as if it were alone.
         restored = self._replica.gather(self._runs)
         if len(set(restored)) > 1:
             raise DisagreementError(
@@ -112,13 +113,13 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How often `run` was called, also before the program was restarted."""
+        """Number of calls of `run`, including those before the program was restarted."""
         return self._runs
 
     def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Save and exit if a replica is about to be preempted; else call the function, and return its result.
 
-        Raises: PreemptedError, with which the program ends, unless `exit_fn` is given.
+        Raises: PreemptedError, which ends the program, unless `exit_fn` is given.
         """
         self.save_checkpoint_if_preempted()
         started_at = time.monotonic()
@@ -128,18 +129,19 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """As `run`, for programs that call their function themselves; call it before each step, on all replicas.
+        """Save and exit as `run` does, in programs that call their function themselves. Call this before each step, on
+        all replicas.
 
         Args:
-            args: For `save_fn`.
-            kwargs: For `save_fn`.
+            args: Arguments of `save_fn`.
+            kwargs: Keyword arguments of `save_fn`.
         """
-        # A collective before each step: a notice reaches one rank, and at a time of its own.
+        # A collective before each step: each rank gets notice at a different time, or not at all.
         if not self._replica.any(self._notice.is_due()):
             return
         self._watches.close()
         self._saved.save(self._runs, self._config.save_fn, args, kwargs)
-        self._replica.any(True)  # no replica exits before the checkpoint is there
+        self._replica.any(True)  # no replica exits before the checkpoint is written
         if self._config.exit_fn is None:
             raise PreemptedError(
                 f"The job was preempted after {self._runs} steps. It resumes when the program is started again."
@@ -150,7 +152,7 @@ class PreemptionCheckpointHandler:
 
     @contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Around the training: at its end the process no longer watches for a preemption."""
+        """Context around training, after which the process no longer watches for a preemption."""
         try:
             yield
         finally:
@@ -165,20 +167,20 @@ class PreemptionCheckpointHandler:
 
 
 class _Notice:
-    """Whether this rank is about to be preempted, and when it is time to save."""
+    """Notice that this rank is about to be preempted, and the time to save."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._longest_s = 0.0  # of the steps so far
-        self._since: float | None = None  # by the monotonic clock; one assignment, so no lock is needed
+        self._since: float | None = None  # on the monotonic clock; a single assignment, so no lock is needed
 
     def signal(self) -> None:
-        """This rank got notice. May be called by a signal handler."""
+        """Record that this rank got notice. A signal handler may call this."""
         if self._since is None:
             self._since = time.monotonic()
 
     def note_duration(self, seconds: float) -> None:
-        """A step took so long."""
+        """Record the duration of a step."""
         self._longest_s = max(self._longest_s, seconds)
 
     def is_due(self) -> bool:
@@ -190,7 +192,7 @@ class _Notice:
 
 @contextmanager
 def _watching(watcher: Callable[[], bool], notice: _Notice) -> Iterator[None]:
-    """While inside, a thread asks the program's function."""
+    """Context in which a thread calls the program's function repeatedly."""
     stop = threading.Event()
 
     def watch() -> None:
@@ -198,7 +200,7 @@ def _watching(watcher: Callable[[], bool], notice: _Notice) -> Iterator[None]:
         while not stop.wait(WATCH_S):
             try:
                 is_announced = watcher()
-            except Exception as error:  # a server that does not answer for a moment must not end the watch
+            except Exception as error:  # a metadata server that fails for a moment must not end the watch
                 if failure != (failure := repr(error)):
                     logger.warning("termination_watcher_fn raised %s. It is called again.", failure)
                 continue
@@ -216,11 +218,11 @@ def _watching(watcher: Callable[[], bool], notice: _Notice) -> Iterator[None]:
 
 class _SavedState(Protocol):
     def restore(self) -> int:
-        """Restore what was saved; returns the number of steps, 0 if there is nothing."""
+        """Restore the saved state, and return its number of steps; 0 if there is none."""
         ...
 
     def save(self, runs: int, save_fn: Callable[..., Any] | None, args: Any, kwargs: Any) -> None:
-        """Save what this rank is to save."""
+        """Save this rank's part of the state."""
         ...
 
 
@@ -242,7 +244,7 @@ def _saved_state(given: Any, directory: str | os.PathLike[str] | None, replica: 
 
 
 class _ModelState:
-    """A Keras model: the chief has the files, and passes what is in them to the others."""
+    """State of a Keras model: the chief reads and writes the files, and sends their content to the others."""
 
     def __init__(self, model: Any, directory: CheckpointDirectory, replica: Replica) -> None:
         self._model = model
@@ -268,8 +270,8 @@ class _ModelState:
 
 
 class _TensorFlowState:
-    """A `tf.train.CheckpointManager`, with the number of steps among what it saves; the chief saves, and the others
-    if its values are those of all."""
+    """State of a `tf.train.CheckpointManager`, which also saves the number of steps. The chief saves; the others take
+    part if saving merges variables."""
 
     def __init__(self, manager: Any, replica: Replica) -> None:
         tf: Any = importlib.import_module("tensorflow")
@@ -291,6 +293,6 @@ class _TensorFlowState:
             Path(self._manager.directory).mkdir(parents=True, exist_ok=True)
             (save_fn or self._manager.save)(*args, **kwargs)
         elif any(isinstance(each, MergedOnRead) for each in self._saved_objects()):
-            # Saving such a variable merges it, a collective, which the chief would wait in.
+            # Saving such a variable merges it: the chief waits for the others in this collective.
             with TemporaryDirectory() as discarded:
                 self._manager.checkpoint.write(str(Path(discarded, _RUNS)))

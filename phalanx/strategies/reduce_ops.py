@@ -1,4 +1,4 @@
-"""What a program may name as the operation of a reduction, and pass as its values."""
+"""Conversion of the operations and values that a program passes to a reduction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.errors import ConfigurationError
 
 
 def reduce_op_of(value: Any) -> ReduceOp:
-    """A `ReduceOp` from its name, itself, or `tf.distribute.ReduceOp`."""
+    """The `ReduceOp` for a name, a `ReduceOp`, or a `tf.distribute.ReduceOp`."""
     name = value if isinstance(value, str) else getattr(value, "name", None)
     try:
         return ReduceOp[str(name).upper()]
@@ -23,7 +23,7 @@ def reduce_op_of(value: Any) -> ReduceOp:
 
 
 def as_float(leaf: Any) -> Any:
-    """A tensor that has a mean: integers and booleans as Keras's own float; None as it is."""
+    """Cast integers and booleans to `keras.config.floatx()`, so that they have a mean. None stays None."""
     if leaf is None:
         return None
     kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
@@ -32,7 +32,7 @@ def as_float(leaf: Any) -> Any:
 
 
 def on_present_leaves(function: Callable[[list[Any]], Iterable[Any]], value: Any) -> Any:
-    """A structure with what `function` makes of all its leaves; None, as the gradient of what is not used, stays."""
+    """Apply `function` to the list of a structure's leaves. None, such as the gradient of an unused variable, stays."""
     leaves = keras.tree.flatten(value)
     present = [leaf for leaf in leaves if leaf is not None]
     results = iter(function(present) if present else ())

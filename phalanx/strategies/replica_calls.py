@@ -1,8 +1,8 @@
-"""Calls of a model's methods that travel from an interactive session to the replicas that serve it.
+"""Calls of a model's methods, sent from an interactive session to the replicas that serve it.
 
-A call travels as a pickle, over the job's authenticated links: its arguments by value, the model as `model_copies` has
-it, and only where the serving replicas do not have it yet. Layers of the model in the arguments, such as the model that
-a callback was given, travel as references.
+A call is sent as pickles, over the job's authenticated links: its arguments by value, and the model, as a copy of
+`model_copies`, only if the serving replicas do not have it yet. Layers of the model in the arguments, such as the model
+of a callback, are sent as references.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ PURPOSE = "replica-calls"
 SERVER = "phalanx.strategies.replica_server"
 """The module that the other replicas run."""
 MODELS_KEPT = 8
-"""So many of the models that were called last are not made again when they are called again."""
+"""Number of most recently called models whose copies are kept for further calls."""
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """A method of a model to call. The buffers: `SessionState`, perhaps the model, and the arguments.
+    """A method of a model to call. Buffers: `SessionState`, the model if `has_model`, and the arguments.
 
     Attributes:
-        model: The number of the model in the session. Two models may be described alike, and are two all the same.
-        has_model: Whether the model travels too.
-        arguments: Their names.
+        model: Number of the model in the session, which distinguishes models with equal descriptions.
+        has_model: Whether the model is sent too.
+        arguments: Names of the arguments.
     """
 
     method: str
@@ -51,7 +51,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The call was understood, and begins."""
+    """The call was unpacked, and begins."""
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -59,18 +59,18 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """It raised the error in the buffer; see `function_call.CallRaised`."""
+    """The call raised the error in the buffer; see `function_call.CallRaised`."""
 
 
 class Settled(msgspec.Struct, frozen=True, tag=True):
-    """All replicas have raised alike, so none waits for another, and the next call may come."""
+    """All replicas raised the same kind of error, so none waits for another, and the next call may follow."""
 
 
 Message = Call | Ready | Done | Failed | Settled
 
 
 class ModelOfStrategy(NamedTuple):
-    """A model, and how its strategy trains it."""
+    """A model, and the settings of its strategy."""
 
     copy: LayerCopy
     policy: TrainingPolicy
@@ -78,12 +78,12 @@ class ModelOfStrategy(NamedTuple):
 
 
 class PackedCall(NamedTuple):
-    """A call as it travels.
+    """A call in the form in which it is sent.
 
     Attributes:
-        described: The model, which travels if the replicas do not have it yet.
-        digest: Of what the replicas must have of it.
-        arguments: Their pickles, by name.
+        described: The model, which is sent if the replicas do not have it yet.
+        digest: Digest of the model without its built state, compared with the one that the replicas have.
+        arguments: Pickled arguments, by name.
         has_functions: See `SessionState`.
     """
 
@@ -98,13 +98,14 @@ Kept = TypeVar("Kept")
 
 
 class KeptModels(OrderedDict[int, Kept]):
-    """The records of the models that were called last, by number; MODELS_KEPT at most.
+    """Records of the most recently called models, by number; at most MODELS_KEPT.
 
-    The session and the replicas keep one each and use them alike, so that the session knows what the replicas have.
+    The session and each replica keep one and update it identically, so that the session knows which models the replicas
+    have.
     """
 
     def note(self, number: int, known: Kept) -> None:
-        """Learn something of a model, which is the last one called now."""
+        """Record a model as the most recently called one."""
         self[number] = known
         self.move_to_end(number)
         while len(self) > MODELS_KEPT:
@@ -112,11 +113,12 @@ class KeptModels(OrderedDict[int, Kept]):
 
 
 class SessionState(NamedTuple):
-    """What of the program a call depends on besides its arguments.
+    """State of the program, other than the arguments, that a call depends on.
 
     Attributes:
-        attributes: Of the model, which may have changed since the replicas made theirs.
-        has_functions: Whether the model has compiled functions here: they keep attributes as they were, in copies too.
+        attributes: Attributes of the model, which may have changed since the replicas created their copies.
+        has_functions: Whether the model has compiled functions here, which keep earlier values of attributes; those of
+            the copies must do the same.
     """
 
     path: list[str]
@@ -133,12 +135,12 @@ def pack(
     cross_device_ops: CrossDeviceOps | None,
     tensors: Tensors,
 ) -> PackedCall:
-    """A call as it travels.
+    """Pack a call to be sent.
 
-    Raises: UnsupportedError naming what cannot travel.
+    Raises: UnsupportedError naming what cannot be sent.
     """
     described = ModelOfStrategy(model_copies.copy_of(model), policy_of(model), cross_device_ops)
-    # A copy that the others have is built by the call that has built the model here.
+    # Without built state: the call that built the model here also built the copies of the others.
     known_by = pack_model(described._replace(copy=described.copy.unbuilt()), tensors)
     places = {id(layer): number for number, layer in enumerate(model._flatten_layers())}
     pickles = {
@@ -150,7 +152,7 @@ def pack(
 
 
 def pack_model(described: ModelOfStrategy, tensors: Tensors) -> bytes:
-    """A model as it travels. Raises: UnsupportedError if it cannot."""
+    """Pickle a model to be sent. Raises: UnsupportedError if it cannot be sent."""
     return _pickled(described, "The model", tensors, {})
 
 
@@ -160,7 +162,7 @@ def session_state(call: PackedCall) -> bytes:
 
 
 def unpack_arguments(contents: Mapping[str, memoryview], model: Any) -> dict[str, Any]:
-    """The arguments of a call, with this process's model where the caller's was."""
+    """Unpickle the arguments of a call, with this process's model in place of the caller's."""
     layers = list(model._flatten_layers())
     return {name: loads_referring(content, layers.__getitem__) for name, content in contents.items()}
 
@@ -168,8 +170,8 @@ def unpack_arguments(contents: Mapping[str, memoryview], model: Any) -> dict[str
 def _pickled(thing: Any, what: str, tensors: Tensors, places: Mapping[int, int]) -> bytes:
     """
     Args:
-        what: Names it in errors.
-        places: Of the layers that the other replicas have, by their ids; others travel with their weights.
+        what: Name of the object in errors.
+        places: Indices of the layers that the other replicas have, by id; other layers are sent with their weights.
     """
     with refusing(
         f"{what} cannot travel to the other replicas of this session",

@@ -1,4 +1,4 @@
-"""Which strategy is current, and whether this code runs as a replica of it: `tf.distribute`'s contexts."""
+"""The current strategy, and whether code runs as one of its replicas: the contexts of `tf.distribute`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class _Entered(NamedTuple):
-    """A strategy whose scope, `run` or method of a model this thread is inside of.
+    """A strategy whose scope, `run`, or method of a model this thread is inside.
 
     Attributes:
-        owns: Whether what is created now belongs to it. What callbacks create in `fit` does not: some run on the chief
-            alone.
+        owns: Whether objects created now belong to the strategy. Objects that callbacks create in `fit` do not: some
+            callbacks run only on the chief.
     """
 
     strategy: Strategy
@@ -34,7 +34,7 @@ class _Entered(NamedTuple):
 
 
 class _Stack(threading.local):
-    """The scopes, `run` calls and methods that this thread is inside of, innermost last."""
+    """The scopes, `run` calls and methods that this thread is inside, innermost last."""
 
     def __init__(self) -> None:
         self.entered: list[_Entered] = []
@@ -47,7 +47,7 @@ _stack = _Stack()
 
 
 class ReplicaContext:
-    """What code inside `strategy.run` may use (`tf.distribute.ReplicaContext`)."""
+    """The interface for code inside `strategy.run` (`tf.distribute.ReplicaContext`)."""
 
     def __init__(self, strategy: Strategy):
         self._strategy = strategy
@@ -59,12 +59,12 @@ class ReplicaContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas whose gradients are merged."""
+        """Number of replicas whose gradients are merged."""
         return 1 if self._strategy.placement is not None else self._strategy.num_replicas_in_sync
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """This replica's rank, 0 to `num_replicas_in_sync` - 1."""
+        """Rank of this replica, 0 to `num_replicas_in_sync` - 1."""
         return self._strategy.rank
 
     @property
@@ -73,27 +73,27 @@ class ReplicaContext:
         return self._strategy.local_devices
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
-        """The value, merged over the replicas; `value` may be a structure of tensors."""
+        """Merge `value`, a tensor or a structure of tensors, over the replicas."""
         return self._strategy.reduce(reduce_op, value, axis=None)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """The replicas' values, concatenated along `axis` in rank order."""
+        """Concatenate the replicas' values along `axis`, in rank order."""
         return self._strategy.gather(value, axis)
 
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `merge_fn(strategy, *args, **kwargs)` outside of the replica context."""
+        """Call `merge_fn(strategy, *args, **kwargs)` outside the replica context."""
         with _outside():
             return merge_fn(self._strategy, *args, **(kwargs or {}))
 
 
 class StepContext(ReplicaContext):
-    """What code in the steps of `fit` and `evaluate` may use, as in `tf.distribute`.
+    """The interface for code in the steps of `fit` and `evaluate`, as in `tf.distribute`.
 
-    `fit` merges gradients as the mean over the global batch, and so it merges what flows back through these
-    collectives: what a layer makes of sums over all replicas is what one process makes of the whole batch.
+    `fit` merges gradients as the mean over the global batch, including those that flow back through these collectives:
+    a layer that computes with sums over all replicas gets the numbers of one process with the whole batch.
 
     Args:
-        collectives: Those of the step.
+        collectives: The collectives of the step.
     """
 
     def __init__(self, strategy: Strategy, collectives: StepCollectives) -> None:
@@ -102,21 +102,21 @@ class StepContext(ReplicaContext):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas that take the step; 1 between steps, in callbacks for example."""
+        """Number of replicas that take the step; 1 between steps, for example in callbacks."""
         return 1 if self._is_lone else super().num_replicas_in_sync
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """This replica's rank among them."""
+        """Rank of this replica among those that take the step."""
         return 0 if self._is_lone else super().replica_id_in_sync_group
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
-        """The value, merged over the replicas; gradients flow back through it.
+        """Merge a value over the replicas; gradients flow back through the result.
 
         Args:
-            reduce_op: "SUM" or "MEAN". A mean counts each replica by its part of the global batch, so the mean of
-                means over parts is the mean over the whole.
-            value: A tensor, or a structure of tensors, of equal shapes on all replicas.
+            reduce_op: "SUM" or "MEAN". A mean weights each replica by its share of the global batch, so the mean of
+                the replicas' means is the mean over the global batch.
+            value: A tensor, or a structure of tensors, with equal shapes on all replicas.
 
         Raises: UnsupportedError for other operations, and in `predict`.
         """
@@ -137,11 +137,11 @@ class StepContext(ReplicaContext):
         return on_present_leaves(reduce, keras.tree.map_structure(as_float, value) if op is ReduceOp.MEAN else value)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """The replicas' values, concatenated along `axis` in rank order; gradients flow back through it.
+        """Concatenate the replicas' values along `axis`, in rank order; gradients flow back through the result.
 
         Args:
-            value: A tensor, or a structure of tensors, that has a row for each sample along `axis`.
-            axis: That of the samples.
+            value: A tensor, or a structure of tensors, with one row for each sample along `axis`.
+            axis: The sample axis.
 
         Raises: UnsupportedError in `predict`, and with parameter servers.
         """
@@ -155,7 +155,7 @@ class StepContext(ReplicaContext):
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `ReplicaContext.merge_call`.
 
-        Raises: ConfigurationError in a step, which does not stop for what is not a collective.
+        Raises: ConfigurationError in a step, which can run only collectives across replicas.
         """
         if not self._is_lone:
             raise ConfigurationError(
@@ -190,7 +190,7 @@ class _Collectives:
 
 @contextmanager
 def entered(strategy: Strategy) -> Iterator[Strategy]:
-    """Inside `strategy.scope()`."""
+    """Context of `strategy.scope()`."""
     _stack.entered.append(_Entered(strategy))
     try:
         yield strategy
@@ -200,7 +200,7 @@ def entered(strategy: Strategy) -> Iterator[Strategy]:
 
 @contextmanager
 def running_method(strategy: Strategy) -> Iterator[None]:
-    """Inside `fit` and the like, of a model of this strategy."""
+    """Context of `fit` and other methods of this strategy's models."""
     _stack.entered.append(_Entered(strategy, owns=False))
     try:
         yield
@@ -210,10 +210,10 @@ def running_method(strategy: Strategy) -> Iterator[None]:
 
 @contextmanager
 def running(strategy: Strategy) -> Iterator[ReplicaContext]:
-    """Inside `strategy.run`."""
+    """Context of `strategy.run`."""
     context = ReplicaContext(strategy)
     _stack.replicas.append(context)
-    # `run` needs no scope around it, and what is made inside is the strategy's.
+    # `run` needs no surrounding scope: objects created inside belong to the strategy.
     _stack.entered.append(_Entered(strategy))
     try:
         with nullcontext() if strategy.computes_alone else InStep(_Collectives(context)):
@@ -225,7 +225,7 @@ def running(strategy: Strategy) -> Iterator[ReplicaContext]:
 
 @contextmanager
 def _outside() -> Iterator[None]:
-    # Scopes stay: a merge call is in the cross-replica context of the strategy.
+    # Scopes stay entered: a merge call runs in the cross-replica context of the strategy.
     replicas, _stack.replicas = _stack.replicas, []
     _stack.merges += 1
     try:
@@ -238,7 +238,7 @@ def _outside() -> Iterator[None]:
 
 @contextmanager
 def reading_own() -> Iterator[None]:
-    """Where variables that are merged on read have this replica's values, outside of `run` too."""
+    """Context in which variables that are merged on read have this replica's values, even outside `run`."""
     _stack.reads_own += 1
     try:
         yield
@@ -247,35 +247,35 @@ def reading_own() -> Iterator[None]:
 
 
 def reads_jobs_values() -> bool:
-    """Whether variables that are merged on read have the job's values here."""
+    """Whether reading a variable that is merged on read yields the job's value here."""
     return not _stack.replicas and not _stack.reads_own
 
 
 def has_strategy() -> bool:
-    """Whether this code is inside the scope of a strategy other than the default one, or in `fit` of its model."""
+    """Whether the caller is inside the scope of a strategy other than the default one, or in `fit` of its model."""
     strategy = current_strategy()
     return strategy is not None and not strategy._is_default
 
 
 def current_strategy() -> Strategy | None:
-    """The innermost strategy whose scope, `run`, or method of a model this code is in; None outside of all."""
+    """The innermost strategy whose scope, `run`, or method of a model the caller is in; None if there is none."""
     return _stack.entered[-1].strategy if _stack.entered else None
 
 
 def owning_strategy() -> Strategy | None:
-    """The strategy that what is created here belongs to; None outside of all."""
+    """The strategy that owns objects created here; None if there is none."""
     return next((each.strategy for each in reversed(_stack.entered) if each.owns), None)
 
 
 def current_run() -> ReplicaContext | None:
-    """The context of the innermost `strategy.run` that this code is in; None outside of all."""
+    """The context of the innermost `strategy.run` that the caller is in; None if there is none."""
     return _stack.replicas[-1] if _stack.replicas else None
 
 
 def current_replica_context() -> ReplicaContext | None:
-    """That of `strategy.run`, or else of the `fit` or other method of a model that this code is in; None outside.
+    """The context of `strategy.run`, or else of the `fit` or other method of a model that the caller is in; else None.
 
-    Where Keras computes shapes, as of layers of a functional model that is made in a scope, a process computes alone.
+    Where Keras computes shapes, such as for a functional model that is created in a scope, a process computes alone.
     """
     if _stack.replicas or not _stack.entered or (_stack.entered[-1].owns and not in_symbolic_scope()):
         return current_run()
@@ -285,12 +285,12 @@ def current_replica_context() -> ReplicaContext | None:
 
 
 def trace_key() -> Hashable | None:
-    """The strategies whose scope and whose `run` this code is in, on which a trace depends; None outside of all."""
-    # Not their identities: a trace outlives its strategy, and the next one may get the address of that.
+    """Key of the strategies whose scope and `run` the caller is in, on which a trace depends; None if there is none."""
+    # Not their ids: a trace outlives its strategy, and a later strategy may get the same address.
     strategy, run = owning_strategy(), current_run()
     return None if strategy is None else (strategy._trace_key, run.strategy._trace_key if run else None)
 
 
 def in_cross_replica_context() -> bool:
-    """Whether this code is inside a scope and not inside `strategy.run` or `fit`, or inside `merge_call`."""
+    """Whether the caller is inside a scope but not inside `strategy.run` or `fit`, or inside `merge_call`."""
     return current_replica_context() is None and (has_strategy() or _stack.merges > 0)

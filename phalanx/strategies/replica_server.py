@@ -1,7 +1,7 @@
-"""A replica of an interactive session (`python -m phalanx.strategies.replica_server`): it calls what the session calls.
+"""A replica of an interactive session (`python -m phalanx.strategies.replica_server`), which repeats its calls.
 
-The first replica is the session's own process. The others, which have no program, make copies of its models, and call
-the same methods with the same arguments, until the session ends.
+The first replica is the session's process. The others, which have no program, create copies of its models and call the
+same methods with the same arguments, until the session ends.
 """
 
 from __future__ import annotations
@@ -44,18 +44,19 @@ from phalanx.transport.link import Link
 
 ANSWER_S = 60.0
 SETTLING_S = 2.0
-"""What all replicas raise comes at about the same time. An error of one alone keeps the others waiting this long."""
+"""Seconds to wait for `Settled`. All replicas raise a common error at about the same time; an error on one replica
+alone delays the others this long."""
 
 _MESSAGES = Decoder(Message)
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class ReplicaServer:
-    """Makes and calls the copies of a session's models.
+    """Creates and calls copies of a session's models.
 
     Args:
-        replica: That of this process.
-        link: To the session's process.
+        replica: The replica of this process.
+        link: The link to the session's process.
     """
 
     def __init__(self, replica: Replica, link: Link) -> None:
@@ -64,13 +65,13 @@ class ReplicaServer:
         self._models: KeptModels[tuple[Any, CrossDeviceOps | None]] = KeptModels()
 
     def run(self) -> None:
-        """Serve until the session has ended.
+        """Serve until the session ends.
 
-        Raises: what a method has raised on this replica alone.
+        Raises: the error of a method that failed on this replica alone.
         """
         while True:
             try:
-                # Between two cells of a notebook there may be days. The end of the session closes the link.
+                # Days may pass between two cells of a notebook. The end of the session closes the link.
                 header, buffers = self._link.receive(deadline=math.inf)
             except LinkClosedError:
                 return
@@ -78,7 +79,7 @@ class ReplicaServer:
             assert isinstance(call, Call), call
             try:
                 model, arguments = self._prepare(call, buffers)
-            except Exception as error:  # of any class that is unpickled: the session raises it
+            except Exception as error:  # unpickling may raise anything; the session raises it
                 self._answer(Failed(), error)
                 continue
             self._answer(Ready())
@@ -92,7 +93,7 @@ class ReplicaServer:
             self._answer(Done())
 
     def _is_settled(self) -> bool:
-        """Whether all replicas have failed alike, as the session says soon or never."""
+        """Whether all replicas raised the same kind of error, which the session reports soon or never."""
         try:
             header, _ = self._link.receive(deadline=time.monotonic() + SETTLING_S)
         except (LinkClosedError, LinkTimeoutError):
@@ -100,7 +101,7 @@ class ReplicaServer:
         return isinstance(_MESSAGES.decode(header), Settled)
 
     def _prepare(self, call: Call, buffers: list[memoryview]) -> tuple[Any, dict[str, Any]]:
-        # The link is authenticated by the job's secret, which only the session and its processes have.
+        # The link is authenticated with the job's secret, which only the session and its processes have.
         state: SessionState = pickle.loads(buffers.pop(0))
         sys.path[:] = state.path  # before anything else is unpickled, which may import modules of the session
         set_keras_settings(state.settings)
@@ -115,8 +116,8 @@ class ReplicaServer:
         if not state.has_functions:
             forget_trainer(model)
         arguments = replica_calls.unpack_arguments(dict(zip(call.arguments, buffers, strict=True)), model)
-        self._models.note(call.model, known)  # the session does too, if nothing has failed
-        # Last: making the model and unpacking may draw random numbers.
+        self._models.note(call.model, known)  # as the session does if nothing failed
+        # Last: building the model and unpacking may draw random numbers.
         set_random_state(state.random)
         return model, arguments
 

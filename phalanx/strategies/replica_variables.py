@@ -1,4 +1,4 @@
-"""The variables of custom training loops: what several replicas assign, each in its process, is the job's."""
+"""The variables of custom training loops: values that the replicas assign, each in its process, are merged."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class StrategyParts:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._created: dict[int, weakref.ref[Any]] = {}  # by id: variables cannot be hashed
-        self._noted: dict[int, weakref.ref[Any]] = {}  # those that the next `run` may assign
+        self._noted: dict[int, weakref.ref[Any]] = {}  # variables that the next `run` may assign
 
     def __deepcopy__(self, memo: Any) -> StrategyParts:
-        return self  # of a variable that is copied
+        return self  # when a variable is copied
 
     def note(self, variable: Any) -> None:
-        """A Keras variable was created."""
+        """Record a new Keras variable."""
         self.add(variable)
         if self.is_alone or variable.aggregation == "none":
             return
         if self.is_in_run():
             merge_variable(variable, self)
         else:
-            # Not at once: in a program that only calls `fit`, variables keep Keras's own classes.
+            # Not yet: in a program that only calls `fit`, variables keep Keras's classes.
             self._noted[id(variable)] = self._created[id(variable)]
 
     def prepare(self) -> None:
-        """Before `run`: from now on, what it assigns is the job's. Programs that only call `fit` never come here."""
+        """Prepare variables for `run`, which merges what it assigns. Programs that only call `fit` never get here."""
         noted, self._noted = self._noted, {}
         for reference in noted.values():
             variable = reference()  # no `:=`, which AutoGraph cannot convert
@@ -57,7 +57,7 @@ class StrategyParts:
     def add(self, variable: Any) -> None:
         key = id(variable)
 
-        # An id is used again once its variable is gone, and a list of dead references grows with every model.
+        # The id of a collected variable may be reused, and dead references would accumulate with every model.
         def forget(_: Any) -> None:
             self._created.pop(key, None)
             self._noted.pop(key, None)
@@ -80,7 +80,7 @@ class StrategyParts:
         return step_collectives.current() is not None and not self.is_in_run()
 
     def merges_reads(self) -> bool:
-        # `fit` and the like merge metrics themselves, and the callbacks that all replicas run are not a part of them.
+        # `fit` and similar methods merge metrics themselves, but not for callbacks that all replicas run.
         is_outside = self._strategy._replica.calling_thread is None or hook_ranks() == "all"
         return replica_context.reads_jobs_values() and is_outside
 
@@ -114,8 +114,8 @@ class StrategyParts:
         return strategy.reduce(aggregation.upper(), value)
 
     def merge_for_checkpoint(self, value: Any, aggregation: str, name: str) -> Any:
-        """See `ReplicaParts`. The replicas meet first: what a chief that saves alone has must not be added to what the
-        others merge meanwhile."""
+        """See `ReplicaParts`. A barrier comes first: if the chief saves alone, its value must not be added to what the
+        others merge at that time."""
 
         def meet(arrays: list[Array]) -> list[Array]:
             progress.enter("barrier")
@@ -125,7 +125,7 @@ class StrategyParts:
         return self.merge(self._strategy._merged(value, meet, same_shape, None), aggregation)
 
     def own_part(self, value: Any, aggregation: str) -> Any:
-        # Of a value assigned from outside, the sum over replicas is to be that value.
+        # The sum over replicas must equal a value that is assigned from outside.
         if aggregation != "sum" or self._strategy.rank == 0:
             return value
         return keras.ops.zeros_like(value)
@@ -141,12 +141,12 @@ class StrategyParts:
         return self._strategy._replica.communicator.broadcast(arrays)
 
     def _agreed(self, arrays: list[Array]) -> list[Array]:
-        """The arrays, which must be equal on all replicas.
+        """Return the arrays, which must be equal on all replicas.
 
         Raises: ConfigurationError on all replicas if they are not.
         """
         progress.enter("all_gather")
-        # 8 bytes, which travel as one int64: an accident, not an attacker, is to be found.
+        # 8 bytes, sent as one int64: this detects mistakes, not attacks.
         digest = hashlib.blake2b(b"".join(array.tobytes() for array in arrays), digest_size=8).digest()
         digests = self._strategy._replica.communicator.all_gather(np.frombuffer(digest, np.int64))
         if len({int(each[0]) for each in digests}) > 1:

@@ -1,4 +1,4 @@
-"""Options of `tf.distribute` that choose how TensorFlow compiles a step for TPUs: accepted, without effect."""
+"""Options of `tf.distribute` for how TensorFlow compiles a step for TPUs: accepted, without effect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class XLAOptions:
-    """`tf.tpu.XLAOptions`, so that programs that pass it run unchanged. XLA_FLAGS has what XLA can be told."""
+    """`tf.tpu.XLAOptions`, accepted so that existing programs run unchanged. Set options of XLA in XLA_FLAGS."""
 
     use_spmd_for_xla_partitioning: bool = True
     enable_xla_dynamic_padder: bool = True
@@ -15,9 +15,9 @@ class XLAOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """`tf.distribute.RunOptions`, so that programs that pass it to `strategy.run` run unchanged.
+    """`tf.distribute.RunOptions`, accepted so that programs that pass it to `strategy.run` run unchanged.
 
-    Batches may have any size here, so there is nothing to choose.
+    Batches may have any size, so there is nothing to choose.
     """
 
     experimental_enable_dynamic_batch_size: bool = True

@@ -1,4 +1,4 @@
-"""`tf.distribute.experimental_set_strategy`: a scope that is left by the next call, and not by the end of a block."""
+"""`tf.distribute.experimental_set_strategy`: a scope that lasts until the next call, not until the end of a block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.strategies.strategy import Strategy
 
 
 class _Set(threading.local):
-    """The scope that this thread is inside of."""
+    """The scope that this thread is inside."""
 
     def __init__(self) -> None:
         self.scope = ExitStack()
@@ -24,7 +24,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """Enter a strategy's scope until the next call. Prefer `with strategy.scope():`, which ends with its block.
 
     Args:
-        strategy: Whose scope is entered in this thread, in place of that of the last call; None leaves that.
+        strategy: Strategy whose scope replaces that of the last call in this thread. None: leave the scope.
 
     Raises: ConfigurationError inside `with strategy.scope():`.
     """

@@ -1,4 +1,4 @@
-"""`ShardedStrategy`: data parallel training of a model that is divided over the devices."""
+"""`ShardedStrategy`: data-parallel training of a model that is divided over the devices."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from phalanx.training.training_policy import TrainingPolicy
 class ShardedStrategy(Strategy):
     """One compiled program on all devices, each of which holds a part of the model (ZeRO, FSDP). JAX only.
 
-    It trains as one device would, with any batch size.
+    Training gives the numbers of a single device, with any batch size.
 
     Args:
-        level: What is divided: 1 the state of the optimizer; 2 gradients too; 3 weights too, which each step gathers
-            while it needs them.
-        mesh_shape: None: over all devices. (replicas, shards): each of the `replicas` groups of devices holds a whole
-            model, divided over its `shards` devices. Devices of one host follow each other, so that groups as large as
-            a host gather weights inside it.
+        level: Parts of the model that are divided: 1: the state of the optimizer; 2: gradients too; 3: weights too,
+            which each step gathers while it needs them.
+        mesh_shape: Numbers (replicas, shards): each of the `replicas` groups of devices holds a whole model, divided
+            over its `shards` devices. Devices of one host are adjacent, so groups no larger than a host gather weights
+            within it. None: one group of all devices.
 
     Raises:
         ConfigurationError: the mesh does not fit the devices; or, before the first step, no variable of the model can

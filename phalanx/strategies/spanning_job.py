@@ -15,13 +15,13 @@ from phalanx.training.replica import Replica, alone
 
 
 def join_spanning_job(strategy: str, cluster_resolver: Any = None) -> Replica:
-    """This process's place among the processes of the program; `jax.devices()` are the devices of all of them then.
+    """Join the processes of the program; afterwards, `jax.devices()` lists the devices of all of them.
 
-    All tasks of the job must call this at their start. Calling it again changes nothing.
+    All tasks of the job must call this when they start. Calling it again has no effect.
 
     Args:
-        strategy: How the user named it.
-        cluster_resolver: Where the processes come from; None: as for `MultiWorkerMirroredStrategy`.
+        strategy: Name of the strategy in messages.
+        cluster_resolver: Resolver of the processes. None: see `MultiWorkerMirroredStrategy`.
 
     Raises:
         UnsupportedError: Keras does not run on JAX, or the job is elastic.
@@ -43,7 +43,7 @@ def join_spanning_job(strategy: str, cluster_resolver: Any = None) -> Replica:
 
 
 def on_mesh(replica: Replica, placement: Placement) -> Replica:
-    """The replica, as one process of a program on this mesh.
+    """The replica as one process of a program on this mesh.
 
     Raises: ConfigurationError if a process of the job has no device in the mesh.
     """

@@ -1,8 +1,8 @@
-"""`Strategy`: the interface of `tf.distribute.Strategy`, over replicas that are processes.
+"""`Strategy`: the interface of `tf.distribute.Strategy`, where each replica is a process.
 
-Every replica runs the same program, so what `tf.distribute` calls a per-replica value is here simply this replica's
-value: `run` calls the function once, for this replica, and `experimental_local_results` returns a tuple of one.
-Methods that merge values (`reduce`, `gather`) must be called by every replica, in the same order.
+Every replica runs the same program, so a per-replica value of `tf.distribute` is here the value of this replica:
+`run` calls the function once, and `experimental_local_results` returns a tuple of one element. All replicas must call
+the methods that merge values (`reduce`, `gather`), in the same order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy
 
 
 class ValueContext:
-    """The context that a value function receives (`tf.distribute.experimental.ValueContext`)."""
+    """Argument of a value function (`tf.distribute.experimental.ValueContext`)."""
 
     def __init__(self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1):
         self.replica_id_in_sync_group = replica_id_in_sync_group
@@ -66,26 +66,25 @@ class ValueContext:
 
 
 class Strategy:
-    """How a model is trained on several replicas. Create one of its subclasses.
+    """Base class of the strategies, which train a model on several replicas. Create one of its subclasses.
 
-    `fit` trains a model that was created or compiled inside `scope()` on all replicas together, also after you leave
-    the scope.
+    `fit` trains a model that was created or compiled inside `scope()` on all replicas, even after you leave the scope.
     """
 
     _is_default = False
-    """Whether it is what `get_strategy` returns outside of every scope."""
+    """Whether this is the strategy that `get_strategy` returns outside of any scope."""
 
     def __init__(
         self, replica: Replica, cluster_resolver: ClusterResolver | None = None, policy: TrainingPolicy = EVERY_STEP
     ):
         self._replica = replica
         self._policy = policy
-        self._merge = CustomLoopMerge(replica, policy.compression)  # of custom loops; `fit` has others
+        self._merge = CustomLoopMerge(replica, policy.compression)  # for custom loops; `fit` uses others
         self._cluster_resolver = cluster_resolver
         self._parts = StrategyParts(self)
         self._trace_key: Hashable = object()  # see `replica_context.trace_key`
         self._tensors = make_tensors()
-        # A `tf.function` decides while it is traced whether optimizers merge: inside `run` it needs a trace of its own.
+        # Tracing a `tf.function` fixes whether optimizers merge, so it needs a separate trace inside `run`.
         self._tensors.trace_apart(replica_context.trace_key)
         self._tensors.count_replicas(replica_context)
         process_exit.add_cause_finder(self._tensors.failure_behind)
@@ -100,40 +99,39 @@ class Strategy:
         return self
 
     def __deepcopy__(self, memo: Any) -> Strategy:
-        return self  # of an object that holds it: this process has one place in the job
+        return self  # when an object that holds it is copied: this process is one replica of the job
 
     @property
     def _member(self) -> model_dispatch.Member:
-        """What models made in the scope belong to."""
+        """Owner of the models that are created in the scope."""
         return self._replica
 
-    # Who we are.
+    # Identity.
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas over which gradients are merged. In an elastic job it is always the number with which the
-        job began, so that what a program computes from it is the same on all members.
+        """Number of replicas whose gradients are merged. In an elastic job, this is always the initial number of
+        replicas, so that all members compute the same values from it.
 
-        Where one program spans many devices, the number of parts into which the mesh divides each global batch. For
-        what runs inside this program, losses for example, there is one replica (`get_replica_context`)."""
+        If one program spans many devices, this is the number of parts into which the mesh divides each global batch.
+        Code inside this program, such as a loss, sees one replica (`get_replica_context`)."""
         if (simulated := number_of_simulated_ranks()) is not None:
             return simulated
         return self._replica.initial_world_size if self.placement is None else self.placement.data_shards
 
     @property
     def placement(self) -> Placement | None:
-        """How one compiled program divides models over a mesh of devices; None where each replica has a program of its
-        own."""
+        """How one compiled program divides models over a mesh of devices; None if each replica runs its own program."""
         return self._policy.placement
 
     @property
     def computes_alone(self) -> bool:
-        """Whether nothing is to be merged with other replicas: there are none, or one program computes everything."""
+        """Whether there is nothing to merge: there are no other replicas, or one program computes everything."""
         return self._replica.is_alone or self.placement is not None
 
     @property
     def shares_batches(self) -> bool:
-        """Whether steps of `fit` are computed in parts: on several replicas, now or later, or in micro-batches."""
+        """Whether `fit` computes a step in parts: on several replicas, now or later, or in micro-batches."""
         return self.num_replicas_in_sync > 1 or divides_batches(self._replica)
 
     @property
@@ -143,14 +141,14 @@ class Strategy:
 
     @property
     def rank(self) -> int:
-        """This replica's number, 0 to `num_replicas_in_sync` - 1; 0 is the chief. A process that waits to join is
-        never 0."""
+        """Rank of this replica, 0 to `num_replicas_in_sync` - 1; 0 is the chief. A process that waits to join is never
+        0."""
         replica = self._replica
         return max(1, replica.initial_world_size - 1) if replica.is_candidate else replica.rank
 
     @property
     def is_chief(self) -> bool:
-        """Whether this replica is the one that saves, logs and prints."""
+        """Whether this replica is the chief, which saves, logs and prints."""
         return self._replica.is_chief
 
     @property
@@ -162,11 +160,11 @@ class Strategy:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this process has sent so far to merge values, through shared memory too."""
+        """Bytes that this process has sent to merge values, including those through shared memory."""
         return self._replica.communicator.statistics.bytes_sent
 
     def communication_summary(self) -> str:
-        """The communication of this replica so far, as one line of text."""
+        """One-line summary of this replica's communication so far."""
         sent, network, _, collectives = self._replica.communicator.statistics
         way = "shared memory" if not network else "the network" if network == sent else "network and shared memory"
         period = self._policy.period
@@ -178,7 +176,7 @@ class Strategy:
 
     @property
     def extended(self) -> StrategyExtended:
-        """What optimizers, metrics and loops of a program's own may need (`tf.distribute.StrategyExtended`)."""
+        """The interface for custom optimizers, metrics and training loops (`tf.distribute.StrategyExtended`)."""
         return StrategyExtended(self)
 
     def __repr__(self) -> str:
@@ -186,31 +184,31 @@ class Strategy:
             return f"<{type(self).__name__}: {self.placement}>"
         return f"<{type(self).__name__}: replica {self.rank} of {self.num_replicas_in_sync}>"
 
-    # Where models are made.
+    # The scope.
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Models created or compiled inside belong to this strategy."""
+        """Context in which models that are created or compiled belong to this strategy."""
         install_hook()
         with replica_context.entered(self), making_placed(self.placement), self._merging_variables():
             yield self
 
     def _merging_variables(self) -> AbstractContextManager[None]:
-        """Where variables of the backend itself that are created are the job's."""
+        """Context in which newly created variables of the backend belong to the job."""
         return self._tensors.merging_variables(_current_parts)
 
     # Custom loops.
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """Call `fn` on every replica with this replica's arguments; returns this replica's result.
+        """Call `fn` on every replica with that replica's arguments, and return this replica's result.
 
-        Where one program spans many devices, `fn` is called once, with global arrays: jit it, or call `run` in a jitted
-        function. Then it is one program over all devices, and its sums are those of the global batch.
+        If one program spans many devices, `fn` is called once, with global arrays: jit it, or call `run` in a jitted
+        function. It is then one program over all devices, and its sums run over the global batch.
 
-        Keras optimizers applied inside (`apply`, `apply_gradients`) merge their gradients first: the sum over replicas,
-        as in `tf.distribute`, so the loss must be scaled by the global batch (see `compute_average_loss`). On JAX,
-        `stateless_apply` merges nothing, because it is made for compiled functions: merge the gradients with
-        `get_replica_context().all_reduce`, between two jitted functions.
+        A Keras optimizer that is applied inside (`apply`, `apply_gradients`) first sums its gradients over the
+        replicas, as in `tf.distribute`, so the loss must be scaled by the global batch size (see
+        `compute_average_loss`). On JAX, `stateless_apply` merges nothing, because it is meant for compiled functions:
+        merge the gradients with `get_replica_context().all_reduce`, between two jitted functions.
         """
         if not isinstance(args, list | tuple):
             raise ConfigurationError(
@@ -241,24 +239,24 @@ class Strategy:
         return result
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None = None) -> Any:
-        """The replicas' values merged into one, on every replica.
+        """Merge the replicas' values, and return the result on every replica.
 
-        Sums and means can be differentiated on TensorFlow and PyTorch: the gradient on each replica is the sum (mean)
-        of the gradients on all. So if one replica differentiates, every replica must.
+        Sums and means are differentiable on TensorFlow and PyTorch: the gradient on each replica is the sum (mean) of
+        the gradients of all replicas. If one replica differentiates, every replica must.
 
         Args:
-            reduce_op: "SUM" or "MEAN" (also "MIN", "MAX", "PRODUCT"), or a `ReduceOp`, also `tf.distribute`'s.
-            value: A tensor, or a structure of tensors (or None) of equal shapes on all replicas. The mean of integers
-                and booleans is of `keras.config.floatx()`.
-            axis: None: merge elementwise. Else each replica's value is first merged along this axis, or these; a mean
-                then counts every element once, however many each replica has.
+            reduce_op: "SUM" or "MEAN" (also "MIN", "MAX", "PRODUCT"), or a `ReduceOp` of Phalanx or `tf.distribute`.
+            value: A tensor, or a structure of tensors (or None), with equal shapes on all replicas. The mean of
+                integers and booleans has the dtype `keras.config.floatx()`.
+            axis: An axis, or several, along which each replica's value is first reduced; a mean then counts every
+                element once, even if the replicas have different numbers of elements. None: merge elementwise.
         """
         op = reduce_op_of(reduce_op)
         axes = None if axis is None else tuple(axis) if isinstance(axis, list | tuple) else (axis,)
         if self.placement is not None:
             return value if axes is None else keras.tree.map_structure(lambda leaf: reduced(leaf, op, axes), value)
         if op is ReduceOp.MEAN:
-            # A variable that is merged on read would be merged before it is merged here.
+            # A variable that is merged on read would otherwise be merged twice.
             with replica_context.reading_own():
                 value = keras.tree.map_structure(as_float, value)
         if axes is None:
@@ -267,7 +265,7 @@ class Strategy:
                 progress.enter("all_reduce")
                 return self._replica.communicator.all_reduce(arrays, op)
 
-            # The adjoint of a sum over replicas is that sum; of a mean, the mean.
+            # The adjoint of a sum over replicas is the same sum; of a mean, the same mean.
             def gradient(flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
                 del shapes
                 return merge(flowing)
@@ -295,16 +293,16 @@ class Strategy:
         shape_of: Callable[[Shape], Shape],
         gradient: Gradient | None,
     ) -> Any:
-        """A structure with its leaves merged."""
+        """Merge the leaves of a structure."""
         call = partial(self._tensors.call, merge, shape_of=shape_of, gradient=gradient)
         with replica_context.reading_own():
             return on_present_leaves(call, value)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """The replicas' values, concatenated along `axis` in rank order, on every replica. Other axes must agree.
+        """Concatenate the replicas' values along `axis`, in rank order, on every replica. Other axes must agree.
 
-        It can be differentiated on TensorFlow and PyTorch: the gradient of a replica's values is the sum of the
-        gradients on all. So if one replica differentiates, every replica must.
+        This is differentiable on TensorFlow and PyTorch: the gradient of a replica's values is the sum of the
+        gradients of all replicas. If one replica differentiates, every replica must.
         """
 
         if self.placement is not None:
@@ -323,45 +321,45 @@ class Strategy:
         return self._merged(value, merge, shape_of, gradient)
 
     def broadcast_from_chief(self, value: Any) -> Any:
-        """The chief's value, on every replica: numbers, strings, booleans, None, lists and dictionaries of them.
+        """The chief's value, on every replica: numbers, strings, booleans, None, or lists and dictionaries of them.
 
-        All replicas must call it.
+        All replicas must call this.
         """
         return self._replica.broadcast_from_chief(value)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of the replicas of this process: this one's."""
+        """The values of the replicas in this process: a tuple of one."""
         return (value,)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """`value_fn(ValueContext)` for this replica."""
+        """Return `value_fn(ValueContext)` for this replica."""
         return value_fn(ValueContext(self.rank, self.num_replicas_in_sync))
 
     # Data.
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> data.DistributedDataset:
-        """This replica's part of a dataset whose batches are global batches. Takes all datasets that `fit` takes."""
+        """This replica's part of a dataset of global batches. Takes any dataset that `fit` takes."""
         return data.distribute_dataset(dataset, self._distribution())
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[data.InputContext], Any], options: Any = None
     ) -> data.DistributedDataset:
-        """This replica's own dataset, of local batches, created by `dataset_fn(InputContext)`."""
+        """The dataset of local batches that `dataset_fn(InputContext)` creates for this replica."""
         return data.distribute_from_function(dataset_fn, self._distribution())
 
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[data.InputContext], Any], options: Any = None
     ) -> data.DistributedDataset:
-        """The former name of `distribute_datasets_from_function`."""
+        """Former name of `distribute_datasets_from_function`."""
         return self.distribute_datasets_from_function(dataset_fn, options)
 
-    if not TYPE_CHECKING:  # for which there is no other attribute
+    if not TYPE_CHECKING:  # type checkers see no other attributes
 
         def __getattr__(self, name: str) -> Any:
             raise missing_member("Strategy", self, name)
 
     def explain_sharding(self, dataset: Any, *, batch_size: int | None = None) -> str:
-        """What each replica will read of an input of `fit`, and why. Does not communicate."""
+        """Explain which part of an input of `fit` each replica will read, and why. Does not communicate."""
         steps = 1 if batch_size is None and not data.accepts_batch_size(dataset) else None
         rank, world_size = self._rank_and_size()
         request = InputRequest(
@@ -374,11 +372,11 @@ class Strategy:
         return data.shard_input(request).description.explain()
 
     def _rank_and_size(self) -> tuple[int, int]:
-        # A process that waits to join has no part yet; what it makes meanwhile gets one when it is iterated.
+        # A process that waits to join has no part yet; a dataset that it creates meanwhile gets one when iterated.
         return self.rank, max(self._replica.world_size, self.rank + 1)
 
     def _distribution(self) -> DatasetDistribution:
-        # Drawn on all replicas, so that the program's random numbers stay the same, and the chief's is used.
+        # All replicas draw, so that their random states stay equal; the chief's number is used.
         own = int(np.random.randint(2**31 - 1))
         seed = self._replica.run_recorded(lambda: self._replica.communicator.broadcast_bytes(own.to_bytes(8)))
         rank, world_size = self._rank_and_size()
@@ -395,7 +393,7 @@ class Strategy:
 
 
 def install_hook() -> None:
-    """Have Keras ask for the current strategy; safe to call again."""
+    """Make Keras ask for the current strategy. Safe to call again."""
     trainer_hook.install(model_dispatch.ModelDispatcher(_current_owner, _merge_gradients, _note_variable))
 
 
@@ -419,7 +417,7 @@ def _note_variable(variable: Any) -> None:
 
 
 def _merge_gradients(gradients: list[Any], variables: list[Any]) -> list[Any]:
-    """Merge gradients, as an optimizer does first inside `strategy.run`."""
+    """Merge the gradients of an optimizer that is applied inside `strategy.run`."""
     context = replica_context.current_run()
     if context is None or context.strategy.computes_alone:
         return gradients

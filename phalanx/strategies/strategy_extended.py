@@ -1,4 +1,4 @@
-"""`strategy.extended`: what `tf.distribute` offers to those who write optimizers, metrics and loops of their own."""
+"""`strategy.extended`: the interface of `tf.distribute` for custom optimizers, metrics and training loops."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class StrategyExtended:
-    """As `tf.distribute.StrategyExtended`, for one replica: where that has the values of several devices, here each
-    process has its own. What merges values must be called by every replica, in the same order.
+    """`tf.distribute.StrategyExtended` for one replica: instead of values for several devices, each process has its own
+    value. Every replica must call the methods that merge values, in the same order.
 
     Args:
-        strategy: Whose part it is.
+        strategy: The strategy that this belongs to.
     """
 
     steps_per_run = 1
@@ -30,14 +30,14 @@ class StrategyExtended:
     experimental_require_static_shapes = False
     """Shapes may differ from step to step."""
     experimental_between_graph = True
-    """Each replica has a program of its own."""
+    """Each replica runs its own program."""
     experimental_should_init = True
     """Each replica initializes its own variables."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
 
-    # Who does what.
+    # Devices and duties.
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -50,29 +50,29 @@ class StrategyExtended:
         return self._strategy.local_devices
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:
-        """The devices for variables that belong to all of `var_list`."""
+        """The devices for variables shared by all of `var_list`."""
         return self._strategy.local_devices
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process is to write checkpoints: the chief is."""
+        """Whether this process writes checkpoints: True on the chief."""
         return self._strategy.is_chief
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this process is to write summaries: the chief is."""
+        """Whether this process writes summaries: True on the chief."""
         return self._strategy.is_chief
 
     # Values.
 
     def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None) -> Any:
-        """The replicas' values merged into one, on every replica, whatever `destinations` names."""
+        """Merge the replicas' values; every replica gets the result, regardless of `destinations`."""
         return self._strategy.reduce(reduce_op, value, axis=None)
 
     def batch_reduce_to(
         self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any = None
     ) -> list[Any]:
-        """`reduce_to` of several values, which travel together."""
+        """`reduce_to` for several values in one collective."""
         merged: list[Any] = self._strategy.reduce(reduce_op, [value for value, _ in value_destination_pairs], axis=None)
         return merged
 
@@ -82,7 +82,7 @@ class StrategyExtended:
         return tensor if strategy.computes_alone else strategy._parts.merge(tensor, "only_first_replica")
 
     def value_container(self, value: Any) -> Any:
-        """What `value` is a part of: a variable is whole in each process."""
+        """The container of `value`: the value itself, because each process holds whole variables."""
         return value
 
     # Variables.
@@ -93,9 +93,9 @@ class StrategyExtended:
 
     @contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        """A context in which variables are created where this one is: all of a replica's are in its process.
+        """Context without effect: all variables of a replica are in its process.
 
-        Raises: ConfigurationError if it was not created in the scope.
+        Raises: ConfigurationError if the variable was not created in the scope.
         """
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ConfigurationError(
@@ -105,15 +105,15 @@ class StrategyExtended:
         yield
 
     def read_var(self, v: Any) -> Any:
-        """The variable's value."""
+        """The value of the variable."""
         return keras.ops.convert_to_tensor(v)
 
     def update(
         self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None, group: bool = True
     ) -> Any:
-        """`fn(var, *args, **kwargs)`, on every replica with its own variable and the same arguments.
+        """Call `fn(var, *args, **kwargs)` on every replica with that replica's variable and the same arguments.
 
-        What it assigns is not merged: merge what the replicas have with `reduce_to` before.
+        Assigned values are not merged: merge the replicas' values with `reduce_to` first.
         """
         with replica_context.reading_own():
             return fn(var, *args, **(kwargs or {}))
@@ -126,14 +126,14 @@ class StrategyExtended:
         kwargs: Any = None,
         group: bool = True,
     ) -> Any:
-        """`fn(*args, **kwargs)`, on every replica."""
+        """Call `fn(*args, **kwargs)` on every replica."""
         return fn(*args, **(kwargs or {}))
 
     def call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """`strategy.run(fn, args, kwargs)`."""
+        """Call `strategy.run(fn, args, kwargs)`."""
         return self._strategy.run(fn, tuple(args), kwargs)
 
-    if not TYPE_CHECKING:  # for which there is no other attribute
+    if not TYPE_CHECKING:  # type checkers see no other attributes
 
         def __getattr__(self, name: str) -> Any:
             raise missing_member("StrategyExtended", self, name)

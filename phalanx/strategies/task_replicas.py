@@ -1,8 +1,9 @@
-"""The replicas of tasks that have several devices: each task starts one process for each device but the first.
+"""The replicas of tasks with several devices: each task starts one process for every device but the first.
 
-The tasks meet as the cluster describes them, and tell each other how many devices they have. If all have one, they are
-the job. Otherwise each opens a port for each replica, and all replicas form the job; they run the same program, under
-the identity of their task. The tasks keep their first ports open for those that ask whether the job is alive.
+The tasks connect as the cluster describes them, and exchange their numbers of devices. If all have one, the tasks are
+the job. Otherwise each task opens a port for each of its replicas, and all replicas form the job; they run the same
+program, with the identity of their task. The tasks keep their first ports open for processes that check whether the job
+is alive.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ logger = logging.getLogger(__name__)
 
 
 def replica_resolver(resolver: ClusterResolver) -> ClusterResolver:
-    """The cluster of all replicas, if tasks of this one have several; else this one."""
+    """The resolver of the cluster of all replicas, if tasks of the cluster have several; else the given one."""
     environment = process_environment()
-    # Of a job that this one has started, it is not the cluster.
+    # A job started by this one inherits the variable, which does not describe its cluster.
     described = None if JOB_ID in environment else environment.get(REPLICA_CLUSTER)
     return resolver if described is None else TFConfigClusterResolver(environ={TF_CONFIG: described})
 
 
 def task_devices(resolver: ClusterResolver) -> list[str] | None:
-    """The devices of this task, of which this process takes the first. None where a launcher has started a process for
-    each device, and for an evaluator.
+    """The devices of this task; this process uses the first. None if a launcher has started a process for each device,
+    and for an evaluator.
 
-    Raises: ConfigurationError if PHALANX_TASK_REPLICAS is no number.
+    Raises: ConfigurationError if PHALANX_TASK_REPLICAS is not a positive number.
     """
     environment, spec, task = process_environment(), resolver.cluster_spec(), resolver.task()
     if JOB_ID in environment or REPLICA_CLUSTER in environment:
@@ -68,13 +69,13 @@ def task_devices(resolver: ClusterResolver) -> list[str] | None:
 
 
 def start_task_replicas(node: Node, communicator: Communicator, devices: Sequence[str]) -> bool:
-    """Start the other replicas of this task, if any task has several devices. All tasks must call this. Afterwards
+    """Start the other replicas of this task, if any task has several devices. All tasks must call this. Afterwards,
     `replica_resolver` finds all replicas.
 
     Args:
-        devices: Of this task.
+        devices: The devices of this task.
     """
-    # Two exchanges: ports are opened only if any task has several devices, and then on all tasks.
+    # Two exchanges: ports are opened only if some task has several devices, but then on all tasks.
     of_tasks = [decode_message(own, int) for own in _gather(communicator, len(devices))]
     if max(of_tasks) == 1:
         return False
@@ -99,13 +100,13 @@ def start_task_replicas(node: Node, communicator: Communicator, devices: Sequenc
 
 
 def use_first(devices: Sequence[str]) -> None:
-    """Let this process see no other device of its task than the first, before it asks for any."""
+    """Hide all devices of the task but the first from this process, before it queries any."""
     if len(devices) > 1:
         set_variables(device_variables(devices[0], process_environment()))
 
 
 def cluster_of_replicas(spec: ClusterSpec, addresses: Sequence[str]) -> dict[str, list[str]]:
-    """The cluster whose ranked tasks are these replicas; the first is of the chief's task.
+    """The cluster whose ranked tasks are these replicas; the first belongs to the chief's task.
 
     >>> cluster_of_replicas(ClusterSpec({"chief": ["a:1"], "worker": ["b:1"]}), ["a:2", "a:3", "b:2"])
     {'chief': ['a:2'], 'worker': ['a:3', 'b:2']}

@@ -18,18 +18,18 @@ from phalanx.training.training_policy import TrainingPolicy
 class TPUStrategy(Strategy):
     """The whole model on each TPU core, and batches divided over all cores (`tf.distribute.TPUStrategy`). JAX only.
 
-    Start the program on every host of the slice. A model that no core can hold is trained by `ShardedStrategy` or
-    `ModelParallelStrategy`, which find TPUs too. Matrix products are computed in bfloat16, as always on TPUs: for the
-    numbers of a CPU or a GPU set `jax.config.update("jax_default_matmul_precision", "highest")`. Compiled for TPUs, and
-    never run on one.
+    Start the program on every host of the slice. If a model does not fit on one core, use `ShardedStrategy` or
+    `ModelParallelStrategy`, which find TPUs too. TPUs compute matrix products in bfloat16 by default: to get the
+    numbers of a CPU or a GPU, set `jax.config.update("jax_default_matmul_precision", "highest")`. This strategy has
+    been compiled for TPUs, but never run on one.
 
     Args:
-        tpu_cluster_resolver: Finds the hosts; None: a `TPUClusterResolver`.
-        experimental_device_assignment: Must be None; see `ModelParallelStrategy(mesh_shape=...)`.
-        experimental_spmd_xla_partitioning: Has no effect: XLA always divides the program.
+        tpu_cluster_resolver: Resolver of the hosts. None: a `TPUClusterResolver`.
+        experimental_device_assignment: None; for other values, see `ModelParallelStrategy(mesh_shape=...)`.
+        experimental_spmd_xla_partitioning: Ignored; XLA always divides the program.
 
     Raises:
-        ConfigurationError: there is no TPU; else as `MultiWorkerMirroredStrategy`.
+        ConfigurationError: there is no TPU; other causes as for `MultiWorkerMirroredStrategy`.
         UnsupportedError: Keras does not run on JAX, or a device assignment was given.
     """
 

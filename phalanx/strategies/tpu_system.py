@@ -1,4 +1,4 @@
-"""The TPUs of a job: the hosts of a slice meet, and what programs for `tf.tpu` ask about them."""
+"""The TPUs of a job: connecting the hosts of a slice, and the topology that programs for `tf.tpu` query."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Topology:
     """The TPU cores of a job (`tf.tpu.experimental.Topology`).
 
     Args:
-        device_coordinates: Of shape (hosts, cores of a host, 4): the place of each core in the slice as x, y, z, and
-            its number on its chip.
+        device_coordinates: Array of shape (hosts, cores per host, 4): the coordinates x, y, z of each core in the
+            slice, and its number on its chip.
     """
 
     def __init__(self, device_coordinates: Array):
@@ -33,17 +33,17 @@ class Topology:
 
     @property
     def mesh_rank(self) -> int:
-        """The number of dimensions of the mesh."""
+        """Number of dimensions of the mesh."""
         return int(self.device_coordinates.shape[2])
 
     @property
     def num_tasks(self) -> int:
-        """The number of hosts."""
+        """Number of hosts."""
         return int(self.device_coordinates.shape[0])
 
     @property
     def num_tpus_per_task(self) -> int:
-        """The number of cores of each task."""
+        """Number of cores per task."""
         return int(self.device_coordinates.shape[1])
 
     def __repr__(self) -> str:
@@ -51,15 +51,15 @@ class Topology:
 
 
 def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> Topology:
-    """Meet the other hosts of the slice, and find all TPU cores (`tf.tpu.experimental.initialize_tpu_system`).
+    """Connect to the other hosts of the slice, and find all TPU cores (`tf.tpu.experimental.initialize_tpu_system`).
 
-    `TPUStrategy` does so itself. JAX initializes TPUs when they are first used, and nothing on them is lost if this is
-    called again. All hosts must call it, before anything is computed.
+    `TPUStrategy` does this itself. JAX initializes TPUs on first use, and calling this again loses nothing on them. All
+    hosts must call this before they compute anything.
 
     Args:
         cluster_resolver: See `TPUStrategy`.
 
-    Raises: as `TPUStrategy`.
+    Raises: the same errors as `TPUStrategy`.
     """
     join_tpu_job("initialize_tpu_system", cluster_resolver)
     import jax
@@ -68,16 +68,16 @@ def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> To
 
 
 def shutdown_tpu_system(cluster_resolver: ClusterResolver | None = None) -> None:
-    """Does nothing (`tf.tpu.experimental.shutdown_tpu_system`): JAX frees the TPUs at the end of the process, and has
-    no call that does it earlier."""
+    """Do nothing (`tf.tpu.experimental.shutdown_tpu_system`): JAX frees the TPUs when the process exits, and has no
+    function that does so earlier."""
 
 
 def join_tpu_job(caller: str, cluster_resolver: ClusterResolver | None) -> Replica:
-    """This process's place among the hosts of the slice.
+    """Join the hosts of the slice, and return the replica of this process.
 
     Args:
-        caller: What the user called, for messages.
-        cluster_resolver: None: a `TPUClusterResolver`.
+        caller: Name of the function or class that the user called, for messages.
+        cluster_resolver: Resolver of the hosts. None: a `TPUClusterResolver`.
 
     Raises: ConfigurationError if there is no TPU; else see `join_spanning_job`.
     """
