@@ -1,4 +1,4 @@
-"""What each rank reads: every input that Keras takes, cut into local batches."""
+"""Input of each rank: every input that Keras takes, cut into local batches."""
 
 from phalanx.data.batch_split import LocalBatch, local_range
 from phalanx.data.dataset_creator import DatasetCreator

@@ -1,7 +1,7 @@
 """Arrays in memory: every rank indexes only its own rows of each global batch.
 
-This is the path of most programs and runs once in each step, so it does next to nothing: without shuffling
-a batch is a view of the arrays.
+This is the hot path of most programs, so it does as little as possible in each step: without shuffling, a batch is a
+view of the arrays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx.keras_compat import data_adapters
 
 
 class _Converted:
-    """Rows of something that is not an array in memory (sparse, ragged), made dense batch by batch."""
+    """Rows of data that is not a dense array in memory (sparse, ragged), converted to dense batch by batch."""
 
     def __init__(self, sliceable: Any):
         self._sliceable = sliceable
@@ -41,7 +41,7 @@ class _Converted:
 
 
 def _indexable(sliceable: Any) -> Any:
-    """The object that the hot loop indexes: a plain array wherever the data is one, found once instead of per batch."""
+    """The object that the hot loop indexes: a plain array if possible, determined once instead of per batch."""
     array = sliceable.array
     kind = type(sliceable).__name__
     if "Sparse" in kind or "Ragged" in kind:
@@ -52,13 +52,13 @@ def _indexable(sliceable: Any) -> Any:
 
 
 def _gathered(array: Any, rows: Array) -> Array:
-    """These rows of an array, which has them. A large batch lies where a backend need not copy it once more."""
+    """Gather rows of an array, which must exist. A large batch is aligned so that backends need not copy it again."""
     size = len(rows) * array.dtype.itemsize * math.prod(array.shape[1:])
     if isinstance(array, _Converted) or not should_be_aligned(size, array.dtype):
         gathered: Array = array.take(rows, axis=0)
         return gathered
     block = allocation.empty_aligned((len(rows), *array.shape[1:]), array.dtype)
-    # "clip" does not change any number; "raise" would gather into another buffer first.
+    # "clip" changes no valid index; "raise" would first gather into another buffer.
     array.take(rows, axis=0, out=block, mode="clip")
     return block
 
@@ -67,15 +67,15 @@ SAMPLED_ROWS, SAMPLED_COLUMNS = 16, 8
 
 
 def sampled_rows(samples: int) -> Array:
-    """The numbers of a few samples from all over, shape (SAMPLED_ROWS,)."""
+    """The numbers of a few samples spread evenly over the data, shape (SAMPLED_ROWS,)."""
     return np.linspace(0, samples - 1, SAMPLED_ROWS).astype(np.int64)
 
 
 def numbers_of(taken: Sequence[Array]) -> Array:
-    """A few numbers of such samples, shape (n,), float64, by which the ranks' data are compared.
+    """A few values of sampled rows, shape (n,), float64, by which the ranks compare their data.
 
     Args:
-        taken: Arrays of SAMPLED_ROWS rows; of dtypes other than numbers nothing is compared.
+        taken: Arrays of SAMPLED_ROWS rows. Arrays of non-numeric dtypes are not compared.
     """
     numbers = [np.zeros(0)]
     for values in taken:
@@ -89,8 +89,8 @@ def numbers_of(taken: Sequence[Array]) -> Array:
 class ArraySource(Source):
     """Arrays of equal length, cut into global batches.
 
-    With `shuffle=True` all rows come in another order in each pass, with "batch" only the rows within each batch.
-    Without a `shuffling` the orders follow from `seed` and the pass.
+    With `shuffle=True`, each pass shuffles all rows; with "batch", only the rows within each batch. Without a
+    `shuffling`, the orders follow from `seed` and the pass.
     """
 
     num_batches: int
@@ -114,7 +114,7 @@ class ArraySource(Source):
         self._shuffle = request.shuffle
         self._seed = request.seed
         self._shuffling = request.shuffling
-        self._keras_orders: Iterator[Array] | None = None  # of pass after pass; drawn from the program's generators
+        self._keras_orders: Iterator[Array] | None = None  # of successive passes; drawn from the program's generators
         self.num_batches = -(-self.samples // self._batch_size)
         self.traits = SourceTraits(
             "arrays",
@@ -155,7 +155,7 @@ class ArraySource(Source):
             global_size = min(batch_size, samples - first)
             low, high = local_range(global_size, rank, world_size)
             size = high - low
-            # An empty share is stood in for by the batch's first row, which exists: `global_size` is at least 1.
+            # The stand-in for an empty share is the first row of the batch, which exists: `global_size` is at least 1.
             rows = slice(first + low, first + high) if size else slice(first, first + 1)
             if order is None:
                 part = map_leaves(lambda array, rows=rows: array[rows], data)  # type: ignore[misc]
@@ -172,11 +172,11 @@ class ArraySource(Source):
         if self._shuffling is not None:
             if self._keras_orders is None:
                 self._keras_orders = self._orders(peeked=False)
-            # Every process draws, so that what a seeded program draws after it is the same everywhere.
+            # Every process draws, so that a seeded program's next random numbers are equal on all.
             return self._shuffling.from_chief(next(self._keras_orders).astype(np.int64))
         random = np.random.default_rng([self._seed, key])
         if self._shuffle == "batch":
-            # Sorting batch number + a fraction shuffles each batch in itself, all batches at once.
+            # Sorting by batch number plus a random fraction shuffles within each batch, all batches at once.
             return np.argsort(np.arange(self.samples) // self._batch_size + random.random(self.samples), kind="stable")
         return random.permutation(self.samples)
 
@@ -184,7 +184,7 @@ class ArraySource(Source):
         return data_adapters.shuffled_orders(self.samples, self._batch_size, self._shuffle, peeked=peeked)
 
 
-# No method: with a reference to itself, the source would keep its data until a garbage collection.
+# Not a method: a reference cycle would keep the source's data alive until a garbage collection.
 def _describe_share(samples: int, batch_size: int, shuffle: bool | str, rank: int, world_size: int) -> str:
     full = min(batch_size, samples)
     low, high = local_range(full, rank, world_size)
@@ -195,7 +195,7 @@ def _describe_share(samples: int, batch_size: int, shuffle: bool | str, rank: in
 
 
 def make_source(request: InputRequest) -> ArraySource:
-    """The source of arrays. Raises TypeError for an input that Keras does not take for arrays."""
+    """Create the source of arrays. Raises TypeError for an input that Keras does not accept as arrays."""
     if request.x is None or not data_adapters.is_arrays(request.x, request.y, request.sample_weight):
         raise unaccepted(request)
     return ArraySource(request)

@@ -1,4 +1,4 @@
-"""How one global batch becomes one local batch per rank."""
+"""Splitting a global batch into one local batch per rank."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from phalanx.data.dataset_elements import Array, unpack
 from phalanx.errors import ConfigurationError
 
 ALIGNED_FROM_BYTES = 128 * 1024
-"""Smaller batches are copied sooner than an aligned block is made."""
+"""Batch size from which an aligned allocation pays off; copying a smaller batch is faster."""
 
 FINGERPRINT_BYTES = 4096
-"""How much of an array a fingerprint reads: enough to distinguish two orders of the same data, and one or two
-microseconds of work."""
+"""Size of the part of an array that a fingerprint reads: enough to distinguish two orders of the same data, in one or
+two microseconds."""
 
 
 class LocalBatch(NamedTuple):
     """One rank's contiguous part of one global batch.
 
     Attributes:
-        data: Structures of NumPy arrays: an element of a source, or what Keras unpacks it to, `(x, y, sample_weight)`
-            with None for what is missing. If `size` is 0, the arrays still hold one sample: a stand-in of the right
-            shapes and dtypes (taken from the global batch) that is computed with weight zero.
+        data: Structures of NumPy arrays: an element of a source, or the `(x, y, sample_weight)` to which Keras unpacks
+            it, with None for missing parts. If `size` is 0, the arrays still hold one sample: a stand-in with the right
+            shapes and dtypes (taken from the global batch), which is computed with weight zero.
         size: Number of samples in this part, 0 or more.
-        global_size: Number of samples in the global batch over all ranks, or None if only the ranks together know it
-            (per-rank pipelines).
-        fingerprint: A checksum of the whole element, equal on all ranks that read the same data in the same order. None
+        global_size: Number of samples in the global batch over all ranks; None if no single rank knows it (per-rank
+            pipelines).
+        fingerprint: Checksum of the whole element, equal on all ranks that read the same data in the same order; None
             if there is nothing to compare.
     """
 
@@ -43,8 +43,8 @@ class LocalBatch(NamedTuple):
 def local_range(global_size: int, rank: int, world_size: int) -> tuple[int, int]:
     """The rows `start:stop` of a global batch that belong to a rank.
 
-    The ranks' ranges are contiguous, in rank order and cover the batch. Their sizes differ by at most
-    one; the first ranks have the larger ones. A batch smaller than the world leaves the last ranks empty.
+    The ranks' ranges are contiguous, in rank order, and cover the batch. Their sizes differ by at most one; the first
+    ranks have the larger ones. A batch smaller than the world size leaves the last ranks empty.
 
     >>> [local_range(7, rank, 3) for rank in range(3)]
     [(0, 3), (3, 5), (5, 7)]
@@ -83,7 +83,7 @@ def batch_size_of(element: Any, source: str) -> int:
 
 
 def stand_in(element: Any) -> Any:
-    """One sample with an element's shapes and dtypes, for a rank without a share; zeros if it has none."""
+    """One sample with the shapes and dtypes of an element, for a rank without a share; zeros if it has no sample."""
 
     def one(array: Array) -> Array:
         return array[:1] if len(array) else np.zeros((1, *array.shape[1:]), array.dtype)
@@ -92,10 +92,10 @@ def stand_in(element: Any) -> Any:
 
 
 def cut(element: Any, rank: int, world_size: int, source: str, *, copies: bool) -> LocalBatch:
-    """A rank's share of an element that all ranks hold in full.
+    """Cut a rank's share from an element that all ranks hold in full.
 
     Args:
-        copies: Whether the share holds copies, as it must of arrays of the program, which may fill them again.
+        copies: Whether the share holds copies, which is required for arrays that the program may refill.
     """
     global_size = batch_size_of(element, source)
     if global_size == 0:
@@ -112,7 +112,7 @@ def cut(element: Any, rank: int, world_size: int, source: str, *, copies: bool) 
 
 
 def should_be_aligned(size: int, dtype: np.dtype[Any]) -> bool:
-    """Whether a batch of `size` bytes is worth a place where a backend need not copy it once more."""
+    """Whether a batch of `size` bytes is worth an aligned allocation, which saves the backend another copy."""
     return size >= ALIGNED_FROM_BYTES and dtype.kind in "biuf"
 
 
@@ -121,8 +121,8 @@ def _copy(array: Array) -> Array:
 
 
 def whole(element: Any, source: str) -> LocalBatch:
-    """The share of an element of a per-rank pipeline: all of it belongs to this rank. Only the ranks together know
-    the global size."""
+    """The share of an element of a per-rank pipeline, which belongs to this rank entirely. No single rank knows the
+    global size."""
     size = batch_size_of(element, source)
     return LocalBatch(element if size else stand_in(element), size, None, None)
 
@@ -130,8 +130,8 @@ def whole(element: Any, source: str) -> LocalBatch:
 def fingerprint_of(element: Any) -> int:
     """A checksum that differs between ranks if they do not read the same data in the same order.
 
-    It covers the targets if they vary, because augmentation, which may differ between ranks without harm, leaves them
-    unchanged; else the first array.
+    It covers the targets if they vary, because augmentation, which may safely differ between ranks, does not change
+    them; otherwise the first array.
     """
     _, (x, y, _) = unpack(element)
     for part in (y, x):
@@ -156,6 +156,6 @@ def _head(array: Array) -> bytes:
 
 
 def _varies(array: Array) -> bool:
-    """Whether an array's rows differ, so that another order would show."""
-    # Of the first 64 rows: where these are equal, as in data that is sorted by label, they show no order.
+    """Whether an array's rows differ, so that a different order changes the checksum."""
+    # The first 64 rows: if they are equal, as in data sorted by label, they reveal no order.
     return len(array) > 1 and not array.dtype.hasobject and bool((array[1:64] != array[0]).any())

@@ -1,4 +1,4 @@
-"""Which samples form the global batches of each pass over a map-style DataLoader, in Keras's order on every rank."""
+"""The samples of the global batches in each pass over a map-style DataLoader, in Keras's order on every rank."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from phalanx.transport.serialization import decode, encode
 
 
 class DataLoaderOrder(PassOrder):
-    """The sample indices of each global batch of a pass, from the loader's own samplers.
+    """The sample indices of each global batch of a pass, drawn from the loader's own samplers.
 
-    Samplers draw from torch's generator as in plain Keras, on all ranks from the state that it has on the chief.
-    Without a `shuffling`, torch's generator is seeded for this from `seed` and the pass. A sampler with a generator of
-    its own uses that, and gives the order that it gives in plain Keras; processes that continue a pass receive that
-    generator's state (`randomness`).
+    Samplers draw from torch's generator as in plain Keras; all ranks use the chief's state of it. Without a
+    `shuffling`, torch's generator is seeded from `seed` and the pass. A sampler with its own generator uses that, and
+    yields the same order as in plain Keras; processes that continue a pass receive the state of that generator
+    (`randomness`).
 
     Attributes:
-        is_by_sample: Whether a batch is a list of sample indices; False if the dataset makes whole batches.
-        batches: The loader's own sampler of batches.
+        is_by_sample: Whether a batch is a list of sample indices; False if the dataset returns whole batches.
+        batches: The loader's sampler of batches.
     """
 
     def __init__(self, request: InputRequest):
@@ -40,18 +40,19 @@ class DataLoaderOrder(PassOrder):
         self._opens_as_keras = request.opens_as_keras
         self._before: tuple[bool, list[Any]] = True, []  # when the running pass began: `_is_first`, the generators
         self._rest: Iterator[Any] | None = None  # batches of the running pass that are not drawn yet
-        self._rest_state: Any = None  # torch's, after those that are, without a `shuffling`
+        self._rest_state: Any = None  # torch's, after the drawn ones, without a `shuffling`
         self._worker_seed = request.seed  # of the running pass
-        self._is_first = True  # the next pass
-        # The next pass, which Keras opens when one ends; the states of the program's generators before that, and
+        self._is_first = True  # whether the next pass is the first
+        # The next pass, which Keras opens when one ends; the states of the program's generators before opening, and
         # torch's after it.
         self._opened: tuple[Iterator[Any], list[Any], Any] | None = None
-        self._is_exhausted = False  # whether the samplers of the running pass have given fewer batches than they said
+        self._is_exhausted = False  # whether the samplers of the running pass yielded fewer batches than their length
 
     def of_pass(self, key: int, stop: int | None = None) -> list[Any]:
         """The indices of the global batches of a pass, at least of those before `stop`; None for all.
 
-        A generator of the program draws no more than what is read, and its workers fetch ahead: a pass may end there.
+        From a generator of the program, draw only for batches that are read or that workers fetch ahead: a pass may end
+        there.
         """
         drawn: list[Any] = self.get(key, self._begin_pass)
         loader, count = self._loader, len(self.batches)
@@ -65,7 +66,7 @@ class DataLoaderOrder(PassOrder):
         """The indices of the first batch of a pass.
 
         Args:
-            restart: Whether the pass counts as read: the generators then do not return to their states.
+            restart: Whether the pass counts as read: the generators then are not restored to their states.
         """
         states = _states_of(self._loader)
         with _torch_state_restored(unless=restart), self._seeded(0):
@@ -104,12 +105,12 @@ class DataLoaderOrder(PassOrder):
         return True
 
     def worker_generator(self, start: int, rank: int) -> Any:
-        """A generator that seeds the workers of a loader that begins with batch `start` of the running pass. Nothing
-        may be drawn from torch's or the program's, which the sampler shares: a loader may be opened again in the middle
-        of a pass.
+        """A generator to seed the workers of a loader that begins with batch `start` of the running pass. A loader may
+        be opened again in the middle of a pass, so this must not draw from torch's generator or the program's, which
+        the sampler shares.
 
         Args:
-            rank: Of whose own samples they load; 0 where all ranks load the same.
+            rank: The rank whose samples the workers load; 0 if all ranks load the same.
         """
         seeds = np.random.SeedSequence([self._worker_seed, start, rank]).generate_state(1, np.uint64)
         return torch.Generator().manual_seed(int(seeds[0] >> np.uint64(1)))
@@ -120,7 +121,7 @@ class DataLoaderOrder(PassOrder):
 
     @property
     def _draws_as_keras(self) -> bool:
-        """Whether orders follow from generators of the program: these advance as in plain Keras."""
+        """Whether orders depend on generators of the program, which then must advance as in plain Keras."""
         return self._shuffling is not None or (self._opens_as_keras and bool(_generators_of(self._loader)))
 
     def _next_states(self) -> list[Any]:
@@ -138,29 +139,29 @@ class DataLoaderOrder(PassOrder):
 
     @property
     def _is_counted(self) -> bool:
-        """Whether the end of a pass is found by counting batches, as Keras does; a loop over the loader, workers and
-        `tf.data` ask for one more."""
+        """Whether counting batches finds the end of a pass, as in Keras; a loop over the loader, workers and `tf.data`
+        request one more batch."""
         return self._opens_as_keras and not self._loader.num_workers and not data_adapters.loaders_are_read_by_tf_data()
 
     def _draw(self, key: int, count: int, *, ends_pass: bool) -> list[Any]:
-        """The next batches of the running pass."""
+        """Draw the next batches of the running pass."""
         with self._drawing(key):
             if self._rest is None:
                 self._rest = self._open()
             drawn = list(itertools.islice(self._rest, count))
             self._is_exhausted = len(drawn) < count
             if ends_pass and not self._is_counted:
-                next(self._rest, None)  # asked for to find the end; samplers may draw
+                next(self._rest, None)  # requested to find the end; samplers may draw
         return [list(batch) for batch in drawn] if self.is_by_sample else drawn
 
     @contextlib.contextmanager
     def _drawing(self, key: int) -> Iterator[None]:
-        """While inside, torch's generator is the one that samplers are to draw from."""
+        """Context in which torch's generator has the state from which samplers must draw."""
         if self._shuffling is not None:
-            # The state instead of the order: 5 KB, however many samples there are. It is a whole number of int64.
+            # The state instead of the order: 5 KB, independent of the number of samples. A whole number of int64.
             own = torch.get_rng_state().numpy().view(np.int64)
             chiefs = np.array(self._shuffling.from_chief(own))
-            # Both draw, so that what the program draws next is the same, unless it has given this rank another state.
+            # All ranks draw, so that the program's next numbers stay equal, unless it gave this rank another state.
             with _torch_state_restored(unless=np.array_equal(own, chiefs)):
                 torch.set_rng_state(torch.from_numpy(chiefs.view(np.uint8)))
                 yield
@@ -177,8 +178,8 @@ class DataLoaderOrder(PassOrder):
 
     @contextlib.contextmanager
     def _seeded(self, key: int) -> Iterator[None]:
-        """While inside, torch's generator follows from the seed of this pass; with a `shuffling` it is the program's,
-        which then has advanced."""
+        """Context in which torch's generator is seeded for this pass; with a `shuffling`, it is the program's, and it
+        stays advanced afterwards."""
         if self._shuffling is not None:
             yield
             return
@@ -187,8 +188,8 @@ class DataLoaderOrder(PassOrder):
             yield
 
     def _open(self) -> Iterator[Any]:
-        """The batches of the next pass, as a DataLoader opens it: a sampler that shuffles when its iterator is made
-        draws first, then the workers' seed is drawn, and then what a sampler draws batch by batch."""
+        """Open the next pass like a DataLoader, and return its batches: a sampler that shuffles when its iterator is
+        created draws first, then the workers' seed is drawn, then samplers draw batch by batch."""
         opened, self._opened = self._opened, None
         if opened is not None:
             return opened[0]
@@ -197,7 +198,7 @@ class DataLoaderOrder(PassOrder):
         return batches
 
     def _draw_worker_seed(self) -> None:
-        """Each pass over a plain DataLoader draws its workers' seed."""
+        """Draw the workers' seed, as each pass over a plain DataLoader does."""
         if self._uses_program_generator:
             drawn = torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
             self._worker_seed = int(drawn.item())
@@ -208,7 +209,7 @@ class DataLoaderOrder(PassOrder):
 
 
 def _generators_of(loader: Any) -> list[Any]:
-    """Those that the program created, as far as they can be seen: of a loader and of its samplers."""
+    """The generators that the program created for a loader and its samplers, as far as they are accessible."""
     holders = (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     found = [generator for holder in holders if (generator := getattr(holder, "generator", None)) is not None]
     return list({id(generator): generator for generator in found}.values())
@@ -226,7 +227,7 @@ def _seed_of(seed: int, key: int) -> int:
 
 @contextlib.contextmanager
 def _torch_state_restored(*, unless: bool = False) -> Iterator[None]:
-    """A context after which torch's global generator has the state that it had before, except with `unless`."""
+    """Context that restores the state of torch's global generator at its end, except with `unless`."""
     state = torch.get_rng_state()
     try:
         yield

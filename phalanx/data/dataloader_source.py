@@ -1,6 +1,6 @@
 """`torch.utils.data.DataLoader`: with a map-style dataset a rank loads and collates only its own samples.
 
-Imported only when an input is a DataLoader, so PyTorch is loaded already.
+Imported only when an input is a DataLoader, so PyTorch is already loaded.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _END = object()
 
 
 def make_source(request: InputRequest) -> MapStyleSource | StreamSource:
-    """A source over a DataLoader whose batches are the global batches.
+    """Create the source of a DataLoader whose batches are the global batches.
 
-    A loader with a `DistributedSampler` of this job's size already reads this rank's data. It is used as it is, with
-    its batch size as the local one.
+    A loader with a `DistributedSampler` of this job's size already reads this rank's data. It is used unchanged, with
+    its batch size as the local batch size.
 
     Raises: ConfigurationError for a DistributedSampler of another size or rank, or an empty loader.
     """
@@ -75,9 +75,9 @@ def make_source(request: InputRequest) -> MapStyleSource | StreamSource:
 class MapStyleSource(Source):
     """A DataLoader over a dataset with `__getitem__`.
 
-    `DataLoaderOrder` says which samples form each global batch. This rank's loader gets only its own part of their
-    indices where PyTorch's own `collate_fn` stacks them. Any other makes whole global batches: it may pad to the
-    longest sample, or drop some.
+    `DataLoaderOrder` determines the samples of each global batch. If PyTorch's own `collate_fn` stacks the samples,
+    this rank's loader gets only its part of their indices. Any other `collate_fn` gets whole global batches: it may pad
+    to the longest sample, or drop samples.
     """
 
     order: DataLoaderOrder
@@ -108,14 +108,14 @@ class MapStyleSource(Source):
 
     @property
     def probe(self) -> Array:
-        """See `Source.probe`: which items a `Subset` has, as after a random split, and a few values of tensors.
-        Other datasets may give another value each time they are read, so nothing of them is compared."""
+        """See `Source.probe`. Covers the indices of a `Subset`, such as from a random split, and a few values of
+        tensors. Other datasets may return different values on each read, so nothing of them is compared."""
         dataset, chosen = self._loader.dataset, None
         while isinstance(dataset, Subset):
             indices = np.asarray(dataset.indices)
             chosen = indices if chosen is None else indices[chosen]
             dataset = dataset.dataset
-            if chosen.dtype.kind not in "iu":  # keys of the dataset's own
+            if chosen.dtype.kind not in "iu":  # custom keys of the dataset
                 break
         numbers = np.zeros(0)
         if chosen is not None:
@@ -138,25 +138,25 @@ class MapStyleSource(Source):
         return next(self._load([self.order.peek(restart=restart)], 0, num_workers=0))
 
     def _load(self, chosen: list[Any], start: int, num_workers: int | None = None) -> Iterator[LocalBatch]:
-        """This rank's shares of global batches from batch `start` on, given by their samples' indices."""
+        """Yield this rank's shares of global batches, given by their sample indices; the first is batch `start`."""
         rank, world_size = self._rank, self._world_size
         if not self._loads_own_samples:
             for element in _elements(self._loader_of(chosen, start, num_workers)):
                 yield cut(element, rank, world_size, _KIND, copies=True)
             return
         parts = [local_range(len(indices), rank, world_size) for indices in chosen]
-        # For an empty share one sample is loaded, as a stand-in.
+        # An empty share loads one sample as a stand-in.
         local = [
             indices[low:high] if low < high else indices[:1] for indices, (low, high) in zip(chosen, parts, strict=True)
         ]
         loader = self._loader_of(local, start, num_workers)
         elements = _elements_apart(loader, iter(loader))
-        # The fingerprint is of the indices, since no rank has the whole batch.
+        # The fingerprint covers the indices, because no rank has the whole batch.
         for element, indices, (low, high) in zip(elements, chosen, parts, strict=True):
             yield LocalBatch(element, high - low, len(indices), _checksum(indices))
 
     def _loader_of(self, batches: list[Any], start: int, num_workers: int | None) -> Any:
-        """A DataLoader like the program's, over these batches, the first of which is batch `start`."""
+        """Create a DataLoader like the program's over these batches; the first is batch `start`."""
         loader = self._loader
         workers = loader.num_workers if num_workers is None else num_workers
         options: dict[str, Any] = {
@@ -181,7 +181,7 @@ def _describe_own_samples(rank: int, world_size: int) -> str:
 
 
 def _has_known_samplers(loader: DataLoader[Any]) -> bool:
-    """Whether PyTorch's own samplers alone choose the samples, which give as many as their length says."""
+    """Whether all samplers are PyTorch's own, which yield as many batches as their length says."""
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     return all(each is None or type(each).__module__.startswith("torch.") for each in samplers)
 
@@ -191,13 +191,13 @@ def _elements(loader: Any) -> Iterator[Any]:
 
 
 def _opened_apart(loader: Any) -> Iterator[Any]:
-    """An iterator over a loader that no other rank opens: it draws a seed."""
+    """Open an iterator over a loader that no other rank opens. Opening draws a seed."""
     with drawing_samples():
         return iter(loader)
 
 
 def _elements_apart(loader: Any, elements: Iterator[Any]) -> Iterator[Any]:
-    """The elements of an iterator over a loader, of samples that no other rank loads."""
+    """Yield the elements of a loader's iterator whose samples no other rank loads."""
     loading = drawing_samples if _may_draw(loader) else nullcontext
     while True:
         with loading():

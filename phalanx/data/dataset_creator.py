@@ -1,4 +1,4 @@
-"""`DatasetCreator`: a function for `fit` that creates each replica's own dataset."""
+"""`DatasetCreator`: a function, passed to `fit`, that creates each replica's dataset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.errors import ConfigurationError
 
 
 class DatasetCreator:
-    """Data of `fit`, `evaluate` and `predict` that a function creates (`tf.keras.utils.experimental.DatasetCreator`).
+    """Data for `fit`, `evaluate` and `predict`, created by a function (`tf.keras.utils.experimental.DatasetCreator`).
 
         def dataset_fn(input_context):
             batch_size = input_context.get_per_replica_batch_size(64)
@@ -24,14 +24,15 @@ class DatasetCreator:
 
         model.fit(phalanx.DatasetCreator(dataset_fn), epochs=3, steps_per_epoch=20)
 
-    On replicas, each reads the dataset that its own call returns, in batches of its share of the global batch, as with
-    `strategy.distribute_datasets_from_function`. With parameter servers every worker creates the whole dataset, and
-    the servers assign its batches to workers, so that no batch is trained on twice. In one process, the context is
-    that of one pipeline.
+    Each replica reads the dataset that its own call returns, in batches of its share of the global batch, as with
+    `strategy.distribute_datasets_from_function`. With parameter servers, every worker creates the whole dataset, and
+    the servers assign its batches to workers, so that no batch is used twice. In a single process, the context
+    describes one pipeline.
 
     Args:
-        dataset_fn: Takes an `InputContext`; returns a `tf.data.Dataset`, or any dataset that `fit` takes.
-        input_options: Accepted as in TensorFlow; without effect.
+        dataset_fn: Function that takes an `InputContext` and returns a `tf.data.Dataset`, or any dataset that `fit`
+            takes.
+        input_options: Ignored; accepted for compatibility with TensorFlow.
 
     Raises: ConfigurationError if an argument has another type.
     """
@@ -45,12 +46,12 @@ class DatasetCreator:
         self.input_options = input_options
 
     def __call__(self, input_context: InputContext | None = None) -> Any:
-        """The dataset of one pipeline, by default of the only one."""
+        """Create the dataset of one pipeline, by default of the only one."""
         return self.dataset_fn(InputContext() if input_context is None else input_context)
 
 
 def make_source(request: InputRequest) -> Source:
-    """The source of this rank's dataset, which is neither cut nor compared with those of other ranks."""
+    """Create the source of this rank's dataset, which is neither cut nor compared with those of other ranks."""
     rank, world_size = request.rank, request.world_size
     dataset = request.x(InputContext(world_size, rank, world_size))
     if source_registry.find_kind(dataset) is None:

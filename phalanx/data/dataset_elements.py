@@ -26,8 +26,8 @@ class ElementStructure(enum.Enum):
 
 
 def unpack(element: Any) -> tuple[ElementStructure, tuple[Any, Any, Any]]:
-    """The structure of a dataset's element and its `(x, y, sample_weight)`, as `keras.utils.unpack_x_y_sample_weight`
-    returns them. An element of structure WHOLE becomes x."""
+    """Return the structure of a dataset's element, and its `(x, y, sample_weight)` like
+    `keras.utils.unpack_x_y_sample_weight`. An element of structure WHOLE becomes x."""
     if isinstance(element, list):
         element = tuple(element)
     if not isinstance(element, tuple):
@@ -39,8 +39,8 @@ def unpack(element: Any) -> tuple[ElementStructure, tuple[Any, Any, Any]]:
 
 
 def _structure_of(element: tuple[Any, ...]) -> ElementStructure:
-    """Of a tuple of one, two or three items. PARTS is what Keras's own packing of the parts gives, which leaves absent
-    ones out, and puts a list of inputs into a tuple."""
+    """The structure of a tuple of one, two or three items. PARTS is the result of Keras's own packing, which omits
+    absent parts and wraps a list of inputs in a tuple."""
     if len(element) == 1:
         return ElementStructure.PARTS if isinstance(element[0], tuple | list) else ElementStructure.ALONE
     if all(item is not None for item in element):
@@ -49,16 +49,16 @@ def _structure_of(element: tuple[Any, ...]) -> ElementStructure:
 
 
 def to_numpy(leaf: Any) -> Any:
-    """A tensor of any backend (or a pandas or SciPy object) as a NumPy array, without a copy where possible.
+    """Convert a tensor of any backend (or a pandas or SciPy object) to a NumPy array, without a copy if possible.
 
-    Sparse tensors become dense, as do ragged tensors whose rows all have one length. The array may share the tensor's
+    Sparse tensors become dense, as do ragged tensors whose rows have equal lengths. The array may share the tensor's
     memory.
 
-    Raises: UnsupportedError for a ragged tensor with rows of several lengths.
+    Raises: UnsupportedError for a ragged tensor with rows of different lengths.
     """
     if isinstance(leaf, np.ndarray):
         return leaf
-    if hasattr(leaf, "detach"):  # torch: arrays of tensors that need a gradient or live on a device
+    if hasattr(leaf, "detach"):  # torch: tensors that require a gradient or are on a device
         return leaf.detach().cpu().numpy()
     if hasattr(leaf, "toarray"):  # scipy.sparse
         return leaf.toarray()

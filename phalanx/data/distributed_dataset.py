@@ -24,8 +24,8 @@ UNKNOWN_CARDINALITY = -2
 
 
 def make_per_rank_source(source: Source) -> Source:
-    """The same source, all of whose elements belong to this rank, as its input function created them."""
-    own = copy.copy(source)  # the function may have returned a distributed dataset, which keeps its source
+    """Return a copy of a source whose elements all belong to this rank, as its input function created them."""
+    own = copy.copy(source)  # the function may have returned a distributed dataset, whose source must not change
     kind = source.traits.kind
     own.traits = replace(
         source.traits,
@@ -43,11 +43,11 @@ def make_per_rank_source(source: Source) -> Source:
 
 
 class Members(NamedTuple):
-    """The members of an elastic job, as far as data is divided among them.
+    """The members of an elastic job, over which data is divided.
 
     Attributes:
-        part: Returns this rank and the number of ranks now.
-        chiefs: Returns the chief's number in place of this rank's; every rank calls it.
+        part: Function that returns the current rank and world size.
+        chiefs: Function that takes this rank's number and returns the chief's; every rank must call it.
     """
 
     part: Callable[[], tuple[int, int]]
@@ -57,16 +57,16 @@ class Members(NamedTuple):
 class DistributedDataset:
     """This rank's local batches of a dataset, for a custom training loop or for `model.fit`.
 
-    Each iteration is an epoch. Elements have the dataset's own structure. If a batch has no sample
-    for a rank, that rank gets arrays of length 0, as in `tf.distribute`, so a loss must be a sum over samples divided
-    by the global batch size, not a local mean. A rank whose own data (files, a pipeline per rank) ends before that of
-    the others gets such arrays, too: all ranks must iterate such a dataset and take equally many steps.
+    Each iteration is an epoch. Elements keep the structure of the dataset. If a batch has no sample for a rank, that
+    rank gets arrays of length 0, as in `tf.distribute`, so a loss must be a sum over samples divided by the global
+    batch size, not a local mean. A rank whose own data (files, a per-rank pipeline) ends before that of the others
+    gets empty arrays too: all ranks must iterate such a dataset and take equally many steps.
 
     Args:
-        source: The dataset seen from this rank.
-        original: The program's own dataset of which this is the source, for Keras's own methods.
-        distribution: How the ranks share it.
-        element_spec: That of a tf.data.Dataset, with the batch dimension open; None for other datasets.
+        source: The source of this rank.
+        original: The program's dataset from which the source was created, for methods of Keras.
+        distribution: Division of the dataset among the ranks.
+        element_spec: The element_spec of a tf.data.Dataset, with the batch dimension open; None for other datasets.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class DistributedDataset:
         self.original = original
         rank, world_size = self._part = distribution.rank, distribution.world_size
         self._members = distribution.members
-        # Ranks that read the same batches end together, and need not ask each other.
+        # Ranks that read the same batches reach the end at the same step, without communication.
         self._any_rank = None if source.traits.policy is AutoShardPolicy.DATA else distribution.any_rank
         self.element_spec = element_spec
         self._convert = distribution.convert
@@ -88,10 +88,10 @@ class DistributedDataset:
         return DistributedIterator(map(self._converted, self._begin()), self.element_spec)
 
     def _begin(self) -> Iterator[Any]:
-        """The elements of the next epoch, of NumPy arrays."""
+        """Start the next epoch, and return its elements, of NumPy arrays."""
         members = self._members
         if members is not None:
-            self._epochs = members.chiefs(self._epochs)  # one that joins has iterated less often
+            self._epochs = members.chiefs(self._epochs)  # a member that joins has iterated less often
             self._part = members.part()
             self._sharded.regroup(*self._part)
         epoch = self._epochs
@@ -106,11 +106,11 @@ class DistributedDataset:
         return element if self._convert is None else map_leaves(self._convert, element)
 
     def _jointly(self, shares: Iterator[LocalBatch]) -> Iterator[LocalBatch]:
-        """Equally many shares on every rank: ranks whose data has ended get shares of size 0 until that of all has."""
+        """Yield equally many shares on every rank: a rank whose data ends first gets shares of size 0 until all end."""
         assert self._any_rank is not None
         last: LocalBatch | None = None
         while True:
-            # Every rank asks before each element, those without data too: the question is a collective.
+            # A collective before each element, in which ranks without data also take part.
             share = next(shares, None)
             if not self._any_rank(share is not None):
                 return
@@ -118,7 +118,7 @@ class DistributedDataset:
             yield last
 
     def _example(self) -> LocalBatch:
-        """A share with the structure of the others', for a rank without any data."""
+        """A share with the structure of those of the other ranks, for a rank without any data."""
         try:
             return self.source.peek()
         except StopIteration:
@@ -137,7 +137,7 @@ class DistributedDataset:
         return LocalBatch(map_leaves(one, self.element_spec), 0, None, None)
 
     def __len__(self) -> int:
-        """Batches per epoch. Raises: TypeError if unknown."""
+        """Number of batches per epoch. Raises: TypeError if unknown."""
         length = self.source.num_batches
         if length is None:
             raise TypeError(f"The length of this {self.source.traits.kind} is unknown.")
@@ -145,19 +145,19 @@ class DistributedDataset:
 
     @property
     def cardinality(self) -> int:
-        """Batches per epoch; -1 (`tf.data.INFINITE_CARDINALITY`) for endless data, -2
+        """Number of batches per epoch; -1 (`tf.data.INFINITE_CARDINALITY`) for endless data, -2
         (`tf.data.UNKNOWN_CARDINALITY`) if unknown."""
         if self.source.traits.is_endless:
             return INFINITE_CARDINALITY
         return UNKNOWN_CARDINALITY if self.source.num_batches is None else self.source.num_batches
 
     def explain(self) -> str:
-        """What each rank reads and why."""
+        """Explain what each rank reads, and why."""
         return self._sharded.description.explain()
 
 
 def _of_one_generation(shares: Iterator[LocalBatch], members: Members, began: tuple[int, int]) -> Iterator[LocalBatch]:
-    """The shares, as long as this rank has the part of each batch with which their iteration began."""
+    """Yield the shares while this rank's part of each batch is still the one with which the iteration began."""
     for share in shares:
         if members.part() != began:
             raise UnsupportedError(
@@ -176,7 +176,7 @@ class DistributedIterator:
     """One epoch of a `DistributedDataset` (`tf.distribute.DistributedIterator`).
 
     Attributes:
-        element_spec: That of the dataset.
+        element_spec: The element_spec of the dataset.
     """
 
     def __init__(self, elements: Iterator[Any], element_spec: Any = None) -> None:
@@ -191,11 +191,11 @@ class DistributedIterator:
         return next(self._elements)
 
     def get_next(self) -> Any:
-        """The next element. Raises: StopIteration at the end."""
+        """Return the next element. Raises: StopIteration at the end."""
         return next(self)
 
     def get_next_as_optional(self) -> Any:
-        """The next element as a `tf.experimental.Optional`, empty at the end; for datasets of tf.data.
+        """Return the next element as a `tf.experimental.Optional`, empty at the end; only for datasets of tf.data.
 
         Raises: UnsupportedError for other datasets.
         """
@@ -209,7 +209,7 @@ class DistributedIterator:
 
 
 def check_outside() -> None:
-    """Raise UnsupportedError inside a `tf.function`, in which a batch would become a constant."""
+    """Raise UnsupportedError inside a `tf.function`, where a batch would become a constant."""
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and tensorflow.inside_function():
         raise UnsupportedError(
@@ -222,15 +222,15 @@ def check_outside() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetDistribution:
-    """How the ranks of a strategy share datasets, seen from one of them.
+    """How the ranks of a strategy share datasets, as seen by one of them.
 
     Attributes:
         rank: This rank.
         world_size: The number of ranks.
-        seed: Equal on all ranks.
-        convert: Converts each NumPy array to a tensor of the backend; None to keep the arrays.
-        any_rank: Whether something is true on at least one rank; every rank calls it.
-        members: Of an elastic job; None where they do not change.
+        seed: Seed, equal on all ranks.
+        convert: Function that converts a NumPy array to a tensor of the backend; None to keep the arrays.
+        any_rank: Function that returns whether its argument is true on at least one rank; every rank must call it.
+        members: The members of an elastic job; None in a job of fixed size.
         kind: The class of the datasets that the program gets.
     """
 
@@ -244,8 +244,8 @@ class DatasetDistribution:
 
 
 def distribute_dataset(dataset: Any, distribution: DatasetDistribution) -> DistributedDataset:
-    """`strategy.experimental_distribute_dataset`: the dataset's batch is the global batch, each rank gets
-    its part. Takes any dataset that `fit` takes.
+    """`strategy.experimental_distribute_dataset`: the dataset's batch is the global batch, and each rank gets its part.
+    Takes any dataset that `fit` takes.
 
     Raises: ConfigurationError for a list or a tuple.
     """
@@ -268,8 +268,8 @@ def distribute_dataset(dataset: Any, distribution: DatasetDistribution) -> Distr
 def distribute_from_function(
     function: Callable[[InputContext], Any], distribution: DatasetDistribution
 ) -> DistributedDataset:
-    """`strategy.distribute_datasets_from_function`: `function(InputContext)` returns this rank's own dataset,
-    batched with the local batch size. It is neither cut nor compared with those of other ranks."""
+    """`strategy.distribute_datasets_from_function`: `function(InputContext)` returns this rank's dataset, batched with
+    the local batch size. It is neither cut nor compared with those of other ranks."""
     check_outside()
     rank, world_size = distribution.rank, distribution.world_size
     dataset = function(InputContext(world_size, rank, world_size))
@@ -280,7 +280,7 @@ def distribute_from_function(
 
 
 def _check_dataset(dataset: Any) -> None:
-    # To `fit`, a list is the arrays of several inputs, and would be stacked to one.
+    # `fit` takes a list for the arrays of several inputs, and would stack them.
     if isinstance(dataset, list | tuple):
         raise ConfigurationError(
             f"A {type(dataset).__name__} of arrays or batches cannot be distributed. Pass a tf.data.Dataset, a "
@@ -289,7 +289,7 @@ def _check_dataset(dataset: Any) -> None:
 
 
 def _element_spec(dataset: Any) -> Any:
-    """A tf.data.Dataset's element_spec with the batch dimension open: shares may differ in size."""
+    """The element_spec of a tf.data.Dataset with the batch dimension open: shares may differ in size."""
     spec = getattr(dataset, "element_spec", None)
     if spec is None or isinstance(dataset, DistributedDataset):
         return spec

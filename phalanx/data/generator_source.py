@@ -14,12 +14,12 @@ _KIND = "Python generator"
 
 
 def make_source(request: InputRequest) -> StreamSource:
-    """A source over a generator of `(x,)`, `(x, y)` or `(x, y, sample_weight)`, or of dicts.
+    """Create the source of a generator of `(x,)`, `(x, y)` or `(x, y, sample_weight)`, or of dicts.
 
-    A generator cannot start again. As in Keras, which reads two batches of it to learn their shapes, each pass begins
-    with these two: a further epoch after its end has no others.
+    A generator cannot restart. As in Keras, which reads two batches to learn their shapes, each pass begins with these
+    two batches: an epoch after the end of the generator has no others.
 
-    Whether it ends at all is unknown: without `steps_per_epoch`, an endless one trains forever.
+    It is unknown whether a generator ends: without `steps_per_epoch`, an endless one trains forever.
     """
     elements = map(_standardize, request.x)
     traits = SourceTraits(_KIND, signature=_KIND)

@@ -11,7 +11,7 @@ from phalanx.data.source import SourceTraits, StreamSource
 
 
 def make_source(request: InputRequest) -> StreamSource:
-    """A source over a Grain dataset, whose shuffles are always seeded, so that all ranks read the same."""
+    """Create the source of a Grain dataset, whose shuffles are always seeded, so that all ranks read the same data."""
     dataset = request.x
     classes = [cls.__name__ for cls in type(dataset).__mro__ if "grain" in cls.__module__]
     family = next(name for name in classes if name in ("MapDataset", "IterDataset", "DataLoader"))

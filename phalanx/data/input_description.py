@@ -1,4 +1,4 @@
-"""An input in words: how it is divided, and what to say if something is wrong with it."""
+"""Descriptions of an input for users: how it is divided, and errors about it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class InputDescription:
 
     @property
     def signature(self) -> str:
-        """A line that is the same on every rank that was given the same data; compare it before training.
+        """A line that is equal on all ranks that were given the same data; compared before training.
 
-        It names lengths, shapes and dtypes, so ranks whose uniform inputs differ in length find out before one of them
+        It contains lengths, shapes and dtypes, so a difference in the lengths of uniform inputs is found before a rank
         waits for the others.
         """
         traits = self.source.traits
@@ -36,13 +36,13 @@ class InputDescription:
 
     @property
     def policy_line(self) -> str:
-        """How the input is divided and why, in one line."""
+        """One-line description of how the input is divided, and why."""
         traits = self.source.traits
         phrase = _POLICY_PHRASES[traits.policy].format(n=self.world_size)
         return f"Input sharding: {traits.policy.name} ({traits.kind}): {phrase}; {traits.reason}."
 
     def explain(self) -> str:
-        """The policy line, then one line for each rank that says what it reads."""
+        """Return the policy line, then one line per rank that says what it reads."""
         describe = self.source.traits.describe_share or self._describe_part
         lines = [f"  rank {rank} {describe(rank, self.world_size)}" for rank in range(self.world_size)]
         return "\n".join([self.policy_line, *lines])
@@ -53,7 +53,7 @@ class InputDescription:
 
     @property
     def disagreement(self) -> str:
-        """The error text, with advice, if the ranks' fingerprints of a batch differ."""
+        """The error message for ranks whose fingerprints of a batch differ, with advice."""
         return (
             f"The ranks read different global batches from the {self.source.traits.kind}, so cutting them would "
             "use some samples twice and others never. Every rank must read the same data in the same order. "
@@ -64,7 +64,7 @@ class InputDescription:
         )
 
     def empty_error(self, rank: int) -> ConfigurationError:
-        """The error for an input without a single batch."""
+        """The error for an input without any batch."""
         return ConfigurationError(
             f"The input is empty: {self.source.traits.kind} gave no batch on rank {rank} of "
             f"{self.world_size}. Expected at least one batch. Check the paths, filters and `take`/`skip` of "

@@ -1,8 +1,8 @@
-"""Where a rank stands in its data: passes, epochs, and how training resumes in the middle of one.
+"""The position of a rank in its data: passes, epochs, and resuming in the middle of an epoch.
 
-A *pass* goes over all data once. An epoch is one pass, or, with `steps_per_epoch`, the next so many batches of one: it
-then starts where the last epoch stopped. As in Keras's EpochIterator, an epoch never crosses the end of a pass: if less
-than `steps_per_epoch` is left, it ends early, and the next epoch starts a new pass.
+A *pass* reads all data once. An epoch is one pass or, with `steps_per_epoch`, the next `steps_per_epoch` batches of
+one: it then starts where the last epoch stopped. As in Keras's EpochIterator, an epoch never crosses the end of a pass:
+if fewer than `steps_per_epoch` batches are left, it ends early, and the next epoch starts a new pass.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from phalanx.keras_compat import data_adapters
 
 
 class InputPlace(NamedTuple):
-    """Where an epoch begins: what another process needs to begin it there.
+    """The start of an epoch: everything that another process needs to start it there.
 
     Attributes:
         pass_key: The epoch in which its pass began.
-        batch: The number of its first batch in that pass; of an epoch that has not begun, 0 stands for a new pass.
-        taken: What was taken of a stream before that pass: elements, or whole passes; see `StreamCursor.total`.
-        randomness: The state of the program's random generators from which the order of that pass follows; empty if
-            there are none, None if it is not known.
+        batch: The number of its first batch in that pass; for an epoch that has not begun, 0 means a new pass.
+        taken: The number of elements, or whole passes, taken from a stream before that pass; see `StreamCursor.total`.
+        randomness: The state of the program's random generators that determines the order of that pass; empty if there
+            are none, None if it is not known.
     """
 
     pass_key: int
@@ -33,7 +33,7 @@ class InputPlace(NamedTuple):
 
 
 def epoch_end(start: int, num_batches: int | None, steps_per_epoch: int | None) -> int | None:
-    """The batch of the pass before which an epoch that starts at `start` ends; None for the end of the data."""
+    """The batch of the pass before which an epoch that started at `start` ends; None for the end of the data."""
     if steps_per_epoch is None:
         return num_batches
     stop = start + steps_per_epoch
@@ -41,23 +41,23 @@ def epoch_end(start: int, num_batches: int | None, steps_per_epoch: int | None) 
 
 
 class InputPosition:
-    """The place of the running epoch and of the next one.
+    """The positions of the running epoch and of the next one.
 
     Args:
-        source: The data.
-        steps_per_epoch: Batches in an epoch; None for a whole pass.
-        group: Batches that Keras takes at once (`steps_per_execution`): it makes the last group of an epoch whole, and
-            does not see that the data have ended within that group.
+        source: The source of the data.
+        steps_per_epoch: Number of batches in an epoch; None for a whole pass.
+        group: Number of batches that Keras takes at once (`steps_per_execution`): it rounds an epoch up to whole
+            groups, and does not notice that the data ends within the last group.
         draws: Whether to draw the random numbers of the program that Keras itself would draw to open a pass.
 
     Attributes:
-        steps_per_epoch: Batches in an epoch, whole groups; None for a whole pass.
+        steps_per_epoch: Number of batches in an epoch, rounded up to whole groups; None for a whole pass.
         pass_key: The epoch in which the running pass began; it selects the order of shuffled data.
-        start: Where in the pass the running epoch began.
-        next_start: Where in the pass the next epoch begins; 0 if it starts a new pass.
-        is_reset: Whether the first epoch does not `reset` before it starts. Keras's `predict` does not either, so that
-            a PyDataset is not reshuffled.
-        counted: Batches in a pass that was read to its end; None before that.
+        start: The batch of the pass with which the running epoch began.
+        next_start: The batch of the pass with which the next epoch begins; 0 if it starts a new pass.
+        is_reset: Whether the first epoch starts without a `reset`. Keras's `predict` does so too, so that a PyDataset
+            is not reshuffled.
+        counted: Number of batches in a pass that was read to its end; None before that.
     """
 
     def __init__(self, source: Source, steps_per_epoch: int | None, *, group: int = 1, draws: bool):
@@ -67,7 +67,7 @@ class InputPosition:
         self.start = 0
         self.counted: int | None = None
         self._source = source
-        # Another rank, which resumes from this one's place, has data and random numbers of its own.
+        # If ranks have their own data, a rank that resumes from this place also has its own random numbers.
         self._order = source.order if source.traits.policy is AutoShardPolicy.DATA else PassOrder()
         self.next_start = 0
         self._draws = draws
@@ -77,16 +77,16 @@ class InputPosition:
     # Epochs.
 
     def enter(self, index: int) -> None:
-        """Start epoch `index`, and perhaps a new pass with it."""
+        """Start epoch `index` and, if necessary, a new pass."""
         if not self.is_reset:
             self.reset()
         if self.next_start == 0:
-            if self._is_open:  # `leave` has drawn what opening it draws
+            if self._is_open:  # `leave` has already drawn the random numbers for opening it
                 self.pass_key = index
             else:
                 self.open_pass(index)
             self._is_open = False
-            self._order.forget()  # each evaluation has another order, though it begins pass 0 again
+            self._order.forget()  # each evaluation has a different order, although it starts pass 0 again
             if self._source.cursor is not None:
                 self._source.cursor.begin_pass(self.pass_key)
         self._source.on_epoch_begin()
@@ -98,31 +98,31 @@ class InputPosition:
         self.draw_as_keras()
 
     def advance(self, batches: int, *, is_complete: bool) -> None:
-        """Leave the running epoch after so many batches.
+        """Move to the end of the running epoch.
 
         Args:
-            batches: The batches that were read.
+            batches: Number of batches that were read.
             is_complete: Whether the epoch ended by itself. An interrupted epoch continues at the same place, as Keras's
                 iterators do.
         """
-        # Keras counts whole groups. It does not see that the data ended within the last one, and then begins the next
-        # epoch at the end of the data instead of a new pass.
+        # Keras counts whole groups. It does not notice that the data ended within the last one, and then starts the
+        # next epoch at the end of the data instead of a new pass.
         is_short = is_complete and -(-batches // self._group) * self._group != self.steps_per_epoch
         self.next_start = self._start_after(self.start + batches, is_short=is_short)
 
     def leave(self, index: int, batches: int) -> None:
-        """Epoch `index` has ended after so many batches."""
+        """End epoch `index`, which read `batches` batches."""
         length = self._source.num_batches or self.counted
         if length is not None and self.start + batches >= length:
-            # Keras opens the next pass now; if each epoch is one, it opens another when that starts.
+            # Keras opens the next pass now; if each epoch is a pass, it opens another when the epoch starts.
             self.draw_as_keras()
             self._order.end_pass(index + 1)
             self._is_open = self.steps_per_epoch is not None
         self._source.on_epoch_end()
 
     def reset(self) -> None:
-        """Let the next epoch start a new pass. Keras does so at the start of each `fit` and `evaluate`, and calls the
-        PyDataset's `on_epoch_end` there, which may reshuffle it."""
+        """Make the next epoch start a new pass. Keras does this at the start of each `fit` and `evaluate`, and calls
+        the PyDataset's `on_epoch_end` there, which may reshuffle it."""
         self.next_start = 0
         self._is_open = False
         self.is_reset = True
@@ -135,7 +135,7 @@ class InputPosition:
             data_adapters.draw_as_a_loader()
 
     def _start_after(self, stop: int, *, is_short: bool) -> int:
-        """Where the epoch after one that ended at `stop` starts."""
+        """The start of the epoch after one that ended at `stop`."""
         length = self._source.num_batches
         is_at_end = is_short or (length is not None and stop >= length)
         return 0 if self.steps_per_epoch is None or is_at_end else stop
@@ -144,17 +144,17 @@ class InputPosition:
 
     @property
     def running(self) -> InputPlace:
-        """Where the running epoch began."""
+        """The place where the running epoch began."""
         return self._in_pass(self.start)
 
     @property
     def next(self) -> InputPlace:
-        """Between two epochs: where the next one begins."""
+        """The place where the next epoch begins. Only between two epochs."""
         return self._in_pass(self.next_start) if self.next_start else self.next_pass
 
     @property
     def next_pass(self) -> InputPlace:
-        """Between two epochs: where the next one begins after a `reset`, as evaluations do."""
+        """The place where the next epoch begins after a `reset`, as in evaluations. Only between two epochs."""
         cursor = self._source.cursor
         return InputPlace(self.pass_key, 0, 0 if cursor is None else cursor.total, self._order.randomness(None))
 
@@ -165,17 +165,17 @@ class InputPosition:
         return InputPlace(self.pass_key, batch, taken, self._order.randomness(self.pass_key))
 
     def end_of(self, start: int) -> int | None:
-        """The batch before which an epoch that starts at `start` ends; None if unknown."""
+        """The batch before which an epoch that started at `start` ends; None if unknown."""
         return epoch_end(start, self._source.num_batches, self.steps_per_epoch)
 
     def batches_from(self, place: InputPlace) -> int | None:
-        """Batches of an epoch that starts at `place`; None if unknown."""
+        """Number of batches in an epoch that starts at `place`; None if unknown."""
         stop = self.end_of(place.batch)
         return None if stop is None else stop - place.batch
 
     def place_of(self, index: int, first: int) -> InputPlace | None:
-        """Where epoch `index` begins in a training that began with epoch `first`; None if the length of the data is
-        unknown."""
+        """The place where epoch `index` begins in a training that began with epoch `first`; None if the length of the
+        data is unknown."""
         if self._source.num_batches is None:
             return None
         began, start = index, 0
@@ -187,22 +187,22 @@ class InputPosition:
         return InputPlace(began if start else index, start)
 
     def resume_epoch(self, place: InputPlace, done: int) -> None:
-        """Stand in an epoch that another process began at `place`, of which `done` batches are done.
+        """Move into an epoch that another process began at `place`, after `done` batches.
 
-        Raises: ConfigurationError if the data draw their order in another way than the other process's.
+        Raises: ConfigurationError if the order of the data depends on other generators than in the other process.
         """
         self.pass_key, self.start = place.pass_key, place.batch
         self._resume(place, done)
 
     def resume_between_epochs(self, place: InputPlace) -> None:
-        """Stand between two epochs, where another process stood."""
+        """Move to the place of another process between two epochs."""
         self.pass_key, self.next_start = place.pass_key, place.batch
         self._resume(place, 0)
 
     def _resume(self, place: InputPlace, done: int) -> None:
-        self.is_reset = True  # a reset would begin a new pass
+        self.is_reset = True  # a reset would start a new pass
         batches = place.batch + done
-        # At the start of a pass, other data may begin an order of their own.
+        # At the start of a pass, other data may start with their own order.
         if place.randomness is not None and not self._order.continue_with(place.randomness) and batches:
             raise ConfigurationError(
                 "The data draw the order of a pass from other random generators than those with which this pass began, "

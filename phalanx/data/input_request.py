@@ -1,4 +1,4 @@
-"""What a program passed to `fit`, `evaluate` or `predict`, and which rank of the job reads it."""
+"""The input that a program passed to `fit`, `evaluate` or `predict`, and the rank that reads it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ TWO_WEIGHTS = "You cannot specify `class_weight` and `sample_weight` at the same
 
 @dataclass(frozen=True)
 class OrderAgreement:
-    """One `fit`'s agreement on the orders of its passes over shuffled data, seen from one process: the chief shuffles
-    as Keras does.
+    """Agreement of the processes in a `fit` on the orders of passes over shuffled data: the chief shuffles as Keras
+    does.
 
     Attributes:
         is_chief: Whether this process decides.
-        from_chief: Takes this process's numbers, int64, and returns the chief's, of the same shape. Called once when a
-            pass begins.
+        from_chief: Function that takes this process's numbers, int64, and returns the chief's, with the same shape.
+            Called once when a pass begins.
     """
 
     is_chief: bool
@@ -30,22 +30,22 @@ class OrderAgreement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputRequest:
-    """An input of `fit`, `evaluate` or `predict`, and the rank that reads it; fields of Keras mean what they do there.
+    """An input of `fit`, `evaluate` or `predict`, and the rank that reads it.
 
     Attributes:
-        x, y, sample_weight: as for `Model.fit`.
-        batch_size: The global batch size, over all ranks together, as is a dataset's own batch size.
-        steps_per_epoch: As for `Model.fit`.
-        shuffle: For arrays and PyDatasets, as in Keras. Ignored for datasets that shuffle themselves.
-        class_weight: As for `Model.fit`.
-        rank, world_size: this rank, and how many there are.
-        is_read_by_all: Whether other processes read as this rank, too, and must get the same.
-        seed: Equal on all ranks.
-        shuffling: For arrays, PyDatasets and map-style DataLoaders: how the ranks agree on the orders of the passes.
-            None: these depend on `seed` and the epoch alone, and so are the same on all ranks.
-        steps_per_execution: Batches that Keras takes at once; see `InputPosition`.
-        repeated: Of a generator, see `StreamCursor`.
-        opens_as_keras: Whether it opens one pass more than it reads, where Keras's `fit` does.
+        x, y, sample_weight: See `Model.fit`.
+        batch_size: The global batch size over all ranks, like the batch size of a dataset.
+        steps_per_epoch: See `Model.fit`.
+        shuffle: Value for arrays and PyDatasets, as in Keras. Ignored for datasets that shuffle themselves.
+        class_weight: See `Model.fit`.
+        rank, world_size: This rank, and the number of ranks.
+        is_read_by_all: Whether other processes also read as this rank, and must get the same data.
+        seed: Seed, equal on all ranks.
+        shuffling: Agreement of the ranks on the orders of passes over arrays, PyDatasets and map-style DataLoaders.
+            None: orders depend only on `seed` and the epoch, so they are equal on all ranks.
+        steps_per_execution: Number of batches that Keras takes at once; see `InputPosition`.
+        repeated: Number of repeated elements of a generator; see `StreamCursor`.
+        opens_as_keras: Whether to open one more pass than is read if Keras's `fit` does.
     """
 
     x: Any

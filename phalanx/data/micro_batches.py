@@ -1,7 +1,7 @@
-"""Global batches in micro-batches, which are the same ones for any number of ranks.
+"""Division of global batches into micro-batches, independent of the number of ranks.
 
-What a micro-batch contributes to a step depends on nothing but its samples. So if all contributions are summed in one
-fixed order, no bit of the sum depends on who computed which.
+The contribution of a micro-batch to a step depends only on its samples. If all contributions are summed in one fixed
+order, no bit of the sum depends on which rank computed which micro-batch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class MicroBatch(NamedTuple):
     """One micro-batch of a global batch.
 
     Attributes:
-        number: Its index in the global batch; -1 for a placeholder, which counts nowhere.
+        number: Index in the global batch; -1 for a placeholder, which contributes nothing.
         data: `(x, y, sample_weight)`.
-        share: Its fraction of the global batch's samples; 0 for a placeholder.
+        share: Fraction of the global batch's samples; 0 for a placeholder.
     """
 
     number: int
@@ -31,22 +31,22 @@ class MicroBatch(NamedTuple):
 
 
 def numbers_of(size: int, count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Which micro-batches of a global batch a rank computes: `start` to `stop`.
+    """The micro-batches of a global batch that a rank computes: `start` to `stop`.
 
     Args:
-        size: Of the global batch; smaller ones than `count` have one micro-batch for each sample.
-        count: Of micro-batches in other global batches.
+        size: Size of the global batch. Below `count`, there is one micro-batch for each sample.
+        count: Number of micro-batches in all other global batches.
 
     >>> [numbers_of(100, 24, rank, 5) for rank in range(5)]
     [(0, 4), (4, 9), (9, 14), (14, 19), (19, 24)]
     """
-    # Whole micro-batches, so that none depends on the number of ranks; a rank may have one more than another.
+    # Whole micro-batches, so that none depends on the number of ranks; ranks may differ by one.
     existing = min(count, size)
     return rank * existing // world_size, (rank + 1) * existing // world_size
 
 
 def sizes_of_ranks(size: int, count: int, world_size: int) -> tuple[int, ...]:
-    """The number of samples of the micro-batches of each rank."""
+    """The number of samples in the micro-batches of each rank."""
     ranges = (numbers_of(size, count, rank, world_size) for rank in range(world_size))
     return tuple(_first(size, count, stop) - _first(size, count, start) for start, stop in ranges)
 
@@ -58,7 +58,7 @@ def cut_micro_batches(
 
     Args:
         data: The global batch.
-        size, count, rank, world_size: see `numbers_of`.
+        size, count, rank, world_size: See `numbers_of`.
     """
     found = []
     for number in range(*numbers_of(size, count, rank, world_size)):
@@ -68,7 +68,7 @@ def cut_micro_batches(
 
 
 def _first(size: int, count: int, number: int) -> int:
-    """The first row of a micro-batch. Their sizes differ by at most one, and the larger ones are spread evenly."""
+    """The first row of a micro-batch. Sizes differ by at most one, and the larger ones are spread evenly."""
     return number * size // min(count, size)
 
 
@@ -78,5 +78,5 @@ def _rows(data: tuple[Any, Any, Any], low: int, high: int) -> tuple[Any, Any, An
 
 
 def _aligned(rows: Array) -> Array:
-    """A copy at an address like any other's: some libraries round by where an array begins."""
+    """A copy with the same alignment as all others: in some libraries, rounding depends on the address of an array."""
     return aligned_copy(rows) if rows.dtype.kind in "biufc" else rows

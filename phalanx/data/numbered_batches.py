@@ -1,4 +1,4 @@
-"""Epochs whose batches several workers take by number, each some of them (training on parameter servers)."""
+"""Epochs whose batches are read by number, so that each worker reads only some (training with parameter servers)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from phalanx.data.source import StreamCursor
 
 
 class BatchNotAvailableError(Exception):
-    """The requested batch of a stream has already been passed over."""
+    """The stream has already passed the requested batch."""
 
 
 class NumberedBatches:
-    """Batches of an input by their number in the epoch. Between `start_epoch` and `end_epoch` lies one epoch.
+    """Batches of an input by number within the epoch. An epoch lasts from `start_epoch` to `end_epoch`.
 
     Attributes:
-        sharded: The input, seen as by the only rank.
+        sharded: The input, as read by a single rank.
     """
 
     def __init__(self, sharded: ShardedInput):
@@ -26,11 +26,11 @@ class NumberedBatches:
         self._source = sharded.source
         self._stream: Iterator[LocalBatch] = iter(())
         self._index = 0  # of the running epoch
-        self._read = 0  # batches of the pass that were taken from the stream
+        self._read = 0  # batches of the pass taken from the stream
 
     @property
     def passes(self) -> StreamCursor | None:
-        """The passes over a stream, where their order depends on their number."""
+        """The cursor of a stream, if the order of a pass depends on the number of passes; else None."""
         cursor = self._source.cursor
         return None if cursor is None or cursor.opened is None else cursor
 
@@ -40,18 +40,18 @@ class NumberedBatches:
         return self.sharded.position.pass_key
 
     def start_epoch(self, index: int) -> int | None:
-        """Start epoch `index`; returns the number of its batches, None if unknown."""
+        """Start epoch `index`, and return its number of batches; None if unknown."""
         position, self._index = self.sharded.position, index
         position.enter(index)
         if self._source.traits.is_random_access:
-            # Draws the order of the epoch, now and on every worker: the chief sends it with the epoch that it opens.
+            # Draw the order of the epoch now, on every worker: the chief sends it when it opens the epoch.
             self._source.read(position.pass_key, position.start, position.end_of(position.start))
         elif position.start == 0:
             self._stream, self._read = self._source.read(position.pass_key, 0, None), 0
         return position.batches_from(position.running)
 
     def batch(self, number: int) -> LocalBatch | None:
-        """Batch `number` of the epoch; None if the data ends before it.
+        """Return batch `number` of the epoch; None if the data ends before it.
 
         Raises: BatchNotAvailableError if a stream has passed it.
         """
@@ -66,12 +66,12 @@ class NumberedBatches:
         return None if share is None else self.sharded.local_batch(share)
 
     def end_epoch(self, steps: int) -> None:
-        """End the epoch, which had so many batches."""
+        """End the epoch, which had `steps` batches."""
         self.sharded.position.advance(steps, is_complete=True)
         if self.sharded.position.next_start == 0 and self.passes is not None:
             self.passes.leave_pass()
         self.sharded.position.leave(self._index, steps)
 
     def restart(self) -> None:
-        """Start a new pass in the next epoch, in an order agreed on again: another process has started over."""
+        """Start a new pass in the next epoch, in a newly agreed order, because another process has started over."""
         self.sharded.position.reset()

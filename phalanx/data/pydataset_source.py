@@ -1,5 +1,5 @@
-"""`keras.utils.PyDataset`: its `__getitem__` makes whole global batches, so every rank makes each and keeps
-its part. Workers cut the batch before they hand it over, so only the part travels between processes."""
+"""`keras.utils.PyDataset`: its `__getitem__` returns whole global batches, so every rank reads each and keeps its part.
+Workers cut the batch before they return it, so only the part is sent between processes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _KIND = "PyDataset"
 
 
 class _Failure:
-    """An exception of `__getitem__`, carried as a value: raised in a worker it would leave Keras's pool
-    half stopped."""
+    """An exception of `__getitem__`, returned as a value: raised in a worker, it would leave Keras's pool only partly
+    stopped."""
 
     def __init__(self, error: Exception, across_processes: bool):
         self.error: Any = ExceptionWithTraceback(error, error.__traceback__) if across_processes else error
@@ -34,7 +34,7 @@ class _Failure:
 class _Reader:
     """The batches at given positions of a PyDataset, standardized and cut for one rank.
 
-    It stands in for the PyDataset in Keras's pool, which asks for 0, 1, 2, ...
+    Replaces the PyDataset in Keras's pool, which requests 0, 1, 2, ...
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class _Reader:
 
 
 def standardize(batch: Any, class_weight: dict[int, float] | None) -> Any:
-    """A batch as Keras's PyDatasetAdapter takes it: a dict, or a tuple of one to three items.
+    """Convert a batch to the form of Keras's PyDatasetAdapter: a dict, or a tuple of one to three items.
 
     Raises: ValueError with Keras's message.
     """
@@ -96,9 +96,8 @@ def standardize(batch: Any, class_weight: dict[int, float] | None) -> Any:
 class PyDatasetSource(Source):
     """A PyDataset of known or unknown length.
 
-    `workers`, `use_multiprocessing` and `max_queue_size` mean what they mean in Keras. With `shuffle` the batches of
-    each pass come in the chief's order, which it draws as Keras does; without a `shuffling`, the order follows from
-    `seed` and the pass.
+    `workers`, `use_multiprocessing` and `max_queue_size` work as in Keras. With `shuffle`, each pass reads batches in
+    the chief's order, which it draws as Keras does; without a `shuffling`, the order follows from `seed` and the pass.
     """
 
     def __init__(self, request: InputRequest):
@@ -157,7 +156,7 @@ class PyDatasetSource(Source):
                 done += 1
                 yield item
         finally:
-            # Draining waits; when everything has been taken the pool ends by itself.
+            # Draining waits; if everything has been taken, the pool ends by itself.
             enqueuer.stop(drain_queue_and_join=done < count)
             thread.join()
 
@@ -167,19 +166,20 @@ class PyDatasetSource(Source):
         shuffling = self._request.shuffling
         if shuffling is None:
             return np.random.default_rng([self._request.seed, key]).permutation(count)
-        # Every process draws, so that what a seeded program draws after it is the same everywhere.
+        # Every process draws, so that a seeded program's next random numbers are equal on all.
         return shuffling.from_chief(_shuffled(count))
 
     def peek(self, *, restart: bool = False) -> LocalBatch:
         request, count = self._request, self.num_batches
         if restart and request.shuffle and request.shuffling is not None and count is not None:
-            _shuffled(count)  # before the model is built, which may draw from the same generator
+            _shuffled(count)  # before building the model, which may draw from the same generator
         share = self._reader([0]).share(0)
         self._learn_shapes(1)
         return share
 
     def _learn_shapes(self, start: int) -> None:
-        """Read once what Keras on TensorFlow reads first of all: a dataset may draw random numbers for each batch.
+        """Read the batches that Keras on TensorFlow reads first, once: a dataset may draw random numbers for each
+        batch.
 
         Args:
             start: The first batch that has not been read.

@@ -1,6 +1,6 @@
-"""What each rank reads for itself.
+"""Marks reads of data that only this rank reads.
 
-What the program calls meanwhile, the other ranks may not call; what it draws meanwhile, they do not draw.
+During such a read, the program may make calls and draw random numbers that the other ranks do not.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-# Without locks: data is read in the thread that trains (`ShardedInput._read`), which also asks.
-_running: list[str] = []  # the kinds of data that only this rank reads right now, the innermost last
+# Without locks: the thread that trains reads data (`ShardedInput._read`), and also calls `rank_local_data`.
+_running: list[str] = []  # the kinds of data that only this rank is reading, the innermost last
 _streams: list[Callable[[], AbstractContextManager[None]]] = []  # of random numbers, the innermost last
 
 
 @contextmanager
 def reading_rank_local_data(kind: str) -> Iterator[None]:
-    """While inside, `rank_local_data` returns this kind."""
+    """Context in which `rank_local_data` returns this kind."""
     _running.append(kind)
     try:
         yield
@@ -24,13 +24,13 @@ def reading_rank_local_data(kind: str) -> Iterator[None]:
 
 
 def rank_local_data() -> str | None:
-    """The kind of the data that this rank reads now, unlike other ranks; None if it reads no such data."""
+    """The kind of data that only this rank is currently reading; None if it reads no such data."""
     return _running[-1] if _running else None
 
 
 @contextmanager
 def drawing_samples_from(stream: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """While inside, `drawing_samples` returns what this makes."""
+    """Context in which `drawing_samples` returns the contexts that `stream` creates."""
     _streams.append(stream)
     try:
         yield
@@ -39,5 +39,5 @@ def drawing_samples_from(stream: Callable[[], AbstractContextManager[None]]) -> 
 
 
 def drawing_samples() -> AbstractContextManager[None]:
-    """A context in which samples that are this rank's alone draw random numbers."""
+    """Context for loading samples of this rank alone, which may draw random numbers."""
     return _streams[-1]() if _streams else nullcontext()

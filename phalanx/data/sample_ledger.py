@@ -1,4 +1,4 @@
-"""Counts how often each sample was used in steps that were applied."""
+"""The ledger: how often each sample was used in applied steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.errors import ConfigurationError, FrameError
 from phalanx.transport.decoding import decode_message
 
 MIN_LIMIT_BYTES, MAX_EPOCHS = 2**30, 10_000
-"""A ledger is at most as large as the first, or as large as one of so many epochs."""
+"""Limits of a ledger's size: the number of bytes, or the size for this number of epochs, whichever is larger."""
 
 Array = np.ndarray[Any, Any]
 
@@ -28,11 +28,11 @@ class _Encoded(msgspec.Struct):
 class SampleLedger:
     """Counts, for each epoch of a `fit` over indexable data, how often each sample took part in an applied step.
 
-    A step is applied on all members or on none, and all have the same ledger. It counts what was merged: the rows of
-    each rank's part of the batch, in the order in which the batch was cut.
+    A step is applied on all members or on none, and all have the same ledger. It counts the samples that were merged:
+    the rows of each rank's part of the batch, in the order in which the batch was cut.
 
     Attributes:
-        epochs: By epoch, how often each sample was used, shape (samples,), uint8.
+        epochs: Counts of each sample's uses by epoch, shape (samples,), uint8.
     """
 
     _newest: SampleLedger | None = None
@@ -41,24 +41,24 @@ class SampleLedger:
         self.samples = samples
         self.epochs: dict[int, Array] = {}
         self._running = np.zeros(samples, np.uint8)  # of the running epoch
-        self._held: dict[str, list[Array]] = {}  # by task: samples of steps that no merge contains yet
+        self._held: dict[str, list[Array]] = {}  # by task: samples of steps not merged yet
 
     @classmethod
     def of(cls, source: ShardedInput) -> SampleLedger | None:
-        """A ledger for an input; None if its samples have no numbers (streams)."""
+        """Create the ledger of an input; None if its samples have no numbers (streams)."""
         samples = source.samples
         cls._newest = None if samples is None else cls(samples)
         return cls._newest
 
     @classmethod
     def newest(cls) -> SampleLedger | None:
-        """The ledger of the last `fit` of this process."""
+        """The ledger of the last `fit` in this process."""
         return cls._newest
 
     def note(self, source: ShardedInput, step: int, sizes: tuple[int, ...]) -> bool:
-        """A step of the running epoch was applied, of which the ranks had parts of these sizes.
+        """Count an applied step of the running epoch, in which the ranks had parts of these sizes.
 
-        Returns: whether the samples have numbers; otherwise there is no ledger from here on.
+        Returns: whether the samples have numbers; otherwise there is no ledger from now on.
         """
         rows = self._rows(source, step, sizes)
         if rows is not None:
@@ -66,9 +66,9 @@ class SampleLedger:
         return rows is not None
 
     def hold(self, source: ShardedInput, step: int, sizes: tuple[int, ...], tasks: Sequence[str]) -> bool:
-        """The ranks, which are these tasks, have each taken a step of their own, which is not merged yet.
+        """Hold back a local step of each rank, not merged yet. `tasks` are the tasks of the ranks.
 
-        Returns: as `note`.
+        Returns: see `note`.
         """
         rows = self._rows(source, step, sizes)
         if rows is not None:
@@ -77,19 +77,19 @@ class SampleLedger:
         return rows is not None
 
     def _rows(self, source: ShardedInput, step: int, sizes: tuple[int, ...]) -> Array | None:
-        """The numbers of the samples of a step; None if they have none."""
+        """The numbers of the samples in a step; None if they have none."""
         keys = source.rows(step)[: sum(sizes)]
-        # Keys in a list come from a DataLoader's sampler: any that its dataset understands.
+        # Keys in a list come from a DataLoader's sampler, and may be of any type that its dataset accepts.
         if isinstance(keys, np.ndarray) or all(isinstance(k, int | np.integer) and 0 <= k < self.samples for k in keys):
             return np.asarray(keys, np.int64)
         SampleLedger._newest = None
         return None
 
     def _count(self, rows: Array) -> None:
-        np.add.at(self._running, rows, np.uint8(1))  # `+= 1` counts a sample once that was drawn twice for a batch
+        np.add.at(self._running, rows, np.uint8(1))  # `+= 1` would count a sample drawn twice for a batch only once
 
     def release(self, tasks: Sequence[str]) -> None:
-        """What these tasks have done was merged. What others did is lost with them."""
+        """Count the held steps of these tasks, which were merged. Held steps of other tasks are lost."""
         for task in tasks:
             for rows in self._held.get(task, []):
                 self._count(rows)
@@ -100,17 +100,17 @@ class SampleLedger:
         self._running = np.zeros(self.samples, np.uint8)
 
     def encoded(self) -> bytes:
-        """All of it, for a process that comes in. Where each sample was used once, it takes next to nothing."""
+        """The whole ledger, for a process that joins. Very small if each sample was used once."""
         epochs = {epoch: counts.tobytes() for epoch, counts in self.epochs.items()}
         return zlib.compress(msgspec.msgpack.encode(_Encoded(epochs, self._running.tobytes())), 1)
 
     def load(self, content: bytes) -> None:
-        """Take over another rank's ledger (`encoded`).
+        """Load another rank's ledger (`encoded`).
 
-        Raises: FrameError if the bytes are something else.
+        Raises: FrameError if the bytes are not a ledger.
         """
         try:
-            # Bounded, since a few bytes may expand to any size.
+            # Bounded, because a few bytes may expand to any size.
             expanded = zlib.decompressobj().decompress(content, max(MIN_LIMIT_BYTES, self.samples * MAX_EPOCHS))
             other = decode_message(expanded, _Encoded)
         except (zlib.error, FrameError) as error:
@@ -119,14 +119,14 @@ class SampleLedger:
         self._running = np.frombuffer(other.running, np.uint8).copy()
 
     def frozen(self) -> SampleLedger:
-        """As it is now, for another thread."""
+        """A copy of the current state, for another thread."""
         ledger = SampleLedger(self.samples)
-        ledger.epochs = dict(self.epochs)  # those of epochs that are over change no more
+        ledger.epochs = dict(self.epochs)  # counts of finished epochs no longer change
         ledger._running = self._running.copy()
         return ledger
 
     def readable(self) -> dict[str, Any]:
-        """The epochs that are over, of JSON's types: `runs` are `[first sample, last sample, times]`."""
+        """The finished epochs as JSON types: `runs` are `[first sample, last sample, times]`."""
         epochs = {}
         for epoch, counts in self.epochs.items():
             starts = np.concatenate([[0], np.flatnonzero(np.diff(counts)) + 1, [len(counts)]])
@@ -138,12 +138,12 @@ class SampleLedger:
 
 
 def ledger() -> dict[int, np.ndarray[Any, Any]]:
-    """How often each sample was used in steps that were applied, in the last `fit` of this process.
+    """How often each sample was used in applied steps, in the last `fit` of this process.
 
     `fit` keeps a ledger in elastic jobs and with a `phalanx.callbacks.Checkpoint`, over arrays and map-style
-    DataLoaders, whose samples have numbers. A resumed training resumes it.
+    DataLoaders, whose samples have numbers. Resumed training continues its ledger.
 
-    Returns: for each finished epoch its counts, shape (samples,), uint8; the same on all ranks.
+    Returns: the counts of each finished epoch, shape (samples,), uint8; equal on all ranks.
 
     Raises: ConfigurationError if there is none.
     """

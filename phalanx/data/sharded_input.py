@@ -24,11 +24,11 @@ from phalanx.errors import ConfigurationError
 
 
 def shard_input(request: InputRequest) -> ShardedInput:
-    """What one rank reads of an input.
+    """Create one rank's view of an input.
 
     Raises:
-        TypeError: the input is of no kind that Phalanx reads.
-        ConfigurationError: arguments do not fit the input. Every rank raises, because every rank sees the same.
+        TypeError: Phalanx cannot read inputs of this type.
+        ConfigurationError: arguments do not fit the input. All ranks raise it, because all see the same arguments.
     """
     source = make_source(request)
     if source.traits.is_endless and request.steps_per_epoch is None:
@@ -42,21 +42,21 @@ def shard_input(request: InputRequest) -> ShardedInput:
 class ShardedInput:
     """The local batches of one rank, epoch by epoch; created by `shard_input`.
 
-    Used from one thread. Epochs are read one after the other: an epoch's iterator is exhausted or closed before the
-    next one starts.
+    Not thread-safe. Epochs are read one after another: an epoch's iterator must be exhausted or closed before the next
+    one starts.
 
     Args:
-        source: The data seen from this rank.
-        request: What the source was made for. If its ranks agree on orders (`shuffling`), opening a pass draws the
-            random numbers of the program that Keras itself would draw.
+        source: The source of this rank.
+        request: The request for which the source was created. If its ranks agree on orders (`shuffling`), opening a
+            pass draws the random numbers of the program that Keras itself would draw.
 
     Attributes:
-        source: See above.
-        position: The running epoch and the next one in the data.
-        description: The input in words.
-        structure: What the dataset's elements are, as far as they have been read.
-        form: What they are for Keras, if it is not what they are.
-        may_be_empty: Whether data without a single batch is no error, as Keras's `fit` has it for validation data.
+        source: The source of this rank.
+        position: The position of the running epoch and the next one in the data.
+        description: The description of the input for messages.
+        structure: The structure of the dataset's elements that have been read.
+        form: The structure in which Keras takes them, if it differs.
+        may_be_empty: Whether data without any batch is allowed, as for validation data of Keras's `fit`.
     """
 
     def __init__(self, source: Source, request: InputRequest):
@@ -70,11 +70,11 @@ class ShardedInput:
         self.structure = ElementStructure.PARTS
         self.form: ElementStructure | None = None
         self.may_be_empty = False
-        self._is_divided = source.traits.policy is AutoShardPolicy.DATA  # else each rank has data of its own
+        self._is_divided = source.traits.policy is AutoShardPolicy.DATA  # else each rank reads its own data
         self._rank, self._world_size = request.rank, request.world_size
-        self._last: LocalBatch | None = None  # read last; None before the first, which tells data without any batch
+        self._last: LocalBatch | None = None  # the batch read last; still None after an epoch if the data has no batch
 
-    # What the data is.
+    # Properties of the data.
 
     @property
     def is_in_memory(self) -> bool:
@@ -83,8 +83,8 @@ class ShardedInput:
 
     @property
     def num_batches(self) -> int | None:
-        """Batches per epoch, as a progress bar shows them; None if unknown. The first pass over data of unknown length
-        counts them (but not for per-rank pipelines, which may differ)."""
+        """Number of batches per epoch, as a progress bar shows it; None if unknown. The first pass over data of unknown
+        length counts them (except for per-rank pipelines, which may differ)."""
         if self._steps is not None:
             return self._steps
         return self.position.counted if self.source.num_batches is None else self.source.num_batches
@@ -97,23 +97,23 @@ class ShardedInput:
 
     @property
     def probe(self) -> Array:
-        """Numbers from all over the data, by which ranks compare what they were given; empty for data that cannot be
-        looked at."""
+        """Numbers sampled from the data, by which ranks compare their inputs; empty for data that cannot be
+        inspected."""
         return self.source.probe if self._is_divided else np.zeros(0)
 
     @property
     def samples(self) -> int | None:
-        """Samples in a pass; None for data whose samples have no numbers."""
+        """Number of samples in a pass; None for data whose samples have no numbers."""
         return self.source.samples if self._is_divided else None
 
     def rows(self, step: int) -> Array | list[Any]:
-        """The numbers of the samples of a global batch of the running epoch, where they have any."""
+        """The numbers of the samples in a global batch of the running epoch, if they have any."""
         return self.source.rows(self.position.pass_key, self.position.start + step)
 
     @property
     def fingerprint(self) -> Callable[[], int] | None:
-        """For inputs that every rank reads for itself: returns a checksum of the last global batch, taken before it was
-        cut. It must be equal on all ranks; `description.disagreement` is the message if it is not."""
+        """Function that returns a checksum of the last global batch before it was cut; None unless every rank reads the
+        input itself. It must be equal on all ranks; otherwise, the error message is `description.disagreement`."""
         return self._fingerprint if self.source.traits.is_compared and self._world_size > 1 else None
 
     def _fingerprint(self) -> int:
@@ -124,12 +124,12 @@ class ShardedInput:
     # Batches.
 
     def peek(self, *, restart: bool = False) -> LocalBatch:
-        """A first local batch, for building a model: of streams the one that the next epoch will yield again.
+        """Return a first local batch, for building a model: for streams, the one that the next epoch will yield again.
 
         Args:
             restart: Whether the next epoch opens the data again, which have then drawn the random numbers of one
-                shuffle. Keras does this on JAX and PyTorch in the first `fit` of a model; only so do what building the
-                model draws, and the order of each epoch, come out as without Phalanx.
+                shuffle. Keras does this on JAX and PyTorch in the first `fit` of a model; otherwise, the random numbers
+                of the model's initialization and the order of each epoch would differ from those without Phalanx.
 
         Raises: ConfigurationError if there is no data.
         """
@@ -143,14 +143,14 @@ class ShardedInput:
             raise self.description.empty_error(self._rank) from None
 
     def read_first(self) -> None:
-        """Read what Keras reads of a generator before it opens a pass, and before it calls a callback: all of them may
-        draw random numbers."""
+        """Read what Keras reads of a generator before it opens a pass, and before it calls a callback: each of these
+        may draw random numbers."""
         if self.source.cursor is not None:
             with _reading(self.source):
                 self.source.cursor.read_first()
 
     def stand_in(self) -> LocalBatch:
-        """A batch of size 0 with this input's shapes and dtypes, for a rank that ran out of data first.
+        """Return a batch of size 0 with this input's shapes and dtypes, for a rank that ran out of data before others.
 
         Raises: ConfigurationError if this rank has no data at all.
         """
@@ -163,35 +163,36 @@ class ShardedInput:
         return self.local_batch(LocalBatch(stand_in(share.data), 0, None, None))
 
     def local_batch(self, share: LocalBatch) -> LocalBatch:
-        """A share in the form in which training takes it."""
+        """Convert a share to the form that training takes."""
         self.structure, data = unpack(share.data)
         if self.form is not None:
             self.structure = self.form
         return share._replace(data=data, global_size=share.global_size if self._is_divided else None)
 
     def enter(self, index: int) -> None:
-        """Start epoch `index`, whose batches `epoch` then gives after 0 of them."""
+        """Start epoch `index`; `epoch(index, 0)` then yields its batches."""
         self.read_first()
         with _reading(self.source):
             self.position.enter(index)
 
     def epoch(self, index: int, done: int | None = None) -> Generator[LocalBatch, None, None]:
-        """The local batches of epoch `index`.
+        """Yield the local batches of epoch `index`.
 
-        Without `steps_per_epoch` it is one pass over the data. With it, an epoch continues where the last one stopped,
-        and ends early, with a warning on the chief, where the data ends.
+        Without `steps_per_epoch`, it is one pass over the data. With it, an epoch continues where the last one stopped,
+        and ends early, with a warning on the chief, if the data ends.
 
         Args:
-            index: The epoch's number.
-            done: Continue the running epoch after so many batches; None to start it when the first one is asked for.
+            index: The number of the epoch.
+            done: Number of batches after which to continue the running epoch; None to start it when the first batch is
+                requested.
 
-        Raises: ConfigurationError if there is no data at all; whatever the source raises.
+        Raises: ConfigurationError if there is no data at all; any error of the source.
         """
         for share in self.shares(index, done):
             yield self.local_batch(share)
 
     def shares(self, index: int, done: int | None = None) -> Iterator[LocalBatch]:
-        """As `epoch`, with the elements in the dataset's own structure."""
+        """Like `epoch`, with elements in the structure of the dataset."""
         position = self.position
         if done is None:
             self.enter(index)
@@ -202,21 +203,21 @@ class ShardedInput:
                 self._last = share
                 yield share
             is_complete = True
-        finally:  # also if the reader closes this generator: the next epoch then continues where it stopped
+        finally:  # even if the reader closes this generator: the next epoch then continues where it stopped
             position.advance(seen, is_complete=is_complete)
         position.leave(index, seen)
         self._check_end(index, seen)
 
     def _read(self, done: int) -> Iterator[LocalBatch]:
         start = self.position.start
-        # In the caller's thread, and no sooner than asked, as in Keras: what is read may be bound to a thread, call a
-        # model of the job, or depend on what the step before has changed.
+        # In the caller's thread, and not ahead of time, as in Keras: reading may be bound to a thread, call a model of
+        # the job, or depend on what the previous step has changed.
         shares = self.source.read(self.position.pass_key, start + done, self.position.end_of(start))
         if self.source.traits.is_read_alike:
             yield from shares
             return
         while True:
-            # Not around the whole loop: the caller takes its step between two elements, with collectives of all ranks.
+            # Not around the whole loop: between two elements, the caller takes its step, with collectives of all ranks.
             with _reading(self.source):
                 share = next(shares, None)
             if share is None:
@@ -244,13 +245,13 @@ class ShardedInput:
     # Elastic jobs.
 
     def regroup(self, rank: int, world_size: int, *, repeat: bool = False) -> None:
-        """Read as another rank of another number of ranks. No epoch's iterator is open.
+        """Read for another rank and world size from now on. No iterator of an epoch may be open.
 
         Args:
-            rank: This rank from now on.
-            world_size: The number of ranks from now on.
-            repeat: Whether the batch that was read last is to be read again. (A per-rank pipeline reads its own again;
-                those of a lost rank are lost.)
+            rank: The new rank.
+            world_size: The new number of ranks.
+            repeat: Whether to read the last batch again. (A per-rank pipeline repeats its own batch; the batches of a
+                lost rank are lost.)
         """
         self._rank, self._world_size = rank, world_size
         self.description = replace(self.description, world_size=world_size)
@@ -261,8 +262,8 @@ class ShardedInput:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Callable[[], None]]:
-        """Within this context, data that is read can be read again; yields a function that goes back to the start of
-        the context."""
+        """Context in which data that is read can be read again; yields a function that rewinds to the start of the
+        context."""
         position, cursor = self.position, self.source.cursor
         start = position.next_start
 
@@ -281,5 +282,5 @@ class ShardedInput:
 
 
 def _reading(source: Source) -> AbstractContextManager[None]:
-    """Around all that reads data."""
+    """Context for all code that reads data."""
     return nullcontext() if source.traits.is_read_alike else reading_rank_local_data(source.traits.kind)

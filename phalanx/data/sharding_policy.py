@@ -1,4 +1,4 @@
-"""How a dataset is divided between ranks, and the context that tells an input function its part."""
+"""How a dataset is divided among ranks, and the context that an input function receives."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from phalanx.errors import ConfigurationError
 
 
 class AutoShardPolicy(enum.IntEnum):
-    """What each rank reads of a `tf.data.Dataset`. Names and values are those of `tf.data.experimental`.
+    """The part of a `tf.data.Dataset` that each rank reads. Names and values match `tf.data.experimental`.
 
     Every other kind of input is divided by DATA.
 
-    OFF: every rank reads the whole dataset, in batches of its share of the global batch. An epoch then
-        shows each sample `world_size` times. For datasets that the program has divided itself.
+    OFF: every rank reads the whole dataset, in batches of its share of the global batch. An epoch then uses each sample
+        `world_size` times. For datasets that the program itself divides.
     AUTO: DATA. (In `tf.distribute`: FILE if the dataset reads files, else DATA.)
-    FILE: file i goes to rank i modulo world_size. Each rank reads only its own files; the global batches
-        then differ from those of one replica.
-    DATA: every rank reads the dataset and takes its part of each global batch: the samples of each step
-        are those of one replica. (`tf.distribute` gives each replica whole elements instead.)
-    HINT: the dataset's own `shard(tf.data.experimental.SHARD_HINT, ...)` becomes
-        `shard(world_size, rank)`.
+    FILE: file i goes to rank i modulo world_size. Each rank reads only its own files; the global batches then differ
+        from those of one replica.
+    DATA: every rank reads the dataset and takes its part of each global batch: each step uses the same samples as with
+        one replica. (`tf.distribute` gives each replica whole elements instead.)
+    HINT: the dataset's `shard(tf.data.experimental.SHARD_HINT, ...)` becomes `shard(world_size, rank)`.
     """
 
     OFF = -1
@@ -33,10 +32,10 @@ class AutoShardPolicy(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class InputContext:
-    """Tells an input function its part of the data (`tf.distribute.InputContext`).
+    """Argument of an input function: its part of the data (`tf.distribute.InputContext`).
 
     Attributes:
-        num_input_pipelines: The number of input pipelines of the job: one for each replica.
+        num_input_pipelines: The number of input pipelines in the job: one for each replica.
         input_pipeline_id: The number of this pipeline, 0 to num_input_pipelines - 1.
         num_replicas_in_sync: The number of replicas that share one global batch.
     """
@@ -63,7 +62,7 @@ class InputContext:
 
 
 class InputReplicationMode(enum.Enum):
-    """As in `tf.distribute`. A replica is a process here, so both mean the same."""
+    """`tf.distribute.InputReplicationMode`. A replica is a process here, so both values mean the same."""
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"
@@ -71,11 +70,11 @@ class InputReplicationMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class InputOptions:
-    """The options of `tf.distribute.InputOptions`, so that programs that pass them run unchanged.
+    """The options of `tf.distribute.InputOptions`, accepted so that programs that pass them run unchanged.
 
-    None has an effect: they choose among devices of one process, and how many batches are prefetched. In Phalanx each
-    replica prepares its batches in host memory when they are needed; `dataset.prefetch` prepares those of tf.data
-    ahead.
+    They have no effect: they choose among devices of one process, and the number of prefetched batches. In Phalanx,
+    each replica prepares its batches in host memory when they are needed; `dataset.prefetch` prepares batches of
+    tf.data in advance.
     """
 
     experimental_fetch_to_device: bool | None = None

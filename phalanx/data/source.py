@@ -305,7 +305,7 @@ class StreamCursor:
         self.read_first()
         first = self._first or []
         elements = self._counted(self._open_pass(0))
-        ahead = taken_before + max(0, count - len(first)) - self.taken  # includes elements peeked at here
+        ahead = taken_before + max(0, count - len(first)) - self.taken  # `taken` includes elements peeked at here
         if ahead < 0:
             raise ConfigurationError(
                 "The generator has been read further than to where training continues, and cannot go back. Create it "

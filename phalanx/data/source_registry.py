@@ -1,7 +1,7 @@
-"""Every kind of input that a model takes, and the module that reads it.
+"""The kinds of input that a model takes, and the modules that read them.
 
-To add a kind of dataset, write a module with `make_source(request)` and add a line to `SOURCE_KINDS`. What is in memory
-and is indexed by rows (arrays, tensors, data frames) is none of these: see `array_source` and
+To add a kind of dataset, write a module with `make_source(request)` and add a line to `SOURCE_KINDS`. In-memory data
+indexed by rows (arrays, tensors, data frames) is not one of these: see `array_source` and
 `keras_compat/data_adapters`.
 """
 
@@ -18,8 +18,8 @@ from phalanx.errors import ConfigurationError
 
 
 def _has_class(module: str, *names: str) -> Callable[[Any], bool]:
-    """Whether an object has a class of one of these names from a package. By name, as Keras does it, so that no
-    framework is imported to answer."""
+    """A predicate: whether an object has a class with one of these names from a package. Compares names, as Keras does,
+    so that no framework is imported."""
     return lambda x: any(cls.__name__ in names and cls.__module__.startswith(module) for cls in type(x).__mro__)
 
 
@@ -27,9 +27,10 @@ class SourceKind(NamedTuple):
     """A kind of dataset.
 
     Attributes:
-        name: For messages.
-        matches: Whether an object is of this kind.
-        module: Imported when a program first passes such an object. Its `make_source(request)` returns a `Source`.
+        name: Name for messages.
+        matches: Predicate: whether an object is of this kind.
+        module: Module that is imported when a program first passes this kind. Its `make_source(request)` returns a
+            `Source`.
         takes_class_weight: Whether `class_weight` applies to it.
     """
 
@@ -64,17 +65,17 @@ ACCEPTED = (
 
 
 def find_kind(x: Any) -> SourceKind | None:
-    """The kind of a dataset; None for arrays and everything else that is no dataset."""
+    """The kind of a dataset; None for arrays and anything else that is not a dataset."""
     return next((kind for kind in SOURCE_KINDS if kind.matches(x)), None)
 
 
 def accepts_batch_size(x: Any) -> bool:
-    """Whether `batch_size` applies to this input: to arrays it does, a dataset brings its own batches."""
+    """Whether `batch_size` applies to this input: it does to arrays, but a dataset has its own batches."""
     return find_kind(x) is None
 
 
 def make_source(request: InputRequest) -> Source:
-    """The source of an input; errors as for `shard_input`."""
+    """Create the source of an input. Raises the same errors as `shard_input`."""
     kind = find_kind(request.x)
     if kind is not None:
         _check_dataset_arguments(kind, request)
