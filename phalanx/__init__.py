@@ -1,7 +1,7 @@
 """Phalanx: distributed training for Keras 3, on JAX, TensorFlow and PyTorch.
 
-Names are imported when they are first used, so that `import phalanx` and the command line start at once and no
-backend is imported before the program has chosen one.
+Names are imported on first use, so that `import phalanx` and the command line start quickly, and no backend is imported
+before the program has chosen one.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ if TYPE_CHECKING:  # `as` exports a name
     from phalanx.supervisor import Supervisor as Supervisor
     from phalanx.training.steps.outer_optimizer import OuterSGD as OuterSGD
 
-# The public names of each module, imported on first use; of this package, its submodules.
+# The public names of each module, imported on first use; for this package, its submodules.
 _EXPORTS = {
     "phalanx": (
         "callbacks cluster_resolver compression config coordinator data elastic errors experimental losses tpu tuning"
@@ -136,7 +136,7 @@ def __getattr__(name: str) -> Any:
     module = _MODULE_OF.get(name)
     if module is None:
         raise missing_attribute(__name__, name)
-    # Before the first strategy, so that an error in its arguments ends the process with the exit code of that error.
+    # Before the first strategy, so that an error in its arguments exits the process with the exit code of that error.
     importlib.import_module("phalanx.runtime.process_exit").install()
     if module == __name__:
         return importlib.import_module(f"phalanx.{name}")

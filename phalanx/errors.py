@@ -1,6 +1,6 @@
-"""The errors that users of Phalanx may see, one class for each remedy.
+"""The errors that users of Phalanx may see, one class per remedy.
 
-Every class has an `exit_code`, with which a process exits because of the error, so that scripts can distinguish the
+Every class has an `exit_code`, the exit code of a process that ends with the error, so that scripts can distinguish
 causes. `docs/reference/exit-codes.md` lists them.
 """
 
@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 SIGNAL_BASE = 128
-"""The exit code of a process that a signal has ended is this plus the signal's number, as in a shell."""
+"""Base of the exit code of a process ended by a signal, to which the signal's number is added, as in a shell."""
 
 
 class PhalanxError(Exception):
-    """Base class of all errors that Phalanx raises on purpose. Raised itself, it reports a defect in Phalanx."""
+    """Base class of all errors that Phalanx raises on purpose. If raised itself, it reports a bug in Phalanx."""
 
     exit_code = 70
 
@@ -62,9 +62,9 @@ class PeerLostError(PhalanxError, ConnectionError):
     """A member of the job died or left. Raised on every survivor; a new generation can be formed.
 
     Attributes:
-        rank: The rank that was lost.
-        task: Its task, for example `worker/1`.
-        host: The host it ran on.
+        rank: Rank of the lost member.
+        task: Task of the lost member, for example `worker/1`.
+        host: Host of the lost member.
     """
 
     exit_code = 71
@@ -76,7 +76,7 @@ class PeerLostError(PhalanxError, ConnectionError):
         self.host = host
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An exception is pickled as its class and `args`, which lack the keyword arguments.
+        # By default, an exception is pickled as its class and `args`, which lack the keyword arguments.
         rebuild = partial(PeerLostError, rank=self.rank, task=self.task, host=self.host)
         return rebuild, (str(self),)
 
@@ -119,7 +119,7 @@ class LinkTimeoutError(PhalanxError, TimeoutError):
     """The other end of a link neither sent nor read anything before the deadline.
 
     Attributes:
-        peer: The name of the other end, for example `ps/0`; empty if unknown.
+        peer: Name of the other end, for example `ps/0`; empty if unknown.
     """
 
     exit_code = 69
@@ -136,6 +136,6 @@ class HandshakeError(PhalanxError):
 
 
 class FrameError(PhalanxError):
-    """The bytes received over a link are not a valid message, or exceed a limit. The link is closed."""
+    """Bytes received over a link are not a valid message, or exceed a limit. The link is closed."""
 
     exit_code = 72

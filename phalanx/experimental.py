@@ -35,8 +35,8 @@ class MultiWorkerMirroredStrategy(_MultiWorkerMirroredStrategy):
     """`phalanx.MultiWorkerMirroredStrategy` with the arguments of its experimental namesake.
 
     Args:
-        communication: A `CollectiveCommunication`, which chooses the algorithm.
-        cluster_resolver: Describes the cluster and this task; found automatically if not given.
+        communication: A `CollectiveCommunication` that selects the algorithm.
+        cluster_resolver: Resolver of the cluster and this task; found automatically if not given.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Losses over the global batch."""
+"""Losses computed over the global batch."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from phalanx.keras_compat.global_batch.global_losses import over_global_batch
 
 @keras.saving.register_keras_serializable(package="phalanx")
 class OverGlobalBatch(keras.losses.Loss):  # type: ignore[misc]
-    """A loss that relates the samples of a batch to each other, computed over the batches of all replicas together.
+    """A loss that relates the samples of a batch to each other, computed over the global batch.
 
-    Targets, predictions and sample weights are gathered in every step, and each replica computes the whole loss:
-    contrastive losses see the negatives of all replicas, and a Dice loss is that of the global batch. Gradients flow
-    back to the predictions of every replica: the numbers are those of one process. Outside of `fit`, `evaluate` and
-    `strategy.run`, and in plain Keras, it is the loss itself.
+    Each step gathers targets, predictions and sample weights, and each replica computes the whole loss: contrastive
+    losses see the negatives of all replicas, and a Dice loss covers the global batch. Gradients flow back to the
+    predictions of every replica, so the numbers equal those of one process. Outside `fit`, `evaluate` and
+    `strategy.run`, and in plain Keras, it is the wrapped loss.
 
         model.compile("adam", loss=phalanx.losses.OverGlobalBatch(contrastive_loss))
 
     Losses that are a sum or a mean over samples need no gathering, which costs time and memory. Keras's own losses that
     relate samples (`Dice` and `Tversky` with their default `axis=None`, `Circle`) need no wrapper: they are always
-    computed over the batches of all replicas.
+    computed over the global batch.
 
     Args:
-        loss: A `keras.losses.Loss`, a function `(y_true, y_pred)`, or a name. It gets the global batch, with a number
-            of rows that is not known while TensorFlow traces.
-        name: None: that of the loss.
+        loss: A `keras.losses.Loss`, a function `(y_true, y_pred)`, or a name. It receives the global batch, whose
+            number of rows is unknown while TensorFlow traces.
+        name: Name of the loss. None: the name of the wrapped loss.
 
-    With local SGD, the batch is the one that a replica trains on. Raises UnsupportedError in a `fit` with parameter
+    With local SGD, it covers the batch on which a replica trains. Raises UnsupportedError in a `fit` with parameter
     servers, whose workers have no links to each other.
     """
 
@@ -51,7 +51,7 @@ class OverGlobalBatch(keras.losses.Loss):  # type: ignore[misc]
 
 @keras.saving.register_keras_serializable(package="phalanx")
 class _FunctionLoss(keras.losses.Loss):  # type: ignore[misc]
-    """A loss function as an object."""
+    """A loss function as a `Loss` object."""
 
     def __init__(self, function: Any, name: str | None = None) -> None:
         super().__init__(name=name or getattr(function, "__name__", "loss").strip("<>"))

@@ -1,7 +1,7 @@
-"""Hyperparameter search in a job of several replicas: they train each trial together, and agree on it.
+"""Hyperparameter search in a job of several replicas, which all train each trial.
 
-The chief decides (it has the study, or the tuner that counts), and the others receive what it has decided. Optuna and
-KerasTuner are not imported here unless the program has done so.
+The chief holds the study, or the tuner that decides, and the others receive its decisions. This module imports Optuna
+and KerasTuner only if the program has done so.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ __all__ = ["SharedStudy", "SharedTrial", "call_on_chief", "share_trials"]
 
 
 def call_on_chief(function: Callable[[], Any], strategy: Strategy) -> Any:
-    """The result of a function that the chief calls, on every replica. All replicas must call this.
+    """Call a function on the chief, and return its result on every replica. All replicas must call this.
 
     Args:
-        function: Takes no arguments; returns numbers, strings, booleans, None, or lists and dictionaries of them.
-        strategy: Of the job.
+        function: Function without arguments that returns numbers, strings, booleans, None, or lists and dictionaries of
+            them.
+        strategy: Strategy of the job.
 
     Raises: the function's own error on the chief; ConfigurationError with its text on all others.
     """
@@ -32,7 +33,7 @@ def call_on_chief(function: Callable[[], Any], strategy: Strategy) -> Any:
         try:
             found = function()
             outcome = (found.item() if isinstance(found, np.generic) else found, None)
-        except Exception as error:  # every replica must learn of it
+        except Exception as error:  # sent to every replica
             failure, outcome = error, (None, f"{type(error).__name__}: {error}")
     result, message = strategy.broadcast_from_chief(outcome)
     if failure is not None:
@@ -43,9 +44,9 @@ def call_on_chief(function: Callable[[], Any], strategy: Strategy) -> Any:
 
 
 class SharedTrial:
-    """An Optuna trial that all replicas train together. It has the methods of `optuna.Trial`.
+    """An Optuna trial that all replicas train. It has the methods of `optuna.Trial`.
 
-    The chief calls each method, and every replica gets its result: parameters, and whether to prune.
+    The chief calls each method, and every replica receives the result: parameters, or whether to prune.
     """
 
     def __init__(self, trial: Any, strategy: Strategy) -> None:
@@ -54,12 +55,12 @@ class SharedTrial:
 
     @property
     def number(self) -> int:
-        """The number of the trial."""
+        """Number of the trial."""
         return int(call_on_chief(lambda: self._trial.number, self._strategy))
 
     @property
     def params(self) -> dict[str, Any]:
-        """The parameters that were suggested so far."""
+        """The parameters suggested so far."""
         return dict(call_on_chief(lambda: self._trial.params, self._strategy))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -71,13 +72,13 @@ class SharedTrial:
 
 
 class SharedStudy:
-    """An Optuna study in a job of several replicas. Each trial is trained by all of them together.
+    """An Optuna study in a job of several replicas, which all train each trial.
 
-    The chief has the study. Its sampler and pruner decide, and its storage records the trials.
+    The chief holds the study. Its sampler and pruner decide, and its storage records the trials.
 
     Args:
-        create_study: Called on the chief alone: `optuna.create_study`, or a function that calls or loads it.
-        strategy: Of the job. Jobs with parameter servers and elastic jobs are not supported.
+        create_study: Function that only the chief calls: `optuna.create_study`, or one that creates or loads a study.
+        strategy: Strategy of the job. Jobs with parameter servers and elastic jobs are not supported.
 
     Attributes:
         study: The study on the chief; None on the others.
@@ -88,12 +89,12 @@ class SharedStudy:
         self._strategy = strategy
 
     def optimize(self, objective: Callable[[SharedTrial], float], n_trials: int) -> None:
-        """Run trials, as `optuna.Study.optimize`. All replicas call it, with the same arguments.
+        """Run trials, like `optuna.Study.optimize`. All replicas must call this, with the same arguments.
 
         Args:
-            objective: Trains a model with the trial's parameters and returns a value that is equal on all replicas,
-                such as one of `History`. It may raise `optuna.TrialPruned` on all of them.
-            n_trials: How many trials to run.
+            objective: Function that trains a model with the trial's parameters and returns a value that is equal on all
+                replicas, such as one of `History`. It may raise `optuna.TrialPruned` on all replicas.
+            n_trials: Number of trials to run.
         """
         from optuna import TrialPruned
         from optuna.trial import TrialState
@@ -124,15 +125,15 @@ class SharedStudy:
 
 
 def share_trials(tuner: Any, strategy: Strategy) -> None:
-    """Let all replicas of a job train each trial of a KerasTuner tuner together, with the chief's hyperparameters.
+    """Make all replicas of a job train each trial of a KerasTuner tuner, with the chief's hyperparameters.
 
-    Call it on every replica, after the tuner is created and before `tuner.search`. Build the model in
+    Call this on every replica, after the tuner is created and before `tuner.search`. Build the model in
     `strategy.scope()`, and give each replica's tuner its own `directory`. (KerasTuner's `distribution_strategy` is for
     TensorFlow's strategies.)
 
     Args:
         tuner: A `keras_tuner.Tuner`, such as `RandomSearch`, created with the same arguments on every replica.
-        strategy: Of the job. Jobs with parameter servers and elastic jobs are not supported.
+        strategy: Strategy of the job. Jobs with parameter servers and elastic jobs are not supported.
     """
     oracle = tuner.oracle
     state = call_on_chief(oracle.get_state, strategy)
@@ -142,7 +143,7 @@ def share_trials(tuner: Any, strategy: Strategy) -> None:
     create = oracle.create_trial
 
     def create_trial(tuner_id: str) -> Any:
-        # Every oracle keeps its own books of equal trials. The chief's hyperparameters count.
+        # Every oracle records the same trials, with the chief's hyperparameters.
         trial = create(tuner_id)
         trial.set_state(call_on_chief(trial.get_state, strategy))
         return trial

@@ -1,8 +1,8 @@
 """Memory for training steps: freed blocks stay with the process for the next step, and arrays are aligned.
 
-By default the C library returns large blocks to the system at once, and every training step allocates them again,
-page by page: thousands of page faults in a step of a small CNN on PyTorch, a quarter of its time. The remedy are the
-thresholds of mallopt(3).
+By default, the C library returns large blocks to the system at once, and every training step allocates them again, page
+by page: thousands of page faults in a step of a small CNN on PyTorch, a quarter of its time. Raising the thresholds of
+mallopt(3) avoids this.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 from phalanx.config.environment import process_environment
 
 ALIGNMENT_BYTES = 64
-"""XLA on CPU copies arguments with a smaller alignment, which takes a fifth of a small model's step."""
+"""Alignment below which XLA on CPU copies arguments, which takes a fifth of a small model's step."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
-# Unused memory at the end of the heap up to this size is kept.
+# Unused memory kept at the end of the heap.
 KEPT_BYTES = 512 * 1024**2
 # The largest threshold that glibc accepts: larger blocks are always allocated from the system.
 LARGEST_BLOCK_BYTES = 32 * 1024**2
@@ -37,11 +37,11 @@ def keep_freed_memory() -> None:
 
 
 def empty_aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """A new uninitialised array, aligned so that backends can use it without a copy.
+    """A new uninitialized array, aligned so that backends can use it without a copy.
 
     Args:
-        shape: The array's shape.
-        dtype: A dtype of plain numbers.
+        shape: Shape of the array.
+        dtype: A numeric dtype.
     """
     size = math.prod(shape) * dtype.itemsize
     # The view below keeps `block` alive.
@@ -51,19 +51,19 @@ def empty_aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any,
 
 
 def aligned_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A copy of an array of plain numbers, aligned so that backends can use it as it is."""
+    """Copy an array of plain numbers, aligned so that backends can use it without another copy."""
     block = empty_aligned(array.shape, array.dtype)
     np.copyto(block, array)
     return block
 
 
 def copy_arrays(arrays: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-    """Copies of all arrays."""
+    """Copy all arrays."""
     return [array.copy() for array in arrays]
 
 
 def zeros_aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """As `empty_aligned`, filled with zeros."""
+    """Like `empty_aligned`, filled with zeros."""
     block = empty_aligned(shape, dtype)
     block.fill(0)
     return block

@@ -12,17 +12,17 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 UNIT = 64
-"""Arrays begin at multiples of this many numbers, so that all are aligned in an aligned vector, whatever the dtype."""
+"""Number of elements at whose multiples arrays begin, so that all are aligned in an aligned vector of any dtype."""
 
 
 class FlatBuffer:
     """Offsets of arrays in a vector. The gaps between arrays are zero.
 
     Args:
-        shapes: The shapes of the arrays, in order.
+        shapes: Shapes of the arrays, in order.
 
     Attributes:
-        size: Numbers in the vector, including gaps.
+        size: Number of elements in the vector, including gaps.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -33,7 +33,7 @@ class FlatBuffer:
         self.size = stops[-1] if stops else 0
 
     def unpack(self, vector: Array) -> list[Array]:
-        """The arrays of a vector, as views."""
+        """The arrays in a vector, as views."""
         return [
             vector[start:stop].reshape(shape) for (start, stop), shape in zip(self._places, self.shapes, strict=True)
         ]

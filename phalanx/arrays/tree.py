@@ -1,4 +1,4 @@
-"""Nested structures of arrays, traversed faster than by `keras.tree`, which takes longer than slicing a batch."""
+"""Nested structures of arrays, traversed faster than with `keras.tree`, which takes longer than slicing a batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
-    """Apply `function` to each leaf and return the same structure of results.
+    """Apply `function` to each leaf and return the results in the same structure.
 
     Dicts, lists, tuples and named tuples are traversed, None stays None, and everything else is a leaf.
     """
@@ -35,6 +35,6 @@ def leaves(structure: Any) -> list[Any]:
 
 
 def map_present(function: Callable[[list[Any]], Sequence[Any]], values: Sequence[Any]) -> list[Any]:
-    """The values, those that are not None replaced by what `function` makes of the list of these."""
+    """Apply `function` to the list of the values that are not None, and put the results in their places."""
     mapped = iter(function([value for value in values if value is not None]))
     return [None if value is None else next(mapped) for value in values]

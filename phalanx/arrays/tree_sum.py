@@ -1,9 +1,9 @@
-"""Sums in one fixed binary tree, however the summands are divided among processes.
+"""Sums in one fixed binary tree, independent of how the summands are divided among processes.
 
 Summand i is a leaf of a tree whose nodes are (level, index): node (l, k) is the sum of nodes (l - 1, 2 k) and
 (l - 1, 2 k + 1), and (0, i) is summand i. Floating-point addition is not associative, but each node is the sum of the
-same two others however the summands are divided. Who has summands `start` to `stop` makes all nodes that lie in this
-range; who gets the largest of these from all makes the rest.
+same two nodes for any division of the summands. A process that has summands `start` to `stop` computes all nodes in
+this range; a process that receives the largest of these nodes from all processes computes the rest.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ Array = np.ndarray[Any, Any]
 
 
 class TreeSum:
-    """Sums of lists of arrays that are added in the order of their numbers. It changes the arrays.
+    """Sums lists of arrays, which must be added in the order of their indices. Modifies the arrays in place.
 
     Args:
-        operations: What makes one array of two, for the first arrays of a list; `np.add` for those after them.
+        operations: Operations that combine two arrays, for the first arrays of a list; `np.add` for the others.
     """
 
     def __init__(self, operations: Sequence[np.ufunc] = ()) -> None:
         self._operations = operations
-        # (level, index, arrays), in the order of their summands. Two children of one node are never both here: `add`
-        # makes their parent of them.
+        # (level, index, arrays), in the order of their summands. Two children of a node are never both here: `add`
+        # replaces them by their parent.
         self._nodes: list[tuple[int, int, list[Array]]] = []
 
     def add(self, index: int, arrays: Sequence[Array], level: int = 0) -> None:
-        """Add a node: a summand, or the sum of several that another `TreeSum` has made."""
+        """Add a node: a summand, or a sum of several that another `TreeSum` has computed."""
         total = list(arrays)
-        # An odd node is a right child. If its sibling is here, their sum may be a right child in turn.
+        # An odd node is a right child. If its sibling is here, their sum may in turn be a right child.
         while self._nodes and index % 2 and self._nodes[-1][:2] == (level, index - 1):
             _, _, left = self._nodes.pop()
             total = self._sum(left, total)
@@ -41,11 +41,12 @@ class TreeSum:
         self._nodes.append((level, index, total))
 
     def nodes(self) -> list[list[Array]]:
-        """The largest nodes so far, those of `nodes_between` the first summand and the last."""
+        """The largest nodes so far: the `nodes_between` the first summand and the last."""
         return [arrays for _, _, arrays in self._nodes]
 
     def total(self) -> list[Array]:
-        """The sum of all; only once. Where they are no power of two, the small nodes at the end come first."""
+        """The sum of all summands. Can be called once. If their number is not a power of two, the small nodes at the
+        end are added first."""
         *rest, total = self.nodes()
         while rest:
             total = self._sum(rest.pop(), total)
@@ -58,7 +59,7 @@ class TreeSum:
 
 
 def nodes_between(start: int, stop: int) -> list[tuple[int, int]]:
-    """The largest nodes, (level, index), that lie between two summands.
+    """The largest nodes, (level, index), between two summands.
 
     >>> nodes_between(5, 12)
     [(0, 5), (1, 3), (2, 2)]

@@ -1,4 +1,4 @@
-"""Names of `tf.distribute` that Phalanx does not have, with the alternatives."""
+"""Names of `tf.distribute` that Phalanx does not implement, with alternatives."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ _MEMBERS = {
 
 
 def missing_member(kind: str, owner: object, name: str) -> AttributeError:
-    """The error for a missing attribute of an object of one of `tf.distribute`'s classes."""
+    """The error for a missing attribute of an object of a `tf.distribute` class, with the alternative if there is
+    one."""
     alternative = _MEMBERS[kind].get(name)
     return AttributeError(
         f"{type(owner).__name__!r} object has no attribute {name!r}{f': {alternative}' if alternative else ''}"

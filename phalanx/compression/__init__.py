@@ -1,4 +1,4 @@
-"""Fewer bytes for gradients: what `compression=` of a strategy takes, by name or as an object."""
+"""Gradient compression: the values of a strategy's argument `compression=`, by name or as an object."""
 
 from phalanx.compression.base_compression import Compression, Merged
 from phalanx.compression.cast import BFloat16, Float16

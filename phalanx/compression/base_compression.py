@@ -1,4 +1,4 @@
-"""The contract of a compression: how gradients are summed over the ranks with fewer bytes."""
+"""The interface of a compression, which sums gradients over the ranks with fewer bytes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from phalanx.collectives.communicator import Array, Communicator
 DType = np.dtype[Any]
 
 State = Mapping[str, Array]
-"""What a compression keeps from one step to the next, equal on all ranks. Never changed, only replaced."""
+"""State that a compression keeps between steps, equal on all ranks. Never modified, only replaced."""
 
 
 def strip_prefix(prefix: str, state: State) -> dict[str, Array]:
-    """The arrays whose names start with `prefix`, by the rest of their names."""
+    """Select the arrays whose names start with `prefix`, by the rest of their names."""
     return {name.removeprefix(prefix): array for name, array in state.items() if name.startswith(prefix)}
 
 
@@ -24,9 +24,9 @@ class Merged(NamedTuple):
     """The result of a compressed all-reduce.
 
     Attributes:
-        values: The sums over all ranks, float32, in the shapes of the arrays; the same bits on every rank.
-        own: This rank's arrays as far as they are contained in the sums. The rest is lost, or kept as error feedback.
-        state: The state for the next step.
+        values: Sums over all ranks, float32, with the shapes of the arrays; equal to the last bit on all ranks.
+        own: The part of this rank's arrays that the sums contain. The rest is lost, or kept as error feedback.
+        state: State for the next step.
     """
 
     values: Sequence[Array]
@@ -37,29 +37,29 @@ class Merged(NamedTuple):
 class Compression(Protocol):
     """Sums arrays over the ranks approximately. Immutable: state is passed in and returned.
 
-    To write your own, derive from `Codec` if each rank can encode its arrays alone. Implement this protocol if the
-    ranks must do more together.
+    To write a custom one, derive from `Codec` if each rank can encode its arrays independently. Implement this protocol
+    if encoding needs communication.
     """
 
     @property
     def feedback(self) -> bool:
-        """Whether each rank keeps what a step lost and adds it to the next step's arrays (Karimireddy et al. 2019,
+        """Whether each rank keeps the error of a step and adds it to the next step's arrays (Karimireddy et al. 2019,
         Error feedback fixes SignSGD and other gradient compression schemes)."""
         ...
 
     def takes(self, shape: tuple[int, ...], dtype: DType) -> bool:
-        """Whether to compress an array of this shape and dtype. Other arrays are summed without compression."""
+        """Whether to compress arrays of this shape and dtype. Other arrays are summed without compression."""
         ...
 
     def all_reduce(self, communicator: Communicator, arrays: Sequence[Array], state: State) -> Merged:
-        """Sum each array over all ranks; all ranks call with equal shapes.
+        """Sum each array over all ranks. All ranks must call this with equal shapes.
 
         Args:
-            communicator: The ranks.
+            communicator: Communicator of the ranks.
             arrays: Contiguous float32 arrays; not modified.
-            state: What the last call returned for arrays of these shapes; empty at first.
+            state: State that the last call returned for arrays of these shapes; empty at first.
 
-        A value that is not finite on any rank must not be finite in the result of all ranks: that is how an overflow is
-        found.
+        A value that is not finite on some rank must not be finite in the result on any rank, so that an overflow is
+        detected.
         """
         ...

@@ -1,4 +1,4 @@
-"""Gradients in 16 bits on the wire."""
+"""Compression that sends gradients in 16 bits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from phalanx.compression.base_compression import DType, Merged, State
 from phalanx.compression.flat_arrays import cut, fill
 
 _WIDER_THAN = 2
-"""Item size in bytes from which arrays are worth narrowing."""
+"""Item size in bytes above which arrays are cast."""
 
 
 class _Cast:
-    """Each rank's values are rounded once, summed in float32, and the sums rounded once.
+    """Rounds each rank's values once, sums them in float32, and rounds the sums once.
 
-    An all-reduce of 16-bit arrays would carry partial sums in float32. So this is a reduce-scatter, in which each
-    rank's own values travel, and an all-gather of the sums: half the bytes both ways.
+    An all-reduce of 16-bit arrays would send partial sums in float32. So this is a reduce-scatter, which sends each
+    rank's values, and an all-gather of the sums: half the bytes both ways.
     """
 
     wire: ClassVar[DType]
@@ -36,9 +36,9 @@ class _Cast:
         """See `Compression.all_reduce`."""
         world_size = communicator.world_size
         size = sum(array.size for array in arrays)
-        # Row r goes to rank r; zeros fill up the last ones.
+        # Row r is sent to rank r; zeros pad the last rows.
         whole = np.zeros((world_size, -(-size // world_size)), np.float32)
-        with np.errstate(over="ignore"):  # Too large values become infinite, as on GPUs.
+        with np.errstate(over="ignore"):  # Values out of range become infinite, as on GPUs.
             fill(whole.reshape(-1), arrays)
             rows = cast(whole, self.wire)
         share = communicator.reduce_scatter(rows)
@@ -52,7 +52,7 @@ class Float16(_Cast):
     """IEEE half precision: 11 significant bits, from 6e-8 to 65504. Larger values become infinite.
 
     Args:
-        feedback: Whether to keep what rounding loses and add it to the next step.
+        feedback: Whether to keep the rounding error and add it in the next step.
     """
 
     wire: ClassVar[DType] = np.dtype(np.float16)
@@ -61,10 +61,10 @@ class Float16(_Cast):
 
 @dataclass(frozen=True)
 class BFloat16(_Cast):
-    """The upper half of float32: its range, with 8 significant bits.
+    """The upper half of float32: the same range, with 8 significant bits.
 
     Args:
-        feedback: Whether to keep what rounding loses and add it to the next step.
+        feedback: Whether to keep the rounding error and add it in the next step.
     """
 
     wire: ClassVar[DType] = np.dtype(ml_dtypes.bfloat16)

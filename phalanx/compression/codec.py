@@ -1,4 +1,4 @@
-"""Compressions that encode each array by itself; the ranks exchange the codes and sum what they decode to."""
+"""Compressions that encode each array on its own; the ranks exchange the codes and sum the decoded arrays."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from phalanx.errors import ConfigurationError, FrameError
 from phalanx.transport.decoding import decode_message
 
 SMALL = 1024
-"""Smaller arrays are not compressed: biases and scales are few and matter much."""
+"""Size in elements below which arrays are not compressed: biases and scales are few and matter much."""
 
 
 class Codec(ABC):
     """Base class of compressions with `encode` and `decode`. See `Compression`.
 
-    Every rank receives every other rank's code (an all-gather) and sums what they decode to in rank order. So the bytes
-    that a rank sends grow with the number of ranks, unlike those of an all-reduce.
+    Every rank receives every other rank's code (an all-gather) and sums the decoded arrays in rank order. The bytes
+    that a rank sends therefore grow with the number of ranks, unlike those of an all-reduce.
 
     Example, gradients by their signs:
 
@@ -39,16 +39,15 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, array: Array) -> Sequence[Array]:
-        """The code of a flat float32 array: one or more arrays. It must preserve that values are not finite, see
+        """Encode a flat float32 array as one or more arrays. Non-finite values must stay non-finite; see
         `Compression.all_reduce`."""
 
     @abstractmethod
     def decode(self, parts: Sequence[Array], size: int) -> Array:
-        """The array that a code stands for: float32, `size` elements. The same parts give the same bits on every
-        rank."""
+        """Decode a code to a float32 array of `size` elements. Equal parts must give equal bits on every rank."""
 
     def takes(self, shape: tuple[int, ...], dtype: DType) -> bool:
-        """See `Compression.takes`: all arrays that are not small."""
+        """See `Compression.takes`: all arrays but small ones."""
         return int(np.prod(shape, dtype=np.int64)) >= SMALL
 
     def all_reduce(self, communicator: Communicator, arrays: Sequence[Array], state: State) -> Merged:
@@ -85,7 +84,7 @@ class Codec(ABC):
 
 
 def _packed(codes: Sequence[Sequence[Array]]) -> Array:
-    """All parts of all arrays as bytes, after a header with their dtypes and shapes."""
+    """Pack all parts of all arrays as bytes, after a header with their dtypes and shapes."""
     arrays = [[np.ascontiguousarray(part) for part in parts] for parts in codes]
     header = msgspec.msgpack.encode([[(part.dtype.name, part.shape) for part in parts] for parts in arrays])
     pieces = [len(header).to_bytes(4, "big"), header]
@@ -93,7 +92,7 @@ def _packed(codes: Sequence[Sequence[Array]]) -> Array:
 
 
 def _unpacked(packed: Array) -> list[list[Array]]:
-    """The parts in what `_packed` returned.
+    """Unpack the parts from the result of `_packed`.
 
     Raises: FrameError if the bytes are something else.
     """
@@ -114,7 +113,7 @@ def _unpack(packed: Array) -> list[list[Array]]:
             if dtype.hasobject or dtype.subdtype is not None or min(shape, default=0) < 0:
                 raise ValueError(f"{name!r} of shape {shape} is no array of numbers")
             stop = start + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            # A copy, because a part may begin anywhere, and not every operation takes unaligned arrays.
+            # A copy, because a part may start at any address, and some operations reject unaligned arrays.
             parts.append(packed[start:stop].copy().view(dtype).reshape(shape))
             start = stop
         found.append(parts)

@@ -1,4 +1,4 @@
-"""Packs arrays one after the other into one flat array."""
+"""Packing of arrays one after another into one flat array."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fill(flat: Array, arrays: Sequence[Array]) -> None:
 
 
 def cut(flat: Array, arrays: Sequence[Array]) -> list[Array]:
-    """Views of the arrays that `fill` copied into `flat`, in their shapes."""
+    """Views of the arrays that `fill` copied into `flat`, with their shapes."""
     ends = np.cumsum([array.size for array in arrays])
     starts = [0, *ends[:-1]]
     return [flat[a:b].reshape(array.shape) for a, b, array in zip(starts, ends, arrays, strict=True)]

@@ -1,4 +1,4 @@
-"""Gradients of matrices as products of two thin ones.
+"""Low-rank compression: gradients of matrices as products of two thin matrices.
 
 Vogels, Karimireddy and Jaggi 2019, PowerSGD: Practical low-rank gradient compression. One step of subspace iteration
 for the sum M of all ranks' matrices, without any rank seeing M:
@@ -8,19 +8,19 @@ for the sum M of all ranks' matrices, without any rank seeing M:
     Q = sum of M_r' P       m x rank
     M is about P Q'
 
-M is divided beforehand, and the product multiplied afterwards, by the root mean squares that the sums' rows and columns
-have had lately: the factored second moments of Adafactor (Shazeer and Stern 2018), which are the same on every rank.
-To Adam, small rows count as much as large ones, but they would be the last to be sent. (The code scales the thin
-matrices instead, on the side that is multiplied with M.)
+M is first divided, and the product afterwards multiplied, by the recent root mean squares of the sums' rows and
+columns: the factored second moments of Adafactor (Shazeer and Stern 2018), which are the same on every rank. For Adam,
+small rows matter as much as large ones, but without scaling they would be sent last. (The code scales the thin matrices
+instead, on the side that is multiplied with M.)
 
 Q is kept for the next step (*warm start*), so that the iteration continues over the steps. Both sums are computed for
-all matrices of the model at once, and are compressed themselves: down to 6 bits, a higher rank for the same bytes gains
-more than fewer bits lose. Each factor goes column by column, since columns, the directions of the iteration, differ in
-size by orders of magnitude; so the factors are transposed in the code. Vectors, and matrices too small to gain, travel
-with Q: another collective would cost more than it saves. The error feedback of a rank is what its part of the sum
-lacks, M_r - P Q_r' with Q_r as the other ranks decode it.
+all matrices of the model at once, and are themselves compressed: down to 6 bits, a higher rank for the same bytes gains
+more than fewer bits lose. Each factor is encoded column by column, because columns, the directions of the iteration,
+differ in size by orders of magnitude; so the code transposes the factors. Vectors, and matrices too small to gain, are
+sent with Q: another collective would cost more than it saves. The error feedback of a rank is the part of its matrix
+missing from the sum, M_r - P Q_r', with Q_r as the other ranks decode it.
 
-Matrices of one shape are a stack: what is thin is computed for all of them in one call.
+Matrices of one shape form a stack: operations on thin matrices are computed for the whole stack in one call.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from phalanx.errors import ConfigurationError
 
 RANK = 26
 CHUNK = 128
-"""Values of the factors that share a scale: no more than most columns have."""
+"""Number of values of the factors that share a scale: no more than most columns have."""
 SEED = 1
-"""Seed of the first Q, which must be the same on all ranks."""
+"""Seed of the first Q, which must be equal on all ranks."""
 WORTH = 2
-"""How many times smaller than the matrix the two factors must be. Small matrices get a lower rank."""
+"""Minimum factor by which the two factors must be smaller than the matrix. Small matrices get a lower rank."""
 DECAY, FLOOR = 0.9, 0.01
-"""Weight of the previous mean squares; least divisor of a row or column, where 1 is usual."""
+"""Weight of the previous mean squares; minimum divisor of a row or column (1 is typical)."""
 INDEPENDENT = 0.03
-"""Least length of the part of a unit row that is orthogonal to the rows before it, for 32-bit products to be
+"""Minimum length of the part of a unit row that is orthogonal to the rows before it, for 32-bit products to be
 accurate."""
 LEAST = 1 / 3
-"""Least share of the rank. A matrix that would get an even lower rank loses more than it saves."""
+"""Minimum rank of a matrix, as a share of the configured rank. Below that, it loses more than it saves."""
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """The state of k matrices of shape (n, m) before a step; the same on every rank.
+    """The state of k matrices of shape (n, m) before a step, equal on all ranks.
 
     Attributes:
         right: Q' of the previous step, of shape (k, rank, m).
@@ -90,7 +90,7 @@ class _Stack:
 
     Args:
         shape: Rows and columns, (n, m).
-        indices: The positions of the matrices among the step's arrays.
+        indices: Positions of the matrices among the step's arrays.
         matrices: This rank's matrices.
         memory: The state before the step.
     """
@@ -110,22 +110,22 @@ class _Stack:
         return _products(left / self._rows, self._matrices) / self._columns
 
     def undivided_left(self, left: Array) -> Array:
-        """P' for the matrices without scaling."""
+        """P' for the unscaled matrices."""
         return left * self._rows
 
     def undivided_right(self, right: Array) -> Array:
-        """Q' for the matrices without scaling."""
+        """Q' for the unscaled matrices."""
         return right * self._columns
 
     def after(self, right: Array, factors: tuple[Array, Array]) -> _Memory:
-        """The state after a step with these factors of the sums. The mean squares need no product."""
+        """The state after a step with these factors of the sums. The mean squares do not need their product."""
         a, b = factors
         rows = DECAY * self._memory.rows + (1 - DECAY) * _mean_squares(a, b)
         return _Memory(right, rows, DECAY * self._memory.columns + (1 - DECAY) * _mean_squares(b, a))
 
 
 def _products(thin: Array, matrices: Sequence[Array]) -> Array:
-    """Each of a stack of thin matrices times one of `matrices`."""
+    """Multiply each of a stack of thin matrices by the corresponding one of `matrices`."""
     found = np.empty((*thin.shape[:2], matrices[0].shape[1]), np.float32)
     for index, matrix in enumerate(matrices):
         np.matmul(thin[index], matrix, out=found[index])
@@ -133,8 +133,8 @@ def _products(thin: Array, matrices: Sequence[Array]) -> Array:
 
 
 def _mean_squares(a: Array, b: Array) -> Array:
-    """Of the rows of `a' b`, for a of shape (k, rank, n): of shape (k, 1, n)."""
-    # Row i has the squared length a_i' (b b') a_i, which needs no product of n times m. Rounding may make it negative.
+    """Mean squares of the rows of `a' b`, with shape (k, 1, n), for a of shape (k, rank, n)."""
+    # Row i has the squared length a_i' (b b') a_i, which needs no n x m product. Rounding may make it negative.
     squares: Array = np.sum((b @ b.swapaxes(1, 2) @ a) * a, axis=1, keepdims=True) / b.shape[2]
     return np.maximum(squares, 0.0)
 
@@ -142,20 +142,21 @@ def _mean_squares(a: Array, b: Array) -> Array:
 def _beside_the_mean(squares: Array) -> Array:
     """The divisors of rows or columns with these mean squares."""
     mean = squares.mean(axis=2, keepdims=True)
-    # Before the first step all of them are FLOOR, and a common factor has no effect.
+    # Before the first step, all are FLOOR, and a common factor has no effect.
     return np.maximum(np.sqrt(squares / np.where(mean > 0, mean, 1)), FLOOR)
 
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """See the top of this file. Arrays of more than two dimensions count as the matrix that is nearest to square.
+    """Low-rank approximation; see the module docstring. Arrays of more than two dimensions are reshaped to the matrix
+    nearest to square.
 
     Args:
-        rank: The rank of the approximation: bytes and accuracy grow with it. A matrix that it would not make at least 2
-            times smaller gets the rank that does; if that is less than a third of `rank`, the matrix is summed whole,
-            as vectors are.
+        rank: Rank of the approximation: bytes and accuracy grow with it. If the factors of a matrix would not be at
+            least 2 times smaller, it gets a lower rank; if that is less than a third of `rank`, the matrix is summed
+            whole, as vectors are.
         feedback: See `Compression.feedback`.
-        factors: The compression of the two thin matrices and of what is summed whole; None for 32 bits.
+        factors: Compression of the two thin matrices and of arrays that are summed whole; None for 32 bits.
     """
 
     rank: int = RANK
@@ -207,7 +208,7 @@ class PowerSGD:
         for index, array in enumerate(arrays):
             if self.rank_of(array.shape):
                 of.setdefault(matrix_shape(array.shape), []).append(index)
-        # The state has all of these shapes or is empty: `CompressedReducer` keeps one for each list of shapes.
+        # The state has all of these shapes or is empty: `CompressedReducer` keeps one per list of shapes.
         return [
             _Stack(
                 shape,
@@ -219,7 +220,7 @@ class PowerSGD:
         ]
 
     def _summed(self, communicator: Communicator, own: Sequence[Array]) -> Merged:
-        """The sums over all ranks, and this rank's part in them."""
+        """The sums over all ranks, and this rank's part of them."""
         if self.factors is None or not own:
             return Merged(communicator.all_reduce(own) if own else [], own, {})
         return self.factors.all_reduce(communicator, own, {})
@@ -227,7 +228,7 @@ class PowerSGD:
 
 @cache
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of an array seen as a matrix: its shape, divided where both are nearest to each other.
+    """Rows and columns of an array viewed as a matrix: its shape, split where the two are nearest to each other.
 
     >>> matrix_shape((3, 3, 16, 32))
     (144, 32)
@@ -241,13 +242,13 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 def _orthogonal(rows: Array) -> Array:
     """Orthonormal bases of the spans of the rows, for a stack of shape (k, rank, n); NaN if the rows are not finite.
 
-    Computed from the Cholesky factor of the rows' products, several times as fast as a QR decomposition. That needs
-    rows that are far from dependent, as those of a warm start are.
+    Computed from the Cholesky factor of the rows' products, several times as fast as a QR decomposition. This requires
+    rows that are far from linearly dependent, as with a warm start.
     """
-    # From sums that are equal on all ranks. On unequal processors or BLAS libraries, the last bits may still differ.
+    # The sums are equal on all ranks. With different processors or BLAS libraries, the last bits may still differ.
     if not np.isfinite(rows).all():
         return np.full_like(rows, np.nan)
-    # Of unit length, so that the diagonal of the factor is the part of each row that is orthogonal to those before it.
+    # Unit length, so that the diagonal of the factor is the part of each row that is orthogonal to those before it.
     units = rows / np.linalg.norm(rows, axis=2, keepdims=True)
     try:
         lower = np.linalg.cholesky(units @ units.swapaxes(1, 2))

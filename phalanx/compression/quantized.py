@@ -1,4 +1,4 @@
-"""Quantization: few bits for each value, and one scale for each chunk of values."""
+"""Quantization: few bits per value, and one scale per chunk of values."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from phalanx.compression.flat_arrays import cut, fill
 from phalanx.errors import ConfigurationError
 
 CHUNK = 256
-"""Values that share a scale. 4 bytes for each 256 values add 1.6 % to 8 bits, and one large value coarsens only its
-neighbours."""
+"""Number of values that share a scale. 4 bytes per 256 values add 1.6 % to 8 bits, and one large value coarsens only
+its neighbors."""
 SCALE_BYTES = 4
 
 
 class _Quantized(Codec):
-    """Each value becomes the nearest integer multiple of its chunk's scale.
+    """Rounds each value to the nearest integer multiple of its chunk's scale.
 
-    Each rank decodes and sums one part of the values for all ranks, and encodes the sums for their way back, so that
-    the bytes that a rank sends do not grow with the number of ranks. The rank that sums keeps what the second encoding
-    loses, with what its own values have lost (Tang et al. 2019, DoubleSqueeze).
+    Each rank decodes and sums one part of the values for all ranks, and encodes the sums to send them back, so that the
+    bytes that a rank sends do not grow with the number of ranks. The rank that sums keeps the error of the second
+    encoding with that of its own values (Tang et al. 2019, DoubleSqueeze).
     """
 
     bits: ClassVar[int]
@@ -44,21 +44,21 @@ class _Quantized(Codec):
     @classmethod
     @abstractmethod
     def _pack(cls, numbers: Array) -> Array:
-        """Integers of shape (n,), int8, as bytes."""
+        """Pack integers of shape (n,), int8, as bytes."""
 
     @classmethod
     @abstractmethod
     def _unpack(cls, packed: Array) -> Array:
-        """The integers that `_pack` packed."""
+        """Unpack the integers that `_pack` packed."""
 
     def all_reduce(self, communicator: Communicator, arrays: Sequence[Array], state: State) -> Merged:
         """See `Compression.all_reduce`: an all-to-all and an all-gather of codes."""
-        ranks, rank = communicator.world_size, communicator.rank  # Read now: they may change if a member is lost.
+        ranks, rank = communicator.world_size, communicator.rank  # read now: they may change if a member is lost
         size = sum(array.size for array in arrays)
         share = -(-size // (ranks * self.chunk)) * self.chunk
         brought = np.zeros(ranks * share, np.float32)
         fill(brought, arrays)
-        codes = self._rows(brought, ranks)  # one for each rank, which sums these parts of all ranks
+        codes = self._rows(brought, ranks)  # one for each rank, which sums this part of all ranks
         own = np.concatenate([self._values(code) for code in codes])
         with np.errstate(all="ignore"):
             total = np.zeros(share, np.float32)
@@ -67,18 +67,18 @@ class _Quantized(Codec):
             (code,) = self._rows(total, 1)
             merged = np.concatenate([self._values(part) for part in communicator.all_gather(code)])
             mine = slice(rank * share, (rank + 1) * share)
-            # What the second encoding has lost of this part, no other rank knows: it goes into this one's feedback.
+            # Only this rank knows the error of the second encoding of this part: add it to its error feedback.
             own[mine] += merged[mine] - total
         return Merged(cut(merged, arrays), cut(own, arrays), {})
 
     def encode(self, array: Array) -> Sequence[Array]:
-        """See `Codec.encode`: the values, uint8, and the scales of shape (chunks,), float32."""
+        """See `Codec.encode`. Returns the values, uint8, and the scales of shape (chunks,), float32."""
         rows = np.zeros((-(-array.size // self.chunk), self.chunk), np.float32)
         rows.reshape(-1)[: array.size] = array
         largest = 2 ** (self.bits - 1) - 1
-        # NaN and infinities make the scale NaN or infinite, and so everything that the chunk decodes to.
+        # NaN and infinities make the scale, and so all decoded values of the chunk, NaN or infinite.
         scales = np.maximum(rows.max(axis=1), -rows.min(axis=1)) / np.float32(largest)
-        # A chunk of zeros has scale 0, and decodes to 0 whatever its codes are.
+        # A chunk of zeros has scale 0, and decodes to 0 regardless of its codes.
         usable = np.isfinite(scales) & (scales > 0)
         with np.errstate(all="ignore"):
             rows /= np.where(usable, scales, 1)[:, None]
@@ -95,7 +95,7 @@ class _Quantized(Codec):
         return decoded.reshape(-1)[:size]
 
     def _rows(self, values: Array, count: int) -> list[Array]:
-        """The codes of `count` equal parts of whole chunks, each as bytes: the chunks' values, then their scales."""
+        """Encode `count` equal parts of whole chunks, each as bytes: the values of the chunks, then their scales."""
         numbers, scales = self.encode(values)
         return [
             np.concatenate([part, own.view(np.uint8)])
@@ -103,19 +103,19 @@ class _Quantized(Codec):
         ]
 
     def _values(self, code: Array) -> Array:
-        """The values that one of `_rows` stands for."""
+        """Decode one of the codes from `_rows`."""
         of_chunk = self.chunk * self.bits // 8
         chunks = code.size // (of_chunk + SCALE_BYTES)
-        scales = code[chunks * of_chunk :].copy().view(np.float32)  # copied, because they may begin at any byte
+        scales = code[chunks * of_chunk :].copy().view(np.float32)  # copied, because they may start at any byte
         return self.decode([code[: chunks * of_chunk], scales], chunks * self.chunk)
 
 
 @dataclass(frozen=True)
 class Int8(_Quantized):
-    """Each value becomes round(127 x / m), where m is the largest magnitude of its chunk: a quarter of the bytes.
+    """Encodes each value as round(127 x / m), where m is the largest magnitude of its chunk: a quarter of the bytes.
 
     Args:
-        chunk: The number of values that share a scale.
+        chunk: Number of values that share a scale.
     """
 
     bits: ClassVar[int] = 8
@@ -132,10 +132,10 @@ class Int8(_Quantized):
 
 @dataclass(frozen=True)
 class Int6(_Quantized):
-    """Each value becomes round(31 x / m), where m is the largest magnitude of its chunk: 3/16 of the bytes.
+    """Encodes each value as round(31 x / m), where m is the largest magnitude of its chunk: 3/16 of the bytes.
 
     Args:
-        chunk: The number of values that share a scale; a multiple of 4.
+        chunk: Number of values that share a scale; a multiple of 4.
     """
 
     bits: ClassVar[int] = 6
@@ -143,7 +143,7 @@ class Int6(_Quantized):
 
     @classmethod
     def _pack(cls, numbers: Array) -> Array:
-        """Four integers in three bytes, the first one in the lowest bits."""
+        """Pack four integers into three bytes, the first one in the lowest bits."""
         first, second, third, fourth = (numbers.view(np.uint8) & 0x3F).reshape(-1, 4).T
         packed = np.empty((len(first), 3), np.uint8)
         packed[:, 0] = first | (second << 6)
@@ -155,7 +155,7 @@ class Int6(_Quantized):
     def _unpack(cls, packed: Array) -> Array:
         low, middle, high = packed.reshape(-1, 3).T
         numbers = np.empty((len(low), 4), np.uint8)
-        # Each in the upper bits of a byte, so that the shift back extends its sign.
+        # Each in the upper bits of a byte, so that the final right shift extends its sign.
         numbers[:, 0] = low << 2
         numbers[:, 1] = ((low >> 6) | (middle << 2)) << 2
         numbers[:, 2] = ((middle >> 4) | (high << 4)) << 2
@@ -165,10 +165,10 @@ class Int6(_Quantized):
 
 @dataclass(frozen=True)
 class Int4(_Quantized):
-    """Each value becomes round(7 x / m), where m is the largest magnitude of its chunk: an eighth of the bytes.
+    """Encodes each value as round(7 x / m), where m is the largest magnitude of its chunk: an eighth of the bytes.
 
     Args:
-        chunk: The number of values that share a scale; an even number.
+        chunk: Number of values that share a scale; an even number.
     """
 
     bits: ClassVar[int] = 4
@@ -176,7 +176,7 @@ class Int4(_Quantized):
 
     @classmethod
     def _pack(cls, numbers: Array) -> Array:
-        """Two integers in a byte, the first one in the lower bits."""
+        """Pack two integers into a byte, the first one in the lower bits."""
         low, high = numbers[::2].view(np.uint8), numbers[1::2].view(np.uint8)
         packed: Array = (low & 0xF) | (high << 4)
         return packed

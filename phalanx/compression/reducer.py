@@ -1,9 +1,9 @@
-"""Compressed sums of a model's gradients, step after step, with the state that lies between the steps.
+"""Compressed sums of a model's gradients, and the state that is kept between steps.
 
-The reducer keeps two things for each list of arrays that are summed together:
+The reducer keeps two things for each list of arrays that are summed at once:
 
-- *own*: this rank's error feedback, which has not yet gone into a sum. It is in units of the sum, so that it keeps its
-  meaning if the ranks' shares, or their number, change. A rank that joins starts without any.
+- *own*: this rank's error feedback, not yet part of a sum. It is in units of the sum, so that it remains valid if the
+  ranks' shares, or their number, change. A rank that joins starts without any.
 - *shared*: the state of the compression itself (the factors of PowerSGD), equal on all ranks. A rank that joins must
   receive it from the others: `synchronise`.
 """
@@ -35,14 +35,14 @@ _NOTHING = _Memory((), {})
 class CompressedReducer:
     """Sums gradients with a compression and error feedback.
 
-    `all_reduce` leaves the state unchanged until `commit` is called, so a step that fails may be repeated.
+    `all_reduce` does not change the state until `commit` is called, so a failed step may be repeated.
     """
 
     def __init__(self, compression: Compression) -> None:
         self.compression = compression
         self._memory: dict[str, _Memory] = {}  # by `_key_of`
         self._owners: dict[str, list[Hashable]] = {}  # by the shapes of their arrays, in the order of their first sum
-        self._pending: dict[str, _Memory] = {}  # what `commit` makes of it
+        self._pending: dict[str, _Memory] = {}  # the state after `commit`
 
     def all_reduce(
         self,
@@ -54,28 +54,28 @@ class CompressedReducer:
         unit: float = 1.0,
         owner: Hashable = None,
     ) -> None:
-        """Put the sums over all ranks of `scale * array` into `out`; all ranks must call this.
+        """Write the sums over all ranks of `scale * array` to `out`. All ranks must call this.
 
         Args:
-            communicator: The ranks.
+            communicator: Communicator of the ranks.
             arrays: Arrays of shapes and dtypes that the compression takes; not modified.
-            scales: A factor for each array; with 0 an array counts as zeros, NaN included, and is not read.
+            scales: A factor for each array; with 0, an array counts as zeros, even if it contains NaN, and is not read.
             out: Arrays that receive the sums.
-            unit: The factor that the arrays already contain (the scale of the loss). The state is divided by it, so
-                that it may change between the steps.
-            owner: Tells lists of arrays of the same shapes apart, such as the gradients of two optimizers. All ranks
-                must begin with them in the same order.
+            unit: Factor that the arrays already contain (the scale of the loss). The state is divided by it, so that it
+                may change between steps.
+            owner: Distinguishes lists of arrays with equal shapes, such as the gradients of two optimizers. All ranks
+                must first use their owners in the same order.
         """
         key = self._key_of(arrays, owner)
         memory = self._memory.get(key, _NOTHING)
-        self._pending.pop(key, None)  # Left by a step that failed.
+        self._pending.pop(key, None)  # Left by a failed step.
         brought = [_brought(array, scale) for array, scale in zip(arrays, scales, strict=True)]
-        # Kept without a unit, and added in that of the arrays: the scale of the loss may have changed since.
+        # Stored without a unit, and added in that of the arrays: the scale of the loss may have changed since.
         for array, rest in zip(brought, memory.own, strict=bool(memory.own)):
             array += rest if unit == 1.0 else rest * np.float32(unit)
         merged = self.compression.all_reduce(communicator, brought, memory.shared)
-        # If a value is not finite, the step will be skipped, or the training has diverged: there is nothing to keep.
-        # A sum shows it in one pass: infinities and NaN survive in it, and infinities of both signs make NaN.
+        # If a value is not finite, the step will be skipped, or training has diverged: there is nothing to keep.
+        # A sum detects it in one pass: infinities and NaN propagate, and infinities of both signs add up to NaN.
         with np.errstate(all="ignore"):
             for target, value in zip(out, merged.values, strict=True):
                 np.copyto(target, value, casting="unsafe")
@@ -87,13 +87,13 @@ class CompressedReducer:
             self._pending[key] = _Memory(left, merged.state)
 
     def commit(self) -> None:
-        """Keep the state that the last step left."""
+        """Keep the state of the last step."""
         self._memory |= self._pending
         self._pending = {}
 
     def state(self) -> dict[str, Array]:
-        """The state by name: `own/...` belongs to this rank, `shared/...` to all. The arrays never change, so the state
-        before a step can be loaded again after it."""
+        """The state by name: `own/...` belongs to this rank, `shared/...` to all. The arrays are never modified, so the
+        state before a step can be loaded again after it."""
         found: dict[str, Array] = {}
         for key, memory in self._memory.items():
             found |= {f"{OWN}/{key}/{index}": array for index, array in enumerate(memory.own)}
@@ -115,25 +115,25 @@ class CompressedReducer:
             for key in {**own, **shared}
         }
         self._pending = {}
-        self._owners = {}  # all ranks do this between two steps, and so number the owners alike again
+        self._owners = {}  # all ranks do this between two steps, and then number the owners identically
 
     def synchronise(self, communicator: Communicator, root: int = 0) -> None:
-        """Give every rank the shared state of rank `root`; each keeps its own error feedback. All ranks must call
+        """Broadcast the shared state of rank `root`; each rank keeps its own error feedback. All ranks must call
         this."""
         own, shared = self._parts()
         self.load(own | broadcast_named(communicator, shared, root))
 
     def pooled(self, communicator: Communicator) -> dict[str, Array]:
-        """The `state` of all ranks as one, with the sum of their error feedback. All ranks must call this."""
+        """Combine the `state` of all ranks, with the sum of their error feedback. All ranks must call this."""
         own, shared = self._parts()
         return shared | sum_named(communicator, own)
 
     def load_pooled(self, state: State, ranks: int) -> None:
-        """Continue on so many ranks from what `pooled` returned. The error feedback keeps its weight."""
+        """Continue on `ranks` ranks from what `pooled` returned. The total error feedback is preserved."""
         self.load({name: array / ranks if name.startswith(OWN) else array for name, array in state.items()})
 
     def _key_of(self, arrays: Sequence[Array], owner: Hashable) -> str:
-        """The name of what is kept for these arrays: the same on all ranks, and when training resumes."""
+        """The name of the state of these arrays: equal on all ranks, and when training resumes."""
         shapes = [array.shape for array in arrays]
         name = name_of(shapes)
         owners = self._owners.setdefault(name, [])
@@ -143,14 +143,14 @@ class CompressedReducer:
         return name_of([*shapes, ("list", number)]) if number else name
 
     def _parts(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        """The state of this rank, and the state shared by all."""
+        """The state of this rank alone, and the state shared by all."""
         state = self.state()
         own = {name: array for name, array in state.items() if name.startswith(OWN)}
         return own, {name: array for name, array in state.items() if name not in own}
 
 
 def name_of(shapes: Sequence[Sequence[int | str]]) -> str:
-    """A name for arrays of these shapes, the same in every process."""
+    """A name for arrays of these shapes, equal in every process."""
     return hashlib.blake2b(msgspec.msgpack.encode(shapes), digest_size=8).hexdigest()
 
 

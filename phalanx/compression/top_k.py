@@ -1,4 +1,4 @@
-"""Sends only the largest values, with their positions."""
+"""Top-k sparsification: sends only the largest values, with their positions."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from phalanx.compression.quantized import Int8
 from phalanx.errors import ConfigurationError
 
 RATIO = 0.5
-"""The share of the values that are sent, which takes a sixth of the bytes.
+"""Share of the values that are sent, which takes a sixth of the bytes.
 
-`docs/how-to/gradient-compression.md` says what it costs.
+`docs/how-to/gradient-compression.md` describes its cost.
 """
 POSITION_BITS = 32
 
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """The largest `ratio` of each array's values by magnitude; the rest waits as error feedback.
+    """Sends the largest `ratio` of each array's values by magnitude; the rest is kept as error feedback.
 
     Source: Stich, Cordonnier and Jaggi 2018, Sparsified SGD with memory. The positions take one bit for each value,
     or 32 bits for each value sent, whichever is less.
 
     Args:
-        ratio: The share of values to send, above 0 and up to 1: ceil(ratio n) of n values.
-        values: The codec of the values that are sent; None to send them in 32 bits.
+        ratio: Share of values to send, above 0 and up to 1: ceil(ratio n) of n values.
+        values: Codec of the values that are sent; None to send them in 32 bits.
     """
 
     ratio: float = RATIO
@@ -47,7 +47,7 @@ class TopK(Codec):
     def encode(self, array: Array) -> Sequence[Array]:
         """See `Codec.encode`: the positions, uint8 or uint32; then the values, by ascending position."""
         count = math.ceil(self.ratio * array.size)
-        # NaN counts as the largest of all, so it is sent.
+        # NaN counts as the largest value, so it is sent.
         positions = np.sort(np.argpartition(np.abs(array), array.size - count)[array.size - count :])
         chosen = array[positions]
         return [
@@ -58,7 +58,7 @@ class TopK(Codec):
     def decode(self, parts: Sequence[Array], size: int) -> Array:
         """See `Codec.decode`."""
         positions, *values = parts
-        if positions.dtype == np.uint8:  # a bit for each value, otherwise uint32: `encode` chooses by size alone
+        if positions.dtype == np.uint8:  # one bit per value; otherwise uint32. `encode` chooses by size alone.
             positions = np.flatnonzero(np.unpackbits(positions, count=size))
         decoded = np.zeros(size, np.float32)
         decoded[positions] = values[0] if self.values is None else self.values.decode(values, positions.size)

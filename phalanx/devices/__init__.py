@@ -1,1 +1,1 @@
-"""Accelerators: their number, their assignment to processes, and how processes allocate their memory."""
+"""Accelerators: their number, their assignment to processes, and the allocation of their memory."""

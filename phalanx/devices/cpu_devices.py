@@ -1,4 +1,4 @@
-"""Several CPU devices in one JAX process, as programs for many devices are tried out."""
+"""Several CPU devices in one JAX process, for testing programs that span many devices."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from phalanx.config.environment_variables import JAX_THREADS
 from phalanx.devices.memory_growth import has_begun
 
 THREADS_OF_DEVICE = 4
-"""A device that waits for the others in a collective keeps a thread of the pool in which they all compute, and products
-of matrices need more of them: with two threads, two devices stopped for good."""
+"""Number of threads per device. A device that waits in a collective occupies a thread of the pool that all devices
+share, and matrix products need further threads: with two threads, two devices deadlocked."""
 _FORCED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
 def give_devices_threads(environ: MutableMapping[str, str]) -> None:
-    """Let JAX make so many threads that its CPU devices do not starve each other. Has no effect once it has begun, or
-    where the program has chosen a number.
+    """Make JAX create enough threads that its CPU devices do not starve each other. Has no effect after JAX has
+    initialized, or if the program has chosen a number.
 
     Args:
-        environ: The variables of this process, which JAX reads when it begins.
+        environ: The environment of this process, which JAX reads when it initializes.
     """
     forced = _FORCED.search(environ.get("XLA_FLAGS", ""))
     config = getattr(sys.modules.get("jax"), "config", None)

@@ -1,4 +1,4 @@
-"""Several devices for each worker, where one compiled program spans the devices of all workers."""
+"""Several devices per worker, for one compiled program that spans the devices of all workers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from phalanx.errors import ConfigurationError
 def worker_device_variables(
     threads: Sequence[int], each: int, gpus: int, environ: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """The variables that give each local worker its devices: different GPUs, or parts of the CPU where there are none.
+    """The variables that give each local worker its devices: different GPUs, or parts of the CPU if there are none.
 
     Args:
-        threads: With how many threads each local worker computes.
-        each: Devices of each worker.
-        gpus: The number of GPUs that this host's processes may use.
-        environ: Present variables, of which CUDA_VISIBLE_DEVICES names the GPUs.
+        threads: Number of threads of each local worker.
+        each: Number of devices per worker.
+        gpus: Number of GPUs that this host's processes may use.
+        environ: The current environment, where CUDA_VISIBLE_DEVICES names the GPUs.
 
     Raises: ConfigurationError if there are GPUs, but too few.
     """
     workers = len(threads)
     if not gpus:
-        # The devices of a process wait for each other inside its thread pool, and starve if they fill it.
+        # The devices of a process wait for each other in its thread pool, and starve if they fill it.
         return [
             {
                 DEVICES_PER_WORKER: str(each),
@@ -47,7 +47,7 @@ def worker_device_variables(
 
 
 def check_one_device(strategy: str, environ: Mapping[str, str]) -> None:
-    """Raise ConfigurationError if this process has several devices, of which a strategy of replicas would use one."""
+    """Raise ConfigurationError if this process has several devices, because a strategy with replicas would use one."""
     each = environ.get(DEVICES_PER_WORKER, "1")
     if each != "1":
         raise ConfigurationError(

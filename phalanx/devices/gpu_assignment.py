@@ -18,7 +18,7 @@ def device_variables(device: str, environ: Mapping[str, str]) -> dict[str, str]:
 
     Args:
         device: `cpu:0`, `gpu:1`, `/gpu:1`, `/device:GPU:1` or `cuda:1`.
-        environ: Present variables. Device numbers are indices of CUDA_VISIBLE_DEVICES, if that is set.
+        environ: The current environment. Device numbers are indices into CUDA_VISIBLE_DEVICES, if that is set.
 
     Raises: ConfigurationError if the name is malformed or the GPU does not exist.
     """
@@ -41,7 +41,7 @@ def check_devices(devices: Sequence[str], gpus: int | None = None) -> None:
 
     Args:
         devices: Names as in `device_variables`.
-        gpus: The number of GPUs; None if unknown.
+        gpus: Number of GPUs; None if unknown.
     """
     parsed = [_parse(device) for device in devices]
     for place, (device, (kind, index)) in enumerate(zip(devices, parsed, strict=True)):
@@ -58,7 +58,7 @@ def keras_device(device: str) -> str:
     'gpu:1'
     """
     kind, index = _parse(device)
-    # Keras on PyTorch takes `cpu:0` for another device than that of its tensors, and copies them.
+    # Keras on PyTorch treats `cpu:0` as a different device from that of its tensors, and copies them.
     return kind if (kind, index) == ("cpu", 0) else f"{kind}:{index}"
 
 
@@ -77,14 +77,14 @@ def _parse(device: str) -> tuple[str, int]:
 
 
 def worker_gpu_variables(workers: int, gpus: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """The variables that give each local worker one GPU, in turn if there are fewer GPUs than workers.
+    """The variables that give each local worker one GPU, round-robin if there are fewer GPUs than workers.
 
     Workers that share a GPU allocate its memory on demand, unless `environ` decides otherwise.
 
     Args:
-        workers: The number of local workers.
-        gpus: The number of GPUs that this host's processes may use.
-        environ: Present variables, of which CUDA_VISIBLE_DEVICES names the GPUs.
+        workers: Number of local workers.
+        gpus: Number of GPUs that this host's processes may use.
+        environ: The current environment, where CUDA_VISIBLE_DEVICES names the GPUs.
     """
     if not gpus:
         return [{} for _ in range(workers)]

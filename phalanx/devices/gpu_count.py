@@ -17,7 +17,7 @@ def count_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> 
     """The number of NVIDIA GPUs that a process may use.
 
     Args:
-        environment: Its variables.
+        environment: The environment of the process.
         devices: The directory of device files.
     """
     visible = environment.get(VISIBLE_GPUS)

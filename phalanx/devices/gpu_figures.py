@@ -1,6 +1,6 @@
-"""What the GPU of this process does, from NVIDIA's management library: nothing of it runs on the GPU.
+"""Utilization and memory of this process's GPU, from NVIDIA's management library, which runs nothing on the GPU.
 
-Needs the package nvidia-ml-py. Without it, or without a GPU, nothing is known.
+Needs the package nvidia-ml-py. Without it, or without a GPU, there are no figures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PACKAGE = "pynvml"
 
 
 def read() -> GpuFigures | None:
-    """The figures of the first GPU that this process may use; None if nothing is known of any."""
+    """Read the figures of the first GPU that this process may use; None if there are none."""
     opened = _open(process_environment().get(VISIBLE_GPUS))
     if opened is None:
         return None
@@ -26,17 +26,18 @@ def read() -> GpuFigures | None:
     try:
         utilization, memory = library.nvmlDeviceGetUtilizationRates(handle), library.nvmlDeviceGetMemoryInfo(handle)
         name = library.nvmlDeviceGetName(handle)
-    except library.NVMLError:  # a virtual GPU, or a part of one, has no such figures
+    except library.NVMLError:  # a virtual GPU, or a part of a GPU, has no such figures
         return None
     return GpuFigures(index, str(name), utilization.gpu / 100, memory.used, memory.total)
 
 
 @functools.cache
 def _open(visible: str | None) -> tuple[Any, int, Any] | None:
-    """The library, and the number and handle of a GPU.
+    """The library, and the index and handle of a GPU.
 
     Args:
-        visible: The value of CUDA_VISIBLE_DEVICES: numbers or identifiers; CUDA ignores what follows a wrong one.
+        visible: The value of CUDA_VISIBLE_DEVICES: numbers or identifiers; CUDA ignores everything after an invalid
+            one.
     """
     first = "0" if visible is None else visible.split(",")[0].strip()
     if first in ("", "-1") or importlib.util.find_spec(PACKAGE) is None:

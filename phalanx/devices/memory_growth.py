@@ -13,14 +13,14 @@ from phalanx.errors import ConfigurationError
 
 
 def set_on_demand_allocation(backend: str, environ: MutableMapping[str, str], *, enable: bool) -> None:
-    """Set the variables of all backends, since a process may use TensorFlow for data and JAX for the model.
+    """Set the variables of all backends, because a process may use TensorFlow for data and JAX for the model.
 
     Args:
         backend: The Keras backend of this process.
-        environ: The variables to change.
-        enable: Whether to allocate on demand or to reserve memory.
+        environ: The environment to change.
+        enable: Whether to allocate memory on demand, instead of reserving it.
 
-    Raises: ConfigurationError if the backend has initialised its devices already.
+    Raises: ConfigurationError if the backend has already initialized its devices.
     """
     if has_begun(backend):
         settings = " and ".join(f"{name}={value}" for name, value in ON_DEMAND_ALLOCATION.items())
@@ -35,7 +35,7 @@ def set_on_demand_allocation(backend: str, environ: MutableMapping[str, str], *,
 
 
 def has_begun(backend: str) -> bool:
-    """Whether a backend has initialised its devices."""
+    """Whether a backend has initialized its devices."""
     if backend == "jax":
         bridge = sys.modules.get("jax._src.xla_bridge")
         return bridge is not None and bool(getattr(bridge, "_backends", None))

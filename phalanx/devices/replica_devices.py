@@ -11,7 +11,7 @@ from phalanx.errors import ConfigurationError
 
 
 def replica_devices(replicas: int, environment: Mapping[str, str]) -> list[str]:
-    """One device for each of so many replicas: a GPU, such as "gpu:0", if there are enough; else a part of the CPU."""
+    """One device for each replica: a GPU, such as "gpu:0", if there are enough; else a part of the CPU."""
     kind = "gpu" if count_gpus(environment) >= replicas else "cpu"
     return [f"{kind}:{index}" for index in range(replicas)]
 
@@ -20,11 +20,11 @@ def devices_of(given: int | Sequence[str] | None, strategy: str, environment: Ma
     """One device for each replica.
 
     Args:
-        given: What the user gave to the strategy; None for all GPUs, or the CPU.
-        strategy: Its name, for messages.
-        environment: Of this process.
+        given: Argument that the user passed to the strategy; None for all GPUs, or the CPU.
+        strategy: Name of the strategy, for messages.
+        environment: The environment of this process.
 
-    Raises: ConfigurationError for devices that are not there.
+    Raises: ConfigurationError for devices that do not exist.
     """
     if given is None:
         return replica_devices(max(1, count_gpus(environment)), environment)
@@ -37,6 +37,6 @@ def devices_of(given: int | Sequence[str] | None, strategy: str, environment: Ma
             f"{strategy} was given {given!r} for its devices; it must be a number of replicas or a list such as "
             f"['cpu:0', 'cpu:1']."
         )
-    # A replica that was started for one of them sees no other.
+    # A replica that was started for one of the devices sees no other.
     check_devices(given, None if JOB_ID in environment else count_gpus(environment))
     return list(given)

@@ -1,7 +1,7 @@
-"""Each operation in one thread, so that its bits do not depend on the number of cores.
+"""Computes each operation in one thread, so that its bits do not depend on the number of cores.
 
-A matrix product or a sum that is divided among threads is rounded where the parts meet, and how many parts there are
-follows from the cores of a process.
+A matrix product or a sum that is divided among threads is rounded where the parts are combined, and the number of parts
+depends on the cores of a process.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from phalanx.errors import ConfigurationError
 
 
 def compute_in_one_thread(backend: str, environ: MutableMapping[str, str]) -> None:
-    """Compute with one thread for each operation from here on.
+    """Compute each operation in one thread from now on.
 
     Args:
         backend: The Keras backend of this process.
-        environ: Its variables.
+        environ: The environment of this process.
 
-    Raises: ConfigurationError if the backend has created its threads already, or if there are GPUs.
+    Raises: ConfigurationError if the backend has already created its threads, or if there are GPUs.
     """
     if count_gpus(environ):
         raise ConfigurationError(
@@ -34,7 +34,7 @@ def compute_in_one_thread(backend: str, environ: MutableMapping[str, str]) -> No
         importlib.import_module("torch").set_num_threads(1)
         return
     if backend == "jax":
-        # A second strategy of the program finds what the first one has set.
+        # A second strategy of the program finds the value that the first one set.
         came_too_late = has_begun(backend) and environ.get(JAX_THREADS) != "1"
         environ[JAX_THREADS] = "1"
     else:

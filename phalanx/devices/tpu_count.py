@@ -14,7 +14,7 @@ def count_tpus(devices: Path = PCI_DEVICES) -> int:
     """The number of TPU chips on the bus of this host.
 
     Args:
-        devices: The directory with a folder for each device of the bus.
+        devices: Directory with a folder for each device on the bus.
     """
     return sum(_read(each / "vendor") == _GOOGLE and _read(each / "device") in _TPUS for each in devices.glob("*"))
 
@@ -22,5 +22,5 @@ def count_tpus(devices: Path = PCI_DEVICES) -> int:
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # the device was removed, or its entry is a link to nothing
+    except OSError:  # the device was removed, or its entry is a dangling link
         return ""

@@ -1,1 +1,1 @@
-"""What a job keeps, wherever that is: in a file system, or in a store that `fsspec` knows (`s3://`, `gs://`, `hf://`)."""
+"""Files of a job, in a file system or in an object store supported by `fsspec` (`s3://`, `gs://`, `hf://`)."""

@@ -1,4 +1,4 @@
-"""Locks on open files (`flock`), which the kernel releases however their process ends."""
+"""Locks on open files (`flock`), which the kernel releases even if their process is killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 
 
 def lock(descriptor: int) -> bool:
-    """Lock a file or directory until it is closed; whether that succeeded. True on a file system without locks."""
+    """Lock a file or directory until it is closed. Return whether that succeeded; True on file systems without
+    locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -22,6 +23,6 @@ def lock(descriptor: int) -> bool:
 
 
 def unlock(descriptor: int) -> None:
-    """Unlock it before it is closed: a child that was forked meanwhile has it open, and so has the lock too."""
+    """Unlock a file or directory before it is closed: a child forked meanwhile inherits the descriptor and the lock."""
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -1,8 +1,8 @@
-"""Reading, writing and listing files, in a file system or in a store.
+"""Reading, writing and listing files, in a file system or in an object store.
 
-A file that others read is written in two steps: whole under another name in its folder (`staged`), and then moved to
-its own (`put_in_place`), which is one step of the file system or of the store. Between the two, a writer checks that it
-still may.
+A file that others read is written in two steps: completely under a temporary name in its folder (`staged`), and then
+renamed (`put_in_place`), which is atomic in the file system or the store. Between the two, a writer checks that it
+still holds its claim.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from phalanx.storage.temporary_directory import temporary_directory
 
 @contextlib.contextmanager
 def staged(path: StoragePath, write: Callable[[BinaryIO], None]) -> Iterator[StoragePath]:
-    """New content for a file, whole and on the disk under another name in its folder; removed on exit if still there.
+    """Write new content for a file, flushed to disk under a temporary name in its folder; removed on exit if still
+    there.
 
     Args:
-        write: Writes the content.
+        write: Function that writes the content.
     """
-    # Processes of two containers may have the same process id. The dot hides the file from readers.
+    # Processes in two containers may have the same process id. The dot hides the file from readers.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         if isinstance(temporary, RemotePath):
@@ -45,25 +46,25 @@ def staged(path: StoragePath, write: Callable[[BinaryIO], None]) -> Iterator[Sto
 
 
 def put_in_place(staging: StoragePath, path: StoragePath) -> None:
-    """Give staged content its name."""
+    """Rename staged content to its final name."""
     rename(staging, path)
     sync_directory(path.parent)
 
 
 def write_file(path: StoragePath, content: bytes) -> None:
-    """Write a file, so that it has the former or the whole new content at all times."""
+    """Write a file atomically: it always has either the old content or all of the new content."""
     with staged(path, lambda file: _write(file, content)) as staging:
         put_in_place(staging, path)
 
 
 def copy_file(source: Path, target: StoragePath) -> None:
-    """Copy a local file, so that the target has the former or the whole new content at all times."""
+    """Copy a local file atomically: the target always has either the old content or all of the new content."""
     with open(source, "rb") as content, staged(target, lambda file: shutil.copyfileobj(content, file, 1 << 20)) as new:
         put_in_place(new, target)
 
 
 def rename(path: StoragePath, target: StoragePath) -> None:
-    """Give a file another name in its file system or store; an existing target is replaced."""
+    """Rename a file within its file system or store, replacing an existing target."""
     if isinstance(path, RemotePath):
         assert isinstance(target, RemotePath)
         path.replace(target)
@@ -72,7 +73,7 @@ def rename(path: StoragePath, target: StoragePath) -> None:
 
 
 def list_names(directory: StoragePath) -> list[str]:
-    """The names of all that is in a directory, of a store's files alone; none if it does not exist."""
+    """The names of all entries of a directory, in a store only of files; empty if it does not exist."""
     if isinstance(directory, RemotePath):
         return [file.name for file in directory.files()]
     try:
@@ -82,14 +83,14 @@ def list_names(directory: StoragePath) -> list[str]:
 
 
 def list_files(directory: StoragePath) -> list[StoredFile]:
-    """The files of a directory. Raises: FileNotFoundError, unless a store has no folders."""
+    """List the files of a directory. Raises: FileNotFoundError, except for a store, which may have no folders."""
     if isinstance(directory, RemotePath):
         return directory.files()
     found = []
     for entry in os.scandir(directory):
         try:
             status = entry.stat()
-        except FileNotFoundError:  # deleted since
+        except FileNotFoundError:  # deleted meanwhile
             continue
         if stat.S_ISREG(status.st_mode):
             found.append(StoredFile(entry.name, identity_of(status), status.st_mtime_ns))
@@ -97,19 +98,19 @@ def list_files(directory: StoragePath) -> list[StoredFile]:
 
 
 def copy_unchanged(path: StoragePath, identity: Identity, copy: Path) -> bool:
-    """Copy a file that others may write to a local one; whether it had this identity all the while."""
+    """Copy a file that others may write to a local file. Return whether it had this identity throughout."""
     if isinstance(path, RemotePath):
         path.download(copy)
         return path.described().identity == identity
     with open(path, "rb") as source, open(copy, "wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
         of_copied = os.fstat(source.fileno())
-    # Of what was copied, and of what has the name now: the file may have been replaced while it was open.
+    # Check the copied file and the one that has the name now: it may have been replaced while it was open.
     return all(identity_of(status) == identity for status in (of_copied, os.stat(path)))
 
 
 def read_end(path: StoragePath, count: int) -> bytes:
-    """The last bytes of a file, at most so many."""
+    """The last bytes of a file, at most `count`."""
     if isinstance(path, RemotePath):
         return path.read_end(count)
     with open(path, "rb") as file:
@@ -117,19 +118,19 @@ def read_end(path: StoragePath, count: int) -> bytes:
 
 
 def end_of(file: BinaryIO, count: int) -> bytes:
-    """The last bytes of an open file in a file system, at most so many."""
+    """The last bytes of an open file in a file system, at most `count`."""
     file.seek(max(0, os.fstat(file.fileno()).st_size - count))
     return file.read(count)
 
 
 def written_ns(path: StoragePath) -> int:
-    """When a file, or a folder in a file system, was written, to order those of one folder."""
+    """The modification time of a file, or of a folder in a file system, for ordering those of one folder."""
     return path.described().written_ns if isinstance(path, RemotePath) else path.stat().st_mtime_ns
 
 
 @contextlib.contextmanager
 def local_copy(path: StoragePath) -> Iterator[Path]:
-    """The file in a file system: itself, or a copy that is removed on exit."""
+    """The file in the file system: the file itself, or a copy that is removed on exit."""
     if not isinstance(path, RemotePath):
         yield path
         return
@@ -140,7 +141,7 @@ def local_copy(path: StoragePath) -> Iterator[Path]:
 
 
 def sync_directory(directory: StoragePath) -> None:
-    """Flush the names in a directory to the disk, so that they survive a power failure. A store has done so."""
+    """Flush the names in a directory to disk, so that they survive a power failure. A store needs no flush."""
     if isinstance(directory, RemotePath):
         return
     descriptor = os.open(directory, os.O_RDONLY)
@@ -154,7 +155,7 @@ def sync_directory(directory: StoragePath) -> None:
 
 
 def identity_of(status: os.stat_result) -> Identity:
-    """Of the content of a file in a file system."""
+    """The identity of the content of a file in a file system."""
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 

@@ -1,4 +1,4 @@
-"""A folder for programs that can only write to a file system, such as the writers of TensorBoard's event files."""
+"""A local folder for code that can only write to a file system, such as the writers of TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class MirroredFolder:
-    """A local folder whose files appear in another one: that one itself, or a temporary one for one in a store.
+    """A local folder whose files are copied to a target: the target itself, or a temporary folder for one in a store.
 
     Attributes:
         path: The local folder.
@@ -23,14 +23,14 @@ class MirroredFolder:
 
     def __init__(self, target: StoragePath) -> None:
         self._target = target
-        self._uploaded: dict[Path, Identity] = {}  # what of each file is in the store
+        self._uploaded: dict[Path, Identity] = {}  # identity of each file's content in the store
         self._closing = contextlib.ExitStack()
         self.path = target if isinstance(target, Path) else self._closing.enter_context(temporary_directory())
 
     def upload(self) -> None:
-        """Let what has changed since the last time appear. Each file appears whole: no store appends to its objects.
+        """Upload changed files. Each file is uploaded whole, because stores cannot append to objects.
 
-        While the store does not answer, this warns; the next call uploads what is missing.
+        If the store does not respond, warn; the next call uploads what is missing.
         """
         if isinstance(self._target, RemotePath):
             try:
@@ -42,7 +42,7 @@ class MirroredFolder:
 
     def _upload(self, folder: RemotePath) -> None:
         for path in sorted(each for each in self.path.rglob("*") if each.is_file()):
-            # Before the copy: what is appended meanwhile is another identity next time.
+            # Before the copy: if the file grows meanwhile, its identity differs next time.
             identity = identity_of(path.stat())
             if self._uploaded.get(path) != identity:
                 target = folder

@@ -1,4 +1,4 @@
-"""The paths that a program gives for what a job keeps: of a file system, or URLs of a store."""
+"""The paths that a program passes for files of a job: in a file system, or URLs of a store."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from phalanx.errors import ConfigurationError
 from phalanx.storage.remote_path import SEPARATOR, RemotePath, check_store
 
 PathArgument = str | os.PathLike[str] | RemotePath
-"""What programs pass."""
+"""A path as programs pass it."""
 StoragePath = Path | RemotePath
-"""The two have the same methods, as far as Phalanx uses them; `storage.files` has what they do not."""
+"""A resolved path. Both classes have the methods that Phalanx uses; `storage.files` has all other operations."""
 
 
 def is_url(path: PathArgument) -> bool:
-    """Whether this names something that is not in a file system, such as `gs://bucket/run`."""
+    """Whether the path is outside the file system, such as `gs://bucket/run`."""
     return isinstance(path, RemotePath) or SEPARATOR in os.fspath(path)
 
 
 def storage_path(path: PathArgument, argument: str) -> StoragePath:
-    """The path.
+    """Convert an argument to a path.
 
     >>> storage_path("runs/1", "directory").name
     '1'
 
     Args:
-        argument: Its name, for messages.
+        argument: Name of the argument, for messages.
 
     Raises: ConfigurationError for the URL of a store whose package is not installed.
     """
@@ -40,9 +40,9 @@ def storage_path(path: PathArgument, argument: str) -> StoragePath:
 
 
 def local_path(path: str | os.PathLike[str], argument: str) -> Path:
-    """As `storage_path`, for what must be in a file system.
+    """Like `storage_path`, for paths that must be in a file system.
 
-    Raises: ConfigurationError for a URL, of which `pathlib` would make a local folder called `gs:`.
+    Raises: ConfigurationError for a URL, which `pathlib` would turn into a local folder named `gs:`.
     """
     if is_url(path):
         raise ConfigurationError(

@@ -1,7 +1,7 @@
-"""A file or a folder in a store: what `pathlib.Path` is in a file system, through `fsspec`.
+"""A file or folder in an object store: the counterpart of `pathlib.Path`, based on `fsspec`.
 
-Most stores have no folders, and none has locks. They put a whole object under its name, or nothing. What a store's
-package raises becomes an `OSError`, so that callers treat an unreachable store like a disk that fails.
+Most stores have no folders, and none has locks. They store an object completely or not at all. Errors of a store's
+package become `OSError`, so that callers treat an unreachable store like a failing disk.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from phalanx.errors import ConfigurationError
 
 SEPARATOR = "://"
 _WITH_FOLDERS = frozenset({"arrow_hdfs", "dbfs", "file", "ftp", "hdfs", "local", "sftp", "smb", "ssh", "webhdfs"})
-"""Stores in which a file needs a folder. In others, to create a folder may create a bucket."""
+"""Schemes of stores in which a file needs a folder. In others, creating a folder may create a bucket."""
 
 Identity = tuple[object, int, object]
-"""Differs between two contents of a file: its number in the file system or its ETag; its bytes; when it was changed."""
+"""Identifies the content of a file: its inode number or ETag, its size in bytes, and its modification time."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file as a folder lists it.
+    """A file as listed by its folder.
 
     Attributes:
-        written_ns: When, to order files of the same folder.
+        written_ns: Modification time, for ordering files of the same folder.
     """
 
     name: str
@@ -42,10 +42,10 @@ class StoredFile:
 
 @dataclass(frozen=True, order=True)
 class RemotePath:
-    """A path in a store, with those methods of `pathlib.Path` that Phalanx uses.
+    """A path in a store, with the methods of `pathlib.Path` that Phalanx uses.
 
     Args:
-        url: Such as `s3://bucket/run`.
+        url: A URL such as `s3://bucket/run`.
     """
 
     url: str
@@ -62,83 +62,84 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last component."""
         return self.url.partition(SEPARATOR)[2].rpartition("/")[2]
 
     @property
     def parent(self) -> RemotePath:
-        """The folder; of a bucket the store itself."""
+        """The parent folder; for a bucket, the store itself."""
         scheme, _, rest = self.url.partition(SEPARATOR)
         return RemotePath(f"{scheme}{SEPARATOR}{rest.rpartition('/')[0]}")
 
     def with_name(self, name: str) -> RemotePath:
-        """Another file in the same folder."""
+        """The path of another file in the same folder."""
         return self.parent / name
 
     def absolute(self) -> RemotePath:
-        """Itself: a URL depends on no working directory."""
+        """The path itself: a URL does not depend on the working directory."""
         return self
 
     def exists(self) -> bool:
-        """Whether there is a file of this name, or files below it."""
+        """Whether there is a file with this name, or files below it."""
         with self._store() as (store, path):
             return _info(store, path) is not None
 
     def is_dir(self) -> bool:
-        """Whether there are files below it."""
+        """Whether there are files below this path."""
         with self._store() as (store, path):
             found = _info(store, path)
             return found is not None and found["type"] == "directory"
 
     def files(self) -> list[StoredFile]:
-        """The files of this folder; none if there is no such folder."""
+        """The files in this folder; empty if there is no such folder."""
         with self._store() as (store, path):
             try:
                 entries = store.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-            # A store may list a folder's own marker in it.
+            # A store may list the folder's marker object as one of its files.
             return [_stored_file(e) for e in entries if e["type"] == "file" and e["name"].strip("/") != path.strip("/")]
 
     def described(self) -> StoredFile:
-        """As its folder lists it. Raises: FileNotFoundError."""
+        """The entry of this file in its folder. Raises: FileNotFoundError."""
         with self._store() as (store, path):
             return _stored_file(store.info(path))
 
     def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
-        """Create the folder where the store has folders; it may exist."""
+        """Create the folder if the store has folders; it may exist."""
         with self._store() as (store, path):
             if _scheme(self.url) in _WITH_FOLDERS:
                 store.makedirs(path, exist_ok=True)
 
     def read_bytes(self) -> bytes:
-        """The content."""
+        """The content of the file."""
         with self._store() as (store, path):
             return bytes(store.cat_file(path))
 
     def read_end(self, count: int) -> bytes:
-        """The last bytes of the content, at most so many."""
+        """The last bytes of the content, at most `count`."""
         with self._store() as (store, path):
             return bytes(store.cat_file(path, start=max(0, store.size(path) - count)))
 
     def download(self, target: Path) -> None:
-        """Copy it to a local file."""
+        """Copy the file to a local file."""
         with self._store() as (store, path):
             store.get_file(path, os.fspath(target))
 
     def write(self, write: Callable[[BinaryIO], None]) -> None:
-        """Write the content as a stream. If that fails, a part of it may be there."""
+        """Write the content as a stream. If that fails, part of it may remain."""
         with self._store() as (store, path), store.open(path, "wb") as file:
             write(file)
 
     def replace(self, target: RemotePath) -> None:
-        """Move it to another name of the same store, whose former content is there until the new one is."""
+        """Move the file to another name in the same store, which keeps its old content until the new one is
+        complete."""
         with self._store() as (store, path):
             to = store._strip_protocol(target.url)
             if _scheme(self.url) in _WITH_FOLDERS:
                 store.mv(path, to)
             else:
-                # A process that is killed in between leaves both names, each whole.
+                # A process killed in between leaves both names, each with complete content.
                 store.cp_file(path, to)
                 store.rm_file(path)
 
@@ -152,13 +153,14 @@ class RemotePath:
                     raise
 
     def open(self, mode: str = "r", **options: Any) -> Any:
-        """As the built-in `open`. What is written appears when the file is closed."""
+        """Open the file like the built-in `open`. Written content appears when the file is closed."""
         with self._store() as (store, path):
             return store.open(path, mode, **options)
 
     @contextmanager
     def _store(self) -> Iterator[tuple[Any, str]]:
-        """The store, without what it remembers of this folder, which others change, and the path in it."""
+        """Context that yields the store and the path in it, after clearing cached listings of this folder, which others
+        change."""
         fsspec = importlib.import_module("fsspec")
         try:
             store, path = fsspec.core.url_to_fs(self.url)
@@ -168,13 +170,13 @@ class RemotePath:
         except (OSError, NotImplementedError):
             raise
         except Exception as error:
-            # The packages' own classes, such as botocore's for a host that does not answer.
+            # Error classes of the packages, such as botocore's for a host that does not respond.
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}", self.url) from error
 
 
 def _info(store: Any, path: str) -> Any:
-    """A store's description of a path; None if there is nothing. (fsspec's `exists` and `isdir` mean an error by "no",
-    too.)"""
+    """The store's description of a path; None if there is nothing. (fsspec's `exists` and `isdir` also return False on
+    errors.)"""
     try:
         return store.info(path)
     except FileNotFoundError:
@@ -187,7 +189,7 @@ def has_store(url: str) -> bool:
 
 
 def check_store(url: str, argument: str) -> None:
-    """Raise ConfigurationError, naming what to install, unless the packages for the store of a URL are there."""
+    """Raise ConfigurationError, naming what to install, unless the packages for the store of a URL are installed."""
     scheme = _scheme(url)
     missing = _missing_package(url)
     if missing == scheme:
@@ -223,7 +225,7 @@ def _stored_file(entry: Any) -> StoredFile:
     if isinstance(written, str):
         written = datetime.fromisoformat(written)
     seconds = written.timestamp() if isinstance(written, datetime) else float(written)
-    # The time of an object has another precision in a list than alone; its tag says all.
+    # The precision of an object's time differs between listings and single lookups; its tag is sufficient.
     identity = (str(tag).strip('"'), int(entry["size"] or 0), 0 if tag else seconds)
     return StoredFile(_name(entry), identity, int(seconds * 1e9))
 

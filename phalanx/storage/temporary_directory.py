@@ -1,4 +1,4 @@
-"""A temporary directory that is not left behind: if its process is killed, the next process removes it."""
+"""Temporary directories that are always removed: if a process is killed, the next process removes its directory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ PREFIX = "phalanx-copies-"
 
 @contextmanager
 def temporary_directory() -> Iterator[Path]:
-    """A directory for this process alone. It is locked while in use; the lock ends with the process, however that
-    ends."""
+    """A directory for this process alone, locked while in use. The lock ends with the process, even if it is killed."""
     _remove_abandoned()
     while True:
         with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
@@ -31,12 +30,12 @@ def temporary_directory() -> Iterator[Path]:
 
 
 def _lock(name: str) -> int | None:
-    """A descriptor that keeps it locked; None if another process has removed it as abandoned, before it was locked."""
+    """Return a descriptor that keeps the directory locked; None if another process removed it as abandoned first."""
     try:
         descriptor = os.open(name, os.O_RDONLY)
     except FileNotFoundError:
         return None
-    fcntl.flock(descriptor, fcntl.LOCK_EX)  # a process that removes it has it for a moment
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # a process that removes the directory holds the lock briefly
     if os.path.exists(name):
         return descriptor
     os.close(descriptor)
@@ -47,10 +46,10 @@ def _remove_abandoned() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # of another user, or gone
+        except OSError:  # owned by another user, or removed
             continue
         try:
-            # The owner holds the lock for as long as it lives; the kernel releases it however the owner ends.
+            # The owner holds the lock while it is alive; the kernel releases it even if the owner is killed.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
         except BlockingIOError:

@@ -1,6 +1,6 @@
-"""TensorFlow 1's programs: `import phalanx.compat.v1 as tf` instead of `import tensorflow as tf`.
+"""TensorFlow 1 programs: `import phalanx.compat.v1 as tf` instead of `import tensorflow as tf`.
 
-All names of `tensorflow.compat.v1`, in the mode of TensorFlow 1 (graphs and sessions), where those of distributed
+Contains all names of `tensorflow.compat.v1`, in TensorFlow 1 mode (graphs and sessions). The names for distributed
 training are Phalanx's: `tf.Session` and `InteractiveSession`, `tf.train.Server`, `Supervisor` and
 `MonitoredTrainingSession`.
 """
@@ -17,7 +17,7 @@ from phalanx.tensorflow1.graph_sessions import InteractiveSession, Session
 
 __all__ = ["InteractiveSession", "Session", "layers", "train"]
 
-# What these programs are written for; every name that they use next depends on it.
+# TensorFlow 1 programs need this; every name that they use next depends on it.
 _tensorflow.disable_v2_behavior()
 
 

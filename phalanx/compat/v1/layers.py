@@ -1,4 +1,4 @@
-"""The names of `tf.layers` of TensorFlow 1."""
+"""The names of `tf.layers` in TensorFlow 1."""
 
 from __future__ import annotations
 

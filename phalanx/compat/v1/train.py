@@ -1,4 +1,4 @@
-"""The names of `tf.train` of TensorFlow 1; those of distributed training are Phalanx's."""
+"""The names of `tf.train` in TensorFlow 1; those for distributed training are Phalanx's."""
 
 from __future__ import annotations
 
