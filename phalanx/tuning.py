@@ -21,8 +21,7 @@ def call_on_chief(function: Callable[[], Any], strategy: Strategy) -> Any:
     """Call a function on the chief, and return its result on every replica. All replicas must call this.
 
     Args:
-        function: Function without arguments that returns numbers, strings, booleans, None, or lists and dictionaries of
-            them.
+        function: Takes no arguments; returns numbers, strings, booleans, None, or lists and dictionaries of them.
         strategy: Strategy of the job.
 
     Raises: the function's own error on the chief; ConfigurationError with its text on all others.
@@ -143,7 +142,7 @@ def share_trials(tuner: Any, strategy: Strategy) -> None:
     create = oracle.create_trial
 
     def create_trial(tuner_id: str) -> Any:
-        # Every oracle records the same trials, with the chief's hyperparameters.
+        # Each replica's oracle keeps its own record of the same trials; the chief's hyperparameters apply.
         trial = create(tuner_id)
         trial.set_state(call_on_chief(trial.get_state, strategy))
         return trial

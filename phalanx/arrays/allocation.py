@@ -20,7 +20,7 @@ ALIGNMENT_BYTES = 64
 """Alignment below which XLA on CPU copies arguments, which takes a fifth of a small model's step."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
-# Unused memory kept at the end of the heap.
+# Maximum unused memory that is kept at the end of the heap.
 KEPT_BYTES = 512 * 1024**2
 # The largest threshold that glibc accepts: larger blocks are always allocated from the system.
 LARGEST_BLOCK_BYTES = 32 * 1024**2

@@ -45,8 +45,7 @@ class TreeSum:
         return [arrays for _, _, arrays in self._nodes]
 
     def total(self) -> list[Array]:
-        """The sum of all summands. Can be called once. If their number is not a power of two, the small nodes at the
-        end are added first."""
+        """The sum of all summands; only callable once. The small nodes at the end, if any, are added first."""
         *rest, total = self.nodes()
         while rest:
             total = self._sum(rest.pop(), total)

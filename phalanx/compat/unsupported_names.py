@@ -69,8 +69,7 @@ _MEMBERS = {
 
 
 def missing_member(kind: str, owner: object, name: str) -> AttributeError:
-    """The error for a missing attribute of an object of a `tf.distribute` class, with the alternative if there is
-    one."""
+    """The error for a missing attribute of an object of a `tf.distribute` class, with the alternative if any."""
     alternative = _MEMBERS[kind].get(name)
     return AttributeError(
         f"{type(owner).__name__!r} object has no attribute {name!r}{f': {alternative}' if alternative else ''}"

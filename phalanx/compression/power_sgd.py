@@ -148,8 +148,7 @@ def _beside_the_mean(squares: Array) -> Array:
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """Low-rank approximation; see the module docstring. Arrays of more than two dimensions are reshaped to the matrix
-    nearest to square.
+    """See the module docstring. Arrays of more than two dimensions are reshaped to the matrix nearest to square.
 
     Args:
         rank: Rank of the approximation: bytes and accuracy grow with it. If the factors of a matrix would not be at

@@ -51,8 +51,7 @@ class DataLoaderOrder(PassOrder):
     def of_pass(self, key: int, stop: int | None = None) -> list[Any]:
         """The indices of the global batches of a pass, at least of those before `stop`; None for all.
 
-        From a generator of the program, draw only for batches that are read or that workers fetch ahead: a pass may end
-        there.
+        A generator of the program draws only for batches that are read or prefetched by workers: a pass may end there.
         """
         drawn: list[Any] = self.get(key, self._begin_pass)
         loader, count = self._loader, len(self.batches)

@@ -30,8 +30,7 @@ class DatasetCreator:
     describes one pipeline.
 
     Args:
-        dataset_fn: Function that takes an `InputContext` and returns a `tf.data.Dataset`, or any dataset that `fit`
-            takes.
+        dataset_fn: Function of an `InputContext` that returns a `tf.data.Dataset`, or any dataset that `fit` takes.
         input_options: Ignored; accepted for compatibility with TensorFlow.
 
     Raises: ConfigurationError if an argument has another type.

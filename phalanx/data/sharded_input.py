@@ -183,8 +183,7 @@ class ShardedInput:
 
         Args:
             index: The number of the epoch.
-            done: Number of batches after which to continue the running epoch; None to start it when the first batch is
-                requested.
+            done: Number of batches after which to continue the running epoch; None to start it on the first request.
 
         Raises: ConfigurationError if there is no data at all; any error of the source.
         """

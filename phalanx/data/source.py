@@ -176,8 +176,8 @@ class StreamCursor:
     """The position in data that can only be read in order.
 
     Args:
-        open_pass: Function that takes the key of a pass and returns an iterator over its elements. For data that cannot
-            be read twice, it always returns the same iterator.
+        open_pass: Function of a pass's key that returns an iterator over the elements. For data that cannot be read
+            twice, it always returns the same iterator.
         is_once: Whether the data cannot be read twice: a pass continues where the last one stopped.
         repeated: Number of elements of such data that are read first, and begin each pass.
         open_first: Variant of `open_pass` for reading only the first element; None to use `open_pass`.
@@ -285,8 +285,7 @@ class StreamCursor:
         Args:
             taken_before: The attribute `taken_before` of the other processes.
         """
-        # If they have not begun, do not read even the first elements: a generator's random numbers depend on when it
-        # is read.
+        # If they have not begun, read nothing: a generator's random numbers depend on when it is read.
         if not count and not taken_before:
             return
         if self._is_once:
@@ -353,8 +352,7 @@ class StreamSource(Source):
     """A source that can only be read in order: a generator, a dataset of unknown length.
 
     Args:
-        open_pass: Function that takes the key of a pass and returns an iterator over its elements (structures of NumPy
-            arrays).
+        open_pass: Function of a pass's key that returns an iterator over the elements (structures of NumPy arrays).
         traits: See `SourceTraits`. With a policy other than DATA, the elements belong to this rank alone and are not
             cut.
         request: The request, with the rank that reads and the number of elements that data read once must repeat.

@@ -18,8 +18,8 @@ from phalanx.errors import ConfigurationError
 
 
 def _has_class(module: str, *names: str) -> Callable[[Any], bool]:
-    """A predicate: whether an object has a class with one of these names from a package. Compares names, as Keras does,
-    so that no framework is imported."""
+    """Return a function that checks whether an object has a class with one of these names from a package. It compares
+    names, as Keras does, so that no framework is imported."""
     return lambda x: any(cls.__name__ in names and cls.__module__.startswith(module) for cls in type(x).__mro__)
 
 
@@ -28,9 +28,8 @@ class SourceKind(NamedTuple):
 
     Attributes:
         name: Name for messages.
-        matches: Predicate: whether an object is of this kind.
-        module: Module that is imported when a program first passes this kind. Its `make_source(request)` returns a
-            `Source`.
+        matches: Function that returns whether an object is of this kind.
+        module: Module imported when a program first passes this kind. Its `make_source(request)` returns a `Source`.
         takes_class_weight: Whether `class_weight` applies to it.
     """
 

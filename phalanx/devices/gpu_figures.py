@@ -36,8 +36,7 @@ def _open(visible: str | None) -> tuple[Any, int, Any] | None:
     """The library, and the index and handle of a GPU.
 
     Args:
-        visible: The value of CUDA_VISIBLE_DEVICES: numbers or identifiers; CUDA ignores everything after an invalid
-            one.
+        visible: The value of CUDA_VISIBLE_DEVICES: numbers or identifiers; CUDA ignores entries after an invalid one.
     """
     first = "0" if visible is None else visible.split(",")[0].strip()
     if first in ("", "-1") or importlib.util.find_spec(PACKAGE) is None:

@@ -10,8 +10,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 
 
 def lock(descriptor: int) -> bool:
-    """Lock a file or directory until it is closed. Return whether that succeeded; True on file systems without
-    locks."""
+    """Lock a file or directory until it is closed. Return whether that succeeded; True if there are no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -24,8 +24,7 @@ from phalanx.storage.temporary_directory import temporary_directory
 
 @contextlib.contextmanager
 def staged(path: StoragePath, write: Callable[[BinaryIO], None]) -> Iterator[StoragePath]:
-    """Write new content for a file, flushed to disk under a temporary name in its folder; removed on exit if still
-    there.
+    """Write and flush a file's new content under a temporary name in its folder; removed on exit if still there.
 
     Args:
         write: Function that writes the content.

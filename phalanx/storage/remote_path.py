@@ -132,8 +132,7 @@ class RemotePath:
             write(file)
 
     def replace(self, target: RemotePath) -> None:
-        """Move the file to another name in the same store, which keeps its old content until the new one is
-        complete."""
+        """Rename the file within its store. The target keeps its old content until the new content is complete."""
         with self._store() as (store, path):
             to = store._strip_protocol(target.url)
             if _scheme(self.url) in _WITH_FOLDERS:
@@ -159,8 +158,7 @@ class RemotePath:
 
     @contextmanager
     def _store(self) -> Iterator[tuple[Any, str]]:
-        """Context that yields the store and the path in it, after clearing cached listings of this folder, which others
-        change."""
+        """Context that yields the store, without cached listings of this folder, and the path in the store."""
         fsspec = importlib.import_module("fsspec")
         try:
             store, path = fsspec.core.url_to_fs(self.url)

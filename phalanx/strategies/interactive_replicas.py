@@ -62,8 +62,7 @@ from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 
 CAUSE_S = 5.0
-"""Seconds to wait for the error of a failed replica. It is sent before the connection closes, which the others notice
-at once."""
+"""Seconds to wait for the error of a failed replica, which sends it before its connection closes."""
 
 _MESSAGES = Decoder(Message)
 _encode = msgspec.msgpack.Encoder().encode

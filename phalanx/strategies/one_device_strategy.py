@@ -58,7 +58,6 @@ class OneDeviceStrategy(Strategy):
 
 
 class DefaultStrategy(OneDeviceStrategy):
-    """The strategy that `get_strategy()` returns outside any scope. As in `tf.distribute`, its scope counts as outside
-    too."""
+    """The strategy that `get_strategy()` returns outside any scope. Its own scope counts as none, as in TensorFlow."""
 
     _is_default = True

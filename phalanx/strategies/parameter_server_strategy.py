@@ -64,8 +64,7 @@ class ParameterServerStrategy(Strategy):
             the global batch. False: each worker's gradients are one update.
         replicas_to_aggregate: Number of workers whose gradients make an update in synchronous training; gradients of
             slower workers are discarded and counted. None: all.
-        staleness: Maximum number of steps that a worker may be ahead of the slowest in asynchronous training. None: no
-            limit.
+        staleness: Maximum steps that a worker may be ahead of the slowest in asynchronous training. None: no limit.
         overlap: Whether, in asynchronous training, workers compute the next step while they send gradients. A step then
             does not wait for the network, but its weights lack about twice as many updates: see
             docs/how-to/parameter-servers.md. No effect on models with tables whose rows are sent.
@@ -73,7 +72,7 @@ class ParameterServerStrategy(Strategy):
         compression: "float16" or "bfloat16" (or `phalanx.compression.Float16()`, `BFloat16()`): the dtype in which
             gradients are sent.
         replication: 2: each server's shards have a replica on the next server, and an update is acknowledged when both
-            have applied it. Losing a server then loses no update and needs no wait for a restart. 1: no replicas.
+            have applied it. A killed server then costs no update and no wait for its restart. 1: no replicas.
         snapshot_dir: Directory for snapshots of each server's shards, from which a restarted server resumes. None:
             files of the launcher under `phalanx run`, which restarts killed servers; otherwise no snapshots, and losing
             a server ends the job.

@@ -70,8 +70,7 @@ class PreemptionCheckpointHandler:
     and call `run` equally often on each.
 
     Args:
-        cluster_resolver: Accepted for compatibility with TensorFlow; may be None, because the strategy of this process
-            has already joined its job.
+        cluster_resolver: Ignored; accepted for compatibility with TensorFlow. The process has already joined its job.
         checkpoint_or_checkpoint_manager: A Keras model, on any backend: the chief saves and restores its weights and
             optimizer, and sends them to the other replicas. Or a `tf.train.Checkpoint` or `CheckpointManager`, which
             each replica restores itself, so its directory must be shared.
@@ -129,8 +128,7 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """Save and exit as `run` does, in programs that call their function themselves. Call this before each step, on
-        all replicas.
+        """Save and exit as `run` does, for custom calls of the function. Call this before each step, on all replicas.
 
         Args:
             args: Arguments of `save_fn`.

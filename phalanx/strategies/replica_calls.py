@@ -100,8 +100,7 @@ Kept = TypeVar("Kept")
 class KeptModels(OrderedDict[int, Kept]):
     """Records of the most recently called models, by number; at most MODELS_KEPT.
 
-    The session and each replica keep one and update it identically, so that the session knows which models the replicas
-    have.
+    The session and each replica keep one and update it identically, so the session knows the replicas' models.
     """
 
     def note(self, number: int, known: Kept) -> None:
@@ -117,8 +116,7 @@ class SessionState(NamedTuple):
 
     Attributes:
         attributes: Attributes of the model, which may have changed since the replicas created their copies.
-        has_functions: Whether the model has compiled functions here, which keep earlier values of attributes; those of
-            the copies must do the same.
+        has_functions: Whether the model has compiled functions here. They keep old attributes, as the copies' must.
     """
 
     path: list[str]

@@ -1,9 +1,8 @@
 """The replicas of tasks with several devices: each task starts one process for every device but the first.
 
 The tasks connect as the cluster describes them, and exchange their numbers of devices. If all have one, the tasks are
-the job. Otherwise each task opens a port for each of its replicas, and all replicas form the job; they run the same
-program, with the identity of their task. The tasks keep their first ports open for processes that check whether the job
-is alive.
+the job. Otherwise each task opens a port per replica, and all replicas form the job; they run the same program with the
+identity of their task. The tasks keep their first ports open for processes that check whether the job is alive.
 """
 
 from __future__ import annotations
