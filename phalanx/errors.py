@@ -38,7 +38,7 @@ class RendezvousError(PhalanxError):
 
 
 class DisagreementError(PhalanxError):
-    """The tasks of the job differ in what must be equal. The message names both sides and both values."""
+    """The tasks of the job disagree on a value that must be equal. The message names both sides and both values."""
 
     exit_code = 67
 

@@ -39,7 +39,7 @@ class DataLoaderOrder(PassOrder):
         self._is_pass_an_epoch = request.steps_per_epoch is None
         self._opens_as_keras = request.opens_as_keras
         self._before: tuple[bool, list[Any]] = True, []  # when the running pass began: `_is_first`, the generators
-        self._rest: Iterator[Any] | None = None  # batches of the running pass that are not drawn yet
+        self._rest: Iterator[Any] | None = None  # batches of the running pass that are yet to be drawn
         self._rest_state: Any = None  # torch's, after the drawn ones, without a `shuffling`
         self._worker_seed = request.seed  # of the running pass
         self._is_first = True  # whether the next pass is the first
@@ -86,7 +86,7 @@ class DataLoaderOrder(PassOrder):
                 if not self._is_pass_an_epoch:
                     self._opened = opened, states, torch.get_rng_state()
                 elif self._loader.num_workers:
-                    next(opened)  # its workers ask for batches at once
+                    next(opened)  # its workers request batches at once
 
     def randomness(self, key: int | None) -> bytes:
         is_first, states = self._before if self.is_of(key) else (self._is_first, self._next_states())

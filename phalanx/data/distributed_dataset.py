@@ -1,4 +1,4 @@
-"""The datasets of custom training loops: `strategy.experimental_distribute_dataset` and its sibling."""
+"""Distributed datasets for custom training loops, from a dataset or from a function that creates each rank's."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def check_outside() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetDistribution:
-    """How the ranks of a strategy share datasets, as seen by one of them.
+    """Division of datasets among the ranks of a strategy, as seen by one of them.
 
     Attributes:
         rank: This rank.

@@ -138,7 +138,7 @@ class SampleLedger:
 
 
 def ledger() -> dict[int, np.ndarray[Any, Any]]:
-    """How often each sample was used in applied steps, in the last `fit` of this process.
+    """Counts of each sample's uses in applied steps, in the last `fit` of this process.
 
     `fit` keeps a ledger in elastic jobs and with a `phalanx.callbacks.Checkpoint`, over arrays and map-style
     DataLoaders, whose samples have numbers. Resumed training continues its ledger.

@@ -1,4 +1,4 @@
-"""How a dataset is divided among ranks, and the context that an input function receives."""
+"""Policies that divide a dataset among ranks, and the context that an input function receives."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class PassOrder:
         self._kept = None
 
     def reset(self) -> None:
-        """Discard what was opened of the next pass, but not the random numbers drawn for it."""
+        """Discard what was opened of the next pass. Its random numbers stay drawn."""
 
     def end_pass(self, next_key: int) -> None:
         """End the running pass: draw what Keras draws then.

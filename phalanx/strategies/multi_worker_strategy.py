@@ -39,7 +39,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     Raises:
         ConfigurationError: the description of the cluster is invalid; the message says where.
         RendezvousError: a task did not connect in time; the message names it.
-        DisagreementError: tasks differ in what must be equal.
+        DisagreementError: tasks disagree on a value that must be equal.
     """
 
     def __init__(

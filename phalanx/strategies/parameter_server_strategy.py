@@ -84,7 +84,7 @@ class ParameterServerStrategy(Strategy):
     Raises:
         ConfigurationError: the description of the cluster is invalid, or has no `ps`.
         RendezvousError: a server did not connect in time; the message names it.
-        DisagreementError: tasks differ in what must be equal.
+        DisagreementError: tasks disagree on a value that must be equal.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ from phalanx.transport.link import Link
 
 ANSWER_S = 60.0
 SETTLING_S = 2.0
-"""Seconds to wait for `Settled`, which arrives soon if all replicas fail; if only this one fails, the others wait."""
+"""Seconds to wait for `Settled`, which arrives soon if all replicas fail. If one alone fails, the others wait."""
 
 _MESSAGES = Decoder(Message)
 _encode = msgspec.msgpack.Encoder().encode

@@ -72,7 +72,7 @@ class Strategy:
     """
 
     _is_default = False
-    """Whether this is the strategy that `get_strategy` returns outside of any scope."""
+    """Whether this is the strategy that `get_strategy` returns outside any scope."""
 
     def __init__(
         self, replica: Replica, cluster_resolver: ClusterResolver | None = None, policy: TrainingPolicy = EVERY_STEP
@@ -121,7 +121,7 @@ class Strategy:
 
     @property
     def placement(self) -> Placement | None:
-        """How one compiled program divides models over a mesh of devices; None if each replica runs its own program."""
+        """Division of models over a mesh of devices by one compiled program; None if each replica runs its own."""
         return self._policy.placement
 
     @property

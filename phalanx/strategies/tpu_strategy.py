@@ -1,4 +1,4 @@
-"""`TPUStrategy`: data parallel training on all cores of a TPU slice."""
+"""`TPUStrategy`: data-parallel training on all cores of a TPU slice."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Topology:
 
 
 def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> Topology:
-    """Connect to the other hosts of the slice, and find all TPU cores (`tf.tpu.experimental.initialize_tpu_system`).
+    """Connect the hosts of the slice, and find all TPU cores (`tf.tpu.experimental.initialize_tpu_system`).
 
     `TPUStrategy` does this itself. JAX initializes TPUs on first use, and calling this again loses nothing on them. All
     hosts must call this before they compute anything.
