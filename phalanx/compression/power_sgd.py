@@ -152,8 +152,8 @@ class PowerSGD:
 
     Args:
         rank: Rank of the approximation: bytes and accuracy grow with it. If the factors of a matrix would not be at
-            least 2 times smaller, it gets a lower rank; if that is less than a third of `rank`, the matrix is summed
-            whole, as vectors are.
+            least 2 times smaller, it gets the largest rank at which they are; if that is less than a third of `rank`,
+            the matrix is summed whole, as vectors are.
         feedback: See `Compression.feedback`.
         factors: Compression of the two thin matrices and of arrays that are summed whole; None for 32 bits.
     """

@@ -149,12 +149,12 @@ class InputPosition:
 
     @property
     def next(self) -> InputPlace:
-        """The place where the next epoch begins. Only between two epochs."""
+        """The place where the next epoch begins; valid only between two epochs."""
         return self._in_pass(self.next_start) if self.next_start else self.next_pass
 
     @property
     def next_pass(self) -> InputPlace:
-        """The place where the next epoch begins after a `reset`, as in evaluations. Only between two epochs."""
+        """The place where the next epoch begins after a `reset`, as in evaluations; valid only between two epochs."""
         cursor = self._source.cursor
         return InputPlace(self.pass_key, 0, 0 if cursor is None else cursor.total, self._order.randomness(None))
 
@@ -189,7 +189,7 @@ class InputPosition:
     def resume_epoch(self, place: InputPlace, done: int) -> None:
         """Move into an epoch that another process began at `place`, after `done` batches.
 
-        Raises: ConfigurationError if the order of the data depends on other generators than in the other process.
+        Raises: ConfigurationError if the order of the data depends on generators other than in that process.
         """
         self.pass_key, self.start = place.pass_key, place.batch
         self._resume(place, done)

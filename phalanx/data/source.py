@@ -238,7 +238,7 @@ class StreamCursor:
 
     def read_first(self) -> None:
         """Read the elements that begin each pass over data that cannot be read twice, unless they are known."""
-        # All at once, as in Keras, so that a generator that refills its arrays yields the same as there.
+        # All at once, as in Keras, so that a generator that refills its arrays behaves as it does there.
         if self._is_once and self._first is None:
             self._first = list(itertools.islice(self._counted(self._open_pass(0)), self._repeated))
 

@@ -198,7 +198,7 @@ def _watching(watcher: Callable[[], bool], notice: _Notice) -> Iterator[None]:
         while not stop.wait(WATCH_S):
             try:
                 is_announced = watcher()
-            except Exception as error:  # a metadata server that fails for a moment must not end the watch
+            except Exception as error:  # a server that does not respond for a moment must not end the watch
                 if failure != (failure := repr(error)):
                     logger.warning("termination_watcher_fn raised %s. It is called again.", failure)
                 continue
