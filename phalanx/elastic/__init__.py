@@ -14,8 +14,8 @@ __all__ = ["State", "run"]
 
 
 def __getattr__(name: str) -> Any:
-    # The public names belong to strategies, a higher layer. They are imported when first used: the launcher imports
-    # this package, too, and must import neither strategies nor Keras.
+    # The public names belong to `strategies`, a higher layer. They are imported on first use, because the launcher
+    # also imports this package and must import neither `strategies` nor Keras.
     if name in __all__:
         from phalanx.strategies import elastic_state
 

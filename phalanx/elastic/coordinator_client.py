@@ -1,4 +1,4 @@
-"""A process's link to the elastic coordinator: requests go out, orders come back, and a heartbeat twice a second."""
+"""A process's link to the elastic coordinator: sends requests and two heartbeats per second, and receives orders."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ _decoder: Decoder[messages.FromCoordinator] = Decoder(messages.FromCoordinator)
 
 
 class CoordinatorClient:
-    """See the top of the file. Connects when it is created.
+    """See the module docstring. The constructor connects.
 
     Args:
-        identity: this process, which connects to the coordinator.
-        on_generation_ended: receives the number of a generation that has ended. Called in a thread of the client.
+        identity: Identity of this process.
+        on_generation_ended: Receives the number of a generation that has ended. Called in a thread of the client.
 
     Attributes:
-        response: the coordinator's answer to this process's arrival.
-        link: the link to the coordinator.
-        regroup_requested: the generation that the chief, this process, is asked to leave; None if there is none.
-        is_lost: whether the coordinator is lost, and with it the right to train: it may have started other processes,
+        response: The coordinator's answer to this process's arrival.
+        link: The link to the coordinator.
+        regroup_requested: The generation that this process, as the chief, is asked to leave; None if there is none.
+        is_lost: Whether the coordinator is lost, and with it the right to train: it may have started other processes,
             which write the same checkpoints.
 
     Raises:
         RendezvousError: the coordinator can't be reached, or the job has failed.
         DisagreementError: this process differs from the others in something that must be equal.
-        HandshakeError: what listens at the coordinator's address has another secret, or is something else.
+        HandshakeError: the peer at the coordinator's address has another secret, or is something else.
     """
 
     def __init__(self, identity: TaskIdentity, on_generation_ended: Callable[[int], None]):
@@ -64,10 +64,10 @@ class CoordinatorClient:
         self._on_generation_ended = on_generation_ended
         self.regroup_requested: int | None = None
         self.is_lost = False
-        self._generation = 0  # the last one that was ordered: it ends with the link
-        self._orders: queue.SimpleQueue[Order | messages.Dismissed | None] = queue.SimpleQueue()  # None is the end
+        self._generation = 0  # the last one ordered; it ends with the link
+        self._orders: queue.SimpleQueue[Order | messages.Dismissed | None] = queue.SimpleQueue()  # None marks the end
         self._sending = threading.Lock()  # serializes the frames of several threads
-        self._closed = threading.Event()  # this process leaves: the end of the link is no loss
+        self._closed = threading.Event()  # set when this process leaves: the end of the link is then no loss
         self.link, self.response = self._connect()
         task = identity.description.task
         for name, body in (("orders", self._receive), ("life", self._send_heartbeats)):
@@ -82,13 +82,12 @@ class CoordinatorClient:
             messages.send(self.link, message, SEND_S)
 
     def request(self, message: messages.ToCoordinator) -> Order:
-        """Send a message and wait for the next order. The coordinator watches the time and ends a wait that is too
-        long.
+        """Send a message and wait for the next order. The coordinator enforces the time limit of the wait.
 
         Raises:
             EvictedError: this process was evicted.
             RendezvousError: the job has failed, or the launcher is lost.
-            SystemExit: this process is not needed any more.
+            SystemExit: this process is no longer needed.
         """
         try:
             self.send(message)
@@ -99,8 +98,8 @@ class CoordinatorClient:
     def next_order(self) -> Order:
         """Wait for the next order; see `request`.
 
-        The wait ends with the link at the latest. A launcher that was suspended (Ctrl-Z) continues, so silence alone
-        is no reason to give up; a host that died is noticed within 25 s.
+        The wait ends with the link at the latest. Silence alone is no reason to give up, since a suspended launcher
+        (Ctrl-Z) may continue. A dead host is detected within 25 s.
         """
         order = self._orders.get()
         if order is None:
@@ -111,7 +110,7 @@ class CoordinatorClient:
         return order
 
     def close(self, *, last: messages.ToCoordinator | None) -> None:
-        """Stop sending, after a last message if there is one; the link stays open for what is on its way."""
+        """Stop sending, after a last message if there is one. The link stays open for data in transit."""
         self._closed.set()
         with contextlib.suppress(LinkClosedError, LinkTimeoutError):
             if last is not None:
@@ -124,7 +123,7 @@ class CoordinatorClient:
         address = Address.parse(config.elastic_coordinator, where=ELASTIC_COORDINATOR)
         details = msgspec.msgpack.encode(description)
         started_at = time.monotonic()
-        failing_since: float | None = None  # since when every attempt was answered, and not by the launcher
+        failing_since: float | None = None  # since then, something else than the launcher has answered each attempt
         while True:
             now = time.monotonic()
             try:
@@ -150,7 +149,7 @@ class CoordinatorClient:
     def _receive(self) -> None:
         try:
             self._receive_orders()
-        finally:  # whatever ended it: a call that waits for an order must learn of it
+        finally:  # in any case, wake a call that waits for an order
             self._orders.put(None)
             if not self._closed.is_set():
                 self.is_lost = True
@@ -158,12 +157,12 @@ class CoordinatorClient:
 
     def _receive_orders(self) -> None:
         for order in messages.receive(self.link, _decoder):
-            # The first two are for a process that trains, and so waits for no order.
+            # The first two go to a process that trains and therefore waits for no order.
             if isinstance(order, messages.RegroupRequest):
                 self.regroup_requested = order.generation
             elif isinstance(order, messages.GenerationEnded):
                 self._on_generation_ended(order.generation)
-            elif not isinstance(order, messages.StartOrder):  # the start of a job of fixed size
+            elif not isinstance(order, messages.StartOrder):  # used only in jobs of fixed size
                 if isinstance(order, messages.FormGeneration):
                     self._generation = order.generation
                 self._orders.put(order)
@@ -173,9 +172,9 @@ class CoordinatorClient:
             try:
                 self.send(messages.Heartbeat())
             except LinkTimeoutError:
-                continue  # the launcher is suspended, for hours: until then, the kernels store what it does not read
+                continue  # the launcher has been suspended for hours: the kernels' buffers are full
             except LinkClosedError:
-                return  # the receiving thread notices
+                return  # the receiving thread handles it
 
     def _launcher_lost(self) -> RendezvousError:
         return RendezvousError(
@@ -189,6 +188,6 @@ def _raise_dismissed(order: messages.Dismissed) -> NoReturn:
         raise EvictedError(f"This worker was evicted from the job: {order.reason}.")
     if order.cause == "failed":
         raise RendezvousError(f"The job has failed: {order.reason}.")
-    # It arrived too late, or there are too many workers: that is no failure.
+    # It arrived too late, or there are too many workers. That is no failure.
     logger.info("this worker is no longer needed: %s", order.reason)
     raise SystemExit(0)

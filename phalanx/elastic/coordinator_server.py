@@ -1,4 +1,4 @@
-"""Serves the elastic coordinator: links from the processes of the job, and a clock."""
+"""Serves the elastic coordinator: provides links to the processes of the job, and a clock."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from phalanx.transport.listener import Listener
 
 TICK_S = 0.1
 SEND_S = 2.0
-"""For a message of a few kilobytes. A process that does not read it in this time is stopped, and is lost."""
+"""Time limit for a message of a few kilobytes. A process that does not read it in time is stopped, and is lost."""
 
 LAST_MESSAGES_S = 2.0
-"""For what an exited process sent last. It has arrived already, unless the network to its host is slow."""
+"""Time limit for the last messages of an exited process. They have arrived unless the network to its host is slow."""
 
 _decoder: Decoder[messages.ToCoordinator] = Decoder(messages.ToCoordinator)
 
 
 class CoordinatorServer:
-    """Serves a coordinator from a listening socket, in its own threads, until it is closed. Implements
-    the listener's `Service` for processes; the methods for the launcher may be called from any thread.
+    """Serves a coordinator on listening sockets, in its own threads, until it is closed. Implements the listener's
+    `Service` for processes. The methods for the launcher are thread-safe.
 
     Args:
-        sockets: listening sockets; the server closes them.
-        limits: how many members there may be.
-        credentials: the secret of the job, which processes must prove to know.
-        job: its id.
-        job_actions: carries out what concerns the launcher. Called from threads of the server.
+        sockets: Listening sockets; the server closes them.
+        limits: Bounds on the number of members.
+        credentials: The secret of the job, which processes must prove to know.
+        job: Id of the job.
+        job_actions: Executes the coordinator's decisions in the launcher. Called from threads of the server.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class CoordinatorServer:
         job: str,
         job_actions: ElasticJob,
     ):
-        # Protects everything below. Reentrant: the coordinator sends while it decides. Nothing waits while holding it.
+        # Protects everything below. Reentrant, since the coordinator sends while it decides. Never held while waiting.
         self._lock = threading.RLock()
         self._has_received = threading.Condition(self._lock)
         self._senders: dict[str, _Sender] = {}
@@ -83,36 +83,36 @@ class CoordinatorServer:
     # For the launcher.
 
     def lose(self, task: str) -> None:
-        """The process of this task has ended, and not successfully."""
+        """Report that the process of this task failed."""
         with self._lock:
             for incarnation in self.coordinator.table.of_task(task):
                 self.coordinator.lose(incarnation, LossCause.PROCESS_ENDED, time.monotonic())
 
     def has_left_early(self, task: str) -> bool:
-        """Whether the process of this task, which has exited with code 0, left in the middle of an entry of the others.
-        May wait a moment for what it sent last."""
+        """Whether the process of this task, which exited with code 0, left in the middle of an entry of the others. May
+        wait up to LAST_MESSAGES_S for its last messages."""
         with self._has_received:
             # Its last message, or the end of its link, removes it from the table.
             self._has_received.wait_for(lambda: not self.coordinator.table.of_task(task), LAST_MESSAGES_S)
             return self.coordinator.early_exits.has_left_early(task)
 
     def withdraw(self, task: str) -> None:
-        """This task is to leave before a next training step, because its host is withdrawn."""
+        """Make this task leave before one of the next training steps, because its host is withdrawn."""
         with self._lock:
             self.coordinator.withdraw(task, time.monotonic())
 
     def readmit(self, task: str) -> None:
-        """The next process of this task may take part again."""
+        """Allow the next process of this task to take part again."""
         with self._lock:
             self.coordinator.table.withdrawn.discard(task)
 
     def limit_processes(self, workers: int) -> None:
-        """There will never be more worker processes than this: the job need not wait for others."""
+        """Set the number of worker processes that will ever be started, so that the job does not wait for more."""
         with self._lock:
             self.coordinator.limit_processes(workers, time.monotonic())
 
     def scale(self, workers: int) -> None:
-        """A user has requested this number of workers.
+        """Set the number of workers that a user has requested.
 
         Raises: ConfigurationError if it is out of bounds.
         """
@@ -137,17 +137,17 @@ class CoordinatorServer:
                 return Welcome(refusal=messages.FAILED, reason=f"The job has failed: {self.coordinator.failure}.")
             if reason := self.coordinator.table.disagreement(description):
                 return Welcome(refusal=DISAGREEMENT, reason=reason)
-            # Nothing can be sent to it before `adopt`, and it has asked for nothing yet. If the job ends in between,
-            # the coordinator answers its first message.
+            # Nothing can be sent to it before `adopt`, and it has not requested anything yet. If the job ends in
+            # between, the coordinator answers its first message.
             response = self.coordinator.admit(description, time.monotonic())
-            self._senders.pop(hello.incarnation, None)  # from now on, only the end of the new link is a loss
+            self._senders.pop(hello.incarnation, None)  # only the end of the new link is a loss now
         return Welcome(details=msgspec.msgpack.encode(response))
 
     def adopt(self, hello: Hello, link: Link) -> None:
         sender = _Sender(hello.task, link)
         sender.start()
         with self._lock:
-            self._senders[hello.incarnation] = sender  # before the first message is received, which may be answered
+            self._senders[hello.incarnation] = sender  # before the first message, which may need an answer
         receive = partial(self._receive, hello.incarnation, link, sender)
         threading.Thread(target=receive, name=f"phalanx-elastic-from-{hello.task}", daemon=True).start()
 
@@ -160,7 +160,7 @@ class CoordinatorServer:
                 self._has_received.notify_all()
         with self._lock:
             sender.finish()
-            # A process whose link broke may have dialled again by now; then only its former link has ended.
+            # A process whose link broke may have reconnected; then only its old link has ended.
             if self._senders.get(incarnation) is sender:
                 del self._senders[incarnation]
                 self.coordinator.lose(incarnation, LossCause.LINK_CLOSED, time.monotonic())
@@ -178,7 +178,7 @@ class CoordinatorServer:
 
 
 class _Sender(threading.Thread):
-    """Sends to one process, so that a process that is stopped or reads a large result does not delay the others."""
+    """Thread that sends to one process, so that one that is stopped or reads a large result does not delay others."""
 
     def __init__(self, task: str, link: Link):
         super().__init__(name=f"phalanx-elastic-to-{task}", daemon=True)
@@ -189,7 +189,7 @@ class _Sender(threading.Thread):
         self._messages.put(message)
 
     def finish(self) -> None:
-        """End the thread after everything has been sent."""
+        """End the thread once everything has been sent."""
         self._messages.put(None)
 
     def run(self) -> None:
@@ -198,6 +198,6 @@ class _Sender(threading.Thread):
                 messages.send(self._link, message, SEND_S)
             self._link.finish()
         except LinkTimeoutError:
-            self._link.close()  # to one that misses an order, no later one may be sent
+            self._link.close()  # a process that misses an order must not get later ones
         except LinkClosedError:
-            pass  # the receiving thread reads what the process has sent before
+            pass  # the receiving thread reads what the process sent before

@@ -1,8 +1,8 @@
-"""Which processes of an elastic job leave it before its end, although their exit code is 0. Pure bookkeeping.
+"""Detects processes that leave an elastic job before its end although their exit code is 0. Pure bookkeeping.
 
-A process that ends in the middle of an entry (`os._exit(0)`, or `sys.exit(0)` in a signal handler) is lost for the
-others like one that was killed. One that has done its part of the entry has finished, even if others still do theirs:
-each may be some milliseconds ahead, and a chief saves the model last.
+For the others, a process that exits in the middle of an entry (`os._exit(0)`, or `sys.exit(0)` in a signal handler) is
+lost, like one that was killed. A process that has done its part of the entry has finished, even if others have not:
+each may be some milliseconds ahead, and the chief saves the model last.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from phalanx.elastic.member_table import ElasticProcess, MemberTable
 
 
 class EarlyExits:
-    """Judges each process in the moment in which it leaves.
+    """Judges each process at the moment it leaves.
 
     Args:
-        table: the processes of the job.
-        entries: what the program has called so far.
+        table: Processes of the job.
+        entries: Entries that the program has called so far.
     """
 
     def __init__(self, table: MemberTable, entries: EntryLog):
         self._table = table
         self._entries = entries
-        self._judgements: dict[str, bool] = {}  # of the last process of each task, if it is gone
+        self._judgements: dict[str, bool] = {}  # for the last process of each task, if it is gone
 
     @property
     def is_training(self) -> bool:
@@ -31,13 +31,13 @@ class EarlyExits:
         return bool(self._inside())
 
     def arrived(self, task: str) -> None:
-        """A process of this task has arrived: whatever became of the one before, the task has not finished."""
+        """Record a new process of this task: whatever became of the previous one, the task has not finished."""
         self._judgements.pop(task, None)
         if task in self._table.finished_tasks:
             self._table.finished_tasks.remove(task)
 
     def entry_left(self, process: ElasticProcess, message: EntryLeft) -> None:
-        """A process takes part in an entry no longer."""
+        """Record that a process no longer takes part in an entry."""
         process.left_entries = max(process.left_entries, message.entry + 1)
         if message.is_finished:
             process.finished_entries = max(process.finished_entries, message.entry + 1)
@@ -49,23 +49,23 @@ class EarlyExits:
         return not has_finished and any(other != incarnation for other in self._inside())
 
     def left(self, incarnation: str) -> None:
-        """This process is about to be removed from the table: it has left, or is lost."""
+        """Judge a process that has left or is lost, before it is removed from the table."""
         self._judgements[self._table.processes[incarnation].task] = self.is_early(incarnation)
 
     def dismissed(self, task: str) -> None:
-        """The process of this task was told to exit."""
+        """Record that the process of this task was dismissed."""
         self._judgements[task] = False
 
     def has_left_early(self, task: str) -> bool:
-        """Whether the last process of this task, whose exit the launcher has seen, left before the end."""
+        """Whether the last process of this task, whose exit the launcher has observed, left before the end."""
         if task in self._judgements:
             return self._judgements[task]
-        # Its link is still open (a child process has inherited it), or it ended before it arrived.
+        # Its link is still open (inherited by a child process), or it exited before it arrived.
         processes = self._table.of_task(task)
         return any(map(self.is_early, processes)) if processes else self.is_training
 
     def _inside(self) -> list[str]:
-        """The members inside the running entry."""
+        """Members inside the running entry."""
         running = self._entries.running
         if running is None:
             return []

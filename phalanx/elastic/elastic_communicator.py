@@ -1,4 +1,4 @@
-"""The communicator of an elastic job: each collective runs in the present generation of an `ElasticGroup`."""
+"""The communicator of an elastic job: runs each collective in the current generation of an `ElasticGroup`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from phalanx.runtime.traffic_account import Traffic
 
 
 class ElasticCommunicator:
-    """See `communicator.Communicator` for the contract and `elastic_group` for what is added: if the members change,
-    all of them raise `MembershipChangedError` at the same collective, which they can then call again.
+    """Implements `communicator.Communicator`. In addition, if the members change, all of them raise
+    `MembershipChangedError` at the same collective and can then call it again; see `elastic_group`.
 
-    What is in `out` must stay unchanged until the next collective is over: another member may lack it still, and a copy
-    would cost a pass over all gradients in each step.
+    The caller must not modify `out` until the next collective is over: another member may still need its content, and a
+    copy would cost a pass over all gradients in each step.
 
     Attributes:
-        group: this process's part in the generations of the job.
+        group: This process's participation in the generations of the job.
     """
 
     def __init__(self, group: ElasticGroup):
@@ -45,7 +45,7 @@ class ElasticCommunicator:
 
     @property
     def statistics(self) -> Traffic:
-        """See `Communicator.statistics`; over all generations."""
+        """The sum over all generations; see `Communicator.statistics`."""
         return self.group.statistics
 
     def all_reduce(
@@ -61,12 +61,12 @@ class ElasticCommunicator:
         )
 
     def run_async(self, name: str, body: Callable[[], Any]) -> PendingHandle:
-        """Done when it returns: a call that may have to be repeated cannot continue in the background."""
+        """Run `body` synchronously, since a call that may have to be repeated cannot run in the background."""
         handle = PendingHandle(name)
         handle.finish(body())
         return handle
 
-    # A rank may be done with a broadcast before the others are. The barrier keeps all within one collective.
+    # A rank may finish a broadcast before the others. The barrier keeps all within one collective.
 
     def broadcast(self, arrays: Sequence[Array], root: int = 0, *, out: Sequence[Array] | None = None) -> list[Array]:
         def call(inner: HostCommunicator) -> list[Array]:
@@ -104,7 +104,7 @@ class ElasticCommunicator:
 
 
 def _copy_into(out: Sequence[Array] | None) -> Callable[[list[Array]], list[Array]]:
-    """Puts arrays that another member has handed over where the caller wants them."""
+    """Return a function that copies arrays handed over by another member into `out`."""
 
     def copy(result: list[Array]) -> list[Array]:
         if out is None:
@@ -117,5 +117,5 @@ def _copy_into(out: Sequence[Array] | None) -> Callable[[list[Array]], list[Arra
 
 
 def _kept(out: Sequence[Array] | None) -> Callable[[list[Array]], list[Array]]:
-    """The part of a result that is kept for another member that may lack it."""
+    """Return a function that extracts the part of a result to keep for members that may lack it."""
     return copied if out is None else lambda result: result

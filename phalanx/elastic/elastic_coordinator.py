@@ -1,19 +1,19 @@
-"""The elastic coordinator: decides who takes part in a job whose members join and leave. Knows no socket.
+"""The elastic coordinator decides the membership of a job whose members join and leave. It uses no sockets.
 
 A job has one coordinator, in the launcher. It is the only authority: members that are cut off from it cannot continue
-on their own, so there are never two chiefs. It knows *candidates*, which have started but do not take part yet, and
+on their own, so there are never two chiefs. It tracks *candidates*, which have started but do not take part yet, and
 *members*, which form a *generation*.
 
-A member that meets a loss in a collective leaves the generation and reports where it stands. When every member has
-reported or is gone, the next generation is formed. All members report the same collective, or some are one ahead: those
-hand over its result to the others (`elastic_group`). Only if all stand before the merge of the same training step,
-candidates join: the state that they receive (weights, position) is then the same on all members.
+A member that detects a loss in a collective leaves the generation and reports its position. When every member has
+reported or is gone, the coordinator forms the next generation. All members report the same collective, or some are one
+ahead and hand over its result to the others (`elastic_group`). Candidates join only if all members are before the merge
+of the same training step: only then is the state that they receive (weights, position) the same on all members.
 
-To let candidates join (or members leave) while nothing fails, the coordinator asks the chief to leave the generation
-before the next step, which makes the others report as well. Losing and joining therefore take the same path, and
+When candidates want to join (or members leave) and nothing fails, the coordinator asks the chief to leave the
+generation before the next step, which makes the others report as well. Losing and joining therefore share one path, and
 neither costs anything in a normal step.
 
-Every loss takes one path, too (`ElasticCoordinator.lose`): a closed link, an exit that the launcher has seen, a silent
+All losses share one path, too (`ElasticCoordinator.lose`): a closed link, an exit that the launcher observed, a silent
 process and an eviction differ only in what is logged and sent.
 """
 
@@ -39,7 +39,7 @@ Send = Callable[[str, messages.FromCoordinator], None]
 """Sends a message to the process of an incarnation."""
 
 _LEAVES = {"evicted": "was evicted", "surplus": "leaves the job"}
-"""What the log says of a process that is dismissed while the job continues, by cause."""
+"""Log text for a process that is dismissed while the job continues, by cause."""
 STUCK = "it made no progress while the others waited for it"
 PARTITIONED = "the network between it and other members is cut"
 SURPLUS = "fewer workers are requested"
@@ -48,18 +48,18 @@ FINISHED = "the job has finished"
 
 
 class CoordinatorState(enum.Enum):
-    """The life of a job, as the coordinator sees it."""
+    """Phases of a job, as the coordinator sees them."""
 
     GATHERING = enum.auto()
-    """Waits for the processes with which the job begins."""
+    """Waiting for the initial processes of the job."""
     RUNNING = enum.auto()
     """A generation trains."""
     REGROUP_REQUESTED = enum.auto()
-    """A generation trains, and its chief was asked to leave it before the next step."""
+    """A generation trains, and its chief has been asked to leave it before the next step."""
     REGROUPING = enum.auto()
-    """A generation has ended; waits until all its members have reported or are gone."""
+    """A generation has ended. Waiting until all its members have reported or are gone."""
     SHORT_OF_MEMBERS = enum.auto()
-    """All members have reported, but they are fewer than the minimum: waits for candidates."""
+    """All members have reported, but there are fewer than the minimum. Waiting for candidates."""
     FINISHED = enum.auto()
     """All members have finished."""
     FAILED = enum.auto()
@@ -70,7 +70,7 @@ _S = CoordinatorState
 TRANSITIONS = {
     _S.GATHERING: {_S.RUNNING, _S.FAILED},
     _S.RUNNING: {_S.REGROUP_REQUESTED, _S.REGROUPING, _S.FINISHED, _S.FAILED},
-    # Back to RUNNING when another size is requested: what the chief was asked for may no longer be needed.
+    # Back to RUNNING when a new size is requested: the pending regroup may no longer be needed.
     _S.REGROUP_REQUESTED: {_S.RUNNING, _S.REGROUPING, _S.FINISHED, _S.FAILED},
     _S.REGROUPING: {_S.RUNNING, _S.SHORT_OF_MEMBERS, _S.FINISHED, _S.FAILED},
     _S.SHORT_OF_MEMBERS: {_S.RUNNING, _S.FINISHED, _S.FAILED},
@@ -80,35 +80,35 @@ TRANSITIONS = {
 
 
 class LossCause(enum.Enum):
-    """How the coordinator learns that a process is lost."""
+    """How the coordinator finds out that a process is lost."""
 
     LINK_CLOSED = enum.auto()
     PROCESS_ENDED = enum.auto()
-    """The launcher has seen the exit. The link may stay open: the network or the host's power may be cut."""
+    """The launcher observed the exit. The link may still be open if the network or the host's power is cut."""
     REPLACED = enum.auto()
-    """Another process of the same task has arrived."""
+    """Another process of the same task arrived."""
     LEFT_EARLY = enum.auto()
-    """It has ended its program, perhaps with exit code 0, while others are in an entry that it has not finished."""
+    """Its program ended, perhaps with exit code 0, while others are in an entry that it has not finished."""
     EVICTED = enum.auto()
     """It is silent, stuck or cut off, and is about to be killed."""
 
 
 class ElasticCoordinator:
-    """See the top of the file. All methods take the time in seconds of a steady clock.
+    """See the module docstring. All methods take the time in seconds of a monotonic clock.
 
     Args:
-        limits: how many members there may be.
-        now: when the job starts.
-        job: carries out what concerns the launcher.
-        send: sends a message to a process.
+        limits: Bounds on the number of members.
+        now: Start time of the job.
+        job: Executes the coordinator's decisions in the launcher.
+        send: Sends a message to a process.
 
     Attributes:
-        state: see `CoordinatorState`.
-        generation: the number of the last generation; 0 before the first one.
-        failure: why the job has failed; else empty.
-        table: the processes of the job.
-        entries: what the program has called so far.
-        early_exits: which processes left before the end.
+        state: Current state of the job.
+        generation: Number of the last generation; 0 before the first one.
+        failure: Reason for which the job failed; empty if it did not.
+        table: Processes of the job.
+        entries: Entries that the program has called so far.
+        early_exits: Processes that left before the end.
     """
 
     def __init__(self, limits: MembershipLimits, now: float, *, job: ElasticJob, send: Send):
@@ -118,22 +118,21 @@ class ElasticCoordinator:
         self.table = MemberTable(limits)
         self.entries = EntryLog()
         self.early_exits = EarlyExits(self.table, self.entries)
-        self._is_training = False  # as the launcher knows
+        self._is_training = False  # as last reported to the launcher
         self._job = job
         self._send = send
         self._connections = ConnectionFailures()
         self._evictions = EvictionPolicy(limits.timeout_s, now)
         self._state_since = now
-        # The chief of the present generation, and whether it was lost and no other member is chief yet.
+        # The chief of the current generation, and whether it was lost and not replaced yet.
         self._chief, self._is_chief_lost = "", False
-        # Incarnations whose exit the launcher has reported. If one of them lives, it must not
-        # continue next to its successor.
+        # Incarnations whose exit the launcher has reported. One that is still alive must not run next to its successor.
         self._presumed_dead: set[str] = set()
 
     # Events.
 
     def admit(self, description: TaskDescription, now: float) -> messages.JoinResponse:
-        """A process has arrived."""
+        """Add a process that has arrived."""
         for incarnation in self.table.of_task(description.task):
             self.lose(incarnation, LossCause.REPLACED, now)
         self.table.add(description, now)
@@ -141,12 +140,12 @@ class ElasticCoordinator:
         return messages.JoinResponse(self.generation > 0, self.table.limits.expected)
 
     def receive(self, incarnation: str, message: messages.ToCoordinator, now: float) -> None:
-        """A process has sent a message."""
+        """Handle a message from a process."""
         process = self.table.processes.get(incarnation)
-        if process is None:  # dismissed before
+        if process is None:  # already dismissed
             if incarnation in self._presumed_dead:
                 self._send(incarnation, messages.Dismissed("the launcher considered it lost", "evicted"))
-            elif self.failure:  # it may have been dismissed before its link was adopted, and wait for an answer
+            elif self.failure:  # dismissed before its link was adopted, it may still wait for an answer
                 self._send(incarnation, messages.Dismissed(self.failure, "failed"))
             elif self.state is CoordinatorState.FINISHED:
                 self._send(incarnation, messages.Dismissed(FINISHED, "over"))
@@ -159,7 +158,7 @@ class ElasticCoordinator:
                 process.ready_entry = entry
             case messages.LossReport(generation):
                 if generation == self.generation and incarnation in self.table.members:
-                    process.report = message  # first, so that its sender is not told what it has reported
+                    process.report = message  # first, so that its sender is not notified of it
                     self._end_generation(now)
                     self._evictions.reported(message, now, is_first=len(self.table.reports) == 1)
             case messages.EntryBegan() | messages.EntryFinished():
@@ -176,9 +175,9 @@ class ElasticCoordinator:
         self._decide(now)
 
     def lose(self, incarnation: str, cause: LossCause, now: float, reason: str = "") -> None:
-        """A process is lost: the one path for every cause. `reason` explains an eviction."""
+        """Handle the loss of a process, whatever its cause. `reason` explains an eviction."""
         process = self.table.processes.get(incarnation)
-        if process is None:  # dismissed before, and now it is really gone
+        if process is None:  # already dismissed; now it is really gone
             self._presumed_dead.discard(incarnation)
             return
         if cause is LossCause.PROCESS_ENDED:
@@ -196,7 +195,7 @@ class ElasticCoordinator:
                 self._job.log(f"{process.task} {what}; {remaining} of {maximum} workers remain")
         if was_member:
             self._is_chief_lost |= incarnation == self._chief
-            # If it was the last one, the job is over where others have finished, and else its state is lost.
+            # If it was the last member, the job is over if others have finished; otherwise the job's state is lost.
             if self.table.members:
                 self._end_generation(now)
             elif not self.table.finished_tasks:
@@ -204,24 +203,24 @@ class ElasticCoordinator:
         self._decide(now)
 
     def resize(self, workers: int, now: float) -> None:
-        """Another maximum of members is requested."""
+        """Set a new maximum number of members."""
         self.table.limits = replace(self.table.limits, maximum=workers)
         if self.state is CoordinatorState.REGROUP_REQUESTED:
             self._enter(CoordinatorState.RUNNING, now)
         self._decide(now)
 
     def limit_processes(self, workers: int, now: float) -> None:
-        """There will never be more processes than this: the job need not wait for others."""
+        """Set the number of processes that will ever be started, so that the job does not wait for more."""
         self.table.process_limit = workers
         self._decide(now)
 
     def withdraw(self, task: str, now: float) -> None:
-        """The host of this task is withdrawn: it leaves before the next step."""
+        """Withdraw a task whose host is withdrawn: it leaves before the next step."""
         self.table.withdrawn.add(task)
         self._decide(now)
 
     def tick(self, now: float) -> None:
-        """Time has passed. Call this several times per second."""
+        """Check for what is due by now. Call this several times per second."""
         self._evictions.tick(now)
         for incarnation, process in list(self.table.processes.items()):
             if incarnation in self.table.processes and self._evictions.is_silent(process, now):
@@ -236,7 +235,7 @@ class ElasticCoordinator:
         self.state, self._state_since = state, now
 
     def _decide(self, now: float) -> None:
-        """Do what the state of things asks for, which may be nothing. Called after every change, and by each tick."""
+        """Do what the current state requires, if anything. Called after every change and by each tick."""
         if self.early_exits.is_training != self._is_training:
             self._is_training = not self._is_training
             self._job.training_changed(is_training=self._is_training)
@@ -251,7 +250,7 @@ class ElasticCoordinator:
             case CoordinatorState.GATHERING:
                 self._gather(now)
             case CoordinatorState.RUNNING | CoordinatorState.REGROUP_REQUESTED:
-                # Surplus candidates go at once; surplus members only where all stand before the same step.
+                # Surplus candidates leave immediately; surplus members only when all are before the same step.
                 if self.table.members:
                     for incarnation in self.table.candidates(self.entries.joinable)[self.table.vacancies :]:
                         self._dismiss(incarnation, "surplus", SURPLUS)
@@ -263,7 +262,7 @@ class ElasticCoordinator:
                     self._regroup(now)
                 else:
                     self._finish(now)
-            case CoordinatorState.FINISHED if self.table.processes:  # one that arrived late
+            case CoordinatorState.FINISHED if self.table.processes:  # a process that arrived late
                 self._finish(now)
 
     def _gather(self, now: float) -> None:
@@ -277,7 +276,7 @@ class ElasticCoordinator:
             self._fail(f"{count} of the {needed} workers that are needed arrived within {limits.start_s:g} s", now)
 
     def _regroup(self, now: float) -> None:
-        """Form the next generation when all members have reported."""
+        """Form the next generation once all members have reported."""
         table = self.table
         if stuck := table.unreported:
             if table.reports and self._evictions.is_overdue(now):
@@ -291,7 +290,7 @@ class ElasticCoordinator:
             self._fail("all members that had the state of the job were lost, so its state is lost", now, PeerLostError)
             return
         members = table.members
-        # Others may join or leave only where all members stand before the merge of the same step.
+        # Processes may join or leave only when all members are before the merge of the same step.
         if len({report.completed for report in reports}) == 1 and all(report.boundary for report in reports):
             for incarnation in table.surplus:
                 self._dismiss(incarnation, "surplus", WITHDRAWN if table.is_withdrawn(incarnation) else SURPLUS)
@@ -313,30 +312,30 @@ class ElasticCoordinator:
             self._fail(f"{remain}, but no other arrived in time", now)
 
     def _request_regroup(self, now: float) -> None:
-        """Ask the chief, once in a generation, if before the next step a process is to join, to leave or to be
-        awaited."""
+        """Ask the chief, at most once per generation, to regroup before the next step if a process is to join or leave,
+        or if members are missing."""
         table = self.table
         joining = table.candidates(self.entries.joinable)[: table.vacancies]
         is_useful = joining or table.surplus or len(table.members) < table.needed
-        if is_useful and self.state is CoordinatorState.RUNNING:  # the other state says that it was asked
+        if is_useful and self.state is CoordinatorState.RUNNING:  # otherwise the request is pending
             self._enter(CoordinatorState.REGROUP_REQUESTED, now)
             self._send(table.members[0], messages.RegroupRequest(self.generation))
 
     def _form(self, incarnations: list[str], now: float) -> None:
         processes = self.table.processes
-        # The chief must be a member that has the job's state. The sort is stable.
-        # Candidates, without a report, count as if they had it, but they follow the members, one of which does.
+        # The chief must be a member that has the job's state. Candidates have no report and count as having it, but the
+        # sort is stable, and they follow the members, one of which has it.
         incarnations = sorted(incarnations, key=lambda i: processes[i].needs_state)
         self.generation += 1
         is_first = self.generation == 1
         if is_first:
-            self.table.limits = replace(self.table.limits, expected=len(incarnations))  # for candidates to come
+            self.table.limits = replace(self.table.limits, expected=len(incarnations))  # for later candidates
         addresses = self.table.seat(incarnations, is_first=is_first)
         self._job.generation_formed(self.generation, [processes[i].task for i in incarnations])
         self._chief, self._is_chief_lost = incarnations[0], False
         self._evictions.generation_formed(now)
         self._enter(CoordinatorState.RUNNING, now)
-        # Before the chief learns of the generation: it could complete many steps before it reads the next message.
+        # Before the chief receives the generation: it could complete many steps before it reads the next message.
         self._request_regroup(now)
         broken = self._connections.broken_links(incarnations)
         for incarnation in incarnations:
@@ -349,8 +348,8 @@ class ElasticCoordinator:
                 self._send(incarnation, messages.GenerationEnded(self.generation))
 
     def _finish(self, now: float) -> None:
-        """The last member has gone."""
-        if self._is_chief_lost:  # it may have had work to do after the last step, such as saving the model
+        """Finish the job: the last member has left."""
+        if self._is_chief_lost:  # it may have had work left after the last step, such as saving the model
             self._fail("the chief was lost after the last step, before its program had ended", now, PeerLostError)
             return
         if self.state is not CoordinatorState.FINISHED:
@@ -368,8 +367,8 @@ class ElasticCoordinator:
         self._job.fail(reason, error.exit_code)
 
     def _evict(self, incarnations: Sequence[str], reason: str, now: float) -> None:
-        # `lose` decides again after each of them: it evicts the rest of the same list, and may even form the next
-        # generation. What remains for this loop is gone by then, which `lose` ignores.
+        # `lose` calls `_decide` for each: it evicts the rest of the list and may even form the next generation. `lose`
+        # ignores those that are already gone when this loop reaches them.
         for incarnation in list(incarnations):
             self.lose(incarnation, LossCause.EVICTED, now, reason)
 
@@ -384,6 +383,6 @@ class ElasticCoordinator:
 
 
 def _rank_order(task: str) -> tuple[bool, int]:
-    """Ranks start in the order of the tasks, the chief first."""
+    """Sort key of the initial ranks: the order of the tasks, the chief first."""
     kind, _, index = task.partition("/")
     return kind != CHIEF, int(index)

@@ -1,14 +1,14 @@
-"""A process's part in the generations of an elastic job, and collectives that survive the loss of a member.
+"""A process's participation in the generations of an elastic job, and collectives that survive the loss of a member.
 
 *Every member raises `MembershipChangedError` at the same collective.* If a loss interrupts collective k, some members
-may have finished it and be in k + 1, because a member may die after some have its values. No member is further: k + 1
-needs all of them. (A broadcast does not need its receivers, so here it ends with a barrier.) Members that have finished
-k keep its result and hand it over to the others, whose call then returns as if nothing had happened; then k + 1 raises,
-on all members. Programs that call the same collectives therefore stay in step, and a training step is applied on all
-members or on none.
+may have finished it and be in k + 1, because a member may die after some have received its values. No member is
+further, since k + 1 needs all of them. (A broadcast does not need its receivers, so here it ends with a barrier.)
+Members that have finished k keep its result and hand it over to the others, whose call then returns normally. Then
+k + 1 raises on all members. Programs that call the same collectives therefore stay in step, and a training step is
+applied on all members or on none.
 
-Others join only where all members stand before the merge of the same training step (`join_points`); the coordinator
-ensures that (`elastic_coordinator`).
+Others join only when all members are before the merge of the same training step (`join_points`). The coordinator
+ensures this (`elastic_coordinator`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def copied(result: Any) -> Any:
-    """The result of a collective in other memory."""
+    """Return a copy of a collective's result."""
     if isinstance(result, list):
         return [copied(item) for item in result]
     return result.copy() if isinstance(result, np.ndarray) else result
@@ -47,17 +47,17 @@ class RegroupingError(PhalanxError):
 
 
 class ElasticGroup:
-    """See the top of the file. Implements `generation_loop.Participant`.
+    """See the module docstring. Implements `generation_loop.Participant`.
 
     Args:
-        node: this process's place in the job.
-        options: how the members communicate.
+        node: This process's place in the job.
+        options: Communication options of the members.
 
     Attributes:
-        node: as given.
-        inner: the communicator of the present generation.
-        join_points: where others may join.
-        needs_state: whether this process has not received the job's state yet. Its owner clears it.
+        node: This process's place in the job.
+        inner: The communicator of the current generation.
+        join_points: The collectives before which others may join.
+        needs_state: Whether this process still needs the job's state. The owner of this object clears it.
     """
 
     def __init__(self, node: ElasticNode, options: CommunicationOptions):
@@ -66,14 +66,14 @@ class ElasticGroup:
         self.needs_state = node.is_candidate
         self._options = options
         self.inner: HostCommunicator = self._connect()
-        self._former = Traffic()  # in former generations
+        self._former = Traffic()  # traffic of earlier generations
         self._completed = 0
-        self._last: Any = None  # what `run` has kept of the last collective, for members that have not finished it
-        # Of the collective that a loss has interrupted: whether others may join before it, and its result in a list of
-        # one, if another member has handed it over.
+        self._last: Any = None  # the last result, kept by `run` for members that have not finished the collective
+        # For the collective that a loss interrupted: whether others may join before it, and a list with its result, if
+        # another member has handed it over.
         self._boundary = True
         self._handed_over: list[Any] = []
-        # Whether the next collective raises, because the last one returned the result of a former generation.
+        # Whether the next collective raises, because the last one returned a result of the previous generation.
         self._raises_next = False
 
     # Membership.
@@ -84,36 +84,36 @@ class ElasticGroup:
 
     @property
     def initial_world_size(self) -> int:
-        """The number of members with which the job began."""
+        """Number of members when the job began."""
         return self.node.initial_world_size
 
     @property
     def is_candidate(self) -> bool:
-        """Whether this process is a world of its own until it becomes a member."""
+        """Whether this process is not a member yet, and forms a world of size one."""
         return self.node.is_candidate or self.generation == 0
 
     @property
     def is_late(self) -> bool:
-        """Whether this process arrived when the job was already running."""
+        """Whether this process arrived after the job had begun."""
         return self.node.is_late
 
     @property
     def newcomers(self) -> tuple[int, ...]:
-        """The ranks that must receive the job's state in this generation."""
+        """Ranks that must receive the job's state in this generation."""
         return tuple(rank for rank, address in enumerate(self.node.addresses) if address.needs_state)
 
     @property
     def late_ranks(self) -> frozenset[int]:
-        """The ranks of this generation that became members when the job was running."""
+        """Ranks of this generation that became members after the job had begun."""
         return frozenset(rank for rank, address in enumerate(self.node.addresses) if address.is_late)
 
     @property
     def statistics(self) -> Traffic:
-        """See `Communicator.statistics`; over all generations."""
+        """The sum over all generations; see `Communicator.statistics`."""
         return self._former.plus(self.inner.statistics)
 
     def join(self, entry: int) -> PastEntry | None:
-        """As a candidate: wait until this process is a member, or until the members have finished this entry.
+        """As a candidate, wait until this process is a member or the members have finished this entry.
 
         Raises: RendezvousError if the others did not arrive, or the job has failed.
         """
@@ -123,21 +123,21 @@ class ElasticGroup:
         return past
 
     def send_as_chief(self, message: EntryBegan | EntryFinished) -> None:
-        """Tell the coordinator about an entry. Only the chief does."""
+        """Report an entry to the coordinator, on the chief only."""
         if self.inner.rank == 0:
             self.node.coordinator.send(message)
 
     def leave_entry(self, entry: int, *, is_finished: bool) -> None:
-        """Tell the coordinator that this process takes part in an entry no longer.
+        """Report to the coordinator that this process no longer takes part in an entry.
 
         Args:
-            is_finished: whether it has done its part; else an exception ends it.
+            is_finished: Whether it has done its part; otherwise an exception ends its part.
         """
-        with contextlib.suppress(LinkClosedError, LinkTimeoutError):  # the next collective raises an error that says so
+        with contextlib.suppress(LinkClosedError, LinkTimeoutError):  # the next collective raises an error about it
             self.node.coordinator.send(EntryLeft(entry, is_finished))
 
     def let_others_join(self) -> None:
-        """Let others join after a section in which they could not (`JoinPoints.closed`).
+        """Allow others to join after a section where they could not (`JoinPoints.closed`).
 
         Raises: MembershipChangedError if others have joined.
         """
@@ -155,14 +155,14 @@ class ElasticGroup:
         """Run a collective that returns the same result on all members.
 
         Args:
-            call: the collective.
-            receive: turns what another member has handed over into the result of `call`.
-            keep: what to hand over of a result. What the caller may change before the next collective is over must not
-                be in it.
+            call: The collective.
+            receive: Converts what another member has handed over into the result of `call`.
+            keep: Extracts what to hand over from a result. It must not share memory that the caller may modify before
+                the next collective is over.
 
         Raises: MembershipChangedError if the members have changed; the collective must be called again.
         """
-        boundary = self.join_points.next_collective()  # used up by this call, also if it raises below
+        boundary = self.join_points.next_collective()  # consumed by this call, even if it raises below
         if self._raises_next:
             self._raises_next = False
             raise self._membership_changed()
@@ -170,7 +170,7 @@ class ElasticGroup:
             if boundary and self.inner.rank == 0 and self.node.is_regroup_requested:
                 raise RegroupingError("others join or leave the job")
             if self.node.coordinator.is_lost:
-                raise RegroupingError("the launcher is lost")  # so is the job: the next generation is not formed
+                raise RegroupingError("the launcher is lost")  # and so is the job: no generation is formed
             result = call(self.inner)
         except (*LOSSES, RegroupingError) as error:
             self._boundary, self._handed_over = boundary, []
@@ -184,11 +184,11 @@ class ElasticGroup:
         return result
 
     def run_with_barrier(self, call: Callable[[HostCommunicator], T]) -> T:
-        """Run a collective whose results differ between ranks; a barrier ensures that all have theirs.
+        """Run a collective whose results differ between ranks; a barrier ensures that all ranks have theirs.
 
-        If a loss interrupts the barrier, the result of another rank is of no use: this member raises, as those do that
-        meet the loss in the next collective. So whatever is computed from the result must pass another collective
-        before it may be applied.
+        If a loss interrupts the barrier, the result of another rank is useless: this member raises, like those that
+        detect the loss in the next collective. Anything computed from the result must therefore pass another collective
+        before it is applied.
         """
 
         def with_barrier(inner: HostCommunicator) -> T:
@@ -205,7 +205,7 @@ class ElasticGroup:
     # See `Participant`.
 
     def position(self) -> Position:
-        if self.generation == 0:  # it has not taken part in any generation that stood: as the members that formed it
+        if self.generation == 0:  # not in any generation yet: same as the members that formed it
             self._completed = max(0, *(address.completed for address in self.node.addresses))
         return Position(self._completed, self._boundary and not self._handed_over, self.needs_state)
 
@@ -216,7 +216,7 @@ class ElasticGroup:
             if config.timeline is not None and not timeline.current.on:
                 timeline_relay.start_recording(self.node, config.timeline.path)
         new = self._connect()
-        self._former, self.inner = self.statistics, new  # the statistics still contain those of the former `inner`
+        self._former, self.inner = self.statistics, new  # `statistics` still includes the old `inner`
         self._hand_over()
 
     def abandon(self, error: Exception) -> None:
@@ -225,20 +225,20 @@ class ElasticGroup:
 
     def _hand_over(self) -> None:
         """Give the result of the last collective to members that lack it, or receive it."""
-        # From what the coordinator has sent to all: every member, newcomers included, finds the same and takes part.
+        # Derived from what the coordinator sent to all members, newcomers included, so all take part or none.
         counts = [address.completed for address in self.node.addresses]
         known = [count for count in counts if count >= 0]
         if not known or min(known) == max(known):
             return
         if self._completed == max(known):
-            # A copy: if this fails, the result may have to be handed over again, when the caller's arrays have changed
-            # because it repeats its step.
+            # A copy: if this fails, the result may have to be handed over again, after the caller has repeated its step
+            # and modified its arrays.
             kept = encode(self._last)
             self._last = decode(kept)
         root = counts.index(max(known))
         payload = self.inner.broadcast_bytes(kept if self.inner.rank == root else b"", root)
         self.inner.barrier()
-        # After the barrier: a member that fails in it still lacks the result, and gets it in the next generation.
+        # After the barrier: a member that fails in it still lacks the result and receives it in the next generation.
         if self._completed < max(known):
             self._completed += 1
             self._last = decode(payload)

@@ -19,19 +19,19 @@ class ElasticNode(Node):
     """This process's place in an elastic job.
 
     Args:
-        spec: the cluster; only this process's own address is used.
-        task: the task of this process.
-        facts: what all members must agree on.
-        config: the configuration.
+        spec: The cluster; only this process's address is used.
+        task: The task of this process.
+        facts: Facts that all members must agree on.
+        config: The configuration.
 
     Attributes:
-        coordinator: the link to the elastic coordinator.
-        links: the links to the other members.
-        generation, addresses: the number and the members of the last generation that was ordered, whether or not its
-            links could be established.
-        is_late: whether this process arrived when the job was already running.
-        is_candidate: whether this process does not take part yet in a job that is running.
-        initial_world_size: the number of members with which the job began.
+        coordinator: Link to the elastic coordinator.
+        links: Links to the other members.
+        generation, addresses: Number and members of the last generation that was ordered, whether or not its links
+            could be established.
+        is_late: Whether this process arrived after the job had begun.
+        is_candidate: Whether this process does not yet take part in the running job.
+        initial_world_size: Number of members when the job began.
 
     Raises: as `CoordinatorClient`.
     """
@@ -39,7 +39,7 @@ class ElasticNode(Node):
     listener: Listener
 
     def __init__(self, spec: ClusterSpec, task: Task, facts: JobFacts, config: JobConfig):
-        # The coordinator alone knows the addresses of all members.
+        # Only the coordinator has the addresses of all members.
         self.identity = identity = TaskIdentity(spec, task, facts, config, is_elastic=True)
         self.links = MemberLinks(identity)
         self.membership = self.links.membership
@@ -59,11 +59,11 @@ class ElasticNode(Node):
 
     @property
     def is_regroup_requested(self) -> bool:
-        """Whether this process, as the chief, is asked to leave the present generation."""
+        """Whether this process, as the chief, is asked to leave the current generation."""
         return self.coordinator.regroup_requested == self.membership.generation
 
     def query_entry(self, entry: int) -> messages.EntryBegan | messages.PastEntry:
-        """As a candidate: wait until the members have begun or finished this entry."""
+        """As a candidate, wait until the members have begun or finished this entry."""
         order = self.coordinator.request(messages.EntryQuery(entry))
         assert isinstance(order, messages.EntryBegan | messages.PastEntry), (
             "only processes that are ready become members"
@@ -71,7 +71,7 @@ class ElasticNode(Node):
         return order
 
     def join(self, entry: int) -> messages.PastEntry | None:
-        """As a candidate: wait until this process is a member, or until the members have finished this entry.
+        """As a candidate, wait until this process is a member or the members have finished this entry.
 
         Raises:
             NotFormedError: it became a member, but the generation could not be formed: continue with `regroup`.
@@ -86,19 +86,19 @@ class ElasticNode(Node):
         return None
 
     def regroup(self, report: messages.LossReport) -> None:
-        """Leave the present generation; returns when the next one, to which this process belongs, is formed.
+        """Leave the current generation; return when the next one, with this process, is formed.
 
         Raises:
             NotFormedError: the next generation could not be formed: report again.
             EvictedError, RendezvousError: this process, or the whole job, cannot continue.
         """
         order = self.coordinator.request(report)
-        while not isinstance(order, messages.FormGeneration):  # the answer to an earlier question
+        while not isinstance(order, messages.FormGeneration):  # the answer to an earlier request
             order = self.coordinator.next_order()
         self._form(order)
 
     def _form(self, order: messages.FormGeneration) -> None:
-        # Before the links, which may fail: the next report is about this generation all the same.
+        # Before the links, which may fail: the next report is about this generation in any case.
         self.generation, self.addresses = order.generation, tuple(order.members)
         if order.generation == 1:
             self.initial_world_size = len(order.members)
@@ -110,12 +110,12 @@ class ElasticNode(Node):
         if self._is_closed:
             return
         self._is_closed = True
-        # The notice comes first: without it, the end of a link is a loss.
+        # First the notice: without it, the end of a link is a loss.
         self.coordinator.close(last=messages.LeaveNotice() if flush else None)
         if flush:
             wait_until_delivered([*self.links.all, self.coordinator.link])
         self.coordinator.link.close()
-        self.listener.close()  # before the links: none is adopted after they are closed
+        self.listener.close()  # before the links, so that none is adopted after they are closed
         self.links.close()
 
 
@@ -123,9 +123,9 @@ def join_node(cluster: ClusterResolver, facts: JobFacts, config: JobConfig) -> N
     """Join the job of this process: an elastic one if its launcher runs a coordinator, otherwise one of fixed size.
 
     Args:
-        cluster: where the cluster and the task of this process come from.
-        facts: what all members must agree on.
-        config: the configuration.
+        cluster: Provides the cluster and the task of this process.
+        facts: Facts that all members must agree on.
+        config: The configuration.
 
     Raises: as `cluster.node.join` or `ElasticNode`.
     """

@@ -1,8 +1,8 @@
-"""Which entries of the program have begun or finished, and their results. Pure bookkeeping.
+"""The entries of the program that have begun or finished, and their results. Pure bookkeeping.
 
-An *entry* is a call in which all members take part (`fit`, `evaluate`, ...). A program makes its entries one after the
-other, so they are numbered. A candidate runs the same program: it receives the results of finished entries, and waits
-at the current one until it becomes a member.
+An *entry* is a call in which all members take part (`fit`, `evaluate`, ...). A program makes its entries sequentially,
+so they are numbered. A candidate runs the same program: it receives the results of finished entries, and waits at the
+current one until it becomes a member.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from phalanx.cluster.membership_messages import NOT_KEPT, EntryBegan, EntryFinis
 from phalanx.elastic.member_table import ElasticProcess
 
 KEPT_BYTES = 2**30
-"""Limit for the results of all entries together: they are kept in the launcher's memory."""
+"""Limit for the total size of the results of all entries, which are kept in the launcher's memory."""
 KEPT_STATE_BYTES = 2**28
-"""As much for their states, of which the oldest go first: most programs read what the last call has left."""
+"""Limit for the total size of their states. The oldest are dropped first, as most programs only read the last one."""
 
 
 class EntryLog:
     """The entries so far.
 
     Attributes:
-        current: the highest number of an entry that has begun or is next; -1 before the first one.
+        current: Highest number of an entry that has begun or is next; -1 before the first one.
     """
 
     def __init__(self) -> None:
         self.current = -1
         self._notes: dict[int, bytes] = {}  # of entries that have begun
-        self._results: dict[int, bytes] = {}  # of those that have finished, or NOT_KEPT
+        self._results: dict[int, bytes] = {}  # of finished entries, or NOT_KEPT
         self._kept = 0  # bytes
         self._states: dict[int, bytes] = {}  # by entry, the oldest first
-        self._state_bytes = 0  # of all of them
+        self._state_bytes = 0  # total size
 
     def record(self, message: EntryBegan | EntryFinished) -> None:
-        """The chief has begun or finished an entry. A new chief may repeat what the former one sent."""
+        """Record that the chief has begun or finished an entry. A new chief may repeat messages of the previous one."""
         entry = message.entry
         if isinstance(message, EntryBegan):
             self.current = max(self.current, entry)
@@ -52,15 +52,16 @@ class EntryLog:
 
     @property
     def running(self) -> int | None:
-        """The entry that has begun and that the chief has not finished; None if there is none."""
+        """The entry that has begun but that the chief has not finished; None if there is none."""
         return self.current if self.current in self._notes and self.current not in self._results else None
 
     def answer(self, candidate: ElasticProcess, members: int) -> PastEntry | EntryBegan | None:
-        """The answer to a candidate about the entry that it has reached, if there is one now; each is given once.
+        """Return the answer to a candidate about the entry that it has reached, if there is one now. Each answer is
+        returned once.
 
         Args:
-            candidate: its question is removed when it is answered.
-            members: the present number of members.
+            candidate: The candidate; its query is removed when it is answered.
+            members: Current number of members.
         """
         entry = candidate.queried_entry if candidate.ready_entry is None else candidate.ready_entry
         if entry is None:

@@ -1,11 +1,11 @@
-"""The loop that leads an elastic process from one generation to the next, for strategies and for Horovod.
+"""The loop that moves an elastic process from one generation to the next, for strategies and for Horovod.
 
-A `Participant` is what works among the members of a generation: a strategy's collectives, or Horovod's controllers.
-When it loses a member, `form_next_generation` gives the generation up, reports to the coordinator, connects to the
-members of the next generation and starts the participant there, until a generation stands.
+A `Participant` works among the members of a generation: a strategy's collectives, or Horovod's controllers. When it
+loses a member, `form_next_generation` abandons the generation, reports to the coordinator, connects to the members of
+the next generation and starts the participant there, and repeats this until a generation is formed.
 
-Programs that repeat a function after a change of the members (`phalanx.elastic.run`, `hvd.elastic.run`) are the same
-loop one level higher: `run_until_complete`.
+Programs that repeat a function after a membership change (`phalanx.elastic.run`, `hvd.elastic.run`) run the same loop
+one level higher: `run_until_complete`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOSSES = (PeerLostError, CollectiveTimeoutError, LinkClosedError)
-"""These errors end a generation, but not the job."""
+"""Errors that end a generation, but not the job."""
 
 
 class Position(NamedTuple):
-    """Where a process stands when its generation ends; the fields are those of `LossReport`, in their order."""
+    """The position of a process when its generation ends. The fields are those of `LossReport`, in their order."""
 
     completed: int
     boundary: bool
@@ -37,25 +37,25 @@ class Position(NamedTuple):
 
 
 class Participant(Protocol):
-    """What works among the members of a generation."""
+    """An object that works among the members of a generation."""
 
     def position(self) -> Position: ...
 
     def start(self) -> None:
         """Start in the generation that the node has formed.
 
-        Raises: `LOSSES` if another member is lost meanwhile.
+        Raises: `LOSSES` if another member is lost in the meantime.
         """
         ...
 
     def abandon(self, error: Exception) -> None:
-        """Give the present generation up because of this error, and let its other members know. Called again if the
-        next generation fails."""
+        """Abandon the current generation because of this error, and notify its other members. Called again if the next
+        generation fails."""
         ...
 
 
 def join_generation(node: ElasticNode, participant: Participant, entry: int) -> PastEntry | None:
-    """As a candidate: wait until this process takes part in a generation, or until the members have finished the entry.
+    """As a candidate, wait until this process takes part in a generation or the members have finished the entry.
 
     Raises: RendezvousError if the others did not arrive, or the job has failed.
     """
@@ -69,11 +69,11 @@ def join_generation(node: ElasticNode, participant: Participant, entry: int) -> 
 
 
 def form_next_generation(node: ElasticNode, participant: Participant, error: Exception) -> None:
-    """Leave the present generation because of an error; returns when the participant works in the next one.
+    """Leave the current generation because of an error; return when the participant works in the next one.
 
     Raises:
         EvictedError, RendezvousError: this process, or the whole job, cannot continue.
-        SystemExit: this process is not needed any more.
+        SystemExit: this process is no longer needed.
     """
     started_ns = timeline.now()
     _follow(node, participant, error)
@@ -85,9 +85,9 @@ def form_next_generation(node: ElasticNode, participant: Participant, error: Exc
 def _follow(node: ElasticNode, participant: Participant, error: Exception) -> None:
     while True:
         logger.debug("%s leaves generation %d: %s", node.task, node.generation, error)
-        participant.abandon(error)  # first: the others then leave at once, and not when they notice
+        participant.abandon(error)  # first, so that the others leave immediately
         report = LossReport(
-            node.generation,  # the last one that was ordered, formed or not: the coordinator waits for its reports
+            node.generation,  # the last one ordered, formed or not: the coordinator waits for its reports
             *participant.position(),
             late=str(error) if isinstance(error, CollectiveTimeoutError) else "",
             missing=node.links.take_unreachable(),
@@ -102,24 +102,24 @@ def _follow(node: ElasticNode, participant: Participant, error: Exception) -> No
 
 
 class ElasticProgram(Protocol):
-    """How a function is prepared, and recovers, that is repeated after each change of the members."""
+    """Prepares and recovers a function that is repeated after each membership change."""
 
     def synchronize(self, *, has_changed: bool) -> None:
         """Give all members the chief's state before the function is called.
 
         Args:
-            has_changed: whether the members have changed since the function was called.
+            has_changed: Whether the members have changed since the function was last called.
         """
         ...
 
     def recover(self, error: Exception) -> bool:
-        """Return to the last commit and to a generation that stands, if the error means that the members have changed;
-        returns whether it does."""
+        """If the error means that the members have changed, return to the last commit and a working generation. Return
+        whether it does."""
         ...
 
 
 def run_until_complete(function: Callable[[], T], program: ElasticProgram) -> T:
-    """Call a function, again after each change of the members, until it returns; its result.
+    """Call a function until it returns, repeating it after each membership change, and return its result.
 
     Raises: what the function raises for other reasons.
     """
@@ -135,6 +135,5 @@ def run_until_complete(function: Callable[[], T], program: ElasticProgram) -> T:
 
 
 def is_caused_by(error: BaseException, kind: type[Exception]) -> bool:
-    """Whether an error is of this kind. TensorFlow wraps what is raised inside its functions, and keeps only the
-    text."""
+    """Whether an error is of this kind. TensorFlow wraps errors raised inside its functions and keeps only the text."""
     return isinstance(error, kind) or kind.__name__ in str(error)

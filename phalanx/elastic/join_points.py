@@ -1,4 +1,4 @@
-"""Where in its program an elastic process lets others join: before which collectives all members are alike."""
+"""Points in the program where others may join an elastic job: before collectives where all members are equal."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 
 class JoinPoints:
-    """The join points of one process; equal on all members.
+    """The join points of one process, which are the same on all members.
 
     Attributes:
-        at_boundary: whether the next collective is the merge of a training step, before which others may join.
+        at_boundary: Whether the next collective is the merge of a training step, before which others may join.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class JoinPoints:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """While inside, others may join before any collective: the caller can return to a common state."""
+        """Allow others to join before any collective in the block: the caller can return to a common state."""
         self._is_open = True
         try:
             yield
@@ -28,8 +28,9 @@ class JoinPoints:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """While inside, no others may join, even inside `open`: a process that joins would not make this inner call."""
-        before = self._is_open, self._is_closed  # closed already in a call of a call: `predict` in a callback of `fit`
+        """Prevent others from joining in the block, even inside `open`: a process that joins would not make this inner
+        call."""
+        before = self._is_open, self._is_closed  # already closed in a nested call: `predict` in a callback of `fit`
         self._is_open, self._is_closed = False, True
         try:
             yield
@@ -38,12 +39,12 @@ class JoinPoints:
             self._was_closed = True
 
     def was_closed(self) -> bool:
-        """Whether there was a `closed` section since the last call, after which others may be waiting to join."""
+        """Return whether there was a `closed` section since the last call; if so, others may be waiting to join."""
         was_closed, self._was_closed = self._was_closed, False
         return was_closed
 
     def next_collective(self) -> bool:
-        """Whether others may join before the collective that begins now."""
+        """Return whether others may join before the collective that begins now. Resets `at_boundary`."""
         may_join = (self.at_boundary and not self._is_closed) or self._is_open
         self.at_boundary = False
         return may_join

@@ -1,4 +1,4 @@
-"""What the elastic coordinator requests of the launcher that runs it."""
+"""The interface through which the elastic coordinator sends requests to its launcher."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from typing import Protocol
 
 
 class ElasticJob(Protocol):
-    """What the coordinator requests of the launcher. Called in a thread of the coordinator, while it holds its lock: no
-    method may wait for anything."""
+    """Requests of the coordinator to the launcher. Called in a thread of the coordinator that holds its lock, so no
+    method may block."""
 
     def evict(self, task: str) -> None:
-        """Kill the process of this task: it is stuck, silent or cut off."""
+        """Kill the process of this task, which is stuck, silent or cut off."""
         ...
 
     def release(self, task: str) -> None:
-        """The process of this task is about to exit because fewer workers are requested or its host was withdrawn."""
+        """Expect the exit of this task's process: fewer workers are requested or its host was withdrawn."""
         ...
 
     def finish(self, tasks: Sequence[str]) -> None:
-        """All members, which ran these tasks, have finished, and with them the job. May be called again."""
+        """Finish the job: all members, which ran these tasks, have finished. May be called again."""
         ...
 
     def fail(self, reason: str, code: int) -> None:
-        """The job cannot continue, for this reason, which has this exit code."""
+        """End the job, which cannot continue for this reason, with this exit code."""
         ...
 
     def resize(self, workers: int) -> None:
-        """A user has requested this number of workers (`phalanx scale`)."""
+        """Set the number of workers that a user has requested (`phalanx scale`)."""
         ...
 
     def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
-        """These tasks, in rank order, are the members from now on."""
+        """Record that these tasks, in rank order, are the members of a new generation."""
         ...
 
     def training_changed(self, *, is_training: bool) -> None:
-        """Whether members are inside an entry (such as `fit`) from now on."""
+        """Record whether members are inside an entry such as `fit`."""
         ...
 
     def log(self, text: str) -> None:

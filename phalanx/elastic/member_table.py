@@ -1,4 +1,4 @@
-"""The processes of an elastic job: who is a candidate, who is a member, and how many there should be. Pure data."""
+"""The processes of an elastic job: its candidates, its members, and how many there should be. Pure data."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from phalanx.cluster.task_comparison import TaskDescription, describe_disagreeme
 
 @dataclass(frozen=True)
 class MembershipLimits:
-    """How many members a job may have, and how long it waits for them.
+    """Bounds on the number of members of a job, and on the time that it waits for them.
 
     Attributes:
-        minimum, maximum: the number of members.
-        expected: the number of members with which the job begins if they arrive in time.
-        start_s: seconds that the job waits for them, and for the minimum when members are missing later.
-        timeout_s: seconds that a member may make no progress while others wait for it.
+        minimum, maximum: Bounds on the number of members.
+        expected: Number of members to start with if they arrive in time.
+        start_s: Seconds that the job waits for them, and later for the minimum if members are missing.
+        timeout_s: Seconds that a member may make no progress while others wait for it.
     """
 
     minimum: int
@@ -32,14 +32,13 @@ class ElasticProcess:
     """A process that is a candidate or a member.
 
     Attributes:
-        description: what it said of itself when it arrived.
-        last_message_at: when it arrived or last sent a message, in seconds of a steady clock.
-        queried_entry: the entry whose status it waits for, as a candidate.
-        ready_entry: the entry at which it waits to become a member.
-        report: how it left the present generation.
-        is_late: whether it became a member when the job was running.
-        left_entries, finished_entries: the number of entries that are over for it, and of those in which it has done
-            its part.
+        description: Its own description, sent when it arrived.
+        last_message_at: Time of its arrival or last message, in seconds of a monotonic clock.
+        queried_entry: The entry whose status it waits for, as a candidate.
+        ready_entry: The entry at which it waits to become a member.
+        report: Its report on leaving the current generation.
+        is_late: Whether it became a member after the job had begun.
+        left_entries, finished_entries: Number of entries that are over for it, and of those in which it did its part.
     """
 
     description: TaskDescription
@@ -62,20 +61,20 @@ class ElasticProcess:
 
     @property
     def needs_state(self) -> bool:
-        """Whether it has reported that it has not received the job's state yet."""
+        """Whether it has reported that it still needs the job's state."""
         return self.report is not None and self.report.needs_state
 
 
 class MemberTable:
-    """All processes, and which of them are members.
+    """All processes of the job, and which of them are members.
 
     Attributes:
-        processes: candidates and members, by incarnation, in the order of arrival.
-        members: the incarnations of the members, in rank order.
-        withdrawn: tasks whose host is withdrawn: their processes leave as soon as others have the job's state.
-        finished_tasks: the tasks of members that have finished their program.
-        limits: how many members there may be.
-        process_limit: there will never be more processes than this; None if unknown.
+        processes: Candidates and members, by incarnation, in order of arrival.
+        members: Incarnations of the members, in rank order.
+        withdrawn: Tasks whose host is withdrawn: their processes leave as soon as others have the job's state.
+        finished_tasks: Tasks of members that have finished their program.
+        limits: Bounds on the number of members.
+        process_limit: Number of processes that will ever be started; None if unknown.
     """
 
     def __init__(self, limits: MembershipLimits) -> None:
@@ -87,7 +86,7 @@ class MemberTable:
         self.withdrawn: set[str] = set()
 
     def disagreement(self, description: TaskDescription) -> str | None:
-        """Why this process cannot take part; None if it can."""
+        """Reason for which this process cannot take part; None if it can."""
         known = next(iter(self.processes.values()), None)
         return None if known is None else describe_disagreement(known.description, description)
 
@@ -100,19 +99,19 @@ class MemberTable:
         return self.processes.pop(incarnation)
 
     def of_task(self, task: str) -> list[str]:
-        """The incarnations of a task's processes."""
+        """Incarnations of a task's processes."""
         return [incarnation for incarnation, process in self.processes.items() if process.task == task]
 
     def is_withdrawn(self, incarnation: str) -> bool:
         return self.processes[incarnation].task in self.withdrawn
 
     def candidates(self, entry: int) -> list[str]:
-        """The candidates that could become members at this entry, in the order of arrival."""
+        """Candidates that could become members at this entry, in order of arrival."""
         return [i for i, p in self.processes.items() if p.ready_entry == entry and i not in self.members]
 
     @property
     def reports(self) -> dict[str, LossReport]:
-        """The reports of those members that have left the present generation."""
+        """Reports of the members that have left the current generation."""
         return {i: report for i in self.members if (report := self.processes[i].report) is not None}
 
     @property
@@ -121,25 +120,25 @@ class MemberTable:
 
     @property
     def needed(self) -> int:
-        """The job waits while it has fewer members than this. After some have finished, the others only follow them."""
+        """Number of members below which the job waits; 1 once some have finished, as the others then only follow."""
         return 1 if self.finished_tasks else self.limits.minimum
 
     @property
     def awaited(self) -> int:
-        """The number of members with which the job begins at once."""
+        """Number of members with which the job begins without further waiting."""
         limits, possible = self.limits, self.process_limit
         return limits.expected if possible is None else max(limits.minimum, min(limits.expected, possible))
 
     @property
     def vacancies(self) -> int:
-        """How many candidates can become members. Withdrawn members will leave soon, so they do not count."""
+        """Number of candidates that can become members. Withdrawn members leave soon and do not count."""
         return max(0, self.limits.maximum - sum(not self.is_withdrawn(i) for i in self.members))
 
     @property
     def surplus(self) -> list[str]:
-        """The members that should leave: withdrawn ones, then those with the highest ranks.
+        """Members that should leave: withdrawn ones, then those with the highest ranks.
 
-        One member that has the job's state always stays: without it the state would be lost.
+        One member that has the job's state always stays, or the state would be lost.
         """
         leaving = [i for i in self.members if self.is_withdrawn(i)]
         staying = [i for i in self.members if i not in leaving]
@@ -151,11 +150,11 @@ class MemberTable:
         return leaving + staying[self.limits.maximum :]
 
     def seat(self, incarnations: Iterable[str], *, is_first: bool) -> list[MemberAddress]:
-        """Make these processes the members, in this rank order; returns their addresses.
+        """Make these processes the members, in this rank order, and return their addresses.
 
         Args:
-            incarnations: the new members.
-            is_first: whether this is the first generation, in which no member needs the job's state.
+            incarnations: Incarnations of the new members.
+            is_first: Whether this is the first generation, where no member needs the job's state.
         """
         addresses = []
         self.members = list(incarnations)
@@ -168,5 +167,5 @@ class MemberTable:
             addresses.append(
                 MemberAddress.of(process.description, completed, needs_state=needs_state, is_late=process.is_late)
             )
-            process.report = process.ready_entry = process.queried_entry = None  # all of the former generation
+            process.report = process.ready_entry = process.queried_entry = None  # all belong to the last generation
         return addresses

@@ -4,12 +4,12 @@ A member that leaves its generation reports which members did not answer (`LossR
 member never reports, and the coordinator evicts it. If both members of a pair report, the network between them is at
 fault, and forming the same generation again would fail again. Therefore:
 
-- if one member of a pair complains, the pair replaces its link in the next generation: the old one may be half open;
-- if that does not help, or both have waited for each other for the whole timeout, the pair is *severed*;
-- one member of every severed pair is evicted: first the one that occurs in most pairs, so that a partitioned minority
-  goes and the majority stays; on a tie the one that has no state to lose, then the higher rank.
+- If one member of a pair complains, the pair replaces its link in the next generation: the old one may be half open.
+- If that does not help, or both have waited for each other for the whole timeout, the pair is *severed*.
+- One member of every severed pair is evicted: first the one that occurs in most pairs, so that a partitioned minority
+  leaves and the majority stays; on a tie the one that still needs the job's state, then the higher rank.
 
-Complaints are remembered until a collective succeeds. This module is pure: no sockets, no clock.
+Complaints are kept until a collective succeeds. This module is pure: no sockets, no clock.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Pair = frozenset[str]
 """Two incarnations."""
 
 PATIENCE = 3
-"""Failed generations in a row with a complaint about the same pair, for whatever reason, before it counts as
+"""Number of consecutive failed generations with a complaint about a pair, for whatever reason, after which it counts as
 severed."""
 
 
 class ConnectionFailures:
-    """Which members have complained about each other since the last successful collective.
+    """Complaints of members about each other since the last successful collective.
 
     Attributes:
-        broken: pairs that must replace their link in the next generation.
-        severed: pairs of which one member must be evicted.
+        broken: Pairs that must replace their link in the next generation.
+        severed: Pairs with one member that must be evicted.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class ConnectionFailures:
         self._generation = -1
 
     def record(self, generation: int, reports: Mapping[str, LossReport]) -> None:
-        """Evaluate the reports of all live members of a generation. Repeating it for a generation changes nothing."""
-        if generation == self._generation:  # asked again after each eviction; a complaint counts once
+        """Evaluate the reports of all live members of a generation. Idempotent for each generation."""
+        if generation == self._generation:  # called again after each eviction; a complaint counts once
             return
         self._generation = generation
         completed = max(report.completed for report in reports.values())
@@ -56,7 +56,7 @@ class ConnectionFailures:
             frozenset((one, other))
             for one, report in reports.items()
             for other in report.missing
-            if other in reports and other != one  # with one that is gone, nothing is broken
+            if other in reports and other != one  # a pair with a lost member is not broken
         }
         self._complaints.update(pairs)
         self.severed = {
@@ -69,30 +69,30 @@ class ConnectionFailures:
         self.broken = pairs - self.severed
 
     def evictions(self, generation: int, members: Sequence[str], reports: Mapping[str, LossReport]) -> list[str]:
-        """The members to evict because they and other live members cannot reach each other.
+        """Choose the members to evict because they and other live members cannot reach each other.
 
         Args:
-            generation: the generation that has ended.
-            members: the incarnations of its live members, in rank order; all have reported.
-            reports: their reports.
+            generation: The generation that has ended.
+            members: Incarnations of its live members, in rank order; all have reported.
+            reports: Reports of these members.
         """
         self.record(generation, reports)
         needing_state = [incarnation for incarnation, report in reports.items() if report.needs_state]
         return choose_evictions(members, self.severed, needing_state)
 
     def broken_links(self, members: Collection[str]) -> list[tuple[str, str]]:
-        """The broken pairs among the members of the next generation."""
+        """Broken pairs among the members of the next generation."""
         pairs = (sorted(pair) for pair in self.broken if pair <= set(members))
         return [(one, other) for one, other in pairs]
 
 
 def choose_evictions(members: Sequence[str], severed: Collection[Pair], needing_state: Collection[str]) -> list[str]:
-    """The members to evict so that no severed pair remains.
+    """Choose the members to evict so that no severed pair remains.
 
     Args:
-        members: the incarnations of all members, in rank order.
-        severed: pairs of members that cannot reach each other.
-        needing_state: the members that have not received the job's state yet.
+        members: Incarnations of all members, in rank order.
+        severed: Pairs of members that cannot reach each other.
+        needing_state: Members that still need the job's state.
     """
     left = {pair for pair in severed if pair <= set(members)}
     evicted: list[str] = []

@@ -1,8 +1,8 @@
 """Decides which processes are evicted because they are silent or stuck. Pure; see also `network_partitions`.
 
-Processes send a heartbeat twice a second. A process that is stopped or cut off does not; if it is the last member,
-or a candidate, no other member would notice. A member that lives but is stuck is noticed by those that wait for it.
-One that is only slow, a straggler, is never evicted: `monitoring/stragglers` names it.
+Processes send a heartbeat twice a second. A stopped or cut-off process does not; if it is the last member or a
+candidate, no other member would notice. A member that is alive but stuck is noticed by the members that wait for it.
+A straggler, which is only slow, is never evicted: `monitoring/stragglers` names it.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from phalanx.cluster.membership_messages import LossReport
 from phalanx.elastic.member_table import ElasticProcess
 
 STUCK_GRACE_S = 1.0
-"""After a member has waited for the whole timeout: how long the other waiting members have to report it."""
+"""Seconds for the other waiting members to report, after one has waited for the whole timeout."""
 SUSPENDED_S = 2.0
 """If two ticks are further apart, this process itself was suspended, and the silence of the others means nothing."""
 
 
 class EvictionPolicy:
-    """See the top of the file.
+    """See the module docstring.
 
     Args:
-        timeout_s: seconds that a process may be silent, or make no progress while others wait for it.
-        now: seconds of a steady clock, as in all methods.
+        timeout_s: Seconds that a process may be silent, or make no progress while others wait for it.
+        now: Seconds of a monotonic clock, as in all methods.
     """
 
     def __init__(self, timeout_s: float, now: float):
         self._timeout_s = timeout_s
         self._ticked_at = self._awake_since = now
         self._formed_at = now
-        # When the members that have not reported are evicted; infinite while no member waits for them.
+        # Time at which members that have not reported are evicted; infinite while no member waits for them.
         self._overdue_at = math.inf
 
     def tick(self, now: float) -> None:
@@ -41,20 +41,20 @@ class EvictionPolicy:
     def is_silent(self, process: ElasticProcess, now: float) -> bool:
         return now > max(process.last_message_at, self._awake_since) + self._timeout_s + STUCK_GRACE_S
 
-    # A generation: formed, reported by one member after the other, and formed again.
+    # The life of a generation: it is formed, and later the members report one after the other.
 
     def generation_formed(self, now: float) -> None:
         self._formed_at = now
 
     def reported(self, report: LossReport, now: float, *, is_first: bool) -> None:
-        """A member has left the generation and waits for the others to do so.
+        """Record that a member has left the generation and waits for the others to do so.
 
         Args:
-            report: what it reported.
-            now: seconds of a steady clock.
-            is_first: whether no other member waits; others may have waited before and are gone.
+            report: Report of this member.
+            now: Seconds of a monotonic clock.
+            is_first: Whether no other member is waiting; earlier ones may be gone.
         """
-        if is_first:  # what an earlier generation has left does not count
+        if is_first:  # discard the deadline of an earlier generation
             self._overdue_at = math.inf
         # If the links were never established, the others have waited for them since the generation was formed.
         waiting_since = now if report.linked else self._formed_at
@@ -62,6 +62,6 @@ class EvictionPolicy:
         self._overdue_at = min(self._overdue_at, waiting_since + self._timeout_s, now + grace_s)
 
     def is_overdue(self, now: float) -> bool:
-        """Whether the members that have not reported are stuck, if another member waits for them. Otherwise they may
-        just be busy between two collectives."""
+        """Whether members that have not reported are stuck: another member has waited for them too long. Until then,
+        they may just be busy between two collectives."""
         return now >= self._overdue_at

@@ -1,6 +1,6 @@
-"""The dashboard next to a job, in a process of its own, and the link that opens a dashboard.
+"""Runs the dashboard of a job in a separate process, and creates the link that opens a dashboard.
 
-The process that starts a dashboard opens its port and makes its token, so it can show the link at once.
+The process that starts a dashboard opens its port and generates its token, so it can show the link immediately.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ TOKEN_BYTES = 24
 MIN_TOKEN_CHARACTERS = 16
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 LAST_LOOK_S = 5.0
-"""How long the launcher waits for open pages to learn of the end of the job."""
+"""Seconds that the launcher waits for open pages to receive the end of the job."""
 
 
 def check_packages() -> None:
-    """Raises: ConfigurationError naming the packages, if a package of the dashboard is not installed."""
+    """Check the dashboard's packages. Raises: ConfigurationError naming those that are not installed."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(
@@ -40,21 +40,21 @@ def check_packages() -> None:
 
 @dataclass(frozen=True)
 class DashboardLink:
-    """An open port on loopback, and the token that a browser must show there."""
+    """An open port on loopback, and the token that a browser must present there."""
 
     listener: socket.socket
     token: str
 
     def __str__(self) -> str:
-        token = urllib.parse.quote(self.token, safe="")  # a user may have chosen it
+        token = urllib.parse.quote(self.token, safe="")  # the user may have chosen it
         return f"http://{LOOPBACK}:{self.listener.getsockname()[1]}/?token={token}"
 
 
 def open_link(port: int | None = None) -> DashboardLink:
-    """A link for a dashboard that is about to start.
+    """Create a link for a dashboard that is about to start.
 
     Args:
-        port: to listen on; None for the usual one, or a free one where that is taken.
+        port: Port to listen on; None for the default port, or a free one if that is taken.
 
     Raises: ConfigurationError if the port is taken, or PHALANX_DASHBOARD_TOKEN is too short.
     """
@@ -75,14 +75,14 @@ def open_link(port: int | None = None) -> DashboardLink:
 
 
 class DashboardProcess:
-    """Shows one job of this process for as long as it is open. A context manager.
+    """Shows one job of this process until it is closed. A context manager.
 
     Args:
-        job: the id of the job.
-        control: whether its buttons act.
+        job: Id of the job.
+        control: Whether its buttons are enabled.
 
     Attributes:
-        address: opens it in a browser.
+        address: URL of the dashboard.
     """
 
     def __init__(self, job: str, *, control: bool):
@@ -95,11 +95,11 @@ class DashboardProcess:
     def __enter__(self) -> DashboardProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "phalanx", "dashboard", *self._arguments],
-            stdin=subprocess.PIPE,  # ends with this process, however that ends
+            stdin=subprocess.PIPE,  # closed when this process exits, however it does
             stdout=subprocess.DEVNULL,
             pass_fds=[self._link.listener.fileno()],
             env={**process_environment(), DASHBOARD_TOKEN: self._link.token},
-            start_new_session=True,  # Ctrl-C is for the job
+            start_new_session=True,  # Ctrl-C must only reach the job
         )
         spare(self._process.pid)
         self._link.listener.close()

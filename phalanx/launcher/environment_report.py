@@ -1,4 +1,4 @@
-"""`phalanx env`: what belongs into the report of a bug, as text to copy."""
+"""`phalanx env`: the information that a bug report needs, as text to copy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.config.keras_backends import keras_backend
 from phalanx.launcher.machine import Machine, as_gib, describe_quota
 from phalanx.launcher.worker_environment import FORWARDED_PREFIXES
 
-# Others that begin with TF_ are not TensorFlow's: Terraform's, for example.
+# Other variables that begin with TF_ do not belong to TensorFlow, but to Terraform, for example.
 _OF_TENSORFLOW = (
     "TF_CONFIG",
     "TF_CPP_",
@@ -29,13 +29,13 @@ _OF_TENSORFLOW = (
 )
 _OTHERS = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "NO_COLOR", "PYTHONPATH")
 _SECRET = re.compile(r"SECRET|TOKEN|PASSW|PASSPHRASE|CREDENTIAL|(API|ACCESS|PRIVATE)_KEY", re.IGNORECASE)
-# In a URL, and of `sshpass` in PHALANX_SSH.
+# Passwords in URLs, and after `sshpass -p` in PHALANX_SSH.
 _PASSWORD = re.compile(r"(?<=//)[^/@\s]+(?=@)|(?<=\bsshpass -p)\s*\S+")
 HIDDEN = "(set, hidden)"
 
 
 def render(machine: Machine, environment: Mapping[str, str]) -> str:
-    """The report: versions, the machine, and the variables that are set. Values of secrets are hidden."""
+    """Render the report: versions, the machine, and the variables that are set. Values of secrets are hidden."""
     known = {name: environment[name] for name in environment if name.startswith(_OF_TENSORFLOW) or name[:3] != "TF_"}
     packages = "\n".join(f"  {name} {version}" for name, version in machine.packages.items())
     lines = [

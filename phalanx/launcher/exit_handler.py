@@ -1,4 +1,4 @@
-"""What happens to a task whose process has exited: it is restarted, waits for another slot, or has exited for good."""
+"""Handles the exit of a task's process: restarts the task, queues it for another slot, or records its final exit."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from phalanx.launcher.task_table import TaskRecord, TaskState, TaskTable
 if TYPE_CHECKING:
     from phalanx.launcher.elastic_hosts.host_pool import HostPool
 
-# Once the chief and all servers have finished, a worker that they excluded has nothing to do.
+# Once the chief and all servers have finished, a worker that they excluded has no work left.
 EXCLUDED_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ExitHandler:
-    """Records exits in the job's table and plan; `JobSupervisor` owns both. See its arguments for the others.
+    """Records exits in the job's table and plan, which `JobSupervisor` owns. For other fields, see its arguments.
 
     Attributes:
-        evaluator_grace_s: seconds that an evaluator may run after the training.
+        evaluator_grace_s: Seconds that an evaluator may run after the training.
     """
 
     tasks: TaskTable
@@ -43,7 +43,7 @@ class ExitHandler:
     clock: Callable[[], float]
 
     def handle(self, event: Exited) -> None:
-        """The process of a task has exited."""
+        """Handle the exit of a task's process."""
         record, code = self.tasks[event.rank], event.returncode
         record.kill_at = record.give_up_at = None
         record.result = event.result or record.result
@@ -52,7 +52,7 @@ class ExitHandler:
         if end.failed and self.slots is not None:
             self.slots.task_failed(end.task)
         may_restart = not self.plan.is_shutting_down and self.tasks.may_restart(record, outlived=end.outlived)
-        slots = self.slots if record.trains else None  # an evaluator keeps its place
+        slots = self.slots if record.trains else None  # an evaluator keeps its slot
         released = record.is_released and not self.plan.is_shutting_down
         if slots is not None and (released or (code is None and may_restart)):
             slots.worker_exited(record.rank, failed=not released)
@@ -64,7 +64,7 @@ class ExitHandler:
         if delay_s is None:
             self._finish(record, end)
             return
-        record.previous = end  # `exits_to_judge` may need it, if the restarted process only echoes the end of the job
+        record.previous = end  # for `exits_to_judge`, in case the restarted process only echoes the job's end
         if slots is not None and not slots.worker_exited(record.rank, failed=True):
             record.state = TaskState.VACANT
             return
@@ -76,11 +76,11 @@ class ExitHandler:
         self.handle(Exited(record.rank, -signal.SIGKILL, WorkerDiagnostics()))
 
     def restart_if_due(self, record: TaskRecord) -> Event | None:
-        """Restart a task; if that has become pointless, its last exit was its final one."""
+        """Restart a task if it is due. If a restart has become pointless, make its last exit the final one."""
         if self.plan.is_shutting_down:
             self.abandon_restart(record)
         elif self.tasks.training_is_over:
-            # Of all tasks only the chief may have left something undone.
+            # Only the chief may have left work unfinished.
             self._finish(record, self.abandon_restart(record, by_launcher=record.rank != CHIEF_RANK))
         elif record.restart_at <= self.clock():
             record.state = TaskState.RUNNING
@@ -88,7 +88,7 @@ class ExitHandler:
         return None
 
     def abandon_restart(self, record: TaskRecord, *, by_launcher: bool = False) -> WorkerExit:
-        """A task that waits for its restart is not restarted after all."""
+        """Cancel the restart of a task that waits for it."""
         last = record.previous
         assert last is not None
         record.exit = replace(last, order=len(self.tasks.exits), by_launcher=last.by_launcher or by_launcher)
@@ -97,7 +97,7 @@ class ExitHandler:
 
     @property
     def optional_grace_s(self) -> float:
-        """Seconds for tasks that no other waits for: evaluators have work to do, excluded workers have none."""
+        """Seconds for tasks that no other task waits for: evaluators have work to do, excluded workers have none."""
         evaluates = any(record.is_evaluator for record in self.tasks.open)
         return self.evaluator_grace_s if evaluates else min(self.evaluator_grace_s, EXCLUDED_GRACE_S)
 
@@ -125,12 +125,12 @@ class ExitHandler:
         )
 
     def _has_left_early(self, record: TaskRecord) -> bool:
-        """Whether an exit with code 0 is not the end of the program: other members of the elastic job still train."""
+        """Whether an exit with code 0 is not the end of the job: other members of the elastic job still train."""
         may_leave = record.is_released or self.tasks.is_complete or not record.trains
         return self.slots is not None and not may_leave and self.slots.has_left_early(record.name)
 
     def _finish(self, record: TaskRecord, end: WorkerExit) -> None:
-        """A task has exited for good."""
+        """Record the final exit of a task."""
         record.exit, record.state = end, TaskState.EXITED
         if self.slots is not None:
             self.slots.retire(end.rank)

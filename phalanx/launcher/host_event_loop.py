@@ -1,4 +1,4 @@
-"""The selector of one job and the hosts that it listens to."""
+"""The selector of one job, and the hosts that it listens to."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from phalanx.launcher.host_messages import Event
 from phalanx.launcher.hosts.base_host import WorkerHost
 
 POLL_S = 0.05
-"""Between two looks at hosts that cannot wake the selector."""
+"""Polling interval for hosts that cannot wake the selector."""
 IDLE_S = 0.5
-"""The longest sleep: hosts collect reports and reap orphans about this often."""
+"""Longest sleep: hosts collect reports and reap orphans about this often."""
 
 
 class HostLoop:
-    """Sleeps until a host has something to report or another thread calls.
+    """Sleeps until a host has something to report or another thread wakes it.
 
-    Except for `run_soon` and `wake`, all calls come from the thread that runs the job.
+    Only `run_soon` and `wake` may be called from other threads than the one that runs the job.
     """
 
     def __init__(self, selector: selectors.BaseSelector, hosts: Sequence[WorkerHost]):
@@ -31,7 +31,7 @@ class HostLoop:
 
     @property
     def wakeup_fd(self) -> int:
-        """For `signal.set_wakeup_fd`: a signal then interrupts the sleep at once."""
+        """Descriptor for `signal.set_wakeup_fd`, with which a signal interrupts the sleep immediately."""
         return self._waker.fileno()
 
     @property
@@ -39,41 +39,41 @@ class HostLoop:
         return list(self._hosts)
 
     def run_soon(self, callback: Callable[[], None]) -> None:
-        """Call `callback` in the thread that runs the job. May be called from any thread and from signal handlers."""
+        """Call `callback` in the thread that runs the job. Safe in any thread and in signal handlers."""
         self._callbacks.append(callback)
         self._waker.wake()
 
     def wake(self) -> None:
-        """End the present sleep. May be called from any thread and from signal handlers."""
+        """End the current sleep. Safe in any thread and in signal handlers."""
         self._waker.wake()
 
     def add(self, host: WorkerHost) -> None:
-        """Listen to this host, on which workers may be started later."""
+        """Listen to this host, where workers may be started later."""
         if host not in self._hosts:
             self._hosts.append(host)
             host.start([])
 
     def remove(self, host: WorkerHost) -> None:
-        """Nothing runs on this host any more."""
+        """Stop listening to this host, where nothing runs anymore."""
         if host in self._hosts:
             self._hosts.remove(host)
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until something happens, at most this long, then run the callbacks."""
+        """Sleep until an event occurs, for at most this long, then run the callbacks."""
         longest_s = POLL_S if any(host.needs_polling for host in self._hosts) else IDLE_S
         self._selector.select(min(timeout_s, longest_s))
-        # Drained before the callbacks run: a wake-up for one that is added meanwhile must not be lost.
+        # Drained before the callbacks run, or the wake-up for a callback added in between would be lost.
         self._waker.drain()
         while self._callbacks:
             self._callbacks.popleft()()
 
     def events(self) -> Iterator[Event]:
-        """The events that the hosts report now."""
+        """Yield the events that the hosts report now."""
         for host in self.hosts:
             yield from host.events()
 
     def close(self) -> None:
-        """Close all hosts, which kills what still runs there. Safe to call twice."""
+        """Close all hosts, which kills the remaining workers. Safe to call twice."""
         for host in self._hosts:
             host.close()
         self._waker.close()
@@ -90,22 +90,22 @@ class _Waker:
         selector.register(self._ours, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """The descriptor for `signal.set_wakeup_fd`."""
+        """Descriptor for `signal.set_wakeup_fd`."""
         return self._theirs.fileno()
 
     def wake(self) -> None:
         # No lock: a signal handler may interrupt the thread that holds it.
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake; closed: nothing sleeps
+        with contextlib.suppress(BlockingIOError, OSError):  # full: already awake; closed: nothing sleeps
             self._theirs.send(b"\0")
 
     def drain(self) -> None:
-        """Reset it. Call this after `select`, and before looking for what the calls of `wake` were about."""
+        """Reset the waker. Call this after `select`, before handling what the calls of `wake` announced."""
         with contextlib.suppress(BlockingIOError):
             while self._ours.recv(4096):
                 pass
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the sockets. Safe to call twice."""
         if self._ours.fileno() >= 0:
             self._selector.unregister(self._ours)
             self._ours.close()

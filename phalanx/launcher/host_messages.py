@@ -1,4 +1,4 @@
-"""What passes between a job and the hosts of its workers, and through ssh between launcher and agent."""
+"""Messages between a job and the hosts of its workers, and over ssh between launcher and agent."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class WorkerDiagnostics(msgspec.Struct, frozen=True):
     """The evidence of how a worker ended.
 
     Attributes:
-        phase, epoch, step: its last progress report; None if there was none.
-        age_s: seconds between that report and its exit.
-        state: the kernel's letter for what it did when its stacks were requested (`R` running, `S` sleeping, `D`
-            waiting for a disk, `T` stopped); empty if they were not.
-        stacks: the Python stacks of its threads, if they were requested or native code crashed.
-        error: the uncaught error that ended it.
-        output: if it failed without one, the last lines that it wrote to stderr, or to both outputs where they are one.
+        phase, epoch, step: Its last progress report; None if there was none.
+        age_s: Seconds between that report and its exit.
+        state: The kernel's letter for its state when its stacks were requested (`R` running, `S` sleeping, `D` waiting
+            for a disk, `T` stopped); empty if they were not.
+        stacks: The Python stacks of its threads, if they were requested or native code crashed.
+        error: The uncaught error that ended it.
+        output: If it failed without an error, the last lines of its stderr, or of both outputs if they are merged.
     """
 
     phase: str | None = None
@@ -36,7 +36,7 @@ class WorkerDiagnostics(msgspec.Struct, frozen=True):
 
     @property
     def missed(self) -> str | None:
-        """The task that was lost or did not answer, if there is an error and it names one."""
+        """The task that was lost or did not answer, if there is an error that names one."""
         return None if self.error is None else self.error.lost or self.error.silent
 
 
@@ -44,7 +44,7 @@ class WorkerDiagnostics(msgspec.Struct, frozen=True):
 
 
 class Output(msgspec.Struct, frozen=True, tag="output"):
-    """Bytes that a worker wrote: several lines, or a part of one."""
+    """Bytes that a worker wrote: several lines, or part of one."""
 
     rank: int
     is_error: bool
@@ -60,8 +60,8 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     """A worker's process has exited.
 
     Attributes:
-        returncode: negative for a signal; None if the worker was lost with its host.
-        result: pickled; of a worker that ran a function.
+        returncode: Negative for a signal; None if the worker was lost with its host.
+        result: Pickled result of a worker that ran a function.
     """
 
     rank: int
@@ -71,13 +71,13 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
 
 
 class CheckpointBeforeExit(msgspec.Struct, frozen=True, tag="checkpoint"):
-    """A worker that received SIGTERM saves a checkpoint first."""
+    """A worker that received SIGTERM saves a checkpoint before it exits."""
 
     rank: int
 
 
 class WorkerReport(msgspec.Struct, frozen=True, tag="report"):
-    """The present activity of the worker of this rank."""
+    """The current activity of a worker."""
 
     rank: int
     report: TaskReport
@@ -101,13 +101,14 @@ Event = Output | Started | Exited | CheckpointBeforeExit | WorkerReport
 # From the launcher to an agent.
 
 KEEP_ALIVE_S = 5.0
-"""How often the launcher shows an agent that it is there."""
+"""Interval of the launcher's heartbeats to an agent."""
 SILENCE_S = SILENT_HOST_S
-"""Without a command for so long, the launcher or the network is down. As long as a link takes to find a silent host."""
+"""Without a command for this long, the launcher or the network is down. The same time detects a silent host on a link.
+"""
 
 
 class KeepAlive(msgspec.Struct, frozen=True, tag="keep_alive"):
-    """The launcher is there, and the job still its own."""
+    """Heartbeat: the launcher is alive and still runs the job."""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
@@ -123,18 +124,18 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """One task to start.
 
     Attributes:
-        arguments: its program's command line, as after `python`.
-        environment: the variables that make it this task.
-        interpreter: options of the interpreter itself.
-        function: pickled; run instead of a program.
-        trains: whether it has a replica of the model, and so gets cores and GPUs of its own.
-        devices: how many GPUs, or CPU devices of JAX, each worker of the job has; None: one GPU.
-        restartable: whether it may be restarted, at the same port.
-        has_snapshots: whether it writes snapshots, into files that outlive it.
-        slot: which of the host's ports and shares of cores it gets; None: that of its position in the list.
-        directory: where it starts; None: where the launcher is.
-        frees_port: whether its port is closed once it has exited successfully.
-        prints_errors: whether it prints the error that ends it; otherwise the launcher shows it.
+        arguments: Its program's command line, as after `python`.
+        environment: The variables that make it this task.
+        interpreter: Options of the Python interpreter.
+        function: Pickled function to run instead of a program.
+        trains: Whether it has a replica of the model, and therefore its own cores and GPUs.
+        devices: Number of GPUs, or CPU devices of JAX, for each worker of the job; None: one GPU.
+        restartable: Whether it may be restarted, at the same port.
+        has_snapshots: Whether it writes snapshots, into files that outlive it.
+        slot: Index of its port and share of cores on the host; None: its position in the list.
+        directory: Its working directory; None: that of the launcher.
+        frees_port: Whether its port is closed once it has exited successfully.
+        prints_errors: Whether it prints the error that ends it; otherwise the launcher shows it.
     """
 
     rank: int
@@ -153,13 +154,13 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """Start tasks: all of the host at once, or in an elastic job some at a time."""
+    """Start tasks: all of the host or, in an elastic job, some at a time."""
 
     specs: list[WorkerSpec]
 
 
 class Restart(msgspec.Struct, frozen=True, tag="restart"):
-    """Start a task again that has exited, with its first spec."""
+    """Restart a task that has exited, with its original spec."""
 
     rank: int
 
@@ -184,7 +185,7 @@ Answer = Output | Started | Exited | CheckpointBeforeExit | WorkerReport | Prepa
 
 
 class LineReader:
-    """Bytes in, whole lines out: one JSON message each between launcher and agent."""
+    """Splits bytes into whole lines, each a JSON message between launcher and agent."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -1,4 +1,4 @@
-"""Which hosts run how many workers: the value of `--hosts`, and what a `--host-discovery-script` prints."""
+"""Hosts and their numbers of slots, parsed from `--hosts` or from the output of a `--host-discovery-script`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from phalanx.errors import ConfigurationError
 from phalanx.transport.address import LOOPBACK, Address
 from phalanx.transport.name_resolution import look_up, resolve
 
-# More digits are a typing error. (Each task costs memory before it is known whether there is room for it.)
+# More digits are a typing error. (Each task costs memory before the launcher can check whether there is room for it.)
 SLOT_DIGITS = 5
 MAX_WORKERS = 10**SLOT_DIGITS - 1
-# [user@]name[:workers]; an IPv6 address stands in brackets. A leading dash would be an option to ssh.
+# [user@]name[:workers], with an IPv6 address in brackets. No leading dash, which ssh would read as an option.
 _ENTRY = re.compile(r"(?:(?P<user>[\w][\w.-]*)@)?(?P<name>\[[0-9a-fA-F:.]+\]|[\w][\w.-]*)(?::(?P<workers>\d+))?")
 _HERE = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """A host and how many workers it runs.
+    """A host and its number of workers.
 
     Attributes:
-        name: as the other hosts can resolve it; an IPv6 address in brackets, as in `host:port`.
-        workers: number of slots.
-        user: to log in as; None leaves it to ssh's configuration.
+        name: Name that the other hosts can resolve, or an IPv6 address in brackets, as in `host:port`.
+        workers: Number of slots.
+        user: Login name; None leaves it to ssh's configuration.
     """
 
     name: str
@@ -37,7 +37,7 @@ class HostShare:
 
     @property
     def login(self) -> str:
-        """The destination for ssh."""
+        """Destination for ssh."""
         name = self.name.strip("[]")
         return f"{self.user}@{name}" if self.user else name
 
@@ -57,9 +57,9 @@ _ANYWHERE = HostShare("192.0.2.1", 1)
 
 
 def parse_hosts(text: str) -> list[HostShare]:
-    """`a:2,user@b:2,[fe80::1]:4` as shares, in order; a host without a number runs one worker.
+    """Parse `a:2,user@b:2,[fe80::1]:4`, keeping the order. A host without a number runs one worker.
 
-    Raises: ConfigurationError with what is wrong and what to write instead.
+    Raises: ConfigurationError that says what is wrong and what to write instead.
     """
     shares = []
     for entry in text.split(","):
@@ -80,7 +80,7 @@ def parse_hosts(text: str) -> list[HostShare]:
 
 
 def parse_hostfile(text: str) -> list[HostShare]:
-    """Hosts from the lines of a file, `name slots=2` each; without `slots` one worker. A # starts a comment.
+    """Parse a hostfile with lines `name slots=2`; without `slots`, a host runs one worker. A # starts a comment.
 
     Raises: ConfigurationError naming the line.
     """
@@ -99,14 +99,13 @@ def parse_hostfile(text: str) -> list[HostShare]:
 
 
 def parse_discovered(text: str, slots: int) -> list[HostShare]:
-    """Hosts from what a discovery script printed: lines `name:slots`, or `name`, as for `horovodrun`. A # starts a
-    comment.
+    """Parse the output of a discovery script: lines `name:slots`, or `name`, as for `horovodrun`. A # starts a comment.
 
     Args:
-        text: the output of the script.
-        slots: slots of a host that is printed without their number.
+        text: Output of the script.
+        slots: Number of slots of a host that is listed without a number.
 
-    Raises: ConfigurationError naming the line. No line at all is a valid answer: there is no host.
+    Raises: ConfigurationError naming the line. Empty output is valid: there is no host.
     """
     shares: dict[str, HostShare] = {}
     for line in text.splitlines():
@@ -125,17 +124,17 @@ def parse_discovered(text: str, slots: int) -> list[HostShare]:
 
 
 def own_name(others: Sequence[HostShare]) -> str:
-    """A name or address under which other hosts reach this one; `127.0.0.1` if that is all there is.
+    """Find a name or address at which other hosts reach this one; `127.0.0.1` if there is no other.
 
     Args:
-        others: some of the other hosts.
+        others: Some of the other hosts.
     """
     with contextlib.suppress(OSError):
         name = look_up(socket.getfqdn)
         if not any(str(entry[4][0]).startswith(("127.", "::1")) for entry in resolve(Address(name, 0))):
             return name
     for other in [*others, _ANYWHERE]:
-        # Connecting a datagram socket sends nothing: it only chooses the way, and with it the own address.
+        # Connecting a datagram socket sends nothing. It only chooses the route, and thus the local address.
         with contextlib.suppress(OSError):
             family, _, _, _, endpoint = resolve(Address(other.name.strip("[]"), 9))[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -148,15 +147,16 @@ def own_name(others: Sequence[HostShare]) -> str:
 def choose_hosts(
     workers: int | None, hosts: str | None, hostfile: Path | None, *, every_place: bool = False, others: int = 0
 ) -> list[HostShare]:
-    """Where the tasks run: on this host, or in the first slots of the given hosts. Tasks that are not workers follow in
-    the slots that are left, and run on the last host if there are none.
+    """Choose the slots of the tasks: on this host, or the first slots of the given hosts. Tasks that are not workers
+    get the remaining slots, or run on the last host if none remain.
 
     Args:
-        workers: number of workers; None for all slots of the hosts.
-        hosts: the value of `--hosts`.
-        hostfile: a file with the same content.
-        every_place: return all slots of the hosts, even if there are more than workers, which may use any of them.
-        others: number of tasks that are not workers.
+        workers: Number of workers; None for all slots of the hosts.
+        hosts: Value of `--hosts`.
+        hostfile: File that lists the hosts.
+        every_place: Whether to return all slots of the hosts, even if there are more than workers, which may use any of
+            them.
+        others: Number of tasks that are not workers.
 
     Raises: ConfigurationError if both name hosts, or there are fewer slots than workers.
     """
@@ -187,7 +187,7 @@ def choose_hosts(
 
 
 def check_interfaces(names: str | None, shares: Sequence[HostShare]) -> None:
-    """Check the value of `--network-interfaces`. Workers on one host do not need it, and others use the hosts' names.
+    """Check the value of `--network-interfaces`. Workers on one host do not need it; others use the hosts' names.
 
     Raises: ConfigurationError for an interface that this host does not have, or several hosts.
     """

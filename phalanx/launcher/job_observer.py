@@ -1,4 +1,4 @@
-"""What a job reports while it runs, to whatever shows it."""
+"""The interface to which a running job reports its events, for display."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.monitoring.worker_figures import TaskReport
 
 
 class JobObserver:
-    """Ignores everything; subclasses override what they show. All calls come from the thread that runs the job."""
+    """Ignores everything; subclasses override what they need. All calls come from the thread that runs the job."""
 
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
         """A task wrote to stdout or stderr."""
@@ -25,29 +25,29 @@ class JobObserver:
         """A process of a task has exited."""
 
     def reported(self, task: str, rank: int, report: TaskReport) -> None:
-        """A task's present activity, about twice a second."""
+        """A task reported its current activity, about twice a second."""
 
     def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
-        """In an elastic job: these tasks train together from now on."""
+        """In an elastic job, these tasks form the new generation."""
 
     def hosts_changed(self, hosts: Sequence[HostStatus]) -> None:
-        """In an elastic job: the hosts on which workers may run."""
+        """In an elastic job, the hosts on which workers may run have changed."""
 
     def failed(self, end: WorkerExit) -> None:
-        """The first failure, because of which the job is being ended."""
+        """The first failure occurred, and the job is shutting down because of it."""
 
     def stopping(self) -> None:
-        """The launcher has received a signal, because of which the job is being ended."""
+        """The launcher has received a signal, and the job is shutting down because of it."""
 
     def survived(self, end: WorkerExit, how: str) -> None:
-        """The job continues after the exit of a task, which no failure report will explain; `how` says in what way."""
+        """The job continues after the exit of a task, as `how` describes. No failure report will explain the exit."""
 
     def noticed(self, text: str) -> None:
-        """Anything else that the user should know, as one line."""
+        """Any other message for the user, as one line."""
 
 
 class ObserverGroup(JobObserver):
-    """Passes everything to several observers, in their order."""
+    """Passes all reports to several observers, in order."""
 
     def __init__(self, *observers: JobObserver):
         for name in vars(JobObserver):

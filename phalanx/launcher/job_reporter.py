@@ -1,4 +1,4 @@
-"""Shows on the console what happens in a job of `phalanx run`."""
+"""Shows the events of a job of `phalanx run` on the console."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class JobReporter(JobObserver):
     """Shows the output of all tasks, and a line for each event that the user should know.
 
     Args:
-        verbose: whether to show each start and exit.
-        on_stragglers: receives the tasks that the others wait for, whenever they have changed; None if workers do not
-            wait for each other.
-        timeout_s: see `StragglerDetector`.
+        verbose: Whether to show each start and exit.
+        on_stragglers: Receives the tasks that the others wait for, whenever they change; None if workers do not wait
+            for each other.
+        timeout_s: See `StragglerDetector`.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class JobReporter(JobObserver):
         self._members: Sequence[str] | None = None
         self._slow: Sequence[str] = []
         self._phases = StartPhases()
-        self._is_ending = False  # then the progress of its tasks is no news
+        self._is_ending = False  # if so, the progress of its tasks is no longer shown
 
     def report(self, text: str) -> None:
-        """Show a line of the launcher itself."""
+        """Show a line from the launcher."""
         self._console.message(f"phalanx: {text}")
 
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
@@ -58,7 +58,7 @@ class JobReporter(JobObserver):
     def exited(self, end: WorkerExit) -> None:
         self._console.finish(end.rank)
         error = end.diagnostics.error
-        # The worker has not printed it.
+        # Not printed by the worker.
         if error is not None and not error.interrupted and not end.was_preempted:
             self._console.log(end.rank, error.traceback)
         self._stragglers.forget(end.task)
@@ -91,14 +91,14 @@ class JobReporter(JobObserver):
 
     def failed(self, end: WorkerExit) -> None:
         self._is_ending = True
-        if self._verbose and not end.was_preempted:  # then all exit, and each says so itself
+        if self._verbose and not end.was_preempted:  # otherwise all exit, and each reports it itself
             self.report(f"{end.failure}; ending the job")
 
     def stopping(self) -> None:
         self._is_ending = True
 
     def survived(self, end: WorkerExit, how: str) -> None:
-        if end.was_preempted:  # then all exit
+        if end.was_preempted:  # all others exit too
             return
         self.report(f"{end.task} {end.description}; {how}")
         error = end.diagnostics.error

@@ -1,4 +1,4 @@
-"""What a job runs, where, and how: the value that `phalanx run` makes of its options."""
+"""The description of a job to run, which `phalanx run` builds from its options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.launcher.host_slots import HostShare
 
 @dataclass(frozen=True, slots=True)
 class DashboardOptions:
-    """How a job is shown in a browser; `control`: whether the buttons there act."""
+    """Options of a job's dashboard. `control`: whether its buttons are enabled."""
 
     control: bool = False
 
@@ -22,15 +22,15 @@ class JobRequest:
     """A job to run.
 
     Attributes:
-        arguments: the program's command line, as after `python`.
-        tasks: names of all tasks, in rank order; see `task_names`.
-        shares: the hosts, with as many slots as there are tasks; in an elastic job, with all their slots.
-        config: see `LaunchConfig`.
-        elastic: None for a job of fixed size, which ends when it loses a worker.
-        spans_workers: whether one program spans the devices of all workers. Such a job has a fixed size from start to
-            start: where it is elastic and loses a worker, all of it starts again, with the slots that are left.
-        size_reason: why it has so many workers; empty if the user has chosen the number.
-        dashboard: None to show the job nowhere but here.
+        arguments: The program's command line, as after `python`.
+        tasks: Names of all tasks, in rank order; see `task_names`.
+        shares: The hosts, with as many slots as there are tasks; in an elastic job, with all their slots.
+        config: See `LaunchConfig`.
+        elastic: Options of an elastic job; None for a job of fixed size, which ends when it loses a worker.
+        spans_workers: Whether one program spans the devices of all workers. The size of such a job changes only at
+            restarts: if it is elastic and loses a worker, all of it restarts with the remaining slots.
+        size_reason: Reason for its number of workers; empty if the user chose it.
+        dashboard: Options of the dashboard; None for no dashboard.
     """
 
     arguments: Sequence[str]

@@ -1,4 +1,4 @@
-"""What `phalanx run` does: one job on this terminal, from its start to its exit code."""
+"""Runs a job for `phalanx run`: on this terminal, from its start to its exit code."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ from phalanx.monitoring.startup_noise import LOUD
 if TYPE_CHECKING:
     from phalanx.elastic.coordinator_server import CoordinatorServer
 
-# Before hosts that did not answer are tried again.
+# Delay before the launcher retries hosts that did not answer.
 GATHER_AGAIN_S = 10.0
-# Open files of this process: its own, and for each task on this host (pipes, progress file, port, ...).
+# Open files of this process: its own, and those of each task on this host (pipes, progress file, port, ...).
 OWN_FILES = 32
 FILES_PER_TASK = 8
-# In fewer columns a progress bar is of no use, and wrapped lines are the lesser evil.
+# A progress bar needs this many columns. On narrower terminals, wrapped lines are the lesser evil.
 MIN_COLUMNS = 20
 MORE = "All frames, and the errors of the other tasks: phalanx run -v, or --log-dir"
 
@@ -60,13 +60,13 @@ MORE = "All frames, and the errors of the other tasks: phalanx run -v, or --log-
 def run_job(job: JobRequest) -> int:
     """Run a job and return its exit code.
 
-    Must be called in the main thread, whose signals it handles meanwhile. Processes that descendants of this process
-    leave behind are killed; children that this process has already are left alone.
+    Must be called in the main thread, whose signals it handles until it returns. Processes that descendants of this
+    process leave behind are killed; children that already exist are left alone.
     """
     signals = stop_signals(job.config)
-    adopt_orphans()  # before anything is started: the children that are there now are spared
+    adopt_orphans()  # before anything is started: children that already exist are spared
     if job.config.verbose:
-        set_variables(LOUD, overwrite=False)  # workers inherit them, on other hosts too
+        set_variables(LOUD, overwrite=False)  # inherited by workers, on other hosts too
     _raise_file_limit(len(job.tasks))
     log_dir = job.config.log_dir
     with open_logs(log_dir, job.tasks) as logs, contextlib.ExitStack() as stack:
@@ -107,7 +107,7 @@ def run_job(job: JobRequest) -> int:
             console.close()
         _report_failure(outcome, job, console, colour=sys.stderr.isatty() and allows_colour())
         watched.end(outcome)
-    if log_dir is not None and outcome.verdict.code != INTERRUPTED_CODE:  # Ctrl-C is one line
+    if log_dir is not None and outcome.verdict.code != INTERRUPTED_CODE:  # Ctrl-C prints one line only
         console.message(f"phalanx: `phalanx report {shlex.quote(str(log_dir))}` makes a page of this job")
     return outcome.verdict.code
 
@@ -120,9 +120,9 @@ def _report_failure(outcome: JobOutcome, job: JobRequest, console: Console, *, c
         console.message(f"phalanx: {_last_words(outcome)} (exit code {verdict.code})")
         return
     is_interrupt = verdict.code == INTERRUPTED_CODE
-    if is_interrupt and not verdict.was_requested and not config.verbose:  # of one worker, and not from the terminal
+    if is_interrupt and not verdict.was_requested and not config.verbose:  # only of a worker, not from the terminal
         console.message(f"phalanx: {verdict.reason} (exit code {verdict.code})")
-    elif not is_interrupt or config.verbose:  # who pressed Ctrl-C knows why the job ended
+    elif not is_interrupt or config.verbose:  # after Ctrl-C, the user knows why the job ended
         page = failure_report.render(
             verdict,
             outcome.ends,
@@ -140,7 +140,7 @@ def _report_failure(outcome: JobOutcome, job: JobRequest, console: Console, *, c
 
 
 def _last_words(outcome: JobOutcome) -> str:
-    """What a preempted job says: its chief, which knows what was saved, for all."""
+    """The last message of a preempted job: its chief's, which describes what was saved."""
     preempted = [end for end in outcome.ends if end.was_preempted]
     error = min(preempted, key=lambda end: end.rank).diagnostics.error if preempted else None
     return outcome.verdict.reason if error is None else error.message.rstrip(".")
@@ -149,23 +149,23 @@ def _last_words(outcome: JobOutcome) -> str:
 def _run_with_restarts(
     run_once: Callable[[int], JobOutcome], say: Callable[[str], None], max_restarts: int
 ) -> JobOutcome:
-    """Run the job, and again as a whole after a failure, as long as that may help.
+    """Run the job. After a failure, restart all of it as long as that may help.
 
     Args:
-        run_once: runs it; its argument is the number of attempts before this one.
-        say: shows a line to the user, and to those who watch the job.
-        max_restarts: how often it may be started again.
+        run_once: Runs the job; takes the number of earlier attempts.
+        say: Shows a line to the user and to those who watch the job.
+        max_restarts: Maximum number of restarts.
     """
-    policy = RestartPolicy(max_restarts, elastic=True)  # of one task, rank 0: the job. Its error may be a host's
-    has_run = False  # an attempt has found its hosts
+    policy = RestartPolicy(max_restarts, elastic=True)  # rank 0 represents the job; a host may cause its error
+    has_run = False  # whether an attempt has found its hosts
     attempts = itertools.count()
     while True:
         started_at = time.monotonic()
         try:
             outcome = run_once(next(attempts))
         except RendezvousError as error:
-            # Hosts that were there when the job began may come back: after a power cut that takes minutes. It counts as
-            # a restart after a loss: the code of the error itself says that another attempt is of no use.
+            # Hosts that were available before may return; after a power cut that takes minutes. This counts as a
+            # restart after a loss, because the exit code of the error itself excludes another attempt.
             if not has_run or policy.delay_s(0, PeerLostError.exit_code, SHORT_LIFE_S) is None:
                 raise
             say(f"{error} Trying to start the job again ({policy.describe(0)})")
@@ -193,11 +193,11 @@ def _run_once(
 
 
 class _JobRun:
-    """One run of the job, of which `--max-restarts` allows several: what is shown, and what wakes the launcher.
+    """One run of the job: its output, and the selector that wakes the launcher. `--max-restarts` allows several runs.
 
     Args:
-        stack: closes what the run has opened.
-        run: see `WorkerRecipe`.
+        stack: Closes what the run has opened.
+        run: See `WorkerRecipe`.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class _JobRun:
         else:
             job, begin = self._elastic_job(elastic)
         on_resize = None if self._console.columns is None else lambda: self._resize(job)
-        # Before the first process: a signal during the start ends those that run already.
+        # Before the first process starts, so that a signal during the start ends those that already run.
         self._stack.enter_context(stopped_by_signals(job, signals, on_resize))
         try:
             job.start()
@@ -242,13 +242,13 @@ class _JobRun:
     def _elastic_job(
         self, elastic: ElasticOptions
     ) -> tuple[JobSupervisor, Callable[[], tuple[HostPool, CoordinatorServer]]]:
-        """The job, and what begins to coordinate its members once it has been started."""
+        """The job, and a function that begins to coordinate its members once it has started."""
         pool = self._gathered_hosts(elastic)
         start_timeout_s = self._request.config.start_timeout_s
         supervisor = self._stack.enter_context(
             ElasticSupervisor(pool.shares, stays_here=pool.stays_here, start_timeout_s=start_timeout_s)
         )
-        # Even without restarts another worker may start in the slot, at the same port.
+        # Even without restarts, another worker may start in the slot, at the same port.
         placements = pool.first_placements(
             replace(self._recipe, restartable=True, coordinator=supervisor.address, identity=supervisor.identity)
         )
@@ -262,7 +262,7 @@ class _JobRun:
         return job, begin
 
     def _spanning_job(self, elastic: ElasticOptions) -> JobSupervisor:
-        """The job of one program, with as many workers as there are slots now."""
+        """The job of one program over all workers, with as many workers as there are slots now."""
         placements = self._gathered_hosts(elastic).first_placements(self._recipe, is_fixed=True)
         workers = _workers_in(placements)
         if workers < elastic.maximum:
@@ -270,7 +270,7 @@ class _JobRun:
         return self._job(placements)
 
     def _gathered_hosts(self, elastic: ElasticOptions) -> HostPool:
-        """The hosts of an elastic job, of which enough have answered to begin."""
+        """The hosts of an elastic job, once enough have answered to begin."""
         pool = HostPool(
             self._request.tasks,
             self._selector,
@@ -289,19 +289,19 @@ class _JobRun:
         return OutputStreams(
             merged=self._console.is_merged,
             terminal=None if self._console.columns is None else self._terminal_size(),
-            # The kernel stops a background process group that reads the terminal: only pipes and files are passed on.
+            # Only pipes and files: the kernel stops a background process group that reads the terminal.
             inherit_input=sys.stdin is not None and not sys.stdin.isatty(),
         )
 
     def _resize(self, job: JobSupervisor) -> None:
-        """The terminal has another size now, and so has the chief's."""
+        """Adopt the terminal's new size, and pass it on to the chief's terminal."""
         self._console.columns = shutil.get_terminal_size().columns
         chief = job.placement(0)
         if chief is not None and isinstance(chief.host, LocalHost):
             chief.host.resize(self._terminal_size())
 
     def _terminal_size(self) -> TerminalSize:
-        """The size of the chief's terminal: this one's, less the prefix of each line."""
+        """Size of the chief's terminal: that of this terminal, less the prefix of each line."""
         size = shutil.get_terminal_size()
         return TerminalSize(size.lines, max(MIN_COLUMNS, size.columns - self._prefix_columns))
 
@@ -321,7 +321,7 @@ def _reporter(request: JobRequest, console: Console, watched: WatchedJob) -> Job
 
 
 def _raise_file_limit(tasks: int) -> None:
-    """Raise the soft limit of open files, as far as the hard one allows, if this many tasks may need more."""
+    """Raise the soft limit of open files if this many tasks may need more, up to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _needed_files(tasks)
     if soft != resource.RLIM_INFINITY and soft < needed:

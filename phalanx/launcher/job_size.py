@@ -1,4 +1,4 @@
-"""How many workers a job has if the user names no number, and the line that says what starts."""
+"""The default number of workers of a job, and the line that describes its start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from phalanx.devices.gpu_count import count_gpus
 
 # Without GPUs, more processes are seldom faster than one, and each needs the memory of the whole model. Two are enough
-# to see a job of several workers.
+# for a job of several workers.
 WORKERS_WITHOUT_GPU = 2
 
 _KINDS = (
@@ -18,10 +18,10 @@ _KINDS = (
 
 
 def default_workers(environment: Mapping[str, str]) -> tuple[int, str]:
-    """How many workers this host runs by default, and why.
+    """Default number of workers on this host, and the reason.
 
     Args:
-        environment: variables, of which CUDA_VISIBLE_DEVICES counts.
+        environment: Environment variables; only CUDA_VISIBLE_DEVICES matters.
     """
     gpus = count_gpus(environment)
     if gpus:
@@ -30,13 +30,13 @@ def default_workers(environment: Mapping[str, str]) -> tuple[int, str]:
 
 
 def describe_start(tasks: Sequence[str], hosts: int, *, at_most: bool = False, reason: str = "") -> str:
-    """What starts, in one line.
+    """Describe the start of a job in one line.
 
     Args:
-        tasks: names of all tasks.
-        hosts: number of hosts; 0 if they are not known yet.
-        at_most: whether fewer workers may start.
-        reason: why there are so many workers, if the user has not chosen.
+        tasks: Names of all tasks.
+        hosts: Number of hosts; 0 if unknown.
+        at_most: Whether fewer workers may start.
+        reason: Reason for the number of workers, if the user did not choose it.
 
     >>> describe_start(["worker/0", "worker/1", "ps/0"], 1)
     'starting 2 workers and 1 parameter server'

@@ -1,8 +1,8 @@
-"""The loop over a job's life: start the tasks, restart or replace those that are lost, end all when one fails.
+"""Event loop of a job: start the tasks, restart or replace lost ones, and end all when one fails.
 
-The decisions are elsewhere, without processes: `shutdown` (how a job is ended), `task_table` (what a task's exit means
-for the others), `restart_policy` (which tasks are restarted), `root_cause` (which task was the cause). Here they meet
-the events of the hosts and the clock.
+The decisions are in modules without processes: `shutdown` (how a job is ended), `task_table` (what a task's exit means
+for the others), `restart_policy` (which tasks are restarted), `root_cause` (which task was the cause). This module
+applies them to the events of the hosts and the clock.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from phalanx.launcher.task_table import TaskState, TaskTable, exits_to_judge
 if TYPE_CHECKING:
     from phalanx.launcher.elastic_hosts.host_pool import HostPool
 
-# A worker that has been released from an elastic job exits by itself, which takes seconds at most.
+# A worker that has been released from an elastic job exits on its own, within seconds.
 RELEASE_S = 60.0
 
 
 @dataclass
 class JobOutcome:
-    """A job that has ended.
+    """The outcome of a job that has ended.
 
     Attributes:
-        verdict: why.
-        ends: the exits of all tasks, by rank.
-        results: pickled results of tasks that ran a function, by rank.
+        verdict: Root cause of the end.
+        ends: Exits of all tasks, by rank.
+        results: Pickled results of tasks that ran a function, by rank.
     """
 
     verdict: RootCause
@@ -52,15 +52,15 @@ class JobOutcome:
 class JobSupervisor:
     """Runs the tasks of one job to their end. Call `start`, then `run`, each once.
 
-    Except for `stop` and `loop.run_soon`, all calls come from the thread that runs the job.
+    Only `stop` and `loop.run_soon` may be called from other threads than the one that runs the job.
 
     Args:
-        config: the grace periods, and how often each task may be restarted.
-        merged: whether stdout and stderr of tasks on this host are one stream.
-        slots: where workers run in an elastic job; None for a job of fixed size.
+        config: Grace periods, and the number of restarts allowed for each task.
+        merged: Whether stdout and stderr of tasks on this host are one stream.
+        slots: Hosts of the workers of an elastic job; None for a job of fixed size.
 
     Attributes:
-        loop: runs callbacks of other threads, and knows the hosts.
+        loop: Holds the hosts and runs callbacks from other threads.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class JobSupervisor:
         self._tails = OutputTails(merged=merged)
         self._observer = observer
         self._slots = slots
-        self._slots_due = math.inf  # when `_slots` wants its next `update`
+        self._slots_due = math.inf  # when the next `update` of `_slots` is due
         self._clock = clock
         self._exits_before_abort: int | None = None  # not None: the elastic job cannot continue
-        self._failure: RootCause | None = None  # of an elastic job, as its coordinator says
+        self._failure: RootCause | None = None  # of an elastic job, as its coordinator reports
         self._exits = ExitHandler(
             self._tasks,
             self._plan,
@@ -95,10 +95,10 @@ class JobSupervisor:
         )
         self.loop = HostLoop(selector, list(dict.fromkeys(placement.host for placement in placements)))
 
-    # ---- controlled from outside
+    # ---- external control
 
     def stop(self, number: int) -> None:
-        """End the job because this process received signal `number`; at once if it is SIGINT and not the first signal.
+        """End the job because this process received signal `number`; immediately if it is SIGINT after another signal.
 
         Only records the signal and wakes the loop, so signal handlers and other threads may call it at any time.
         """
@@ -112,16 +112,16 @@ class JobSupervisor:
 
     @property
     def accepts_workers(self) -> bool:
-        """Whether a worker that is started now could still take part."""
+        """Whether a worker started now could still take part."""
         return not self.is_shutting_down and not self._tasks.training_is_over and self._exits_before_abort is None
 
     def placement(self, rank: int) -> WorkerPlacement | None:
-        """Where a task runs, or ran last; None if it has never been started."""
+        """The current or last placement of a task; None if it has never been started."""
         record = self._tasks.get(rank)
         return None if record is None else record.placement
 
     def start_worker(self, placement: WorkerPlacement) -> None:
-        """Start a worker of an elastic job in a slot that is free."""
+        """Start a worker of an elastic job in a free slot."""
         self._tasks.place(placement)
         self.loop.add(placement.host)
         self._handle_all(placement.host.start([placement.spec]))
@@ -139,21 +139,21 @@ class JobSupervisor:
                 record.placement.host.request_checkpoint(record.rank)
 
     def release(self, task: str) -> None:
-        """A worker of an elastic job is no longer wanted: its exit is neither a failure nor the end of the job."""
+        """Release a worker from an elastic job: its exit is neither a failure nor the end of the job."""
         for record in self._tasks.named(task):
             record.is_released = True
             record.kill_at = self._clock() + RELEASE_S
 
     def resize(self, workers: int) -> None:
-        """This number of workers is wanted in an elastic job."""
+        """Set the desired number of workers of an elastic job."""
         if self._slots is not None:
             self._slots.set_target(workers)
 
     def abort(self, reason: str, code: int) -> None:
-        """An elastic job cannot continue: end the workers that still run.
+        """End the remaining workers of an elastic job that cannot continue.
 
         Args:
-            reason, code: why, and the exit code for it, if no worker has failed by itself.
+            reason, code: Reason and exit code, used if no worker failed on its own.
         """
         if self._exits_before_abort is None:
             self._exits_before_abort = len(self._tasks.exits)
@@ -161,11 +161,11 @@ class JobSupervisor:
         self._plan.fail(self._clock())
 
     def training_changed(self, *, is_training: bool) -> None:
-        """Whether members of an elastic job train from now on."""
+        """Record whether members of an elastic job are training."""
         self._tasks.is_training = is_training
 
     def finish(self, tasks: Sequence[str]) -> None:
-        """These workers have finished an elastic job: others that were about to join them are not needed."""
+        """Record the workers that finished an elastic job, and end those that were still about to join."""
         self._tasks.is_complete = True
         for record in self._tasks:
             if not record.trains or record.name in tasks:  # members exit by themselves
@@ -180,7 +180,7 @@ class JobSupervisor:
     # ---- the loop
 
     def start(self) -> None:
-        """Start the tasks. If that fails, those already started are killed."""
+        """Start the tasks. If that fails, kill those already started."""
         try:
             for host in self.loop.hosts:
                 specs = [record.placement.spec for record in self._tasks if record.placement.host is host]
@@ -190,7 +190,7 @@ class JobSupervisor:
             raise
 
     def run(self) -> JobOutcome:
-        """Return when all tasks have exited. On any exception all are killed."""
+        """Run until all tasks have exited. On any exception, kill all tasks."""
         try:
             while self._tasks.open or (self._tasks.is_deserted and self.accepts_workers):
                 self.loop.wait(self._timeout_s())
@@ -210,7 +210,7 @@ class JobSupervisor:
         return max(0.0, min(due for due in dues if due is not None) - self._clock())
 
     def _advance(self) -> None:
-        """Do everything whose time has come."""
+        """Perform all actions that are due."""
         now = self._clock()
         if (number := self._plan.handle_signals(now)) is not None:
             self._observer.stopping()
@@ -244,7 +244,7 @@ class JobSupervisor:
         }
         for record in self._tasks.open:
             if step is ShutdownStep.DUMP_STACKS:
-                # After a failure this step ends the grace period; after a signal it comes at once, and says nothing.
+                # After a failure, this step ends the grace period. After a signal it is immediate and means nothing.
                 record.is_hung = record.is_hung or self._plan.interrupted_by is None
                 record.placement.host.dump_stacks(record.rank)
             elif step is ShutdownStep.GIVE_UP:
@@ -252,9 +252,9 @@ class JobSupervisor:
             else:
                 record.placement.signal(numbers[step])
         if step is ShutdownStep.TERMINATE:
-            self._handle_all(self.loop.events())  # workers on this host answer at once if they save a checkpoint first
+            self._handle_all(self.loop.events())  # local workers that save a checkpoint first have already answered
 
-    # ---- what the hosts report
+    # ---- reports of the hosts
 
     def _handle_all(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -268,7 +268,7 @@ class JobSupervisor:
             case Started(rank, pid):
                 record = self._tasks[rank]
                 record.pid, record.started_at = pid, self._clock()
-                self._tails.clear(rank)  # its output is not that of the process before
+                self._tails.clear(rank)  # drop the output of its previous process
                 self._observer.started(record.placement, pid)
             case WorkerReport(rank, report):
                 self._observer.reported(self._tasks[rank].name, rank, report)

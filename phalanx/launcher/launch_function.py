@@ -1,4 +1,4 @@
-"""`phalanx.launch`: like `phalanx run`, for a function, from Python or a notebook."""
+"""`phalanx.launch`: like `phalanx run`, but for a function, from Python or a notebook."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ def launch(
     log_dir: str | Path | None = None,
     start_timeout_s: float | None = None,
 ) -> list[Any]:
-    """Call `function(*args, **kwargs)` in each of several new local processes; returns the results by rank.
+    """Call `function(*args, **kwargs)` in each of several new local processes and return the results by rank.
 
     Each process is a worker of one job with its own cores, so `phalanx.MultiWorkerMirroredStrategy()` inside
-    the function finds the others. The function may be defined in a notebook; it, its arguments and its
-    results are pickled (by cloudpickle) between this process and its own children. Imports belong inside the
+    the function finds the others. The function may be defined in a notebook. It, its arguments and its
+    results are pickled (by cloudpickle) between this process and its children. Imports belong inside the
     function, so that a worker does not import Keras before its backend is set.
 
     Args:
-        function: what each worker calls.
-        workers: processes to start, 1 or more.
-        args: positional arguments of `function`.
-        kwargs: keyword arguments of `function`.
-        backend: sets KERAS_BACKEND for the workers.
-        log_dir: directory for one log file per task, and for the failure report if the job fails.
-        start_timeout_s: seconds that the workers wait for each other at the start; more than 0.
+        function: Function that each worker calls.
+        workers: Number of processes to start, 1 or more.
+        args: Positional arguments of `function`.
+        kwargs: Keyword arguments of `function`.
+        backend: Value of KERAS_BACKEND for the workers.
+        log_dir: Directory for one log file per task, and for the failure report if the job fails.
+        start_timeout_s: Seconds that the workers wait for each other at the start; more than 0.
 
-    All workers have exited when this function returns or raises, KeyboardInterrupt included.
+    All workers have exited when this function returns or raises, including on KeyboardInterrupt.
 
     Raises:
         Exception: the error of the worker that caused the failure, with that worker's traceback as its
@@ -74,7 +74,7 @@ def launch(
         raise ConfigurationError(f"launch got workers={workers!r}; give a number from 1 to {MAX_WORKERS}.")
     if not callable(function):
         raise ConfigurationError(f"launch got {function!r} to call; pass a function, not its result.")
-    # Imported here, as in the functions below: cloudpickle takes long to import, and most programs never launch.
+    # Imported lazily here and below: cloudpickle is slow to import, and most programs never launch.
     from phalanx.runtime import function_call
 
     call = function_call.encode(function_call.PickledCall(function, tuple(args), dict(kwargs or {})))
@@ -87,7 +87,7 @@ def launch(
     try:
         outcome = _run(name, WorkerRecipe([FUNCTION], task_names(workers), config, function=call))
     except KeyboardInterrupt as interrupt:
-        raise interrupt.with_traceback(None) from None  # where it met the launcher says nothing
+        raise interrupt.with_traceback(None) from None  # the launcher's frames are of no interest
     if not outcome.verdict.success:
         raise _error(outcome, config.log_dir)
     for end in outcome.ends:
@@ -136,7 +136,7 @@ def _console(tasks: Sequence[str], logs: Sequence[BinaryIO]) -> Console:
 
 
 def _observer(console: Console, recorder: JobRecorder) -> JobObserver:
-    """What shows the job: in a notebook as `phalanx run` does; in a program, the output of its workers alone."""
+    """The observer that shows the job: in a notebook like `phalanx run`; in a program, only its workers' output."""
     if not _in_notebook():
         return _OutputPrinter(console)
     return JobReporter(console, verbose=False, on_stragglers=recorder.stragglers_changed)
@@ -169,7 +169,7 @@ def _value(end: WorkerExit, content: bytes) -> Any:
 
 
 def _error(outcome: JobOutcome, log_dir: Path | None) -> BaseException:
-    """The error to raise for a job that failed; also writes the failure report, if there is a log directory."""
+    """Build the error to raise for a failed job, and write the failure report if there is a log directory."""
     verdict, cause = outcome.verdict, outcome.verdict.cause
     error: BaseException
     if cause is None:
@@ -190,14 +190,14 @@ def _error(outcome: JobOutcome, log_dir: Path | None) -> BaseException:
 
 
 def _raised(cause: WorkerExit, content: bytes | None) -> CallRaised | None:
-    """The error that a worker's function raised; a `RuntimeError` with its text if its class does not exist here."""
+    """The error that a worker's function raised; a `RuntimeError` with its text if it cannot be unpickled here."""
     from phalanx.runtime import function_call
 
     if not content:
         return None
     try:
         result = function_call.decode_result(content)
-    except Exception:  # of any kind, since unpickling runs code of the class
+    except Exception:  # any error, since unpickling runs code of the class
         report = cause.diagnostics.error
         if report is None:
             return None

@@ -1,10 +1,10 @@
-"""The other local replicas of a program that was started by itself: `python train.py` with a MirroredStrategy.
+"""Local replicas of a program started without the launcher: `python train.py` with a MirroredStrategy.
 
-Rank 0 is the process that the user started. It runs the same program again for each other rank, and becomes rank 0 of
-the job: with its TF_CONFIG, its port, its share of the cores. In the processes that it starts, the same call only
-returns their rank, so the program needs no `if`.
+The process that the user started runs the same program again for each other rank and becomes rank 0 of the job, with
+its own TF_CONFIG, port and share of the cores. In the processes that it starts, the same call only returns their rank,
+so the program needs no `if`.
 
-A notebook cannot be run again: `start_serving_replicas` starts processes that do what rank 0 sends them.
+A notebook cannot be run again. For it, `start_serving_replicas` starts processes that execute what rank 0 sends.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from phalanx.transport.ports import listen_at
 
 # Replicas run the same program as rank 0 and exit at about the same time.
 JOIN_S = 30.0
-# Rank 0 usually notices the loss by itself, in about this time; its own error should come before the report.
+# Rank 0 usually detects the loss itself within this time. Its own error should be printed before the report.
 NOTICE_S = 0.5
 
 logger = logging.getLogger(__name__)
 
 
 class LocalReplicas:
-    """The replicas of this program, seen from one of them.
+    """The replicas of this program, as seen by one of them.
 
     Attributes:
-        count: number of replicas, this one included.
-        rank: rank of this process.
+        count: Number of replicas, including this one.
+        rank: Rank of this process.
     """
 
     def __init__(self, count: int, rank: int, supervisor: _ReplicaSupervisor | None = None):
@@ -69,21 +69,21 @@ class LocalReplicas:
 
     @property
     def failure(self) -> str:
-        """On rank 0: why the other replicas have ended early; empty if they have not."""
+        """On rank 0: why the other replicas exited early; empty if they did not."""
         outcome = None if self._supervisor is None else self._supervisor.failure
         return "" if outcome is None else outcome.verdict.reason
 
     def kill(self) -> None:
-        """On rank 0: end the other replicas at once. Safe to call twice."""
+        """On rank 0: kill the other replicas immediately. Safe to call twice."""
         if self._supervisor is not None:
             self._supervisor.close(0.0)
 
     def close(self) -> None:
-        """On rank 0: wait for the other replicas to end, for JOIN_S at most. Safe to call twice.
+        """On rank 0: wait up to JOIN_S for the other replicas to exit. Safe to call twice.
 
         Called automatically at the end of the program.
 
-        Raises: PeerLostError naming the replica that failed, if one has.
+        Raises: PeerLostError naming the replica that failed, if one did.
         """
         if self._supervisor is not None:
             self._supervisor.close(JOIN_S)
@@ -94,13 +94,13 @@ _current: LocalReplicas | None = None
 
 
 def start_local_replicas(devices: Sequence[str]) -> LocalReplicas:
-    """Make this program run as one replica for each device on this host; afterwards TF_CONFIG describes them.
+    """Run this program as one replica per device on this host, and describe the replicas in TF_CONFIG.
 
-    Must be called on every replica, before anything is computed, by the same line of the program. Calling it again with
-    equally many devices returns the same replicas.
+    Every replica must call this from the same line of the program, before any computation. Another call with the same
+    number of devices returns the same replicas.
 
     Args:
-        devices: such as `cpu:0` or `/gpu:1`; a replica sees no other GPU than its own.
+        devices: Device names such as `cpu:0` or `/gpu:1`. A replica sees no GPU but its own.
 
     Raises: ConfigurationError if there is no program to run again (a notebook, an interactive session), or if
         this process is already part of another job.
@@ -117,7 +117,7 @@ def start_local_replicas(devices: Sequence[str]) -> LocalReplicas:
 
 
 def _join() -> LocalReplicas | None:
-    """The replicas that this process belongs to, if it was started as one."""
+    """The replicas that this process belongs to; None if it was not started as one."""
     count = process_environment().get(LOCAL_REPLICAS)
     if count is None:
         return None
@@ -125,18 +125,18 @@ def _join() -> LocalReplicas | None:
 
 
 def start_serving_replicas(devices: Sequence[str], module: str, variables: Mapping[str, str]) -> LocalReplicas:
-    """Start a process that runs `module` for each device but the first, which is rank 0's, that of this process.
-    Afterwards TF_CONFIG describes them. The caller kills them.
+    """Start a process that runs `module` for each device but the first, which this process uses as rank 0. Describe the
+    replicas in TF_CONFIG. The caller kills the processes.
 
     Args:
-        variables: their environment, beside that of this process.
+        variables: Their environment variables, in addition to those of this process.
     """
     return _start_others(devices, Program(("-m", module)), None, variables)
 
 
 def is_program() -> bool:
-    """Whether this process runs a program that can be run again for the other replicas: no notebook, no interactive
-    session, no program from stdin, no test run, which would run all other tests again."""
+    """Whether this process runs a program that can be run again for the other replicas. Not a notebook, an interactive
+    session, a program from stdin, or a test run (which would repeat all other tests)."""
     interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive) or "ipykernel" in sys.modules
     program = None if interactive else parse_command(sys.orig_argv)
     return program is not None and not runs_tests(program)
@@ -153,11 +153,12 @@ def _start(devices: Sequence[str]) -> LocalReplicas:
 def _start_others(
     devices: Sequence[str], program: Program, folder: str | None, variables: Mapping[str, str] | None = None
 ) -> LocalReplicas:
-    """Start a rank for each device but the first, which is rank 0's, that of this process.
+    """Start a rank for each device but the first, which this process uses as rank 0.
 
     Args:
-        folder: where the program runs; None: here.
-        variables: of processes that serve rank 0, whose loss does not end it; None: they run the program again.
+        folder: Working directory of the program; None: the current one.
+        variables: Environment of processes that serve rank 0, which survives their loss; None: they run the program
+            again.
     """
     count = len(devices)
     reserved = ReservedReplicas(count, LOOPBACK, program, folder)
@@ -176,10 +177,10 @@ def _start_others(
 
 
 def reserve_task_replicas(count: int, address: str) -> ReservedReplicas:
-    """Ports for this process and for `count` - 1 more replicas of its task, which run the same program.
+    """Reserve ports for this process and `count` - 1 more replicas of its task, which run the same program.
 
     Args:
-        address: where this task listens; see `listen_at`.
+        address: Address that this task listens at; see `listen_at`.
     """
     program = parse_command(sys.orig_argv)
     assert program is not None, "asked only where `is_program`"
@@ -187,10 +188,10 @@ def reserve_task_replicas(count: int, address: str) -> ReservedReplicas:
 
 
 class ReservedReplicas:
-    """Ports for replicas on this host, which are started once the addresses of the whole job are known.
+    """Ports of replicas on this host, which start once the addresses of the whole job are known.
 
     Attributes:
-        ports: of the replicas, this process's first.
+        ports: Ports of the replicas, this process's first.
     """
 
     def __init__(self, count: int, address: str, program: Program, folder: str | None) -> None:
@@ -208,10 +209,10 @@ class ReservedReplicas:
         """Start the other replicas, and make this process the first.
 
         Args:
-            tasks: the names of all tasks of the job, by rank.
-            first: the rank of this process; those of the others follow.
-            settings: the variables of each, this process's first.
-            ends_program: whether a replica that fails ends this process.
+            tasks: Names of all tasks of the job, by rank.
+            first: Rank of this process; the ranks of the others follow.
+            settings: Environment variables of each replica, this process's first.
+            ends_program: Whether the failure of a replica ends this process.
         """
         count = len(self.ports)
         placements = [
@@ -232,7 +233,7 @@ class ReservedReplicas:
         supervisor = _ReplicaSupervisor(placements, self._selector, tasks, ends_program=ends_program)
         supervisor.start()
         set_variables(thread_settings(self._shares[0].threads), overwrite=False)
-        # The descriptor stays open as long as the process, like an inherited one.
+        # Like an inherited descriptor, it stays open as long as the process lives.
         set_variables({**settings[0], LISTEN_FD: str(self._listener.detach())})
         core_affinity.bind(self._shares[0].cores)
         _limit_running_libraries(self._shares[0].threads)
@@ -262,18 +263,18 @@ def _own_program() -> Program:
 
 
 def _limit_running_libraries(threads: int) -> None:
-    # PyTorch reads OMP_NUM_THREADS when it is imported, which on rank 0 has happened already. JAX and TensorFlow create
-    # their pools at the first computation.
+    # PyTorch reads OMP_NUM_THREADS on import, and rank 0 may have imported it already. JAX and TensorFlow create their
+    # pools at the first computation.
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)
 
 
 class _ReplicaSupervisor(JobObserver):
-    """Supervises the other replicas on rank 0: a thread that runs their job and reports how it ended.
+    """Supervises the other replicas on rank 0 with a thread that runs their job and reports its outcome.
 
     Args:
-        ends_program: whether a replica that fails ends this process.
+        ends_program: Whether the failure of a replica ends this process.
     """
 
     def __init__(
@@ -292,23 +293,23 @@ class _ReplicaSupervisor(JobObserver):
         self._job = JobSupervisor(placements, selector, self, config)
         self._thread = threading.Thread(target=self._run, name="phalanx-replicas", daemon=True)
         self._outcome: JobOutcome | None = None
-        self._has_crashed = False  # whether this supervision itself has failed
+        self._has_crashed = False  # whether the supervision itself failed
         self._pid = os.getpid()
         self._reported = False
         self._closing = threading.Event()  # set once rank 0 is exiting
         self._ended = threading.Event()  # set once all replicas have exited
 
     def start(self) -> None:
-        self._job.start()  # here: only the main thread can undo an ignored SIGCHLD, and an error is the caller's
+        self._job.start()  # not in the thread: only the main thread can reset SIGCHLD, and the caller gets the error
         self._thread.start()
         if self._ends_program:
             atexit.register(self._at_exit)
 
-    # ---- what the job reports
+    # ---- reports of the job
 
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
-        # Their stdout is the same as on rank 0. When this process fails by itself, their errors about its loss are no
-        # news and would interrupt its own.
+        # Their stdout repeats rank 0's. When this process fails on its own, their errors about its loss add nothing and
+        # would interrupt its own error.
         if is_error and not (process_exit.has_failed() and _failed_by_itself()):
             self._console.feed(rank, is_error, data)
 
@@ -318,22 +319,23 @@ class _ReplicaSupervisor(JobObserver):
     def exited(self, end: WorkerExit) -> None:
         self._console.finish(end.rank)
 
-    # ---- how it ends
+    # ---- the end of the job
 
     def close(self, wait_s: float) -> None:
-        """Wait for the replicas to exit, and end those that have not by then."""
+        """Wait `wait_s` for the replicas to exit, then end those that still run."""
         self._closing.set()
         if not self._ended.wait(wait_s):
             if wait_s > 0:
                 self._console.message(f"phalanx: replicas still run {wait_s:g} s after rank 0 exited; ending them")
             self._job.stop(signal.SIGTERM)
-            self._job.stop(signal.SIGINT)  # at once
+            self._job.stop(signal.SIGINT)  # no grace period
             self._ended.wait(self._grace_s)
 
     def _look_for_cause(self) -> None:
-        """Of replicas that took too long to exit, and were ended, one has raised what rank 0 has seen the end of."""
+        """Find the root cause among replicas that took too long to exit and were ended: one of them raised the error
+        whose consequence rank 0 met."""
         if self._outcome is not None and self.failure is None:
-            # To the job it was stopped from outside, which says nothing of what kept them.
+            # The job considers itself stopped from outside, which does not explain what delayed them.
             ends = [replace(end, hung=end.hung or end.by_launcher) for end in self._outcome.ends]
             self._outcome = replace(self._outcome, verdict=find_root_cause(ends), ends=ends)
 
@@ -369,14 +371,14 @@ class _ReplicaSupervisor(JobObserver):
         if self._closing.wait(NOTICE_S):
             return  # `_at_exit` or the caller of `close` reports it, after rank 0's own error
         self._report()
-        # Rank 0 notices the loss at its next collective, if it reaches one; after that time it is ended.
+        # Rank 0 detects the loss at its next collective. If it reaches none within the grace period, it is ended.
         if not self._closing.wait(self._grace_s):
             faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
             _end_process(self._code)
 
     @property
     def _code(self) -> int:
-        """The exit code of this process because of the other replicas; 0 if none has failed."""
+        """Exit code of this process due to the other replicas; 0 if none failed."""
         if self._has_crashed:
             return PhalanxError.exit_code
         return 0 if self.failure is None else self.failure.verdict.code
@@ -389,16 +391,16 @@ class _ReplicaSupervisor(JobObserver):
             self._console.message(page)
 
     def _at_exit(self) -> None:
-        if os.getpid() != self._pid:  # a fork of rank 0 is ending
+        if os.getpid() != self._pid:  # a fork of rank 0 is exiting
             return
-        # The interpreter sets `sys.last_value` before exit handlers run, if an exception has ended the program.
+        # If an exception ended the program, the interpreter sets `sys.last_value` before exit handlers run.
         own_error = _failed_by_itself()
         if getattr(sys, "last_value", None) is None:
             self.close(JOIN_S)
         elif own_error:
             self.close(0.0)  # the replicas only wait for a rank that will not arrive
         else:
-            self.close(self._grace_s)  # a replica was the cause: let it print why
+            self.close(self._grace_s)  # a replica was the cause: give it time to print why
             self._look_for_cause()
         if self._code != 0 and not own_error:
             if not self._reported:
@@ -407,7 +409,7 @@ class _ReplicaSupervisor(JobObserver):
 
 
 def _failed_by_itself() -> bool:
-    """Whether this process exits because of an error that is not the consequence of a replica's."""
+    """Whether this process exits because of an error that is not a consequence of a replica's error."""
     error = getattr(sys, "last_value", None)
     return error is not None and exit_codes.of_error(error) not in exit_codes.CONSEQUENCES
 

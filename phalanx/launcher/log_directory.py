@@ -19,11 +19,11 @@ _TASK_LOG = re.compile(r"(chief|worker|ps|evaluator)-\d+\.log")
 
 
 class JobLogs(NamedTuple):
-    """Open files.
+    """The open files of a job's logs.
 
     Attributes:
-        outputs: one for each task; none without a log directory.
-        events: for `phalanx report`; None without a log directory.
+        outputs: One file for each task; empty without a log directory.
+        events: File of events, for `phalanx report`; None without a log directory.
     """
 
     outputs: Sequence[BinaryIO]
@@ -31,15 +31,15 @@ class JobLogs(NamedTuple):
 
 
 def log_name(task: str) -> str:
-    """The file in the log directory that has the output of a task."""
+    """Name of the file in the log directory with the output of a task."""
     return f"{task.replace('/', '-')}.log"
 
 
 @contextlib.contextmanager
 def open_logs(folder: Path | None, tasks: Sequence[str]) -> Iterator[JobLogs]:
-    """Create the directory if needed, take it for this job, and remove what an earlier one has left there.
+    """Create the directory if needed, lock it for this job, and remove the files of an earlier job.
 
-    Raises: ConfigurationError if it cannot be written to, or another job that runs writes there.
+    Raises: ConfigurationError if it is not writable, or if another running job writes there.
     """
     if folder is None:
         yield JobLogs([], None)
@@ -47,7 +47,7 @@ def open_logs(folder: Path | None, tasks: Sequence[str]) -> Iterator[JobLogs]:
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Locked before anything is removed: until then it may be another job's.
+            # Locked before anything is removed: until then, it may belong to another job.
             events = stack.enter_context(open(folder / EVENTS_FILE, "ab", 0, opener=open_no_link))
             if not lock(events.fileno()):
                 raise ConfigurationError(
@@ -58,7 +58,7 @@ def open_logs(folder: Path | None, tasks: Sequence[str]) -> Iterator[JobLogs]:
             events.truncate(0)
             names = [log_name(task) for task in tasks]
             logs_before = {path.name for path in folder.iterdir() if _TASK_LOG.fullmatch(path.name)}
-            # Files of an earlier job would be taken for this one's.
+            # Files of an earlier job would be mistaken for this job's.
             for old in (PAGE_FILE, JSON_FILE, *(logs_before - set(names))):
                 (folder / old).unlink(missing_ok=True)
             outputs = [stack.enter_context(open(folder / name, "wb", 0, opener=open_no_link)) for name in names]
@@ -71,7 +71,8 @@ def open_logs(folder: Path | None, tasks: Sequence[str]) -> Iterator[JobLogs]:
 
 
 def open_no_link(path: str, flags: int) -> int:
-    """In a directory that others may write to, a link of theirs would lead to another file of this user.
+    """Open a file unless it is a link: in a directory that others may write to, a link of theirs could lead to another
+    file of this user.
 
     Raises: OSError if the file is a symbolic link.
     """

@@ -1,4 +1,4 @@
-"""What this machine has, as far as training depends on it. Reads files and metadata; imports no backend."""
+"""Facts about this machine that matter for training. Reads files and metadata; imports no backend."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ CGROUP_MEMORY_MAX = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Facts about a machine. Sizes are in bytes, and None where the system does not tell.
+    """Facts about a machine. Sizes are in bytes; None if unknown.
 
     Attributes:
-        system: its operating system and processor.
-        python: version and path of this interpreter.
-        packages: versions of installed packages that matter.
-        cores: that this process may run on.
-        quota: cores that the container grants; None without a limit.
-        memory, free_memory: of the machine, or of the container where that may have less.
-        shared_memory: free in /dev/shm; None if it cannot be written to.
-        descriptors: the soft and the hard limit of open files; -1 for none.
-        gpus: the models of the GPUs that this process may use; `GPU` where the driver does not tell.
+        system: Operating system and processor.
+        python: Version and path of this interpreter.
+        packages: Versions of relevant installed packages.
+        cores: Number of cores that this process may run on.
+        quota: Number of cores that the container grants; None without a limit.
+        memory, free_memory: Memory of the machine, or of the container if its limit is lower.
+        shared_memory: Free space in /dev/shm; None if it is not writable.
+        descriptors: Soft and hard limit of open files; -1 for none.
+        gpus: Models of the GPUs that this process may use; `GPU` if the driver does not name them.
     """
 
     system: str
@@ -51,10 +51,10 @@ class Machine:
 
 
 def describe_machine(environment: Mapping[str, str]) -> Machine:
-    """The facts about this machine.
+    """Collect the facts about this machine.
 
     Args:
-        environment: variables, of which CUDA_VISIBLE_DEVICES counts.
+        environment: Environment variables; only CUDA_VISIBLE_DEVICES matters.
     """
     memory, free = _memory()
     models = gpu_models()
@@ -74,7 +74,7 @@ def describe_machine(environment: Mapping[str, str]) -> Machine:
 
 
 def gpu_models(driver: Path = Path("/proc/driver/nvidia/gpus")) -> tuple[str, ...]:
-    """The models of all NVIDIA GPUs, as the driver lists them."""
+    """Models of all NVIDIA GPUs, as listed by the driver."""
     models = []
     for path in sorted(driver.glob("*/information")):
         lines = path.read_text().splitlines()
@@ -83,7 +83,7 @@ def gpu_models(driver: Path = Path("/proc/driver/nvidia/gpus")) -> tuple[str, ..
 
 
 def describe_quota(machine: Machine) -> str:
-    """What follows the number of cores in a sentence; empty without a limit."""
+    """Text about the quota, to follow the number of cores in a sentence; empty without a limit."""
     return "" if machine.quota is None else f", of which the container grants {machine.quota:g}"
 
 

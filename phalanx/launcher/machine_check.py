@@ -1,7 +1,7 @@
-"""`phalanx doctor` without a cluster: whether this machine, and those of `--hosts`, can train.
+"""`phalanx doctor` without a cluster: checks whether this machine, and those of `--hosts`, can train.
 
-`judge` decides about facts. The other checks try things out: they import each backend in a process of its own, open a
-port, and start Phalanx's agent on other hosts through ssh, as `phalanx run` does.
+`judge` evaluates facts. The other checks are trials: they import each backend in a separate process, open a port, and
+start Phalanx's agent on other hosts through ssh, as `phalanx run` does.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from phalanx.transport.address import LOOPBACK, Address
 from phalanx.transport.dial import connect
 from phalanx.transport.ports import listen_at
 
-# The import of a backend from a cold network file system.
+# Long enough to import a backend from a cold network file system.
 IMPORT_TIMEOUT_S = 180.0
 CONNECT_TIMEOUT_S = 5.0
 MIB = 2**20
-# What containers have by default. Phalanx itself needs a few MiB, processes that load data much more.
+# The default of containers. Phalanx itself needs a few MiB, processes that load data need much more.
 SMALL_SHARED_MEMORY = 64 * MIB
-# Keras and a backend alone.
+# Keras and a backend, without a model.
 WORKER_MEMORY = 1024 * MIB
 FEW_DESCRIPTORS = 1024
 
@@ -66,7 +66,7 @@ class Verdict(enum.Enum):
 
 
 class Finding(NamedTuple):
-    """One thing that was examined."""
+    """The result of one check."""
 
     verdict: Verdict
     text: str
@@ -76,7 +76,7 @@ class BackendProbe(NamedTuple):
     """The result of importing a backend.
 
     Attributes:
-        error: the last line of what it said; empty if it succeeded.
+        error: The last line of its error output; empty if it succeeded.
     """
 
     name: str
@@ -86,7 +86,7 @@ class BackendProbe(NamedTuple):
 
 
 def run(hosts: Sequence[HostShare] = ()) -> int:
-    """Examine this machine and other hosts, print the findings, and return the exit code: 0 without a problem."""
+    """Examine this machine and other hosts, print the findings, and return the exit code: 0 if there is no problem."""
     console = Console()
     environment = process_environment()
     machine = describe_machine(environment)
@@ -103,7 +103,7 @@ def run(hosts: Sequence[HostShare] = ()) -> int:
 
 
 def judge(machine: Machine, backends: Sequence[BackendProbe]) -> Iterator[Finding]:
-    """What the facts about a machine mean for training on it."""
+    """Evaluate whether a machine is fit for training."""
     yield Finding(Verdict.OK, f"{machine.system}, Python {machine.python}")
     yield Finding(Verdict.OK, f"{machine.cores} cores{describe_quota(machine)}; {', '.join(machine.gpus) or 'no GPU'}")
     yield _judge_memory(machine)
@@ -158,7 +158,7 @@ def _judge_backend(machine: Machine, backend: BackendProbe) -> Finding:
 
 
 def judge_choice(chosen: str, installed: Sequence[str]) -> Iterator[Finding]:
-    """What there is to say of the backend that Keras runs on if `--backend` names none."""
+    """Evaluate the backend that Keras uses without `--backend`."""
     if installed and chosen not in installed:
         why = "not installed" if chosen in BACKENDS else "not a backend that Phalanx trains on"
         yield Finding(
@@ -168,21 +168,21 @@ def judge_choice(chosen: str, installed: Sequence[str]) -> Iterator[Finding]:
 
 
 def probe_backends(environment: Mapping[str, str]) -> list[BackendProbe]:
-    """Import each installed backend, in a process of its own."""
+    """Import each installed backend in a separate process."""
     installed = installed_backends()
     with ThreadPoolExecutor(max(1, len(installed)), thread_name_prefix="phalanx-probe") as pool:
         return list(pool.map(lambda name: probe_backend(name, environment), installed))
 
 
 def probe_backend(name: str, environment: Mapping[str, str]) -> BackendProbe:
-    """Import one backend, in a process of its own."""
+    """Import one backend in a separate process."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE, name],
             capture_output=True,
             text=True,
             timeout=IMPORT_TIMEOUT_S,
-            # TensorFlow imports Keras, which must not look for the backend of the user's choice.
+            # TensorFlow imports Keras, which must not load the backend that the user chose.
             env={**environment, **ON_DEMAND_ALLOCATION, **QUIET, KERAS_BACKEND: name},
         )
     except subprocess.TimeoutExpired:
@@ -209,14 +209,14 @@ def _check_hosts(shares: Sequence[HostShare], console: Console) -> Iterator[Find
             yield Finding(Verdict.OK, f"{share.name}: this machine, checked above; it needs no ssh")
     with selectors.DefaultSelector() as selector:
 
-        def say(line: str) -> None:  # it begins with the host in brackets, which are no markup
+        def say(line: str) -> None:  # no markup: it begins with the host in brackets
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
         hosts = [SSHHost(selector, share, say=say) for share in shares if not share.is_here]
         started_at = time.monotonic()
         try:
             for host in hosts:
-                host.connect()  # all at once
+                host.connect()  # all in parallel
             for host in hosts:
                 yield _check_host(host, started_at)
         finally:

@@ -1,4 +1,4 @@
-"""The launcher is the parent of whatever its workers leave behind, and ends it."""
+"""Makes the launcher the parent of processes that its workers leave behind, and kills them."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ if TYPE_CHECKING:
 
 _PR_SET_CHILD_SUBREAPER = 36
 REAP_WAIT_S = 5.0
-# Each round of `end_orphans` may bring up children of those that it killed.
+# Each round of `end_orphans` may reveal children of the processes that it killed.
 MAX_ROUNDS = 100
 
 _is_adopting = False
 _others: set[int] = set()
-"""Children that this process had before it adopted any, as in `tensorboard & exec phalanx run ...`: not ours to end."""
+"""Children that existed before this process adopted any, as in `tensorboard & exec phalanx run ...`. Never killed."""
 _awaited: dict[int, subprocess.Popen[bytes]] = {}
-"""By process id. If they were reaped here, their `Popen` would report exit code 0."""
+"""Children with a `Popen`, by process id. If they were reaped here, their `Popen` would report exit code 0."""
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of its descendants whose own parent dies, so that it can end them."""
+    """Make this process the parent of its descendants whose parent dies, so that it can kill them."""
     global _is_adopting
     if sys.platform == "linux":
         _others.update(_children())
         _is_adopting = True
-        # A kernel or sandbox that refuses is no reason to fail: workers' process groups end by their guards.
+        # Ignore a refusal by the kernel or a sandbox: the orphan guards still kill the workers' process groups.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def spare(pid: int) -> None:
-    """This child is not of the job: it is not ended with it."""
+    """Spare this child, which does not belong to the job, from being killed with it."""
     _others.add(pid)
 
 
 def await_end(process: subprocess.Popen[bytes]) -> None:
-    """This process is no orphan: its `Popen` waits for it, and nothing else may."""
+    """Exclude this process from reaping: only its `Popen` may wait for it."""
     if _is_adopting:
         _awaited[process.pid] = process
 
 
 def reap_orphans() -> None:
-    """Reap the orphans that have exited, if this process adopts any: zombies count in a container's limit.
+    """Reap the orphans that have exited, if this process adopts any: zombies count towards a container's limit.
 
-    To be called in the main thread, since `_children` lists the children of that only.
+    Must be called in the main thread, because `_children` lists only that thread's children.
     """
     if not _is_adopting:
         return
     for pid, process in list(_awaited.items()):
-        if process.returncode is not None:  # its number may be an orphan's by now
+        if process.returncode is not None:  # its id may be reused by an orphan
             _awaited.pop(pid)
     for pid in _children():
         if pid not in _others and pid not in _awaited:
@@ -63,7 +63,7 @@ def reap_orphans() -> None:
 
 
 def end_orphans() -> None:
-    """Kill and reap every child of this process that it has started or adopted, and what these leave behind."""
+    """Kill and reap every child that this process has started or adopted, and what these leave behind."""
     spared = set(_others)
     for _ in range(MAX_ROUNDS):
         orphans = [pid for pid in _children() if pid not in spared]
@@ -74,7 +74,7 @@ def end_orphans() -> None:
                 os.kill(pid, signal.SIGKILL)
                 deadline = time.monotonic() + REAP_WAIT_S
                 while os.waitpid(pid, os.WNOHANG)[0] == 0:
-                    if time.monotonic() > deadline:  # in the kernel, on a dead file system: nothing can end it
+                    if time.monotonic() > deadline:  # stuck in the kernel, on a dead file system
                         spared.add(pid)
                         break
                     time.sleep(0.001)

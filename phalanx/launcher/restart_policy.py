@@ -1,5 +1,5 @@
-"""Which tasks are restarted after they have failed, and when: in jobs with parameter servers, in elastic jobs, and for
-`phalanx run --max-restarts` whole jobs."""
+"""Decides which failed tasks are restarted, and when: in jobs with parameter servers and in elastic jobs. For
+`phalanx run --max-restarts`, the same decision about whole jobs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections import defaultdict
 from phalanx import errors
 
 DEFAULT_RESTARTS = 10
-"""How often one task is restarted."""
+"""Maximum number of restarts of one task."""
 SHORT_LIFE_S = 5.0
-"""A task that lives no longer than this has hardly begun to train: its imports alone take some seconds."""
+"""A task that lives no longer than this has hardly begun to train, since its imports alone take seconds."""
 MAX_SHORT_LIVES = 7
-"""After this many short lives in a row a task is given up. A server on a fast machine may be back and be killed again
-within SHORT_LIFE_S, and should survive that a few times."""
+"""Number of consecutive short lives after which a task is given up. A server on a fast machine may be back, and be
+killed again, within SHORT_LIFE_S, and should survive this a few times."""
 FIRST_DELAY_S = 0.5
-"""Before a second attempt in a row, and twice as long before each further one."""
+"""Delay before the second restart after consecutive short lives; doubled for each further one."""
 
 _HOPELESS = {
     error.exit_code
@@ -29,18 +29,19 @@ _HOPELESS = {
         errors.PreemptedError,
     )
 }
-"""A task that exited with one of these would do so again, or must not be restarted here."""
+"""Exit codes of tasks that would fail again, or must not be restarted here."""
 
 
 class RestartPolicy:
     """Counts a job's restarts.
 
     A task is restarted if it was killed by a signal (memory ran out, its host took a core away, a user killed it), and
-    if the others excluded it or continue without it. A task with servers that exited with its own error would do so
-    again. In an elastic job the error may be its host's, so it is restarted; code 0 is a loss if others still train.
+    also if the others excluded it or continue without it. In a job with servers, a task that exited with its own error
+    would fail again. In an elastic job, its host may have caused the error, so it is restarted; code 0 is a loss if
+    others still train.
 
     Args:
-        allowed: how often each task may be restarted; 0 for never.
+        allowed: Maximum number of restarts of each task; 0 for none.
     """
 
     def __init__(self, allowed: int, *, elastic: bool = False):
@@ -53,11 +54,11 @@ class RestartPolicy:
         """Seconds to wait before this task is restarted; None if it is not. A delay counts as a restart.
 
         Args:
-            returncode: as in `WorkerExit`.
-            lived_s: seconds since its process was started.
-            outlived: whether the others continue without it.
+            returncode: See `WorkerExit`.
+            lived_s: Seconds since its process was started.
+            outlived: Whether the others continue without it.
         """
-        killed = returncode is not None and returncode < 0 and returncode != -signal.SIGINT  # which stops it on purpose
+        killed = returncode is not None and returncode < 0 and returncode != -signal.SIGINT  # SIGINT is deliberate
         restartable = killed or returncode == errors.EvictedError.exit_code or (outlived and returncode is not None)
         if self._elastic and returncode not in (None, 0):
             restartable = returncode not in _HOPELESS
@@ -70,5 +71,5 @@ class RestartPolicy:
         return FIRST_DELAY_S * 2 ** (short - 2) if short > 1 else 0.0
 
     def describe(self, rank: int) -> str:
-        """Which restart this is, for a message."""
+        """The number of the current restart and the maximum, for messages."""
         return f"{self._restarts[rank]} of {self._allowed}"

@@ -1,4 +1,4 @@
-"""The signals with which users and schedulers end a job."""
+"""Handles the signals by which users and schedulers end a job."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from phalanx.config.parsing import parse_signal
 from phalanx.errors import SIGNAL_BASE
 from phalanx.launcher.job_supervisor import JobSupervisor
 
-# The first signal ends the job in order and a Ctrl-C after it kills the workers. The third Ctrl-C ends this process
-# even if it is stuck, for example in a write to a terminal that no one reads.
+# The first signal shuts the job down in order, and a Ctrl-C after it kills the workers. The third Ctrl-C ends this
+# process even if it is stuck, for example in a write to a terminal that no one reads.
 CTRL_C_LIMIT = 3
 
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers
@@ -34,10 +34,11 @@ def stop_signals(config: LaunchConfig) -> tuple[signal.Signals, ...]:
 def stopped_by_signals(
     job: JobSupervisor, signals: Sequence[signal.Signals], on_resize: Callable[[], None] | None
 ) -> Iterator[None]:
-    """While inside, `signals` stop the job. Those that the parent process ignores, as under nohup, stay ignored.
+    """Make `signals` stop the job, inside the block. Signals that the parent process ignores, as under nohup, stay
+    ignored.
 
     Args:
-        on_resize: called when the terminal's size changes; None if there is no terminal.
+        on_resize: Called when the terminal's size changes; None if there is no terminal.
     """
     ctrl_c = 0
 
@@ -50,7 +51,7 @@ def stopped_by_signals(
 
     handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
     handlers: dict[int, Handler] = dict.fromkeys(handled, stop)
-    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # inherited: exits of workers would go unnoticed
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # inherited; exits of workers would go unnoticed
         handlers[signal.SIGCHLD] = signal.SIG_DFL
     if on_resize is not None:
         handlers[signal.SIGWINCH] = lambda number, frame: on_resize()

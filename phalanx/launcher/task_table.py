@@ -1,6 +1,6 @@
-"""The tasks of a running job: what state each is in, and what follows from that for the others.
+"""The tasks of a running job: the state of each, and what it implies for the others.
 
-No process and no clock comes near this file. `JobSupervisor` records here what its hosts report, and asks.
+This module uses no processes and no clock. `JobSupervisor` records the reports of its hosts here, and queries them.
 
     RUNNING ── exits, restartable ───────────────> RESTARTING ── its time comes ──> RUNNING
        ├────── exits, its slot is gone (elastic) ─> VACANT ───── a slot is found ──> RUNNING
@@ -25,12 +25,12 @@ from phalanx.runtime.exit_codes import CONSEQUENCES
 EVALUATORS = "evaluator/"
 SERVERS = "ps/"
 TRAINING = ("chief/", "worker/")
-# A task that was restarted so shortly before the chief or the servers exited may never have connected to them.
+# A task that was restarted this shortly before the chief or the servers exited may never have connected to them.
 RECENT_RESTART_S = 10.0
 
 
 class TaskState(enum.Enum):
-    """See the top of this file."""
+    """See the module docstring."""
 
     RUNNING = "running"
     RESTARTING = "restarting"
@@ -40,20 +40,20 @@ class TaskState(enum.Enum):
 
 @dataclass
 class TaskRecord:
-    """The state of one task. Times are by the job's clock, in seconds.
+    """The state of one task. Times are in seconds of the job's clock.
 
     Attributes:
-        placement: where it runs, or ran last.
-        pid, started_at: of its present process, or the last one.
-        restart_at: when a RESTARTING task is due.
-        kill_at: when it is killed, if it has been released from an elastic job and does not exit.
-        give_up_at: when a killed task counts as exited, although its process still exists.
-        previous: the exit before its last restart.
-        exit: its final exit.
-        is_released: whether its exit is neither a failure nor the end of the job.
-        is_unneeded: whether the others have finished the job without it.
-        is_hung: whether it still ran when the grace period after a failure was over.
-        result: pickled; of a task that ran a function.
+        placement: Its current or last placement.
+        pid, started_at: Id and start time of its current or last process.
+        restart_at: Time at which a RESTARTING task is due.
+        kill_at: Time at which it is killed if it has been released from an elastic job and does not exit.
+        give_up_at: Time at which a killed task counts as exited although its process still exists.
+        previous: The exit before its last restart.
+        exit: Its final exit.
+        is_released: Whether its exit is neither a failure nor the end of the job.
+        is_unneeded: Whether the others have finished the job without it.
+        is_hung: Whether it was still running at the end of the grace period after a failure.
+        result: Pickled result of a task that ran a function.
     """
 
     placement: WorkerPlacement
@@ -92,7 +92,7 @@ class TaskRecord:
 
     @property
     def is_open(self) -> bool:
-        """Whether the job waits for it."""
+        """Whether the job waits for this task."""
         return self.state in (TaskState.RUNNING, TaskState.RESTARTING)
 
     @property
@@ -101,7 +101,7 @@ class TaskRecord:
 
     @property
     def next_due(self) -> float | None:
-        """When something is to be done about it; None if nothing is planned."""
+        """Time of its next scheduled action; None if nothing is scheduled."""
         dues = [self.kill_at, self.give_up_at, self.restart_at if self.state is TaskState.RESTARTING else None]
         return min((due for due in dues if due is not None), default=None)
 
@@ -117,12 +117,12 @@ class TaskTable:
     """All tasks of a job, by rank.
 
     Args:
-        elastic: whether the job continues without workers that it loses.
-        restarts: whether tasks may be restarted at all.
+        elastic: Whether the job continues without lost workers.
+        restarts: Whether tasks may be restarted at all.
 
     Attributes:
-        is_complete: whether members of an elastic job have finished it, so that no other needs to join them.
-        is_training: whether members of an elastic job are inside an entry, such as `fit`.
+        is_complete: Whether members of an elastic job have finished it, so that no other worker needs to join.
+        is_training: Whether members of an elastic job are inside an entry such as `fit`.
     """
 
     def __init__(self, placements: Sequence[WorkerPlacement], *, elastic: bool, restarts: bool):
@@ -144,9 +144,9 @@ class TaskTable:
         return [record for record in self if record.name == task]
 
     def place(self, placement: WorkerPlacement) -> TaskRecord:
-        """A worker of an elastic job is about to start, in a slot that may be another one than before."""
+        """Create the record of an elastic worker that is about to start, perhaps in a different slot than before."""
         rank = placement.spec.rank
-        previous = self._tasks.get(rank)  # the record is new, but not the task's history
+        previous = self._tasks.get(rank)  # the new record keeps the task's history
         self._tasks[rank] = TaskRecord(placement, previous=None if previous is None else previous.previous)
         return self._tasks[rank]
 
@@ -161,7 +161,7 @@ class TaskTable:
 
     @property
     def is_deserted(self) -> bool:
-        """Whether no worker of an elastic job is left, though others may still join."""
+        """Whether an elastic job has no worker left, though others may still join."""
         workers = [record for record in self if record.trains]
         return self._elastic and bool(workers) and all(record.state is TaskState.VACANT for record in workers)
 
@@ -180,9 +180,9 @@ class TaskTable:
 
     @property
     def training_is_over(self) -> bool:
-        """Whether the training has ended, successfully or not: with the chief, or in an elastic job with any member.
+        """Whether the training has ended, successfully or not: with the chief or, in an elastic job, with any member.
 
-        A member that ends its program between two entries has not ended the next one, which the others begin.
+        A member whose program exits between two entries does not end the training: the others begin the next entry.
         """
         if self._elastic:
             has_success = any(record.trains and record.has_succeeded for record in self)
@@ -190,7 +190,7 @@ class TaskTable:
         return self.chief_has_exited or self.servers_have_finished
 
     def only_optional_left(self, now: float) -> bool:
-        """Whether no task waits for those that still run: evaluators; servers whose workers have all exited; and, if
+        """Whether no task waits for those that still run: evaluators; servers whose workers have all exited; and, once
         chief and servers have exited, workers that they excluded."""
         left = self.open
         servers = [record for record in left if record.is_server]
@@ -198,7 +198,7 @@ class TaskTable:
             restarting = any(record.state is TaskState.RESTARTING for record in left)
             if not restarting and not any(record.trains for record in left):
                 return True
-            # A task that was restarted when the job was already over does not learn of its end.
+            # A task that was restarted after the job's end is never notified of it.
             if self.chief_has_exited and all(record.restarted_recently(now) for record in servers):
                 return True
             chief = self.get(CHIEF_RANK)
@@ -207,15 +207,15 @@ class TaskTable:
         return all(record.is_evaluator for record in left)
 
     def may_restart(self, record: TaskRecord, *, outlived: bool) -> bool:
-        """Whether a task that has exited still has something to do in a job that is not being ended."""
+        """Whether an exited task still has work to do, in a job that is not shutting down."""
         if not record.placement.spec.restartable or self.training_is_over:
             return False
-        # A member of an elastic job needs another one to get the training's state from.
+        # A member of an elastic job needs another member that has the training's state.
         return not self._elastic or not record.trains or outlived
 
     def was_excluded(self, record: TaskRecord) -> bool:
-        """Whether this worker exits after the chief and all servers have finished: they do not wait for a worker that
-        they excluded, and it cannot know that they are done."""
+        """Whether this worker exits after the chief and all servers have finished. They do not wait for a worker that
+        they excluded, which therefore cannot know that they are done."""
         servers = [other for other in self if other.is_server]
         chief = self.get(CHIEF_RANK)
         return (
@@ -226,7 +226,7 @@ class TaskTable:
         )
 
     def is_caused_by_job(self, record: TaskRecord, returncode: int | None) -> bool:
-        """Whether a task exits because the job is over, whatever its exit code says."""
+        """Whether a task exits because the job is over, regardless of its exit code."""
         return (
             record.is_unneeded
             or (returncode == EvictedError.exit_code and self.chief_has_exited)
@@ -242,10 +242,10 @@ class TaskTable:
         is_shutting_down: bool,
         left_early: bool = False,
     ) -> bool:
-        """Whether the other tasks continue without one that has just exited."""
+        """Whether the other tasks continue without a task that has just exited."""
         if not record.trains:
             return False
-        # Only those that run: once all others have finished, none of them does what this one was about to do.
+        # Only running ones: if all others have finished, none can take over this task's remaining work.
         others = [other for other in self if other.trains and other is not record]
         has_failed = returncode != 0 or left_early
         if self._elastic and has_failed and any(other.state is TaskState.RUNNING for other in others):
@@ -253,7 +253,7 @@ class TaskTable:
         return not is_shutting_down and self._has_lost_contact(record, returncode, diagnostics)
 
     def _has_lost_contact(self, record: TaskRecord, returncode: int | None, diagnostics: WorkerDiagnostics) -> bool:
-        """Whether one worker among servers has lost its host, or its way to servers or chief, and the others have not.
+        """Whether only this worker, in a job with servers, lost its host or its connection to the servers or the chief.
         If a server is gone for good, the chief misses it too and the job ends."""
         if record.rank == CHIEF_RANK or not self.has_servers or not self._restarts:
             return False
@@ -264,7 +264,7 @@ class TaskTable:
         return is_late and previous is not None and previous.outlived
 
     def _misses_a_task(self, record: TaskRecord, diagnostics: WorkerDiagnostics) -> bool:
-        """Whether a worker exited because it alone, as far as is known, lost a server or the chief."""
+        """Whether a worker exited because it lost a server or the chief and, as far as is known, the others did not."""
         if (diagnostics.missed or "").startswith(SERVERS):
             return True
         others = [other for other in self.open if other.trains and other.rank not in (CHIEF_RANK, record.rank)]
@@ -279,17 +279,17 @@ class TaskTable:
 def exits_to_judge(table: TaskTable, exits_before: int) -> list[WorkerExit]:
     """The exits that explain why an elastic job was given up.
 
-    A worker that found no member left was failed by those it lost, even if these were being restarted. What became of
-    the restarted ones is a consequence, unless they ran again and met an error of their own.
+    If a worker found no member left, the members that it lost are the cause, even if they were being restarted. Their
+    exits after the restart are a consequence, unless they ran again and raised an unrelated error.
 
     Args:
-        exits_before: how many tasks had exited for good when the job was given up.
+        exits_before: Number of tasks that had exited for good when the job was given up.
     """
     causes = []
     for exit_ in table.exits:
         previous = table[exit_.rank].previous
         causes.append(previous if previous is not None and _is_echo(exit_, exits_before) else exit_)
-    # Workers without a slot have no final exit, but may have been the cause by their last one.
+    # Workers without a slot have no final exit, but their last exit may have been the cause.
     vacant = [record.previous for record in table if record.state is TaskState.VACANT]
     causes += [previous for previous in vacant if previous is not None]
     return [replace(cause, outlived=False) for cause in causes]

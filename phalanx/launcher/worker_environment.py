@@ -1,4 +1,4 @@
-"""The environment variables with which a worker starts. Plain functions from values to values."""
+"""Builds the environment variables of a worker. Pure functions."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from phalanx.config.task_names import trains
 from phalanx.monitoring.startup_noise import QUIET
 
 _OF_A_TASK = (DEVICES_PER_WORKER, ELASTIC_COORDINATOR, HOST_GPUS, LOCAL_REPLICAS, REPLICA_CLUSTER, RUN, SNAPSHOTS)
-"""Set by another job for its own task, which starts this job."""
+"""Variables that another job may have set for its task, which starts this job."""
 
-# Variables of the launcher's environment that are passed on to other hosts. Those that describe the launcher's own
-# host, such as CUDA_VISIBLE_DEVICES, are left out on purpose.
+# Variables of the launcher's environment that are forwarded to other hosts. Those that describe the launcher's host,
+# such as CUDA_VISIBLE_DEVICES, are left out on purpose.
 FORWARDED_PREFIXES = ("PHALANX_", "HOROVOD_", "KERAS_", "JAX_", "XLA_", "TF_", "TORCH_", "OMP_", "MKL_", "OPENBLAS_")
 FORWARDED = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "LANG", "LC_ALL", "NO_COLOR")
 
 
 def tf_config(tasks: Sequence[str], addresses: Sequence[str], number: int) -> str:
-    """`TF_CONFIG` as TensorFlow has it, for the task of this number; tasks are written `worker/1`."""
+    """`TF_CONFIG` in TensorFlow's format for task number `number`. Tasks are written `worker/1`."""
     cluster: dict[str, list[str]] = {}
     for task, address in zip(tasks, addresses, strict=True):
         cluster.setdefault(task.partition("/")[0], []).append(address)
@@ -57,9 +57,9 @@ def tf_config(tasks: Sequence[str], addresses: Sequence[str], number: int) -> st
 
 
 def horovod_settings(addresses: Sequence[str], rank: int) -> dict[str, str]:
-    """The variables in which `horovodrun` tells a process its place; many programs read them before `hvd.init()`.
+    """The variables that `horovodrun` sets for a process; many programs read them before `hvd.init()`.
 
-    Source: Horovod's Gloo launcher, whose names and meaning these are.
+    Source: names and meanings are those of Horovod's Gloo launcher.
     """
     hosts = [address.rpartition(":")[0] for address in addresses]
     sizes: Counter[str] = Counter()
@@ -82,9 +82,9 @@ def horovod_settings(addresses: Sequence[str], rank: int) -> dict[str, str]:
 def thread_settings(threads: int) -> dict[str, str]:
     """The variables from which backends and their libraries size their thread pools.
 
-    JAX sizes its pool by the affinity already; PJRT_NPROC covers containers whose quota is below it.
-    TensorFlow gets a second inter-op thread even on one core: a collective blocks the one it runs on, and
-    input pipelines share that pool.
+    JAX already sizes its pool by the affinity; PJRT_NPROC covers containers with a smaller quota. TensorFlow gets a
+    second inter-op thread even on one core: a collective blocks the thread that it runs on, and input pipelines share
+    that pool.
     """
     n = str(threads)
     return {
@@ -108,15 +108,15 @@ def job_settings(
     coordinator: str | None = None,
     run: str | None = None,
 ) -> dict[str, str]:
-    """The variables that make a process task number `rank` of this job. They replace those of the user's environment.
+    """The variables that make a process task number `rank` of this job. They override the user's environment.
 
     Args:
-        tasks, addresses: of all tasks, by rank.
-        identity: the secret and the id of the job.
-        config: backend, start timeout and preemption signal.
-        return_timeout_s: seconds that tasks wait for one that is restarted; None leaves it to the default.
-        coordinator: address of the elastic coordinator; None for a job of fixed size.
-        run: see `WorkerRecipe`.
+        tasks, addresses: Names and addresses of all tasks, by rank.
+        identity: The secret and the id of the job.
+        config: Backend, start timeout and preemption signal.
+        return_timeout_s: Seconds that tasks wait for a restarted task; None: the default.
+        coordinator: Address of the elastic coordinator; None for a job of fixed size.
+        run: See `WorkerRecipe`.
     """
     secret, job_id = identity
     settings = {
@@ -139,15 +139,15 @@ def job_settings(
 def worker_environment(
     base: Mapping[str, str], job: Mapping[str, str], threads: int, directory: str | None = None
 ) -> dict[str, str]:
-    """The whole environment of a worker: defaults, then the user's own, then the job's.
+    """The complete environment of a worker: defaults, overridden by the user's variables, overridden by the job's.
 
     Args:
-        directory: where the worker starts; None: where this process is.
+        directory: Working directory of the worker; None: that of this process.
     """
-    # Unbuffered, or a worker's last lines before a crash would be lost in its buffer. And with one seed for hashes of
-    # strings, by which each process would order a set in its own way: classes, vocabularies, files.
+    # Unbuffered, or a worker's last lines before a crash would be lost in its buffer. One hash seed, or each process
+    # would order sets of strings differently: classes, vocabularies, files.
     defaults = {**thread_settings(threads), **QUIET, "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0"}
-    # So many devices are those of the outer task, too.
+    # With DEVICES_PER_WORKER, the number of CPU devices is also that of the outer task.
     outer = {*_OF_A_TASK, CPU_DEVICES} if DEVICES_PER_WORKER in base else _OF_A_TASK
     own = {name: value for name, value in base.items() if name not in outer}
     environment = {**defaults, **own, **job}
@@ -157,7 +157,7 @@ def worker_environment(
 
 
 def forwarded(base: Mapping[str, str]) -> dict[str, str]:
-    """The part of the launcher's environment that workers on other hosts get too."""
+    """The part of the launcher's environment that is forwarded to workers on other hosts."""
     return {
         name: value
         for name, value in base.items()

@@ -1,4 +1,4 @@
-"""From hosts and a program to the placements of a job: ports, secret, environment."""
+"""Places the tasks of a job on hosts: ports, secret, environment."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from phalanx.transport.address import LOOPBACK
 
 # Bytes of randomness: as long as the HMAC-SHA256 key that is derived from it.
 SECRET_BYTES = 32
-# ssh with a slow name service, and Python's start on a cold file system.
+# Long enough for ssh with a slow name service, and for Python's start on a cold file system.
 START_TIMEOUT_S = 60.0
-# Practically forever, and within the limit of the operating system's waits (2**31 ms).
+# Practically forever, but within the limit of the operating system's waits (2**31 ms).
 LONGEST_START_S = 1e6
-# For a restarted task to answer again; a busy host takes long to import a backend.
+# Time for a restarted task to answer again. A busy host is slow to import a backend.
 RETURN_TIMEOUT_S = 120.0
 
 
 def new_identity() -> tuple[str, str]:
-    """The secret and the id of a new job."""
+    """Generate the secret and the id of a new job."""
     return secrets.token_hex(SECRET_BYTES), secrets.token_hex(8)
 
 
 def check_start_timeout(start_timeout_s: float | None) -> float | None:
-    """Seconds that hosts and tasks wait for each other at the start; None leaves them to the default.
+    """Check the seconds that hosts and tasks wait for each other at the start; None means the default.
 
     Raises: ConfigurationError if it is not a number above 0.
     """
@@ -49,7 +49,7 @@ def check_start_timeout(start_timeout_s: float | None) -> float | None:
 
 
 def task_names(workers: int, *, chief: bool = False, servers: int = 0, evaluator: bool = False) -> list[str]:
-    """The tasks of a job: those that train first, in rank order, then parameter servers and the evaluator.
+    """Names of the tasks of a job: those that train, in rank order, then parameter servers and the evaluator.
 
     >>> task_names(2, servers=1)
     ['worker/0', 'worker/1', 'ps/0']
@@ -67,16 +67,16 @@ class WorkerRecipe:
     """The settings that the workers of a job have in common.
 
     Attributes:
-        arguments: the program's command line, as after `python`.
-        tasks: see `task_names`.
-        config: backend, start timeout and preemption signal of the workers.
-        interpreter: options of the interpreter itself, which stand before `arguments`.
-        function: pickled; run instead of a program.
-        restartable: whether a task that is killed may be restarted at its port.
-        coordinator: address of the elastic coordinator; None for a job of fixed size.
-        identity: the secret and the id of the job.
-        run: value of PHALANX_RUN; None outside of `phalanx run`.
-        prints_errors: see `WorkerSpec`.
+        arguments: The program's command line, as after `python`.
+        tasks: See `task_names`.
+        config: Backend, start timeout and preemption signal of the workers.
+        interpreter: Options of the Python interpreter, which precede `arguments`.
+        function: Pickled function to run instead of a program.
+        restartable: Whether a killed task may be restarted at its port.
+        coordinator: Address of the elastic coordinator; None for a job of fixed size.
+        identity: The secret and the id of the job.
+        run: Value of PHALANX_RUN; None outside of `phalanx run`.
+        prints_errors: See `WorkerSpec`.
     """
 
     arguments: Sequence[str]
@@ -93,11 +93,11 @@ class WorkerRecipe:
     def placement(
         self, rank: int, addresses: Sequence[str], host: WorkerHost, slot: int | None = None
     ) -> WorkerPlacement:
-        """The task of this rank, on a host.
+        """Placement of the task of this rank on a host.
 
         Args:
             addresses: `host:port` of every task, by rank.
-            slot: see `WorkerSpec`.
+            slot: See `WorkerSpec`.
         """
         task = self.tasks[rank]
         spec = WorkerSpec(
@@ -133,14 +133,14 @@ def place(
     streams: OutputStreams,
     say: Callable[[str], None],
 ) -> list[WorkerPlacement]:
-    """Connect to the hosts and place the tasks on them; nothing of the job runs yet.
+    """Connect to the hosts and place the tasks on them, without starting any.
 
     Args:
-        shares: the hosts, with as many slots as there are tasks, which take them in order.
-        recipe: what the tasks have in common.
-        selector: wakes when a host has something to report.
-        streams: how outputs of workers on this host are connected.
-        say: see `SSHHost`.
+        shares: The hosts, with one slot for each task, in order.
+        recipe: Settings that the tasks have in common.
+        selector: Wakes when a host has something to report.
+        streams: Output streams for workers on this host.
+        say: See `SSHHost`.
 
     Raises: RendezvousError or ConfigurationError if another host cannot take part.
     """
@@ -150,7 +150,7 @@ def place(
             host = LocalHost(selector, streams=streams) if share.is_here else SSHHost(selector, share, say=say)
             hosts.append(host)
             if isinstance(host, SSHHost):
-                host.connect()  # all at once: the slowest decides, not the sum
+                host.connect()  # in parallel, so that the total time is that of the slowest host
         addresses: list[str] = []
         owners: list[WorkerHost] = []
         deadline = time.monotonic() + (recipe.config.start_timeout_s or START_TIMEOUT_S)

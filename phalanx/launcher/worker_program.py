@@ -1,4 +1,4 @@
-"""What a worker runs, and the command line that runs the present program again."""
+"""The program that a worker runs, and the command line that runs the current program again."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 from phalanx.errors import ConfigurationError
 
-# Options of the interpreter that take their value from the next argument, when it is not attached.
+# Options of the interpreter that take their value from the next argument if it is not attached.
 _OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A Python program: what comes after `python` on a command line.
+    """A Python program: the part of a command line after `python`.
 
     Attributes:
         arguments: `("train.py", "--lr", "1")`, `("-m", "module", ...)` or `("-c", "code", ...)`.
-        interpreter: options of the interpreter itself, such as `-O` or `-X dev`.
+        interpreter: Options of the interpreter, such as `-O` or `-X dev`.
     """
 
     arguments: tuple[str, ...]
@@ -44,7 +44,7 @@ def parse_command(command: Sequence[str]) -> Program | None:
             if argument in _OPTIONS_WITH_VALUE and rest:
                 options.append(rest.pop(0))
             continue
-        # Short options may be joined: -Bc CODE, -OOmmodule.
+        # Short options may be combined: -Bc CODE, -OOmmodule.
         for position, letter in enumerate(argument[1:], start=1):
             if letter in "cm":
                 if position > 1:
@@ -62,7 +62,7 @@ def parse_command(command: Sequence[str]) -> Program | None:
 
 
 def runs_tests(program: Program) -> bool:
-    """Whether this is pytest, or one of the processes that pytest-xdist starts.
+    """Whether this program is a test runner, or one of the processes that pytest-xdist starts.
 
     >>> runs_tests(Program(("-m", "pytest", "tests")))
     True
@@ -76,9 +76,9 @@ def runs_tests(program: Program) -> bool:
 
 
 def starting_folder(program: Program) -> str | None:
-    """The directory where this process's program was started, which it may have left since; None if that is unknown."""
+    """The directory where this process's program was started, even if it has changed since; None if unknown."""
     script = program.arguments[0]
-    file: str | None = getattr(sys.modules["__main__"], "__file__", None)  # to a relative path, Python prepends it
+    file: str | None = getattr(sys.modules["__main__"], "__file__", None)  # Python makes a relative path absolute
     if file is None or script.startswith("-") or Path(script).is_absolute():
         return None
     for ending in (f"/{script}", f"/{script}/__main__.py"):

@@ -1,1 +1,1 @@
-"""What runs inside every worker process: bootstrap, progress, heartbeat, exit codes, crash reports."""
+"""Code that runs inside every worker process: bootstrap, progress, heartbeat, exit codes, crash reports."""

@@ -1,14 +1,14 @@
-"""What runs first in every worker: it joins the worker to its launcher, then becomes the user's program.
+"""Entry point of every worker: connects it to its launcher, then becomes the user's program.
 
-Run as a file with the program's own command line behind it, so that `ps` shows what runs:
+Run as a file, followed by the program's command line, so that `ps` shows what runs:
 
     python .../phalanx/runtime/bootstrap.py train.py --lr 1
     python .../phalanx/runtime/bootstrap.py -m package.module
     python .../phalanx/runtime/bootstrap.py --function
 
 The user's program sees what it would see under plain `python`: the same `sys.argv`, `sys.path[0]`, `__main__`
-and tracebacks. PHALANX_WORKER_BOOTSTRAP (`WorkerBootstrap`) holds everything else that the worker needs; it is removed
-from the environment at once, so that processes started by the program do not inherit it.
+and tracebacks. PHALANX_WORKER_BOOTSTRAP (`WorkerBootstrap`) holds everything else that the worker needs. It is removed
+from the environment immediately, so that processes started by the program do not inherit it.
 """
 # ruff: noqa: E402
 
@@ -19,8 +19,8 @@ import sys
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 if __name__ == "__main__":
-    # Python has put this folder first, whose modules would shadow others of the same name. The launcher's own
-    # package is found whether it is installed or not.
+    # Replace this folder, which Python put first and whose modules would shadow others of the same name. The root makes
+    # the launcher's copy of the package importable even if it is not installed.
     if sys.flags.safe_path:
         sys.path.insert(0, _ROOT)
     else:
@@ -47,20 +47,20 @@ FUNCTION = "--function"
 _THIS_FILE = __file__  # Python 3.14 removes the name from the main module before it calls `sys.excepthook`
 STACKS_SIGNAL = signal.SIGUSR2
 NO_ERROR = b"null"
-"""Written instead of a crash report if the program came to its end."""
+"""Written instead of a crash report if the program succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerBootstrap:
-    """The values that the launcher passes to a worker. Numbers are file descriptors, -1 for none.
+    """Values that the launcher passes to a worker. Integers are file descriptors, -1 for none.
 
     Attributes:
-        cores: to bind the process to.
-        guard: ends the process when the launcher is gone.
-        stacks: where stacks are written, at STACKS_SIGNAL and when native code crashes.
-        error: where an uncaught error is written, as JSON.
-        prints_errors: whether an uncaught error is printed; otherwise the launcher shows it, and logs it.
-        function, result: the function to call and what it returned, pickled, between launcher and worker only.
+        cores: Cores to bind the process to.
+        guard: Pipe that ends the process when the launcher is gone.
+        stacks: File for stacks, written on STACKS_SIGNAL and when native code crashes.
+        error: File for an uncaught error, as JSON.
+        prints_errors: Whether to print an uncaught error; otherwise the launcher shows and logs it.
+        function, result: The function to call and its result, both pickled. Used only between launcher and worker.
     """
 
     cores: tuple[int, ...]
@@ -72,7 +72,7 @@ class WorkerBootstrap:
     result: int = -1
 
     def encode(self) -> str:
-        # Not JSON: its import would take longer than all else that happens here.
+        # Not JSON: importing it would take longer than everything else in this module.
         fields = (self.guard, self.stacks, self.error, int(self.prints_errors))
         return " ".join(map(str, (*fields, self.function, self.result, *self.cores)))
 
@@ -89,15 +89,15 @@ def main() -> None:
     for fd in (start.stacks, start.error):
         os.set_inheritable(fd, False)
     faulthandler.enable(start.stacks)
-    # What remains when the interpreter has removed its handlers, which an exiting process outlives for a while.
+    # In effect once the exiting interpreter has removed its handlers; the process outlives them for a while.
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, start.stacks, all_threads=True)
     reporter = _CrashReporter(start.error)
     hook = _install_hook(reporter, None if start.prints_errors else _leave_to_launcher)
-    # A job in the background of a script inherits SIGINT ignored, but here it comes from the launcher alone.
+    # A background job of a script inherits an ignored SIGINT. Here, only the launcher sends it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     lazy_imports.install(_report_import)
-    _report_import(None)  # shows the launcher that STACKS_SIGNAL is handled from now on
+    _report_import(None)  # signals the launcher that STACKS_SIGNAL is now handled
     arguments = sys.argv[1:]
     if arguments[0] == FUNCTION:
         _run_function(start, reporter)
@@ -112,12 +112,12 @@ def main() -> None:
         elif error is not None:  # `except Exception: traceback.print_exc(); sys.exit(1)`
             reporter.record(error)
         if end.code:
-            # As after an uncaught error. The launcher, which knows the code from the exit alone, allows the grace
-            # period from the moment in which it sees that another worker has lost this one.
+            # As after an uncaught error. The launcher learns the code only from the exit, and its grace period begins
+            # when it sees that another worker has lost this one.
             process_exit.end_within(0.9 * LaunchConfig.from_environment().grace_s, exit_codes.of_system_exit(end))
         raise
     except BaseException as error:
-        if sys.excepthook is not hook:  # the program's own, which may not call ours
+        if sys.excepthook is not hook:  # a custom hook, which may not call ours
             _install_hook(reporter, sys.excepthook)
         if isinstance(error, KeyboardInterrupt):
             _ignore_ctrl_c()
@@ -128,22 +128,22 @@ def main() -> None:
 
 
 def _ignore_ctrl_c() -> None:
-    """From here on the process ends: an interrupt could only garble what it still prints."""
+    """Ignore interrupts from now on: the process is exiting, and one would only garble its last output."""
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _import_crash_report() -> None:
-    """Import it before the hook does: the `exec` of a string, which imports contain (dataclasses), makes Python forget
-    that an interrupt ends the process, which then exits with code 1."""
+    """Import the module before the hook does. Its imports `exec` strings (dataclasses), and an `exec` in the hook makes
+    Python forget that an interrupt ends the process, which then exits with code 1."""
     with contextlib.suppress(Exception):
         from phalanx.runtime import crash_report  # noqa: F401
 
 
 def _report_import(library: str | None) -> None:
-    """Report that the program imports a large library, or (for None) runs on."""
+    """Report that the program imports a large library or, for None, continues."""
     if library == "keras":
-        # Imported here and below because programs without Keras need none of it, and all wait for this file.
+        # Imported lazily here and below: programs without Keras do not need it, and every worker waits for this module.
         from phalanx.runtime import installed_backend
 
         installed_backend.replace_missing_backend()
@@ -153,7 +153,7 @@ def _report_import(library: str | None) -> None:
 
 
 def _warn_of_training_apart(*, is_over: bool) -> None:
-    """Let a program that has imported Keras warn of training that no strategy distributes."""
+    """In a program that has imported Keras, warn about training that no strategy distributes."""
     if "keras" in sys.modules:
         from phalanx.runtime import undistributed_fit
 
@@ -184,7 +184,7 @@ def run_program(arguments: list[str]) -> None:
     if target == "-m":
         sys.argv[:] = arguments[1:]
         _set_script_path(os.getcwd())
-        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]  # what `python -m` itself calls
+        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]  # as `python -m` does
     elif target == "-c":
         sys.argv[:] = ["-c", *arguments[2:]]
         _set_script_path("")
@@ -207,7 +207,7 @@ def run_program(arguments: list[str]) -> None:
 def _is_archive(script: str) -> bool:
     if os.path.isdir(script):
         return True
-    with open(script, "rb") as file:  # zipfile costs an import; a Python program does not begin like this
+    with open(script, "rb") as file:  # avoids importing zipfile; no Python program begins with this
         return file.read(4) == b"PK\x03\x04"
 
 
@@ -219,12 +219,12 @@ def _set_script_path(path: str) -> None:
 
 
 def without_own_frames(stacks: str) -> str:
-    """Stacks as `faulthandler` writes them, less the frames of this file that stand under every program."""
+    """Stacks as `faulthandler` writes them, without this file's frames, which are at the base of every program."""
     return "".join(line for line in stacks.splitlines(keepends=True) if _THIS_FILE not in line)
 
 
 class _CrashReporter:
-    """Writes the error that ends this process to a file of the launcher."""
+    """Writes the error that ends this process to a file that the launcher reads."""
 
     def __init__(self, fd: int):
         self._fd = fd
@@ -232,7 +232,7 @@ class _CrashReporter:
         self._file = os.fstat(fd)
 
     def record(self, error: BaseException) -> bool:
-        """Returns whether the launcher can read it. Never raises: the rest of the exit must not depend on it."""
+        """Write a crash report; return whether the launcher can read it. Never raises, so that the exit continues."""
         with contextlib.suppress(Exception):
             from phalanx.runtime import crash_report
 
@@ -240,18 +240,18 @@ class _CrashReporter:
         return False
 
     def record_success(self) -> None:
-        """Tell a launcher that cannot get the exit code that nothing is wrong."""
+        """Record success, for a launcher that cannot obtain the exit code."""
         with contextlib.suppress(OSError):
             self._write(NO_ERROR)
 
     def _write(self, content: bytes) -> bool:
-        if os.getpid() != self._pid:  # a fork, whose end is not the worker's
+        if os.getpid() != self._pid:  # a fork, whose exit is not the worker's
             return False
-        # If the program has closed all descriptors, another file may have this number now.
+        # If the program closed all descriptors, another file may have this number now.
         if not os.path.samestat(os.fstat(self._fd), self._file):
             return False
         written = os.pwrite(self._fd, content, 0)
-        os.ftruncate(self._fd, written)  # or the end of a longer report before it would make it unreadable
+        os.ftruncate(self._fd, written)  # the rest of a longer earlier report would make it unreadable
         return written == len(content)
 
 
@@ -262,10 +262,10 @@ def _install_hook(reporter: _CrashReporter, show: process_exit.Hook | None = Non
 
 
 class _ErrorRecorder:
-    """Records an uncaught error for the launcher and prints it as `show` or Python does, less the frames of this file.
+    """Records an uncaught error for the launcher and prints it with `show` or like Python, without this file's frames.
 
-    Without `show`, an interrupt is recorded only: the failure report shows where every task was, and no one can read as
-    many tracebacks at once. After a preemption nothing is wrong, and the stack says nothing.
+    Without `show`, an interrupt is only recorded: the failure report shows where every task was, and so many tracebacks
+    at once are unreadable. A preemption is not an error, and its stack is of no interest.
     """
 
     def __init__(self, reporter: _CrashReporter, show: process_exit.Hook | None):
@@ -294,7 +294,7 @@ def _print_error(kind: type[BaseException], error: BaseException, traceback: Tra
 
 
 def _leave_to_launcher(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """The launcher shows the error of one worker; the same or its echo from all others would bury it."""
+    """Print nothing: the launcher shows the error of one worker; the same error or its echo from all would bury it."""
 
 
 if __name__ == "__main__":

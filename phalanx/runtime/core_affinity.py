@@ -1,4 +1,4 @@
-"""Each worker's share of the host's cores.
+"""Divides the host's cores among its workers.
 
 Two local replicas that each use every core are slower than one, so every worker is bound to its own cores.
 """
@@ -17,10 +17,10 @@ CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 def share_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
-    """Cut `cores` into one share for each worker.
+    """Divide `cores` into one share for each worker.
 
-    The shares are contiguous and differ by at most one core. With more workers than cores each gets one core,
-    and neighbouring workers share it.
+    The shares are contiguous and differ by at most one core. With more workers than cores, each worker gets one core,
+    which neighboring workers share.
     """
     count = len(cores)
     if workers <= count:
@@ -29,11 +29,11 @@ def share_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
 
 
 def thread_count(share: Sequence[int], workers: int, quota: float | None) -> int:
-    """How many threads a worker with this share should compute with.
+    """Number of compute threads for a worker with this share.
 
     Args:
-        workers: workers on this host.
-        quota: cores that the container may use in all (it may see 64 and be allowed 2); None is no limit.
+        workers: Number of workers on this host.
+        quota: Number of cores that the whole container may use (it may see 64 and be allowed 2); None for no limit.
     """
     if quota is None:
         return len(share)
@@ -42,7 +42,7 @@ def thread_count(share: Sequence[int], workers: int, quota: float | None) -> int
 
 @dataclass(frozen=True, slots=True)
 class CoreShare:
-    """The cores that one worker is bound to, and how many threads it computes with."""
+    """The cores that one worker is bound to, and its number of compute threads."""
 
     cores: tuple[int, ...]
     threads: int
@@ -56,9 +56,9 @@ def host_shares(workers: int) -> list[CoreShare]:
 
 
 def available_cores() -> list[int]:
-    """The cores this process may run on, with the hardware threads of one physical core side by side.
+    """Cores that this process may run on, with the hardware threads of each physical core adjacent.
 
-    So a contiguous cut gives a worker whole physical cores instead of halves of twice as many.
+    A contiguous share then consists of whole physical cores instead of halves of twice as many.
     """
     if not hasattr(os, "sched_getaffinity"):  # macOS has no affinity; the count still sizes the thread pools
         return list(range(os.cpu_count() or 1))
@@ -66,11 +66,11 @@ def available_cores() -> list[int]:
 
 
 def core_quota(cpu_max: Path = CGROUP_CPU_MAX) -> float | None:
-    """Cores that the control group grants (cgroup v2 `cpu.max`: "quota period" in microseconds), or None."""
+    """Number of cores that the control group grants (cgroup v2 `cpu.max`: "quota period" in microseconds), or None."""
     try:
         quota, period = cpu_max.read_text().split()
         return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):  # not Linux, cgroup v1, or not mounted: no quota that we could know of
+    except (OSError, ValueError):  # not Linux, cgroup v1, or not mounted: no known quota
         return None
 
 
@@ -83,16 +83,16 @@ def bind(cores: Sequence[int]) -> None:
         for thread in os.listdir("/proc/self/task"):
             try:
                 os.sched_setaffinity(int(thread), cores)
-            except ProcessLookupError:  # the thread ended meanwhile
+            except ProcessLookupError:  # the thread has ended
                 continue
     except OSError:
-        # A sandbox may forbid it, or the cores were taken away since: slower, but not wrong.
+        # Forbidden by a sandbox, or the cores are no longer available: slower, but correct.
         return
 
 
 @contextlib.contextmanager
 def children_bound_to(cores: Sequence[int]) -> Iterator[None]:
-    """Processes that this thread starts meanwhile run on `cores` alone; on any if there are none."""
+    """Bind processes that this thread starts inside the block to `cores`; does nothing if `cores` is empty."""
     if not cores or not hasattr(os, "sched_setaffinity"):
         yield
         return

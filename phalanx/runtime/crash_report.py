@@ -11,24 +11,24 @@ from phalanx.monitoring.console import without_escapes
 from phalanx.runtime import exit_codes, folded_traceback
 from phalanx.transport.decoding import decode_json
 
-# A report is one page; the message of an error that contains a whole array is cut.
+# A report is one page. Messages that contain a whole array are truncated.
 MAX_TRACEBACK_CHARACTERS = 60_000
 MAX_MESSAGE_CHARACTERS = 4_000
 
 
 class CrashReport(msgspec.Struct, frozen=True):
-    """An error that was not caught, or that made the program exit.
+    """An uncaught error, or an error that made the program exit.
 
     Attributes:
-        kind: name of its class.
-        message: its message.
-        traceback: as Python prints it, chained errors included.
-        lost: the task that a PeerLostError in the chain names.
-        code: the exit code of the first error of Phalanx in the chain; 1 if there is none.
-        interrupted: whether an interrupt caused it.
-        silent: the task that did not answer in time, which need not be lost.
-        folded: the traceback without the frames of libraries.
-        origin: the line of the program's own code that the error came from; empty if there is none.
+        kind: Name of its class.
+        message: Message of the error.
+        traceback: Traceback as printed by Python, including chained errors.
+        lost: The task that a PeerLostError in the chain names.
+        code: Exit code of the first error of Phalanx in the chain; 1 if there is none.
+        interrupted: Whether an interrupt caused it.
+        silent: The task that did not answer in time, which need not be lost.
+        folded: The traceback without the frames of libraries.
+        origin: The line of the program's code that the error came from; empty if there is none.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Which error ends a process with which exit code, and what each code means.
+"""Exit codes of processes: the code for each error, and the meaning of each code.
 
 `docs/reference/exit-codes.md` has the same table.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from phalanx import errors
 from phalanx.errors import SIGNAL_BASE
 
-# A process that exits with one of these was failed by another; the larger the number, the surer.
+# Exit codes of processes whose failure is a consequence of another's; the larger the number, the more certain.
 CONSEQUENCES = {errors.PeerLostError.exit_code: 2, errors.CollectiveTimeoutError.exit_code: 1}
 
 
@@ -75,7 +75,7 @@ _ERRORS: dict[type[errors.PhalanxError | errors.PreemptedError], tuple[str, str]
         "nothing: started again, it continues from the checkpoint that the last line names",
     ),
 }
-"""One sentence on each error, and what to check."""
+"""One sentence about each error, and what to check."""
 
 MEANINGS: dict[int, Meaning] = {
     0: Meaning("success", "the program ended without error", "nothing"),
@@ -117,7 +117,7 @@ MEANINGS: dict[int, Meaning] = {
 
 
 def meaning(code: int) -> Meaning:
-    """The meaning of an exit code; codes that are not in the table have a general one."""
+    """The meaning of an exit code; a general one for codes that are not in the table."""
     if code in MEANINGS:
         return MEANINGS[code]
     if code - SIGNAL_BASE in signal.valid_signals():
@@ -135,7 +135,7 @@ def signal_name(number: int) -> str:
 
 
 def describe_exit(returncode: int | None) -> str:
-    """How a task has ended, as a part of a sentence; None if it was lost with its host."""
+    """How a task ended, as part of a sentence. A `returncode` of None means that it was lost with its host."""
     if returncode is None:
         return "was lost with its host"
     if returncode < 0:
@@ -153,21 +153,22 @@ def of_return_code(returncode: int) -> int:
 def of_error(error: BaseException) -> int:
     """The exit code of a process that does not catch `error`.
 
-    An error raised `from` one of Phalanx's counts as that one: wrapping an error does not change the cause.
+    An error raised `from` one of Phalanx's errors counts as that error: wrapping does not change the cause.
     """
     return next((cause.exit_code for cause in causes(error) if isinstance(cause, errors.PhalanxError)), 1)
 
 
 def of_system_exit(end: SystemExit) -> int:
-    """The exit code of a process that ends with `sys.exit(end.code)`: 1 for a message."""
+    """The exit code of a process that calls `sys.exit(end.code)`: 1 for a message."""
     return end.code if isinstance(end.code, int) else int(end.code is not None)
 
 
 def causes(error: BaseException | None, *, handled: bool = False) -> Iterator[BaseException]:
-    """The error, what it was raised `from`, and so on. `raise error from error` makes an error its own cause.
+    """Yield the error, the error that it was raised `from`, and so on. An error may be its own cause (`raise error from
+    error`).
 
     Args:
-        handled: whether to include what was handled when an error was raised, as tracebacks do.
+        handled: Whether to include errors that were being handled when an error was raised, as tracebacks do.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -178,7 +179,7 @@ def causes(error: BaseException | None, *, handled: bool = False) -> Iterator[Ba
 
 
 def message(error: BaseException) -> str:
-    """The text of an error, such that it can be sent: `str` may fail, and the text may not be valid UTF-8."""
+    """The text of an error in a form that can be sent: `str` may fail, and the text may not be valid UTF-8."""
     try:
         text = str(error)
     except Exception:
@@ -187,5 +188,5 @@ def message(error: BaseException) -> str:
 
 
 def sendable(text: str) -> str:
-    """The text with those characters escaped that UTF-8 does not have, as on standard error."""
+    """Escape the characters that UTF-8 cannot encode, as on standard error."""
     return text.encode(errors="backslashreplace").decode()

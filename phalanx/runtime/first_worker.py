@@ -1,4 +1,4 @@
-"""Which worker speaks for all, where a program has not joined the job that would know."""
+"""Finds the worker that warns on behalf of all, in a program that has not joined its job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Job(NamedTuple):
 
 
 def workers_of_first() -> int:
-    """The number of tasks that train, if this is the first of them by TF_CONFIG; otherwise 0."""
+    """Number of tasks that train if this is the first of them by TF_CONFIG; otherwise 0."""
     job = _job()
     return job.workers if job.is_first else 0
 
@@ -32,7 +32,7 @@ def _job() -> _Job:
     return _read(process_environment().get(TF_CONFIG) or "{}")
 
 
-@functools.cache  # a program may ask at each of its batches
+@functools.cache  # a program may call this for each batch
 def _read(tf_config: str) -> _Job:
     config = json.loads(tf_config)
     cluster, task = config.get("cluster", {}), config.get("task", {})

@@ -1,4 +1,4 @@
-"""Tracebacks for people: the program's own frames, and for those of libraries only how many there are.
+"""Readable tracebacks: the program's frames in full, and only the number of library frames.
 
   File "train.py", line 26, in <module>
     history = model.fit(x, y, callbacks=[Check()])
@@ -21,16 +21,16 @@ _PHALANX = str(Path(__file__).parents[1])
 _STANDARD_LIBRARY = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 _INSTALLED = ("site-packages", "dist-packages")
 PYTHON = "python"
-# What TensorFlow makes of the program's functions; it names the program's own lines in the message.
+# The files that TensorFlow generates from the program's functions. Its messages name the program's lines.
 _AUTOGRAPH = "__autograph_generated_file"
-# It adds this where it has left out frames by itself.
+# Added by JAX where it has removed frames.
 _NOTE_OF_JAX = "JAX has removed its internal frames"
-# What a program runs without a file of its own: `python -c`, standard input, a notebook's cells.
+# Code of the program that is in no file: `python -c`, standard input, a notebook's cells.
 _PROGRAM = ("<string>", "<stdin>", "<ipython")
 
 
 def library_of(filename: str) -> str | None:
-    """The library that a source file belongs to, such as `keras`; None for one of the program's own."""
+    """The library that a source file belongs to, such as `keras`; None for a file of the program."""
     if filename.startswith("<"):
         return None if filename.startswith(_PROGRAM) else PYTHON
     parts = Path(filename).parts
@@ -47,11 +47,11 @@ def library_of(filename: str) -> str | None:
 
 
 def fold(frames: Iterable[traceback.FrameSummary], program: str | None = None) -> list[str]:
-    """Frames as text, those of libraries counted.
+    """Format frames, counting those of libraries.
 
     Args:
-        frames: outermost first.
-        program: a library that counts as the program itself.
+        frames: The frames, outermost first.
+        program: A library that counts as the program.
     """
     lines = []
     owned = [(frame, library_of(frame.filename)) for frame in frames]
@@ -81,7 +81,7 @@ class _FoldedStack(traceback.StackSummary):
 
 
 def folded(error: BaseException) -> str:
-    """The traceback of an error and of those that it was raised from, with the frames of libraries folded."""
+    """Format the traceback of an error, including its causes, with the frames of libraries folded."""
     whole = traceback.TracebackException.from_exception(error)
     program = _program(whole.stack)
     for each in _errors(whole):
@@ -93,7 +93,7 @@ def folded(error: BaseException) -> str:
 
 
 def origin(error: BaseException) -> str:
-    """Where in the program's own code an error was raised, or went through last; empty if it was nowhere there."""
+    """The innermost line of the program's code in an error's traceback; empty if there is none."""
     if isinstance(error, SyntaxError) and error.filename and library_of(error.filename) is None:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -105,7 +105,7 @@ def origin(error: BaseException) -> str:
 
 
 def _program(frames: Sequence[traceback.FrameSummary]) -> str | None:
-    """The library that is the program: with `-m`, one that is installed. None if the program has files of its own."""
+    """The library that is the program: with `-m`, an installed one. None if the program has files outside libraries."""
     libraries = [library_of(frame.filename) for frame in frames]
     if None in libraries:
         return None
@@ -113,7 +113,7 @@ def _program(frames: Sequence[traceback.FrameSummary]) -> str | None:
 
 
 def _errors(error: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """The error, those that it was raised from or while handling, and those that it groups."""
+    """Yield the error, its causes and contexts, and the errors that it groups."""
     yield error
     for other in (error.__cause__, error.__context__, *(error.exceptions or ())):
         if other is not None:

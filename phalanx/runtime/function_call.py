@@ -1,7 +1,7 @@
-"""The worker's side of `phalanx.launch`: call a pickled function, and pickle what it returns.
+"""The worker's side of `phalanx.launch`: calls a pickled function and pickles its result.
 
 Pickles pass only between a launcher and the workers that it started, through files without a name that no other process
-can open; never over the network.
+can open, and never over the network.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class CallRaised(NamedTuple):
 
 
 def encode(call: PickledCall) -> bytes:
-    # The path comes first and separately: functions of modules are pickled by name and found through it.
+    # The path is separate and first, because functions in modules are pickled by name and found through it.
     return pickle.dumps((list(sys.path), _sources_without_files(), dumps(call)))
 
 
 def _sources_without_files() -> dict[str, list[str]]:
-    """The lines of code that is in no file, such as a notebook's cells: for tracebacks, and for AutoGraph."""
+    """Source lines of code that is in no file, such as a notebook's cells; for tracebacks and AutoGraph."""
     entries = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
     return {name: entry[2] for name, entry in entries.items() if not os.path.exists(name)}
 
@@ -54,11 +54,11 @@ def decode_result(content: bytes) -> CallReturned | CallRaised:
 
 
 def run(function_fd: int, result_fd: int, record: Callable[[BaseException], object]) -> int:
-    """Call the function; returns the exit code. The traceback is not printed: the launcher raises the error.
+    """Call the function and return the exit code. No traceback is printed, because the launcher raises the error.
 
     Args:
-        function_fd, result_fd: descriptors of the files with the call and for its result.
-        record: called with the error of the function.
+        function_fd, result_fd: Descriptors of the files for the call and its result.
+        record: Receives the error of the function.
     """
     try:
         with os.fdopen(function_fd, "rb") as file:
@@ -80,14 +80,14 @@ def run(function_fd: int, result_fd: int, record: Callable[[BaseException], obje
 
 
 def encode_error(error: BaseException) -> bytes:
-    """The pickle of a `CallRaised`; of a `RuntimeError` with the same text, if the error itself cannot be pickled."""
+    """Pickle a `CallRaised`, with a `RuntimeError` of the same text if the error cannot be pickled."""
     text = "".join(traceback.format_exception(error))
     error = error.with_traceback(None)
     for content in (error, _WithoutInit(error)):
         try:
             pickled: bytes = dumps(CallRaised(content, text))  # type: ignore[arg-type]
             pickle.loads(pickled)  # an error whose __init__ has other arguments pickles but does not unpickle
-        except Exception as reason:  # of any kind, from the class's pickling code
+        except Exception as reason:  # any error, from the class's pickling code
             logger.debug("%r cannot be pickled: %r", content, reason)
         else:
             return pickled
@@ -95,8 +95,8 @@ def encode_error(error: BaseException) -> bytes:
 
 
 class _WithoutInit:
-    """In a pickle in place of an error, which comes back without a call of its `__init__`: by the arguments that an
-    error keeps, which are those of `Exception.__init__`, Python could not call it."""
+    """Replaces an error in a pickle, so that unpickling does not call its `__init__`: an error keeps only the arguments
+    of `Exception.__init__`, which may not fit."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -112,5 +112,5 @@ def _rebuilt(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, 
 
 
 def stand_in(kind: str, message: str) -> RuntimeError:
-    """Replaces an error that cannot be pickled."""
+    """Build a replacement for an error that cannot be pickled."""
     return RuntimeError(f"{kind}: {message}")

@@ -17,7 +17,7 @@ def host_identity(override: str | None = None) -> str:
     image have the same name.
 
     Args:
-        override: the value of PHALANX_HOST_ID, which replaces the identity.
+        override: Value of PHALANX_HOST_ID, which replaces the identity.
     """
     if override:
         return override

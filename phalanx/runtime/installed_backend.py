@@ -1,7 +1,6 @@
-"""Chooses a backend for Keras where the one that it would choose is not installed.
+"""Chooses an installed backend for Keras if the one that it would choose is not installed.
 
-Keras's own default is TensorFlow, so that on a machine with JAX alone every program would end with a
-ModuleNotFoundError.
+Keras defaults to TensorFlow, so on a machine with only JAX, every program would end with a ModuleNotFoundError.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ logger = logging.getLogger(__name__)
 
 
 def replace_missing_backend() -> None:
-    """Set KERAS_BACKEND, just before Keras is imported, if the program has not and Keras would not find its backend."""
+    """Set KERAS_BACKEND if the program has not and Keras would not find its backend. Called just before its import."""
     environment = process_environment()
     if environment.get(KERAS_BACKEND):
         return
     chosen, installed = keras_backend(environment), installed_backends()
     if chosen not in BACKENDS or chosen in installed or not installed:
         return
-    # The program may have imported one of them already.
+    # Prefer a backend that the program has already imported.
     backend = next((name for name in installed if name in sys.modules), installed[0])
     set_variables({KERAS_BACKEND: backend})
     if workers_of_first():

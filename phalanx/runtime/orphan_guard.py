@@ -1,14 +1,14 @@
-"""Why no worker outlives its launcher, whatever kills the launcher.
+"""Ensures that no worker outlives its launcher, whatever kills the launcher.
 
-The launcher holds the writing end of a pipe and never writes; the worker holds the reading end. When the launcher dies,
-even by SIGKILL, the kernel closes its end. On Linux the reading end is set up so that the kernel itself then sends
-SIGKILL to the worker's whole process group (`fcntl(2)`: O_ASYNC, F_SETOWN, F_SETSIG): no thread waits, the interpreter
-lock is not needed, and processes that the worker has started die with it.
+The launcher holds the write end of a pipe and never writes; the worker holds the read end. When the launcher dies, even
+by SIGKILL, the kernel closes its end. On Linux, the read end is set up so that the kernel then sends SIGKILL to the
+worker's whole process group (`fcntl(2)`: O_ASYNC, F_SETOWN, F_SETSIG). No thread waits, the GIL is not needed, and
+processes that the worker has started die with it.
 
-PR_SET_PDEATHSIG (`prctl(2)`) would do harm beside it. It fires when the *thread* that started the worker ends, and the
-threads of a killed launcher end one by one before its pipes close: the worker would be gone, and with it the reading
-end, before the kernel looks for the process group, and what the worker has started would live on. Where F_SETSIG is
-unknown (macOS), a thread waits.
+PR_SET_PDEATHSIG (`prctl(2)`) would interfere with this. It fires when the *thread* that started the worker ends, and
+the threads of a killed launcher end one by one before its pipes close. The worker, and with it the read end, would be
+gone before the kernel looks up the process group, and the worker's children would survive. Without F_SETSIG (macOS), a
+thread waits.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import weakref
 
 
 class OrphanGuard:
-    """The launcher's end: the worker lives until `cut`, or until this process ends."""
+    """The launcher's end: the worker lives until `cut` is called or this process exits."""
 
     def __init__(self) -> None:
         self.worker_end, self._own_end = os.pipe()
         _open_guards.add(self)
 
     def started(self) -> None:
-        """Close the worker's end here, once the worker has it."""
+        """Close the worker's end in this process, once the worker has inherited it."""
         if self.worker_end >= 0:
             os.close(self.worker_end)
             self.worker_end = -1
 
     def cut(self) -> None:
-        """End the worker's process group, if it still runs. Safe to call twice."""
+        """Kill the worker's process group, if it still runs. Safe to call twice."""
         self.started()
         if self._own_end >= 0:
             os.close(self._own_end)
@@ -56,14 +56,14 @@ os.register_at_fork(after_in_child=_close_guards)
 
 
 def end_with_launcher(fd: int) -> None:
-    """Called first in the worker, whose process group must be its own: from now on it ends with its launcher.
+    """Make this worker end with its launcher. Called first in the worker, which must lead its own process group.
 
     Args:
-        fd: the reading end of the launcher's pipe; it stays open for the life of the process.
+        fd: Read end of the launcher's pipe; it stays open for the life of the process.
     """
     if sys.platform == "linux":
         os.set_inheritable(fd, False)
-        # Owner and signal before O_ASYNC: from then on the kernel sends, and without these SIGIO and to no process.
+        # Owner and signal before O_ASYNC, which enables sending: without them, the kernel sends SIGIO, to no process.
         fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(fd, fcntl.F_SETSIG, int(signal.SIGKILL))
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)

@@ -1,4 +1,4 @@
-"""Where `write_claim` writes down who owns a directory: in files that are locked, or in an object of a store."""
+"""Records of a directory's owner for `write_claim`: locked files, or an object in a store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.storage.paths import StoragePath
 from phalanx.storage.remote_path import RemotePath
 
 LOCK_S = 120.0
-"""How long another process may take to put a file in its place."""
+"""Seconds that another process may take to move a file into place."""
 POLL_S = 0.05
 
 
@@ -30,26 +30,26 @@ def owner_record(directory: StoragePath, name: str) -> OwnerFile | OwnerObject:
 
 
 class OwnerFile:
-    """In a file system: the owner's file is locked for as long as it lives, the lock's while it changes.
+    """A record in a file system. The owner file is locked while the owner lives, the lock file while the owner changes.
 
     Attributes:
-        path: the record, which `take` writes.
+        path: The record, which `take` writes.
     """
 
     def __init__(self, path: Path, lock_path: Path) -> None:
         self.path = path
         self._lock_path = lock_path
         self._alive: BinaryIO | None = None  # the owner's file, locked
-        self._taken_by = 0  # the process that has locked it: its forks inherit the rest
+        self._taken_by = 0  # the process that locked it; forks inherit the other attributes
 
     @property
     def is_mine(self) -> bool:
-        """Whether this object has taken it, and not dropped it since."""
+        """Whether this object has taken the record and not dropped it since."""
         return self._alive is not None and self._taken_by == os.getpid()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Inside, no other process changes the owner. Raises OSError if one keeps it locked for too long."""
+        """Prevent other processes from changing the owner. Raises OSError if one holds the lock for too long."""
         deadline = time.monotonic() + LOCK_S
         while True:
             with open(self._lock_path, "ab") as file:
@@ -58,7 +58,7 @@ class OwnerFile:
                         is_current = os.path.samestat(os.fstat(file.fileno()), os.stat(self._lock_path))
                     except FileNotFoundError:
                         is_current = False
-                    if is_current:  # else the directory was emptied meanwhile
+                    if is_current:  # otherwise the directory was emptied in the meantime
                         try:
                             yield
                         finally:
@@ -70,18 +70,18 @@ class OwnerFile:
             time.sleep(POLL_S)
 
     def is_alive(self) -> bool:
-        """Whether the owner is known to live."""
+        """Whether the owner is known to be alive."""
         with open(self.path, "ab") as file:
             return not lock(file.fileno())
 
     def take(self, content: bytes) -> None:
-        """Write the record, and be alive until `drop`."""
-        for left in self.path.parent.glob(f"{glob.escape(self.path.name)}.*"):  # of a killed process
+        """Write the record, and count as alive until `drop`."""
+        for left in self.path.parent.glob(f"{glob.escape(self.path.name)}.*"):  # left by a killed process
             left.unlink(missing_ok=True)
         temporary = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")
-        file = open(temporary, "wb")  # noqa: SIM115  # open, and so locked, for as long as the claim lasts
+        file = open(temporary, "wb")  # noqa: SIM115  # stays open, and so locked, until `drop`
         try:
-            lock(file.fileno())  # before it has its name: there is no moment at which the owner's file is not locked
+            lock(file.fileno())  # before the rename, so that the owner file is never unlocked
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -93,7 +93,7 @@ class OwnerFile:
         self._alive, self._taken_by = file, os.getpid()
 
     def drop(self) -> None:
-        """Be alive no more. Safe to call twice."""
+        """Stop counting as alive. Safe to call twice."""
         if self._alive is not None:
             if self.is_mine:  # a fork would unlock it for its parent
                 unlock(self._alive.fileno())
@@ -102,7 +102,7 @@ class OwnerFile:
 
 
 class OwnerObject:
-    """In a store, which has no locks: the last process that takes the record has it. See `OwnerFile`."""
+    """A record in a store, which has no locks: the last process to take it owns it. See `OwnerFile`."""
 
     def __init__(self, path: RemotePath) -> None:
         self.path = path

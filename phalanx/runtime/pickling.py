@@ -1,4 +1,4 @@
-"""Cloudpickle, for functions and objects that are sent to other processes of the job, which may have some already."""
+"""Pickles functions and objects for other processes of the job, which may already have some, with cloudpickle."""
 
 from __future__ import annotations
 import __future__
@@ -17,24 +17,24 @@ import cloudpickle
 from phalanx.errors import PhalanxError, UnsupportedError
 
 Refer = Callable[[Any], Any]
-"""Returns the reference that travels in a thing's place; None if it travels by value."""
+"""Returns the reference that is pickled instead of a thing; None to pickle it by value."""
 Reduce = Callable[[Any], Any]
-"""Returns how a thing is taken apart, as `__reduce_ex__` says it; NotImplemented for what pickle knows."""
+"""Returns the reduced form of a thing, as `__reduce_ex__` does; NotImplemented to leave it to pickle."""
 
 _LAZY = __future__.annotations
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles modules by name, whatever their class, and keeps what AutoGraph needs of functions.
+    """Pickles modules by name, whatever their class, and keeps the parts of functions that AutoGraph needs.
 
     Cloudpickle treats a module of a custom class, such as `torch.ops`, as an object, and fails. A function refers to
-    that module if it uses `torch` and, for example, `keras.ops`: cloudpickle looks at the names alone.
+    that module if it uses `torch` and, for example, `keras.ops`, because cloudpickle only compares names.
 
-    Since 3.1.3 it drops the file name of code. Tracebacks would lack their source lines, and
-    AutoGraph, which reads the source of a `tf.function`, could not convert its `if` and `for`.
+    Since 3.1.3, cloudpickle drops the file name of code. Tracebacks would lack their source lines, and AutoGraph, which
+    reads the source of a `tf.function`, could not convert its `if` and `for`.
 
-    It sends the globals that code uses, which are not those that only annotations name. AutoGraph would evaluate them
-    again, unless it finds among the globals that the module has asked for annotations without values (PEP 563).
+    Cloudpickle sends the globals that code uses, but not those that only annotations use. AutoGraph would evaluate the
+    annotations again, unless the globals show that the module has postponed their evaluation (PEP 563).
     """
 
     def reducer_override(self, thing: Any) -> Any:
@@ -46,7 +46,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if sys.modules.get(name) is thing:
                 return importlib.import_module, (name,)
         reduced = super().reducer_override(thing)
-        if isinstance(thing, types.FunctionType) and reduced is not NotImplemented:  # it is taken apart
+        if isinstance(thing, types.FunctionType) and reduced is not NotImplemented:  # pickled by value
             _, sent = reduced[2]
             if thing.__globals__.get("annotations", _LAZY) is _LAZY:
                 sent["__globals__"]["annotations"] = _LAZY
@@ -81,24 +81,24 @@ class _ReferenceUnpickler(pickle.Unpickler):
 
 
 def dumps_referring(thing: Any, refer: Refer, reduce: Reduce) -> bytes:
-    """The pickle of a thing. Raises: whatever the pickling code of some class raises."""
+    """Pickle a thing. Raises: whatever the pickling code of some class raises."""
     file = io.BytesIO()
     _ReferencePickler(file, refer, reduce).dump(thing)
     return file.getvalue()
 
 
 def loads_referring(data: bytes | memoryview, load: Callable[[Any], Any]) -> Any:
-    """Unpickle; `load` returns the object here that a reference refers to."""
+    """Unpickle; `load` returns the local object for a reference."""
     return _ReferenceUnpickler(io.BytesIO(data), load).load()
 
 
 @contextmanager
 def refusing(refusal: str, alternative: str) -> Iterator[None]:
-    """Around pickling: whatever it raises is an error that says what to do.
+    """Convert errors raised by pickling into errors that say what to do instead.
 
     Args:
-        refusal: says what cannot travel, and where to; the reason follows it.
-        alternative: a sentence, for errors of pickling code, which say nothing of it.
+        refusal: Names the thing that cannot be sent, and its destination; the reason is appended.
+        alternative: A sentence that is added to errors of pickling code, which suggest no alternative.
 
     Raises: UnsupportedError, or a PhalanxError of the class that was raised.
     """

@@ -1,4 +1,4 @@
-"""How a process ends after an uncaught error: with the error's exit code, promptly, and without losing output."""
+"""Ends a process after an uncaught error: with the error's exit code, promptly, and without losing output."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-# Not `from phalanx import errors`, nor names of `exit_codes`: `phalanx.__getattr__` imports this module, perhaps while
-# `exit_codes` is being imported.
+# Do not use `from phalanx import errors`, or import names from `exit_codes`: `phalanx.__getattr__` imports this module,
+# perhaps while `exit_codes` is being imported.
 from phalanx.errors import PreemptedError
 from phalanx.runtime import exit_codes
 
@@ -24,15 +24,15 @@ CauseFinder = Callable[[BaseException], BaseException | None]
 
 _has_failed = False
 _ends_at_once = False
-_ending_thread = 0  # identifier of the thread that ends the process while the main thread may still run
+_ending_thread = 0  # id of the thread that ends the process while the main thread may still run
 _exit_callbacks: list[Callable[[], object]] = []
 _cause_finders: list[CauseFinder] = []
 
 
 def install() -> None:
-    """From now on an uncaught error of Phalanx ends this process with the error's `exit_code`.
+    """Make uncaught errors of Phalanx end this process with their `exit_code`.
 
-    The traceback is printed as before, by whatever hook is installed. Calling it again changes nothing.
+    The hook installed so far still prints the traceback. Calling this again has no effect.
     """
     previous = sys.excepthook
     if not isinstance(previous, _ExitCodeHook):
@@ -40,7 +40,7 @@ def install() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process with this code from any thread, without losing what was printed."""
+    """End this process with this code from any thread, without losing output."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # closed, or without a reader
             stream.flush()
@@ -48,17 +48,17 @@ def end_process(code: int) -> NoReturn:
 
 
 def end_because(error: Exception, *, within_s: float, at_once: bool = False) -> NoReturn:
-    """End this process from any thread, as `error` would if the main thread did not catch it.
+    """End this process from any thread, as if the main thread did not catch `error`.
 
     Args:
-        error: the main thread may wait forever for what it has made impossible.
-        within_s: how long the exit handlers may take.
-        at_once: whether to leave them out.
+        error: The reason. Because of it, the main thread may wait forever.
+        within_s: Seconds for the exit handlers.
+        at_once: Whether to skip the exit handlers.
     """
     global _ends_at_once, _ending_thread
     _ends_at_once = _ends_at_once or at_once
     code = exit_codes.of_error(error)
-    if _has_failed:  # the main thread has noticed by itself, and ends the process
+    if _has_failed:  # the main thread is already ending the process
         time.sleep(within_s)
     else:
         _ending_thread = threading.get_ident()
@@ -68,10 +68,10 @@ def end_because(error: Exception, *, within_s: float, at_once: bool = False) -> 
 
 
 def end_within(seconds: float, code: int | None = None) -> None:
-    """End this process after so many seconds, if it has not by then: threads and exit handlers may keep it alive.
+    """End this process after `seconds` if threads or exit handlers still keep it alive.
 
     Args:
-        code: its exit code; None: that of the uncaught error that ends it.
+        code: Exit code; None: that of the uncaught error that ends the process.
     """
     if code is None:
         error = getattr(sys, "last_value", None)
@@ -82,16 +82,16 @@ def end_within(seconds: float, code: int | None = None) -> None:
 
 
 def add_cause_finder(find: CauseFinder) -> None:
-    """An uncaught error is shown, and counted, as raised from what `find` returns for it; None if there is nothing."""
+    """Treat an uncaught error as raised from the error that `find` returns for it, unless that is None."""
     if find not in _cause_finders:
         _cause_finders.append(find)
 
 
 def at_exit(function: Callable[[], object]) -> None:
-    """Call this at the end of the process: with the exit handlers, but after an uncaught error at once.
+    """Call this at the end of the process: with the exit handlers, but immediately after an uncaught error.
 
-    Exit handlers run when all threads of the program have ended, and these may wait for other tasks, which wait for
-    this process. So the function may be called twice.
+    Exit handlers run only after all threads of the program, which may wait for other tasks, which wait for this
+    process. The function may therefore be called twice.
     """
     if function not in _exit_callbacks:
         atexit.register(function)
@@ -99,7 +99,7 @@ def at_exit(function: Callable[[], object]) -> None:
 
 
 def has_failed() -> bool:
-    """Whether this process ends because of an uncaught error; for exit handlers."""
+    """Whether this process is exiting because of an uncaught error; for exit handlers."""
     return _has_failed
 
 
@@ -112,17 +112,17 @@ def failure() -> str:
 
 
 class _ExitCodeHook:
-    """Has an uncaught error printed by another hook, then ends the process with its code."""
+    """Prints an uncaught error with the previous hook, then ends the process with the error's exit code."""
 
-    _running_in = 0  # identifier of the thread
+    _running_in = 0  # id of the thread
 
     def __init__(self, previous: Hook):
         self._previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        # Of the class, because several hooks may have been installed, one around the other.
+        # On the class, because several nested hooks may have been installed.
         if _ExitCodeHook._running_in == threading.get_ident():
-            # A hook of the program around this one calls it: the outer one ends the process.
+            # Called by a custom hook inside an outer `_ExitCodeHook`, which ends the process.
             self._print(kind, error, traceback)
             return
         if _ending_thread not in (0, threading.get_ident()):
@@ -135,7 +135,7 @@ class _ExitCodeHook:
         _ExitCodeHook._running_in = threading.get_ident()
         try:
             self._print(kind, error, traceback)
-        except Exception as problem:  # in a hook of the program; the exit code must not depend on it
+        except Exception as problem:  # in a custom hook; the exit code must not depend on it
             _print_both(problem, error, traceback)
         finally:
             _ExitCodeHook._running_in = 0
@@ -144,19 +144,19 @@ class _ExitCodeHook:
                 if _ends_at_once:
                     end_process(code)
                 _end(code)
-            # With code 1 Python ends the process itself, and waits for threads before it calls exit handlers.
+            # With code 1, Python itself ends the process, and waits for threads before it calls exit handlers.
             for callback in reversed(_exit_callbacks):
                 callback()
 
     def _print(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if isinstance(error, PreemptedError) and self._previous is sys.__excepthook__:
-            print(error, file=sys.stderr)  # nothing is wrong, and the stack says nothing
+            print(error, file=sys.stderr)  # not an error, and its stack is of no interest
         else:
             self._previous(kind, error, traceback)
 
 
 def _print_both(problem: Exception, error: BaseException, traceback: TracebackType | None) -> None:
-    """As Python does when a hook fails."""
+    """Print both errors, as Python does when a hook fails."""
     with contextlib.suppress(Exception):  # standard error may be closed
         print("Error in sys.excepthook:", file=sys.stderr)
         sys.__excepthook__(type(problem), problem, problem.__traceback__)
@@ -165,15 +165,15 @@ def _print_both(problem: Exception, error: BaseException, traceback: TracebackTy
 
 
 def _is_interactive() -> bool:
-    """Whether a user sits at a prompt, where an error does not end the process."""
+    """Whether this is an interactive session, where an error does not end the process."""
     return bool(sys.flags.interactive) or hasattr(sys, "ps1")
 
 
 def _end(code: int) -> None:
     """End this process now: exit handlers run and files are written, but the interpreter is not finalized.
 
-    That takes one to three seconds with a backend loaded, more if the lost peer's host is busy, and waits for threads
-    that may be waiting for the lost peer.
+    Finalization takes one to three seconds with a backend loaded, more if the lost peer's host is busy, and waits for
+    threads that may be waiting for the lost peer.
     """
     try:
         atexit._run_exitfuncs()

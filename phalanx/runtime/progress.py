@@ -1,8 +1,8 @@
-"""What a worker is doing, so that its launcher can report it when the worker no longer can.
+"""Records what a worker is doing, so that its launcher can report it when the worker no longer can.
 
-The record is a few pages of memory shared with the launcher, which creates it (with a magic number, so that a wrong
-file is never written to) and names it in PHALANX_PROGRESS_FILE. A report is one store of 80 bytes: no system call, no
-lock, under 2 us. The launcher can read it after the worker's death; a pipe would need a reader that keeps up.
+The record is a few pages of memory shared with the launcher, which creates it (with a magic number, so that no other
+file is written by mistake) and names it in PHALANX_PROGRESS_FILE. A report is one store of 80 bytes: no system call, no
+lock, under 2 us. The launcher can read it after the worker's death. A pipe would need a reader that keeps up.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ MAGIC = b"phalanx progress"
 RECORD_BYTES = 16384
 PHASE_BYTES = 40
 _NONE = -1
-# number, time, epoch, step, phase, the same number again: a reader that sees two different numbers met a
-# record that was just being written.
+# number, time, epoch, step, phase, the same number again. Two different numbers show a reader that the record was being
+# written.
 _RECORD = struct.Struct(f"<Qdqq{PHASE_BYTES}sQ")
 _OFFSET = len(MAGIC)
-# Behind the record: whether the worker answers SIGTERM by saving a checkpoint.
+# After the record: whether the worker answers SIGTERM by saving a checkpoint.
 _SAVES_CHECKPOINT = 1024
-# How often the launcher has asked for a checkpoint: the one field that it writes.
+# Number of checkpoints that the launcher has requested: the only field that it writes.
 _NUMBER = struct.Struct("<Q")
 _SAVE_REQUESTS_OFFSET = 1032
-# And the figures of the worker (`worker_figures`), encoded: number, length, content, the same number again.
+# Then the encoded figures of the worker (`worker_figures`): number, length, content, the same number again.
 _FIGURES = struct.Struct("<QI")
 _FIGURES_OFFSET = 2048
 _FIGURES_BYTES = RECORD_BYTES - _FIGURES_OFFSET - _FIGURES.size - _NUMBER.size
@@ -42,9 +42,9 @@ class Progress:
     """The last report of a worker.
 
     Attributes:
-        phase: the operation it was in, for example `all_reduce`.
-        epoch, step: position in the training; None outside of it.
-        time: when, in seconds since 1970 by that host's clock.
+        phase: The operation it was in, for example `all_reduce`.
+        epoch, step: Position in the training; None outside of it.
+        time: Time of the report, in seconds since 1970 by that host's clock.
     """
 
     phase: str
@@ -61,7 +61,7 @@ class _Reporter:
         self._number = self._figures_number = 0
         self._epoch: int | None = None
         self._step: int | None = None
-        self.steps = 0  # of training that were reported; may be read from any thread
+        self.steps = 0  # number of training steps reported; may be read from any thread
         self._phases: dict[str, bytes] = {}
 
     def report(self, phase: str, *, epoch: int | None = None, step: int | None = None) -> None:
@@ -79,7 +79,7 @@ class _Reporter:
         if name is None:
             name = self._phases[phase] = phase.encode(errors="replace")[:PHASE_BYTES]
         self._number = number = self._number + 1
-        # One call, which keeps the interpreter's lock: reports of several threads do not mix.
+        # One call, which holds the GIL, so that reports of several threads do not mix.
         _RECORD.pack_into(
             record,
             _OFFSET,
@@ -97,7 +97,7 @@ class _Reporter:
             return
         self._figures_number = number = self._figures_number + 1
         start = _FIGURES_OFFSET + _FIGURES.size
-        # In this order: until the last number is there, the content lies between two that differ. Only one thread at a
+        # In this order: until the last number is written, the numbers around the content differ. Only one thread at a
         # time writes figures (`telemetry._writing`).
         _FIGURES.pack_into(record, _FIGURES_OFFSET, number, len(content))
         record[start : start + len(content)] = content
@@ -112,28 +112,28 @@ _reporter: _Reporter | None = None
 
 
 def report(phase: str, *, epoch: int | None = None, step: int | None = None) -> None:
-    """Report what this process is doing now; replaces the last report.
+    """Report the current operation of this process. Replaces the last report.
 
     Args:
-        phase: the operation, up to 40 bytes of UTF-8 (the rest is cut off).
-        epoch, step: position in the training, 0 or more.
+        phase: The operation, truncated to 40 bytes of UTF-8.
+        epoch, step: Position in the training, 0 or more.
     """
     _get_reporter().report(phase, epoch=epoch, step=step)
 
 
 def enter(phase: str) -> None:
-    """Report that this process now does something else in the same epoch and step."""
+    """Report a new operation in the same epoch and step."""
     _get_reporter().enter(phase)
 
 
 def latest() -> Progress | None:
-    """The last report of this process; None if there is none, or no launcher."""
+    """The last report of this process; None without a report or a launcher."""
     record = _get_reporter()._record
     return None if record is None else parse(record[:])
 
 
 def steps() -> int:
-    """The number of training steps that this process has reported, over all epochs."""
+    """Number of training steps that this process has reported, over all epochs."""
     return _get_reporter().steps
 
 
@@ -143,23 +143,23 @@ def has_launcher() -> bool:
 
 
 def write_figures(content: bytes) -> None:
-    """Replace the figures that the launcher reads; those that are too long are left out."""
+    """Replace the figures that the launcher reads. Figures that are too long are dropped."""
     _get_reporter().write_figures(content)
 
 
 def save_requests() -> int:
-    """How often the launcher has asked this process for a checkpoint."""
+    """Number of checkpoints that the launcher has requested from this process."""
     record = _get_reporter()._record
     return 0 if record is None else int(_NUMBER.unpack_from(record, _SAVE_REQUESTS_OFFSET)[0])
 
 
 def set_saves_checkpoint(saves: bool) -> None:
-    """Report whether this process answers SIGTERM by saving a checkpoint, and so needs some time."""
+    """Report whether this process answers SIGTERM by saving a checkpoint, which takes time."""
     _get_reporter().set_saves_checkpoint(saves)
 
 
 def parse_saves_checkpoint(content: bytes) -> bool:
-    """Whether a file's content says that its worker answers SIGTERM by saving a checkpoint."""
+    """Whether, by the file's content, its worker answers SIGTERM by saving a checkpoint."""
     return len(content) > _SAVES_CHECKPOINT and content.startswith(MAGIC) and bool(content[_SAVES_CHECKPOINT])
 
 
@@ -171,12 +171,12 @@ def _get_reporter() -> _Reporter:
 
 
 def blank() -> bytes:
-    """The content with which a launcher creates the file."""
+    """Initial content of the file."""
     return MAGIC.ljust(RECORD_BYTES, b"\0")
 
 
 def parse(content: bytes) -> Progress | None:
-    """The report in a file's content; None if there was none yet, or it was being written at this moment."""
+    """The report in a file's content; None if there is none yet or it was being written."""
     if len(content) < _OFFSET + _RECORD.size or not content.startswith(MAGIC):
         return None
     number, when, epoch, step, phase, again = _RECORD.unpack_from(content, _OFFSET)
@@ -191,11 +191,11 @@ def parse(content: bytes) -> Progress | None:
 
 
 def parse_figures(content: bytes) -> tuple[int, bytes] | None:
-    """The number of the last figures in a file's content, and the figures; None if there are none yet, or they were
-    being written at this moment.
+    """The number of the last figures in a file's content, and the figures; None if there are none yet or they were
+    being written.
 
-    A copy that is interrupted between its first number and its last may hold parts of two figures, which need not be a
-    message: both ends go through the page upwards.
+    A copy that is interrupted between its first and its last number may contain parts of two messages and not decode:
+    writer and reader both go through the page upwards.
     """
     if len(content) < RECORD_BYTES:
         return None
@@ -208,14 +208,14 @@ def parse_figures(content: bytes) -> tuple[int, bytes] | None:
 
 
 def request_save(fd: int) -> None:
-    """As the launcher: ask the worker whose file this is for a checkpoint."""
+    """Request a checkpoint from the worker with this file. Called by the launcher."""
     (requests,) = _NUMBER.unpack(os.pread(fd, _NUMBER.size, _SAVE_REQUESTS_OFFSET))
     os.pwrite(fd, _NUMBER.pack(requests + 1), _SAVE_REQUESTS_OFFSET)
 
 
 def _map(path: str) -> mmap.mmap | None:
-    # The name is inherited by everything the worker starts, where /dev/fd/7 may be another file or none:
-    # hence the checks, and silence where they fail.
+    # Everything that the worker starts inherits the name, but there /dev/fd/7 may be another file or none. Hence the
+    # checks, and silence if they fail.
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

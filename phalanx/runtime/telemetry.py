@@ -1,7 +1,8 @@
-"""What this process knows of its training, for those who watch the job.
+"""Figures about this process's training, for observers of the job.
 
-The threads that train store what they have anyway, as attributes of `current`: no step pays more than that. Twice a
-second a thread writes it all into the page of memory that the launcher reads (`progress`), until the process ends.
+Training threads store values that they already have as attributes of `current`, which is the only cost of a step. Twice
+a second, a thread writes all of them to the page of memory that the launcher reads (`progress`), until the process
+ends.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from phalanx.runtime.traffic_account import Traffic, TrafficAccount
 
 BEAT_S = 0.5
 MAX_LOGS = 40
-"""The page has room for these; a program with more shows the first."""
+"""Number of logs that the page has room for; further ones are dropped."""
 
 
 class Telemetry:
-    """The figures of this process. Everything here may be written by one thread and read by another.
+    """The figures of this process. One thread may write any of them while another reads it.
 
     Attributes:
-        traffic: what it sends, and where its time goes.
-        samples: that this process has trained on so far.
-        total_epochs: of the present `fit`, as its argument `epochs`; None before.
-        are_logs_due: whether the thread that trains is to call `record_logs` after its present step.
-        checkpoint: the last one that this process has written.
-        is_save_requested: whether someone who watches the job wants a checkpoint now.
-        read_gpu: gives the figures of the GPU that this process computes on, if any is known.
-        read_server: gives the figures of the parameter server in this process, if there is one.
+        traffic: Account of the bytes sent, and of the time spent computing and waiting.
+        samples: Number of samples that this process has trained on so far.
+        total_epochs: Argument `epochs` of the current `fit`; None before the first.
+        are_logs_due: Whether the training thread is to call `record_logs` after its current step.
+        checkpoint: The last checkpoint that this process has written.
+        is_save_requested: Whether an observer of the job has requested a checkpoint.
+        read_gpu: Returns the figures of the GPU that this process computes on, if any is known.
+        read_server: Returns the figures of the parameter server in this process, if there is one.
     """
 
     def __init__(self) -> None:
@@ -50,27 +51,26 @@ class Telemetry:
         self.is_save_requested = False
         self.read_server: Callable[[], ServerFigures] | None = None
         self.read_gpu: Callable[[], GpuFigures | None] | None = None
-        # Replaced as a whole and never changed, so that a reader needs no lock.
+        # Replaced, never modified, so that a reader needs no lock.
         self._logs: dict[str, float | None] = {}
         self._finished_epoch: FinishedEpoch | None = None
 
     def record_logs(self, logs: Mapping[str, Any]) -> None:
-        """Store the present loss and metrics; those of every step until the first beat, for a job that dies early."""
+        """Store the current loss and metrics. Until the first beat, those of every step, for a job that dies early."""
         self.are_logs_due = not self._has_measured
         self._logs = _numbers(logs)
 
     def record_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        """Store the logs of an epoch that has ended."""
+        """Store the logs of a finished epoch."""
         self._finished_epoch = FinishedEpoch(epoch, _numbers(logs))
 
     def start(self) -> None:
-        """From now on, time is spent on computing or waiting, and someone reads the figures: the process has joined its
-        job."""
+        """Start accounting for time: the process has joined its job, and its figures are read from now on."""
         self.traffic.start()
         self.are_logs_due = True
 
     def measure(self) -> WorkerFigures:
-        """The figures now. Called regularly, by one thread at a time."""
+        """Return the current figures. Called regularly, by one thread at a time."""
         traffic = self.traffic
         traffic.update()
         self.are_logs_due = self._has_measured = True
@@ -93,26 +93,26 @@ class Telemetry:
 
 current = Telemetry()
 _announcing_pid: int | None = None
-_writing = threading.Lock()  # protects what `measure` remembers, and the order of what is written
+_writing = threading.Lock()  # protects the state of `measure`, and the order of writes
 
 
 def announce(read_traffic: Callable[[], Traffic] | None = None) -> None:
-    """Show the figures of this process to its launcher, from now until it ends. Does nothing without a launcher.
+    """Publish the figures of this process to its launcher until the process ends. Does nothing without a launcher.
 
     Args:
-        read_traffic: what the process sends and waits for; called in another thread.
+        read_traffic: Returns what the process has sent and waited for. Called in another thread.
     """
     global _announcing_pid
     current.traffic.watch(read_traffic)
     if progress.has_launcher() and _announcing_pid != os.getpid():  # a thread does not survive a fork
         _announcing_pid = os.getpid()
         current.start()
-        atexit.register(_write)  # what the last beat has missed
+        atexit.register(_write)  # changes since the last beat
         threading.Thread(target=_beat, name="phalanx-telemetry", daemon=True).start()
 
 
 def leave() -> None:
-    """The process leaves its job: what it has sent since the last beat counts, too."""
+    """Stop publishing because the process leaves its job; include what it has sent since the last beat."""
     if _announcing_pid == os.getpid():  # as in `_write`
         with _writing:
             current.traffic.update()
@@ -120,7 +120,7 @@ def leave() -> None:
 
 
 def resident_bytes() -> int:
-    """The main memory that this process occupies; 0 where that cannot be known.
+    """The main memory that this process occupies; 0 if unknown.
 
     Source: proc(5), the second field of /proc/PID/statm.
     """
@@ -132,7 +132,7 @@ def resident_bytes() -> int:
 
 
 def _psutil_resident_bytes() -> int:
-    """Not on Linux, and only with psutil installed."""
+    """The same on other systems than Linux; 0 unless psutil is installed."""
     try:
         import psutil
     except ImportError:
@@ -141,7 +141,7 @@ def _psutil_resident_bytes() -> int:
 
 
 def _beat() -> None:
-    requests = progress.save_requests()  # those made before this process could answer do not count
+    requests = progress.save_requests()  # earlier requests do not count: this process could not answer them
     while True:
         time.sleep(BEAT_S)
         _write()
@@ -151,18 +151,18 @@ def _beat() -> None:
 
 def _write() -> None:
     if _announcing_pid != os.getpid():
-        # A fork that exits: the page is its parent's, and the lock may have been held when it was copied.
+        # An exiting fork: the page belongs to its parent, and the lock may have been held during the fork.
         return
     with _writing:
         progress.write_figures(msgspec.msgpack.encode(current.measure()))
 
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, float | None]:
-    """The logs that are single numbers, of any backend; None for one that is not finite, which JSON has no word for."""
+    """The logs that are scalars, of any backend. None replaces non-finite values, which JSON cannot express."""
     single: dict[str, float | None] = {}
     for name, value in logs.items():
         if len(single) < MAX_LOGS and (getattr(value, "shape", None) == () or isinstance(value, int | float)):
-            with contextlib.suppress(TypeError, ValueError, OverflowError):  # Keras lets logs be anything
+            with contextlib.suppress(TypeError, ValueError, OverflowError):  # Keras allows any object as a log
                 number = float(value)
                 single[name] = number if math.isfinite(number) else None
     return single

@@ -1,4 +1,4 @@
-"""Where the time of a process goes, and what it sends, over all jobs that it joins."""
+"""Accounts for the time of a process and the bytes that it sends, over all jobs that it joins."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 
 class Traffic(NamedTuple):
-    """What one process has sent and waited for so far.
+    """Totals of what one process has sent and waited for.
 
     Attributes:
-        bytes_sent: bytes sent to the others, through shared memory or links.
-        bytes_on_links: the part of `bytes_sent` that went over links, packet headers included.
-        waited_s: seconds spent in collectives or waiting for servers, those of the running one included.
-        collectives: collectives that this rank has started.
+        bytes_sent: Bytes sent to the others, through shared memory or links.
+        bytes_on_links: The part of `bytes_sent` that went over links, including packet headers.
+        waited_s: Seconds spent in collectives, including a running one, or waiting for servers.
+        collectives: Number of collectives that this rank has started.
     """
 
     bytes_sent: int = 0
@@ -23,15 +23,15 @@ class Traffic(NamedTuple):
     collectives: int = 0
 
     def plus(self, other: Traffic) -> Traffic:
-        """The sums of both."""
+        """The sum of both."""
         return Traffic._make(map(sum, zip(self, other, strict=True)))
 
 
 class TrafficAccount:
-    """Adds up what was read so far: a process may join another job, whose traffic begins at 0.
+    """Accumulates traffic over jobs, since a process may join another job, whose traffic begins at 0.
 
     Attributes:
-        computed_s, waited_s, bytes_sent, bytes_on_links: as in `WorkerFigures`, up to the last `update`.
+        computed_s, waited_s, bytes_sent, bytes_on_links: See `WorkerFigures`; up to the last `update`.
     """
 
     def __init__(self) -> None:
@@ -42,24 +42,24 @@ class TrafficAccount:
         self._last: Traffic | None = None
 
     def start(self) -> None:
-        """From now on, time is spent on computing or waiting."""
+        """Start counting time, as computing or waiting."""
         self._last_at = time.monotonic()
 
     def watch(self, read: Callable[[], Traffic] | None) -> None:
-        """From now on, what this process sends and waits for comes from here; None if it has left its job."""
+        """Set the function that returns the traffic of the current job; None if the process has left its job."""
         self._last = None
         self._read = read
 
     def update(self) -> None:
-        """Add what the process has sent, waited for and computed since the last time. By one thread at a time."""
-        read = self._read  # once: the main thread may leave the job meanwhile
+        """Add the traffic and the time since the last call. Called by one thread at a time."""
+        read = self._read  # read once, because the main thread may leave the job at any time
         now, traffic = time.monotonic(), None if read is None else read()
         passed_s, self._last_at = now - self._last_at, now
         before, self._last = self._last or Traffic(), traffic
         if traffic is None:
             self.computed_s += passed_s
             return
-        # Collectives in the background count twice, and one that ends just now may be missed once.
+        # Collectives in the background count twice, and one that is just ending may be missed once.
         waited_s = min(max(0.0, traffic.waited_s - before.waited_s), passed_s)
         self.waited_s += waited_s
         self.computed_s += passed_s - waited_s

@@ -1,6 +1,6 @@
-"""Warns of training that no strategy distributes, in a job of several workers.
+"""Warns about training that no strategy distributes, in a job of several workers.
 
-Each worker then trains a model of its own, on all of the data, and writes the same files; nothing else would say so.
+Each worker then trains its own model on all of the data and writes the same files. Nothing else would reveal this.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from phalanx.runtime.first_worker import has_servers, workers_of_first
 logger = logging.getLogger(__name__)
 
 OWNER = "_phalanx_owner"
-"""The attribute of a model that belongs to a strategy."""
+"""Attribute of a model that belongs to a strategy."""
 HOROVOD = ("phalanx.horovod.horovod_job", "horovod")
-"""Imported by programs that use Horovod's interface, whose models belong to no strategy."""
+"""Modules imported by programs that use Horovod's interface, whose models belong to no strategy."""
 CLUSTER = "phalanx.cluster"
-"""Imported by all that joins a job."""
+"""Package imported by everything that joins a job."""
 
 _is_watching = False
 _has_warned = False
 
 
 def watch_fit() -> None:
-    """Warn from now on, if the program has imported Keras 3. Safe to call twice."""
+    """Start warning, if the program has imported Keras 3. Safe to call twice."""
     global _is_watching
     if hasattr(sys.modules.get("keras"), "distribution") and not _is_watching:
         from phalanx.keras_compat.fit_observer import observe_fit
@@ -53,7 +53,7 @@ def _warn_if_undistributed(model: Any, method: str) -> None:
 
 
 def warn_at_the_end() -> None:
-    """Warn at the end of a program that has used Keras and joined no job, perhaps in a custom training loop."""
+    """Warn at the end of a program that used Keras, perhaps in a custom training loop, but joined no job."""
     if _has_warned or not hasattr(sys.modules.get("keras"), "distribution"):
         return
     if any(name.startswith(CLUSTER) for name in sys.modules):
@@ -68,18 +68,18 @@ def warn_at_the_end() -> None:
 
 
 def _workers_apart() -> int:
-    """The number of workers, if there are several, this is the first of them, and nothing makes them work together.
+    """Number of workers if there are several, this is the first one, and nothing distributes their work; otherwise 0.
 
-    None beside parameter servers: their workers call functions that may train what they like.
+    Also 0 with parameter servers: their workers call functions that may train anything.
     """
     workers = workers_of_first()
     return workers if workers > 1 and not has_servers() and not _has_other_distribution() else 0
 
 
 def _has_other_distribution() -> bool:
-    """Whether Keras or PyTorch has been told to distribute by itself."""
+    """Whether Keras or PyTorch is configured to distribute the training itself."""
     import keras
 
-    # A PyTorch that was built without it has the module, but not the function.
+    # A PyTorch build without distribution has the module, but not the function.
     is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
     return keras.distribution.distribution() is not None or (is_initialized is not None and is_initialized())

@@ -1,19 +1,19 @@
-"""Who may write checkpoints to a directory: one process, until a later one of its job claims the directory.
+"""Exclusive right to write checkpoints to a directory: held by one process, until a later one of its job claims it.
 
-A process that is cut off does not know that its job goes on without it, or was started again elsewhere. Its checkpoints
-must not mix with those of its successor. So each writer claims its directory with a fencing token (Burrows 2006, "The
+A process that is cut off cannot know that its job continues without it or was restarted elsewhere. Its checkpoints must
+not mix with those of its successor. Each writer therefore claims its directory with a fencing token (Burrows 2006, "The
 Chubby lock service", section 2.4): the run of the launcher, the attempt and the generation. A later token of the same
-run supersedes an earlier one; another run takes over from a process that is dead. Two files implement this:
+run supersedes an earlier one; another run takes over from a dead process. Two files implement this:
 
-`.NAME.owner`  describes the owner, which locks it for as long as it trains. So others know that it is alive.
-`.NAME.lock`   is locked while the owner changes, and while the owner puts a file in its place after it has compared
-               itself with `.NAME.owner`. So no file appears there after another process has claimed the directory.
+`.NAME.owner`  describes the owner, which locks it while it trains, to show others that it is alive.
+`.NAME.lock`   is locked while the owner changes, and while the owner, having compared itself with `.NAME.owner`, moves
+               a file into place. No file can therefore appear after another process has claimed the directory.
 
 The kernel, or the server of a network file system, releases the locks of a dead process. On a file system without locks
-and in a store (`phalanx.storage`) the owner is compared as well, before and after a file is put in its place. A process
-that stops between comparing and writing can still finish that one file when it wakes. Of two processes of a run that
-claim a directory at once, the one with the earlier token may have the last word; the other takes the directory back
-when it writes next. A process of another run counts as dead.
+and in a store (`phalanx.storage`), the owner is also compared before and after a file is moved into place. A process
+that is suspended between comparing and writing can still finish that one file when it resumes. If two processes of a
+run claim a directory simultaneously, the one with the earlier token may write last; the other reclaims the directory at
+its next write. A process of another run counts as dead.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from phalanx.transport.decoding import decode_json
 logger = logging.getLogger(__name__)
 
 DYING_S = 30.0
-"""How long a process of another run on this host is waited for: one that has lost its launcher ends within 25 s."""
+"""Seconds to wait for a process of another run on this host. A process that lost its launcher exits within 25 s."""
 LEASE_S = 120.0
-"""The same for one on another host: the server of a network file system releases the locks of a dead host later."""
+"""The same for other hosts. The server of a network file system releases the locks of a dead host later."""
 POLL_S = 0.05
 
-_lost: set[StoragePath] = set()  # what other processes have claimed from this one, which may not claim it back
+_lost: set[StoragePath] = set()  # claims lost to other processes, which this one may not reclaim
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """Who has claimed a directory: the content of `.NAME.owner`.
+    """The owner of a directory: the content of `.NAME.owner`.
 
     Attributes:
-        run: id of the run of the launcher, or of the job; empty if the job has no name.
-        attempt: how often the launcher had started the job before.
-        generation: of the members of an elastic job.
-        process: differs from that of every other process.
-        host, pid: for people.
+        run: Id of the run of the launcher, or of the job; empty if the job has no name.
+        attempt: Number of earlier starts of the job by the launcher.
+        generation: Generation of an elastic job.
+        process: Unique id of the process.
+        host, pid: Host and process id, for messages.
     """
 
     run: str
@@ -71,21 +71,21 @@ class Owner(msgspec.Struct, frozen=True):
 
     @property
     def token(self) -> tuple[int, int]:
-        """Orders the owners of one run."""
+        """The fencing token, which orders the owners of one run."""
         return self.attempt, self.generation
 
     def is_of_run(self, other: Owner) -> bool:
-        """Whether both are of the same run."""
+        """Whether both owners belong to the same run."""
         return bool(self.run) and self.run == other.run
 
 
 class WriteClaim:
-    """The right of this process to write certain files. Threads may share it.
+    """The right of this process to write certain files. Thread-safe.
 
     Args:
-        directory: where they are; created when it is claimed.
-        name: what the files have in common; other names in the directory may belong to other processes.
-        generation: number of the present membership, in elastic jobs.
+        directory: Directory of the files; created when it is claimed.
+        name: Common name of the files; other names in the directory may belong to other processes.
+        generation: Returns the current generation of an elastic job.
     """
 
     def __init__(self, directory: StoragePath, name: str, generation: Callable[[], int] = lambda: 0):
@@ -95,11 +95,11 @@ class WriteClaim:
         self._mutex = threading.RLock()  # protects the record; held while a file is written
 
     def acquire(self) -> None:
-        """Claim the directory, unless this process has it. Waits for a process of another run that may be dying.
+        """Claim the directory unless this process owns it. Waits for a process of another run that may be dying.
 
         Raises:
-            ConfigurationError: another job that is alive has it.
-            SupersededError: a later process of this job has it.
+            ConfigurationError: another job that is alive owns it.
+            SupersededError: a later process of this job owns it.
             OSError: the claim cannot be written.
         """
         with self._mutex:
@@ -123,25 +123,25 @@ class WriteClaim:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around putting files in their places, and around deleting them: nothing else may claim the directory then.
+        """Prevent other claims while files are moved into place or deleted. Acquires the claim if necessary.
 
-        Raises: as `acquire`, which it does first if need be.
+        Raises: as `acquire`.
         """
-        # The mutex before the file's lock, here and in `acquire`. That lock belongs to an open file: without the mutex,
-        # another thread of this process would poll for it like a stranger.
+        # The mutex before the file lock, here and in `acquire`. The lock belongs to an open file: without the mutex,
+        # another thread would poll for it like another process.
         with self._mutex:
             self.acquire()
             with self._record.locked():
                 self._check()
                 yield
-                self._check()  # see the top of the file
+                self._check()  # for file systems without locks
 
     def _check(self) -> None:
-        """Raise SupersededError unless this process has the directory, or it is its turn by the tokens."""
+        """Raise SupersededError unless this process owns the directory, or may reclaim it by its token."""
         owner, me = self._read(), self._me()
         if owner is not None and owner.process == me.process:
             return
-        # Where there are no locks, an earlier process of the run may have had the last word.
+        # Without locks, an earlier process of the run may have written its claim last.
         if owner is not None and me.is_of_run(owner) and me.token > owner.token:
             self._record.take(msgspec.json.encode(me))
             return
@@ -150,23 +150,23 @@ class WriteClaim:
         raise self._superseded(owner)
 
     def release(self) -> None:
-        """Let others claim the directory. Safe to call twice."""
+        """Release the directory to other processes. Safe to call twice."""
         with self._mutex:
             if not self._record.is_mine:
                 return
             self._record.drop()
-            with contextlib.suppress(OSError):  # the directory is gone: nothing is left to write
-                # Another process took it meanwhile, which this one has not noticed: it may not claim it back.
+            with contextlib.suppress(OSError):  # the directory is gone, so nothing can be written to it
+                # If another process has taken it unnoticed, this one may not reclaim it.
                 if (owner := self._read()) is None or owner.process != _process():
                     _lost.add(self._record.path)
 
     def _me(self) -> Owner:
         run, attempt = run_of_job()
-        # At each call, because the generation grows while the claim lasts.
+        # Built at each call, because the generation grows while the claim lasts.
         return Owner(run, attempt, self._generation(), _process(), socket.gethostname(), os.getpid())
 
     def _try(self, me: Owner) -> Owner | None:
-        """Claim the directory; returns its owner if that is of another run and alive."""
+        """Claim the directory; return its owner instead if that belongs to another run and is alive."""
         with self._record.locked():
             owner = self._read()
             if owner is not None and owner.process != me.process:
@@ -202,6 +202,6 @@ _own: dict[int, str] = {}  # by process id: a fork is another process
 
 
 def _process() -> str:
-    """Names this process, also after a fork."""
-    # In one step of the interpreter: two threads that ask first, at once, get the same.
+    """Unique id of this process, which changes after a fork."""
+    # `setdefault` is atomic: two threads whose first calls coincide get the same id.
     return _own.setdefault(os.getpid(), secrets.token_hex(8))

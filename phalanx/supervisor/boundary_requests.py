@@ -1,4 +1,4 @@
-"""Requests of other threads that the training thread carries out at its next step boundary."""
+"""Requests of other threads, which the training thread executes at its next step boundary."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class BoundaryRequests:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # protects the next two attributes; not held while a function runs
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._closed = False  # from then on `_waiting` stays empty
-        self._interrupted: list[Future[Any]] = []  # the training thread's: whose functions were interrupted
+        self._closed = False  # if set, `_waiting` stays empty
+        self._interrupted: list[Future[Any]] = []  # of interrupted functions; used by the training thread only
 
     def call(self, function: Callable[[], Any], timeout_s: float) -> Any:
-        """Let the training thread call `function`; wait for its result.
+        """Have the training thread call `function`, and wait for its result.
 
         Raises: what the function raises; RuntimeError if the session is over; TimeoutError if no step ends in time.
         """
@@ -38,30 +38,30 @@ class BoundaryRequests:
                     f"No step ended within {timeout_s:g} s (PHALANX_TIMEOUT), so nothing could be saved. In a custom "
                     f"training loop, call should_stop() once for each step."
                 ) from None
-            return future.result()  # it is running now
+            return future.result()  # already running
 
     def serve(self) -> None:
-        """In the training thread, between two steps: call what waits."""
-        # Looked at without the lock at every step. Only this thread takes requests away, here and in `close`.
+        """Run the waiting functions. Called in the training thread, between two steps."""
+        # Checked without the lock at every step. Only this thread removes requests, here and in `close`.
         while self._waiting:
             with self._lock:
                 future, function = self._waiting.popleft()
-            if not future.set_running_or_notify_cancel():  # its caller's time was up
+            if not future.set_running_or_notify_cancel():  # its caller timed out
                 continue
             try:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
-            except BaseException:  # Ctrl-C ends the session, and `close` the caller's wait
+            except BaseException:  # Ctrl-C ends the session; `close` ends the caller's wait
                 self._interrupted.append(future)
                 raise
 
     def close(self) -> None:
-        """Take no more requests; those that wait raise an error. Safe to call twice."""
+        """Refuse further requests, and make waiting ones raise an error. Safe to call twice."""
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, deque()
-        for future, _ in waiting:  # none of them runs: this is the thread that would run them
+        for future, _ in waiting:  # none is running: this is the thread that would run it
             future.cancel()
         while self._interrupted:
             self._interrupted.pop().set_exception(RuntimeError("The managed session was interrupted meanwhile."))

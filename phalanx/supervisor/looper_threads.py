@@ -1,4 +1,4 @@
-"""Threads that repeat something until they are told to stop, as TensorFlow 1's `Coordinator` and `LooperThread`."""
+"""Threads that repeat a call until a stop is requested, like TensorFlow 1's `Coordinator` and `LooperThread`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 JOIN_S = 0.02
-"""How long to wait for a thread that ends before looking at what it may wait for."""
+"""Seconds to wait for a stopping thread before serving what it may wait for."""
 
 
 class LooperThreads:
-    """The threads of one supervisor. All methods may be called from any thread.
+    """The threads of one supervisor. Thread-safe.
 
-    The first error, of a thread or of the caller that asks to stop, is the one that counts; those after it are logged.
+    Only the first error, of a thread or of the caller that requests a stop, is kept; later ones are logged.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # protects all that follows
-        self._stop = threading.Event()  # of the present session: `clear` replaces it
+        self._lock = threading.Lock()  # protects everything below
+        self._stop = threading.Event()  # of the current session; `clear` replaces it
         self._error: BaseException | None = None
         self._threads: list[threading.Thread] = []
 
@@ -37,7 +37,7 @@ class LooperThreads:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> threading.Thread:
-        """Call `target` at once and then every so many seconds (None: again and again), in a thread of its own."""
+        """Call `target` in a new thread, now and then every `interval_s` seconds (None: without a pause)."""
 
         stop = self._stop
 
@@ -46,7 +46,7 @@ class LooperThreads:
             try:
                 while not stop.is_set():
                     target(*args, **(kwargs or {}))
-                    # By the clock, not after a pause: the time of the call itself does not add up.
+                    # By the clock, not after a fixed pause, so that the time of the calls does not add up.
                     due = max(due + (interval_s or 0.0), time.monotonic())
                     stop.wait(due - time.monotonic())
             except Exception as error:
@@ -63,8 +63,8 @@ class LooperThreads:
         return thread
 
     def request_stop(self, error: BaseException | None = None) -> None:
-        """Let all threads end after their present call."""
-        # The error is there before a thread that waits for the stop can look at it.
+        """Make all threads stop after their current call."""
+        # Set the error before a thread that waits for the stop can read it.
         with self._lock:
             first = self._error is None
             if error is not None and first:
@@ -77,18 +77,18 @@ class LooperThreads:
         return self._stop.is_set()
 
     def wait_for_stop(self, timeout_s: float | None = None) -> bool:
-        """Wait until a stop is requested, at most so long; whether it is."""
+        """Wait until a stop is requested, for at most `timeout_s` seconds; return whether it is."""
         return self._stop.wait(timeout_s)
 
     def clear(self) -> None:
-        """Forget a former stop, its error and its threads, so that others can be started. What of those has not ended
-        in time ends with its present call."""
+        """Discard an earlier stop, its error and its threads, so that new threads can be started. Threads that did not
+        stop in time stop after their current call."""
         with self._lock:
-            if self._stop.is_set():  # else the threads are of the session that begins
+            if self._stop.is_set():  # otherwise the threads belong to the session that begins
                 self._threads, self._error, self._stop = [], None, threading.Event()
 
     def join(self, grace_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Wait for the threads to end, and do `meanwhile` what they may wait for themselves.
+        """Wait for the threads to stop, repeatedly calling `meanwhile` to serve what they wait for.
 
         Raises: RuntimeError naming those that still run after `grace_s` seconds; they are daemons and die with the
             process.

@@ -1,8 +1,8 @@
 """`ManagedSession`: a model that is trained under a supervisor.
 
-A session acts in the training thread alone, at step boundaries: after a batch of `fit`, after `train_on_batch`, and
-when a custom training loop calls `should_stop()`. So a checkpoint belongs to one step. Another thread would read some
-variables before and some after an update, and on JAX none at all, since a compiled step consumes them. Requests of
+A session acts only in the training thread, at step boundaries: after a batch of `fit`, after `train_on_batch`, and when
+a custom training loop calls `should_stop()`. A checkpoint therefore belongs to one step. Another thread would read some
+variables before an update and some after it, and on JAX none at all, since a compiled step consumes them. Requests from
 other threads wait for the next boundary.
 """
 
@@ -42,10 +42,10 @@ class SessionServices:
     """The standard services of a session, on the chief.
 
     Attributes:
-        checkpoints: the directory for checkpoints; None saves nothing.
-        save_every_s: seconds between two checkpoints; 0 saves only on request.
-        writer: writes event files; None writes no summaries.
-        summarise_every_s: seconds between two summaries of the steps per second.
+        checkpoints: The directory for checkpoints; None saves nothing.
+        save_every_s: Seconds between two checkpoints; 0 saves only on request.
+        writer: Writes event files; None writes no summaries.
+        summarise_every_s: Seconds between two summaries of the steps per second.
     """
 
     checkpoints: CheckpointDirectory | None = None
@@ -56,12 +56,12 @@ class SessionServices:
 
 @dataclass
 class FitProgress:
-    """Which call of `fit`, and which of its epochs, the program has reached.
+    """The call of `fit`, and its epoch, that the program has reached.
 
     Attributes:
-        calls: how many calls of `fit` have begun.
-        epoch: the next epoch to train.
-        is_running: whether a `fit` is running.
+        calls: Number of calls of `fit` that have begun.
+        epoch: The next epoch to train.
+        is_running: Whether a `fit` is running.
     """
 
     calls: int = 0
@@ -69,11 +69,11 @@ class FitProgress:
     is_running: bool = False
 
     def begin(self, restored: Mapping[str, Any], initial: int, epochs: int) -> int:
-        """Begin a call of `fit`; returns its first epoch.
+        """Begin a call of `fit` and return its first epoch.
 
         Args:
-            restored: the state in the checkpoint that the session started from. A call that finished before that
-                checkpoint is skipped, the one that was running then continues at its epoch.
+            restored: State from the checkpoint that the session started from. A call that finished before that
+                checkpoint is skipped; a call that was running continues at its epoch.
         """
         self.calls += 1
         saved_calls = int(restored.get("fits", 0))
@@ -88,15 +88,15 @@ class FitProgress:
 
 
 class ManagedSession:
-    """A model under a supervisor: `Supervisor.managed_session` yields it.
+    """A model under a supervisor, as `Supervisor.managed_session` yields it.
 
     Attributes:
-        model: the model that is trained.
-        is_chief: whether this process saves.
-        restored: the checkpoint that the model started from; None if there was none, or if another process restored.
-        requests: what other threads want done at the next step boundary.
-        progress: which epoch of which `fit` is reached.
-        checkpoints: the checkpoint directory, if the session has one; others than the chief only read there.
+        model: The model that is trained.
+        is_chief: Whether this process saves.
+        restored: The checkpoint that the model started from; None if there was none, or if another process restored it.
+        requests: Requests of other threads, for the next step boundary.
+        progress: The call of `fit` and its epoch that are reached.
+        checkpoints: The checkpoint directory, if the session has one. Only the chief writes to it.
     """
 
     def __init__(
@@ -113,13 +113,13 @@ class ManagedSession:
         self.restored: StoredCheckpoint | None = None
         self._services = services if is_chief else SessionServices()
         self.checkpoints = services.checkpoints
-        self._writer = services.writer  # to be closed, also if it has failed; None on others than the chief
+        self._writer = services.writer  # kept for `close` even after it failed; None on all but the chief
         self._loops = loops
-        self._read_step = read_step  # from variables, in the training thread alone; see `_reads_at_once`
+        self._read_step = read_step  # reads variables: only in the training thread; see `_reads_at_once`
         self._thread = threading.get_ident()  # the training thread
         self.requests = BoundaryRequests()
         self.progress = FitProgress()
-        self._step = 0  # as last read or counted; what other threads get
+        self._step = 0  # as last read or counted; the value for other threads
         self._saved_at = self._summarised_at = time.monotonic()
         self._summarised_step = 0  # `_step` at the last summary
 
@@ -136,8 +136,8 @@ class ManagedSession:
         return self._step
 
     def should_stop(self) -> bool:
-        """Whether a stop was requested. In a custom training loop, call it once for each step: a checkpoint that is due
-        is saved then."""
+        """Whether a stop was requested. In a custom training loop, call this once per step: it saves a checkpoint if
+        one is due."""
         if self.is_training_thread and not self.progress.is_running:
             self.boundary()
         return self._loops.should_stop()
@@ -188,19 +188,19 @@ class ManagedSession:
     # The supervisor's interface.
 
     def begin(self, restored: StoredCheckpoint | None) -> None:
-        """The model has its first values."""
+        """Begin the session: the model has its initial values."""
         self.restored = restored
         self._step = self._summarised_step = self.global_step
 
     def boundary(self) -> None:
-        """Between two steps, in the training thread: save and summarise what is due."""
+        """Save and summarize what is due. Called in the training thread, between two steps."""
         self.requests.serve()
         services, now = self._services, time.monotonic()
         if services.save_every_s and now - self._saved_at >= services.save_every_s:
-            self._saved_at = now  # also for an attempt that fails, or the next step would try again
+            self._saved_at = now  # even if the attempt fails, or the next step would retry
             try:
                 self.save()
-            except OSError as error:  # the disk may have room later; the last save does raise
+            except OSError as error:  # the disk may have space later; the last save raises
                 logger.warning("%s. Training continues; the next attempt is in %g s.", error, services.save_every_s)
         if services.summarise_every_s and now - self._summarised_at >= services.summarise_every_s:
             rate = (self._step - self._summarised_step) / (now - self._summarised_at)
@@ -216,12 +216,12 @@ class ManagedSession:
             self._services = replace(self._services, writer=None, summarise_every_s=0.0)
 
     def finish(self) -> None:
-        """The program ended without an error: save the last step."""
+        """Save the last step. Called if the program ended without an error."""
         if self._services.save_every_s:
             self.save()
 
     def close(self) -> None:
-        """Serve no more requests, let other processes write to the directory, and close the event file. Safe to call
+        """Refuse further requests, release the directory to other processes, and close the event file. Safe to call
         twice."""
         self.requests.close()
         if self.checkpoints is not None:
@@ -243,8 +243,8 @@ class ManagedSession:
             arguments = {**dict(zip(names, args, strict=False)), **kwargs}
             callbacks = arguments.get("callbacks") or []
             callbacks = getattr(callbacks, "callbacks", callbacks)  # a CallbackList
-            # The program's callbacks come after the epoch is known, with which they may save, and before the boundary:
-            # a checkpoint has what they have changed.
+            # The program's callbacks run after `_Epochs`, since they may save with the epoch, and before `_Boundaries`,
+            # so that a checkpoint includes their changes.
             arguments["callbacks"] = [
                 _Epochs(self),
                 *(callbacks if isinstance(callbacks, Sequence) else [callbacks]),
@@ -275,25 +275,25 @@ class ManagedSession:
     # Called by the callbacks of `fit`.
 
     def trained(self, steps: int) -> None:
-        """Count steps that have ended."""
-        # Counted, not read: a read would make JAX wait for the step. `global_step` corrects it.
+        """Count finished steps."""
+        # Counted, not read: reading would make JAX wait for the step. `global_step` corrects the count.
         self._step = self._read_step() if self._reads_at_once else self._step + steps
 
     def end_epoch(self, logs: Mapping[str, Any]) -> None:
-        """At the end of an epoch."""
+        """Write the epoch's summaries and run its boundary."""
         if self._services.writer is not None and logs:
             self._note({f"epoch_{name}": value for name, value in logs.items()}, self.global_step)
         self.boundary()
 
     @property
     def _reads_at_once(self) -> bool:
-        """Whether reading the step after every batch is cheap. With parameter servers it is a number of this process,
-        otherwise a variable, which JAX would have to fetch from its loop."""
+        """Whether reading the step after every batch is cheap. With parameter servers, the step is a number in this
+        process; otherwise it is a variable, which JAX would have to fetch from its loop."""
         return model_dispatch.is_server_worker(self.model)
 
     @property
     def is_training_thread(self) -> bool:
-        """Whether this is called by the thread in which the session acts."""
+        """Whether the caller runs in the training thread."""
         return threading.get_ident() == self._thread
 
     def _directory_of(self, save_path: str | os.PathLike[str] | None) -> CheckpointDirectory:

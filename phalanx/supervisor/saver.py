@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from phalanx.supervisor.managed_session import ManagedSession
 
 DEFAULT_MAX_TO_KEEP = 5
-"""As in TensorFlow 1."""
+"""The default of TensorFlow 1."""
 
 
 class Saver:
     """Saves and restores the model of a managed session.
 
     Args:
-        max_to_keep: how many of the newest checkpoints are kept; None or 0: all.
+        max_to_keep: Number of newest checkpoints to keep; None or 0 keeps all.
     """
 
     def __init__(self, max_to_keep: int | None = DEFAULT_MAX_TO_KEEP):
@@ -32,13 +32,13 @@ class Saver:
         save_path: str | os.PathLike[str] | None = None,
         global_step: int | None = None,
     ) -> str | None:
-        """Save weights and optimizer state, all of one step.
+        """Save weights and optimizer state, all from the same step.
 
-        From another thread than the session's (`Supervisor.loop`), this waits for the next step boundary.
+        If called in another thread than the session's (see `Supervisor.loop`), this waits for the next step boundary.
 
         Args:
-            save_path: the directory and the beginning of the name; None: `Supervisor.save_path`.
-            global_step: for the name; None: the session's.
+            save_path: Directory and name prefix; None: `Supervisor.save_path`.
+            global_step: The step in the file name; None: the session's step.
 
         Returns: the file that was written; None on other workers than the chief, which write nothing.
 
@@ -48,7 +48,7 @@ class Saver:
         return None if path is None else str(path)
 
     def restore(self, session: ManagedSession, save_path: str | os.PathLike[str]) -> None:
-        """Put a checkpoint that `save` returned into the session's model. Call it between two calls of `fit`.
+        """Restore the session's model from a checkpoint that `save` returned. Must not be called during `fit`.
 
         Raises: ConfigurationError if it is damaged or of another model.
         """

@@ -1,4 +1,4 @@
-"""Where a supervised training's global step comes from."""
+"""The source of the global step of a supervised training."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class StepCounter:
     """The global step of one model.
 
     Args:
-        counter: a `keras.Variable`, or a function that returns the step; None: `strategy.global_step` with parameter
+        counter: A `keras.Variable`, or a function that returns the step; None: `strategy.global_step` with parameter
             servers, otherwise the optimizer's iterations.
-        model: the model that is trained.
-        member: this process's membership in the job; None without a strategy.
+        model: The model that is trained.
+        member: This process's membership in the job; None without a strategy.
     """
 
     def __init__(self, counter: keras.Variable | Callable[[], Any] | None, model: Any, member: Member | None) -> None:
@@ -27,7 +27,7 @@ class StepCounter:
         self._member = member
 
     def read(self) -> int:
-        """The number of steps that the model has trained."""
+        """Return the number of steps that the model has trained."""
         counter = self._counter
         if counter is not None:
             value = counter() if callable(counter) and not isinstance(counter, keras.Variable) else counter

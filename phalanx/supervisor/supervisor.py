@@ -1,8 +1,8 @@
-"""`Supervisor`: the role of TensorFlow 1's `tf.train.Supervisor`, for Keras 3 models.
+"""`Supervisor`: the counterpart of TensorFlow 1's `tf.train.Supervisor` for Keras 3 models.
 
-It restores the newest checkpoint at the start without being asked, lets only the chief initialise, save and write
-summaries, and lets the others wait until the chief is ready. What placed variables there, `replica_device_setter`, is
-here the placement of `ParameterServerStrategy`.
+It restores the newest checkpoint automatically at the start. Only the chief initializes, saves and writes summaries;
+the other workers wait until the chief is ready. `ParameterServerStrategy` places variables, which is what
+`replica_device_setter` did in TensorFlow 1.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DEFAULT_SAVE_SUMMARIES_SECS = 120
 DEFAULT_STOP_GRACE_SECS = 120
 """Seconds; the defaults of TensorFlow 1."""
 POLL_S = 0.5
-"""Between two scans of a directory in which another process saves."""
+"""Seconds between two scans of a directory that another process saves to."""
 
 
 class Supervisor:
@@ -57,23 +57,23 @@ class Supervisor:
     epoch of `fit`.
 
     Args:
-        logdir: directory for checkpoints and event files. Only the chief needs it. None saves nothing automatically.
-        is_chief: whether this process initialises and saves. None asks the strategy or the cluster.
-        save_model_secs: seconds between two checkpoints; 0 writes none automatically.
-        saver: a `Saver`, which says how many checkpoints are kept; None saves and restores nothing automatically.
-        global_step: a `keras.Variable` or a function that returns the step. None: `strategy.global_step` with
+        logdir: Directory for checkpoints and event files. Only the chief needs it. None saves nothing automatically.
+        is_chief: Whether this process initializes and saves. None: decided by the strategy or the cluster.
+        save_model_secs: Seconds between two checkpoints; 0 writes none automatically.
+        saver: A `Saver`, which defines how many checkpoints are kept; None saves and restores nothing automatically.
+        global_step: A `keras.Variable` or a function that returns the step. None: `strategy.global_step` with
             parameter servers, otherwise the optimizer's iterations.
-        save_summaries_secs: seconds between two summaries of the steps per second for TensorBoard; 0 writes none. None:
+        save_summaries_secs: Seconds between two summaries of the steps per second for TensorBoard; 0 writes none. None:
             120 if tensorboardX is installed.
-        checkpoint_basename: prefix of checkpoint names.
-        init_fn: called with the session on the chief if there is no checkpoint, to initialise the model.
-        stop_grace_secs: seconds that threads of `loop` may take to end.
+        checkpoint_basename: Prefix of checkpoint names.
+        init_fn: Function that initializes the model. Called with the session, on the chief, if there is no checkpoint.
+        stop_grace_secs: Seconds that threads of `loop` may take to stop.
 
     Raises: ConfigurationError if an argument has the wrong type or range.
     """
 
     USE_DEFAULT = 0
-    """Stands for the default of an argument, as in TensorFlow 1."""
+    """Marks an argument as default, as in TensorFlow 1."""
 
     def __init__(
         self,
@@ -109,21 +109,21 @@ class Supervisor:
         self._stop_grace_secs = stop_grace_secs
         self._loops = LooperThreads()
         self._session: ManagedSession | None = None  # while one is open
-        self._writer: EventWriter | None = None  # of the present session
-        self._writes = False  # whether this process saves by itself in the present session
+        self._writer: EventWriter | None = None  # of the current session
+        self._writes = False  # whether this process saves automatically in the current session
         if save_summaries_secs and self._logdir is not None and self._is_chief:
-            EventWriter(self._logdir)  # says now what is missing
+            EventWriter(self._logdir)  # reports early what is missing
 
     # The arguments.
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process initialises, saves and writes summaries."""
+        """Whether this process initializes, saves and writes summaries."""
         return self._is_chief
 
     @property
     def saver(self) -> Saver | None:
-        """Saves explicitly: `supervisor.saver.save(session)`."""
+        """The saver, for explicit saves: `supervisor.saver.save(session)`."""
         return self._saver
 
     @property
@@ -138,7 +138,7 @@ class Supervisor:
 
     @property
     def global_step(self) -> int:
-        """The step of the current session; 0 outside one."""
+        """The step of the current session; 0 outside a session."""
         return 0 if self._session is None else self._session.global_step
 
     # The session.
@@ -148,11 +148,12 @@ class Supervisor:
         """Restore `model` from the newest checkpoint if there is one, and save it while it trains.
 
         All workers but the chief wait until the chief is ready. At the end, the chief saves once more. An error inside
-        stops the threads of `loop`, saves nothing, and is raised again. So is an error of such a thread.
+        the block stops the threads of `loop` and is raised again; nothing is saved. Errors of these threads are also
+        raised.
 
         Args:
-            model: built, and compiled if it is trained by `fit`.
-            start_standard_services: whether the chief saves and writes summaries by itself.
+            model: A built model, compiled if it is trained by `fit`.
+            start_standard_services: Whether the chief saves and writes summaries automatically.
 
         Raises:
             ConfigurationError: the model is not built, or no checkpoint can be read, or it is of another model.
@@ -167,14 +168,14 @@ class Supervisor:
         try:
             with overridden_methods(model, **session.methods):
                 yield session
-                # Threads end before the last checkpoint: what they change or save belongs to it.
+                # Threads stop before the last checkpoint, which includes their changes.
                 self._loops.request_stop()
-                grace_s = 0.0  # below: it was waited for
+                grace_s = 0.0  # for the handler below: the grace period is used up
                 self._loops.join(self._stop_grace_secs, session.requests.serve)
                 session.finish()
         except BaseException as error:
             self._loops.request_stop(error)
-            session.requests.close()  # no boundary comes any more: threads that wait for one get an error, and end
+            session.requests.close()  # no more boundaries: threads that wait for one get an error and stop
             try:
                 self._loops.join(grace_s)
             except RuntimeError as late:
@@ -226,25 +227,25 @@ class Supervisor:
             read_step=counter.read,
         )
         try:
-            # The chief comes out of this with the values that all are to have; then the others get them.
+            # First the chief restores or initializes the values; then the other workers receive them.
             restored = self._initialise(session, checkpoints, counter) if self._is_chief else None
             self._wait_for_chief(session, checkpoints, member, counter)
             if session.restored is None:
                 session.begin(restored)
         except BaseException:
-            session.close()  # or no other process could write to the directory while this one lives
+            session.close()  # otherwise this process would block all other writers of the directory
             raise
         return session
 
     def _initialise(
         self, session: ManagedSession, checkpoints: CheckpointDirectory | None, counter: StepCounter
     ) -> StoredCheckpoint | None:
-        """On the chief: restore the newest checkpoint, or save the initial values at once, so that a directory that is
-        not writable is an error before training."""
+        """On the chief: restore the newest checkpoint, or save the initial values now, so that a directory that is not
+        writable raises before training."""
         restored = None
         if checkpoints is not None and self._saver is not None:
             if self._writes:
-                checkpoints.sweep()  # what a writer left behind that was killed
+                checkpoints.sweep()  # leftovers of a writer that was killed
             restored = checkpoints.restore(session.model)
         if restored is not None:
             counter.continue_from(restored.step)
@@ -253,8 +254,8 @@ class Supervisor:
             self._init_fn(session)
         if checkpoints is not None and self._writes:
             if restored is None and self._save_model_secs:
-                session.save()  # workers without a strategy wait for it, too
-            # Whatever is saved: the end of this session is announced, too.
+                session.save()  # workers without a strategy wait for it
+            # Even if nothing was saved, because the end of this session is announced too.
             announce_beginning(checkpoints.directory, checkpoints.claim)
         return restored
 
@@ -312,8 +313,8 @@ class Supervisor:
         """Write scalars by name to the event file, on the chief. Does nothing on other workers.
 
         Args:
-            summary: the scalars by name.
-            global_step: the step that they belong to; None: the current one.
+            summary: Scalars by name.
+            global_step: The step that they belong to; None: the current one.
 
         Raises: ConfigurationError on a chief that writes no event files, with the reason.
         """
@@ -327,7 +328,7 @@ class Supervisor:
             )
         session.summarise(summary, global_step)
 
-    # Threads, and the end.
+    # Threads and stopping.
 
     def loop(
         self,
@@ -336,33 +337,33 @@ class Supervisor:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> threading.Thread:
-        """Call `target` in a thread, at once and then every `timer_interval_secs`, until a stop.
+        """Call `target` in a thread, now and then every `timer_interval_secs`, until a stop.
 
         An error in it requests a stop and is raised again at the end of the session.
         """
         return self._loops.start(timer_interval_secs, target, args or (), kwargs)
 
     def should_stop(self) -> bool:
-        """Whether a stop was requested. In a custom training loop, call it once for each step, between two steps: the
-        chief then saves a checkpoint that is due."""
+        """Whether a stop was requested. In a custom training loop, call this once per step, between two steps: the
+        chief then saves a checkpoint if one is due."""
         return self._loops.should_stop() if self._session is None else self._session.should_stop()
 
     def request_stop(self, ex: BaseException | None = None) -> None:
-        """Request a stop: `should_stop` returns True, threads of `loop` end, and `fit` ends with its epoch.
+        """Request a stop: `should_stop` returns True, threads of `loop` stop, and `fit` stops after its epoch.
 
         Args:
-            ex: an error to raise at the end of the session.
+            ex: An error to raise at the end of the session.
         """
         self._loops.request_stop(ex)
 
     def stop(self) -> None:
         """Request a stop and wait for the threads of `loop`.
 
-        Raises: their first error; RuntimeError naming a thread that does not end.
+        Raises: their first error; RuntimeError naming a thread that does not stop.
         """
         self._loops.request_stop()
         session = self._session
-        serves = session is not None and session.is_training_thread  # else that thread serves them at its next step
+        serves = session is not None and session.is_training_thread  # otherwise it serves them at its next step
         self._loops.join(self._stop_grace_secs, session.requests.serve if session and serves else lambda: None)
         if self._loops.error is not None:
             raise self._loops.error
@@ -373,7 +374,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def stop_on_exception(self) -> Iterator[None]:
-        """For custom threads: an error inside requests a stop and is raised again at the end of the session."""
+        """For custom threads: an error in the block requests a stop and is raised again at the end of the session."""
         try:
             yield
         except Exception as error:
@@ -381,7 +382,7 @@ class Supervisor:
 
 
 def _is_chief_here() -> bool:
-    """Whether this process is the chief, as far as is known before there is a model."""
+    """Whether this process is the chief, judging by the strategy or the cluster, before a model is given."""
     strategy = owning_strategy()
     if strategy is not None and strategy.num_replicas_in_sync > 1:
         return strategy.is_chief
@@ -391,7 +392,7 @@ def _is_chief_here() -> bool:
 
 
 def _wait_for_a_checkpoint(checkpoints: CheckpointDirectory, model: Any) -> StoredCheckpoint:
-    """Wait for a checkpoint of a process that shares no strategy with this one."""
+    """Wait for a checkpoint of a chief that shares no strategy with this process."""
     bound_s = JobConfig.from_environment().rendezvous_timeout_s
     until = time.monotonic() + bound_s
     while (found := checkpoints.restore(model, tidy=False)) is None:

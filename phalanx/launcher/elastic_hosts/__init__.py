@@ -1,1 +1,1 @@
-"""The hosts of an elastic job: discovered, connected, filled with workers, blacklisted, withdrawn."""
+"""The hosts of an elastic job: discovery, connections, slots, blacklist, withdrawal."""

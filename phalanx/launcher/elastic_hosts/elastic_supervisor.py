@@ -1,4 +1,4 @@
-"""The launcher's side of an elastic job: runs the coordinator of its members and carries out its requests."""
+"""The launcher's side of an elastic job: runs the coordinator of its members and executes its requests."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class ElasticSupervisor:
-    """Opens the coordinator's port at once, but serves it only when the workers are starting: its imports take as long
-    as theirs. A context manager.
+    """Opens the coordinator's port immediately, but serves it only once the workers are starting, since its imports
+    take as long as theirs. A context manager.
 
     Args:
-        shares: the hosts that are known.
-        stays_here: whether all members will always be on this host.
-        start_timeout_s: seconds to wait for the members; None uses PHALANX_RENDEZVOUS_TIMEOUT.
+        shares: The known hosts.
+        stays_here: Whether all members will always be on this host.
+        start_timeout_s: Seconds to wait for the members; None uses PHALANX_RENDEZVOUS_TIMEOUT.
 
     Attributes:
-        address: the address of the coordinator, for the workers.
-        identity: the secret and the id of the job.
+        address: Address of the coordinator, for the workers.
+        identity: The secret and the id of the job.
     """
 
     def __init__(self, shares: Sequence[HostShare], *, stays_here: bool, start_timeout_s: float | None):
@@ -37,27 +37,27 @@ class ElasticSupervisor:
         host = LOOPBACK if stays_here else own_name([share for share in shares if not share.is_here])
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self.identity = new_identity()
-        self._server: CoordinatorServer | None = None  # from `begin` on; earlier connections wait in the backlog
+        self._server: CoordinatorServer | None = None  # set by `begin`; earlier connections wait in the backlog
 
     def __enter__(self) -> ElasticSupervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._server is not None:
-            self._server.close()  # with the listener, which it has taken over
+            self._server.close()  # closes the listener, too
         else:
             self._listener.close()
 
     def begin(
         self, job: JobSupervisor, members: ElasticOptions, started: int, observer: JobObserver
     ) -> CoordinatorServer:
-        """Serve the members of a job that has been started; returns how the launcher controls them.
+        """Serve the members of a started job; return the server, with which the launcher controls them.
 
         Args:
-            job: the job, in this process.
-            members: how many there may be, and how many the job should begin with.
-            started: the number of workers that have been started.
-            observer: is told of each generation, and of what the user should know.
+            job: Supervises the job in this process.
+            members: Bounds on the number of members, and the number to begin with.
+            started: Number of workers that have been started.
+            observer: Receives each generation, and messages for the user.
         """
         from phalanx.config.job_config import JobConfig
         from phalanx.elastic.coordinator_server import CoordinatorServer
@@ -84,7 +84,7 @@ class ElasticSupervisor:
 
 
 class _JobActions:
-    """Carries out what the coordinator requests, in the thread that runs the job; see `ElasticJob`."""
+    """Implements `ElasticJob`: executes the coordinator's requests in the thread that runs the job."""
 
     def __init__(self, job: JobSupervisor, observer: JobObserver):
         self._job = job
@@ -115,5 +115,5 @@ class _JobActions:
         self._job.loop.run_soon(lambda: self._log(text))
 
     def _log(self, text: str) -> None:
-        if not self._job.is_shutting_down:  # the launcher ends the members itself, which is no news
+        if not self._job.is_shutting_down:  # otherwise the launcher ends the members itself
             self._observer.noticed(text)

@@ -1,8 +1,8 @@
-"""Hosts that keep failing are blacklisted for a while. Pure bookkeeping; time is an argument.
+"""Temporarily blacklists hosts that keep failing. Pure bookkeeping; time is an argument.
 
 A host is blacklisted if several of its workers fail within a short time, or if it cannot be reached. Afterwards it is
-on probation: the next failure soon after blacklists it again, for twice as long. Horovod's `--blacklist-cooldown-range`
-is the same idea.
+on probation: another failure soon after blacklists it again, for twice as long. Horovod's `--blacklist-cooldown-range`
+works in the same way.
 """
 
 from __future__ import annotations
@@ -11,37 +11,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 FAILURES = 3
-"""This many failures of a host's workers blacklist it. One or two happen on any host, for example for lack of
-memory."""
+"""Number of worker failures that blacklist a host. One or two happen on any host, for example for lack of memory."""
 WITHIN_S = 60.0
-"""The failures must occur within this many seconds."""
+"""Time window of these failures, in seconds."""
 COOLDOWN_S = (10.0, 600.0)
-"""The first and the longest time in seconds. The first is as long as a worker takes to start; after the longest, a host
-that was repaired is found within the hour."""
+"""First and longest cooldown, in seconds. The first is about the start time of a worker; with the longest, a repaired
+host is used again within the hour."""
 
 
 @dataclass
 class _Record:
-    failures: list[float] = field(default_factory=list)  # when, within WITHIN_S
-    times: int = 0  # blacklisted in a row
-    until: float | None = None  # None: it may be used
-    returned: float | None = None  # the end of the last time; its probation begins there
+    failures: list[float] = field(default_factory=list)  # times within WITHIN_S
+    times: int = 0  # consecutive cooldowns
+    until: float | None = None  # None: the host may be used
+    returned: float | None = None  # end of the last cooldown, where its probation begins
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class BlacklistedHost:
-    """For how many more seconds a host is blacklisted, and why."""
+    """The remaining seconds of a host's cooldown, and its reason."""
 
     seconds: float
     reason: str
 
 
 class HostBlacklist:
-    """The hosts that are not used for a while.
+    """The hosts that are temporarily not used.
 
     Args:
-        cooldown_s: the first and the longest time for which a host is blacklisted, in seconds.
+        cooldown_s: First and longest cooldown of a host, in seconds.
     """
 
     def __init__(self, cooldown_s: tuple[float, float] = COOLDOWN_S):
@@ -49,10 +48,10 @@ class HostBlacklist:
         self._records: dict[str, _Record] = {}
 
     def worker_failed(self, host: str, now: float) -> BlacklistedHost | None:
-        """Record the failure of a worker; returns for how long that blacklists its host, None if it does not."""
+        """Record the failure of a worker; return its host's cooldown if this blacklists the host, otherwise None."""
         record = self._record(host)
         if self.is_blacklisted(host, now):
-            return None  # the workers that still run there fail together with the others
+            return None  # a remaining worker failed along with the others
         record.failures = [when for when in record.failures if now - when < WITHIN_S] + [now]
         is_on_probation = record.returned is not None and now - record.returned < WITHIN_S
         count = len(record.failures)
@@ -62,7 +61,7 @@ class HostBlacklist:
         return BlacklistedHost(self._add(record, now, reason), reason)
 
     def unreachable(self, host: str, now: float) -> float:
-        """Record that a host is lost or cannot be reached; returns for how many seconds it is blacklisted."""
+        """Record that a host is lost or cannot be reached; return its cooldown in seconds."""
         record = self._record(host)
         if record.until is not None and now < record.until:
             return record.until - now
@@ -80,7 +79,7 @@ class HostBlacklist:
         return False
 
     def hosts(self, now: float) -> Mapping[str, BlacklistedHost]:
-        """All hosts that are blacklisted now."""
+        """All hosts that are currently blacklisted."""
         return {
             host: BlacklistedHost(record.until - now, record.reason)
             for host, record in self._records.items()
@@ -92,7 +91,7 @@ class HostBlacklist:
 
     def _add(self, record: _Record, now: float, reason: str) -> float:
         if record.returned is not None and now - record.returned >= max(WITHIN_S, self._longest_s):
-            record.times = 0  # it has worked well since then
+            record.times = 0  # no failure since then
         seconds = min(self._first_s * 2.0**record.times, self._longest_s)
         record.times += 1
         record.until, record.reason = now + seconds, reason

@@ -1,7 +1,7 @@
-"""The connections to the hosts of an elastic job: opened, enlarged, lost, closed.
+"""Connections to the hosts of an elastic job: opens, grows, drops and closes them.
 
-Waiting for other hosts to answer happens in threads; everything else in the thread that runs the job. Threads pass what
-they find to `post`, which runs it there.
+Threads wait for other hosts to answer; everything else happens in the thread that runs the job. The waiting threads
+pass their results to `post`, which runs functions in that thread.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ CLOSE_S = 5.0
 
 @dataclass
 class HostConnection:
-    """A host that takes part, or is about to.
+    """A connection to a host, perhaps not answered yet.
 
     Attributes:
-        share: the host and its number of workers.
-        host: starts the workers.
-        name: the name by which other hosts reach it.
-        requested: the number of ports that it was asked for. Never smaller: a slot that is offered again has its port.
-        ports: a port for each slot; None until the host has answered.
-        waiter: the thread that waits for the answer.
+        share: The host and its number of workers.
+        host: Starts the workers.
+        name: Name or address at which other hosts reach it.
+        requested: Number of ports requested from it. Never decreases, so that a slot offered again keeps its port.
+        ports: A port for each slot; None until the host has answered.
+        waiter: Thread that waits for the answer.
     """
 
     share: HostShare
@@ -50,7 +50,7 @@ class HostConnection:
         return f"{self.name}:{self.ports[slot]}"
 
     def grow(self, slots: int) -> None:
-        """Add slots, if the host offers more than before. Those of another host arrive later."""
+        """Add slots if the host offers more than before. On a remote host, they arrive later."""
         if self.ports is None:
             return
         if isinstance(self.host, SSHHost):
@@ -73,19 +73,19 @@ class HostConnection:
 
 
 class HostConnections:
-    """See the top of the file.
+    """See the module docstring.
 
     Args:
-        selector: wakes the launcher when a host has sent something.
-        streams: where the output of local workers goes.
-        start_timeout_s: seconds to wait for a host.
-        log: shows a line.
-        relay: shows a line of a host, which names it.
-        post: runs a function in the thread that runs the job. May be called from any thread.
+        selector: Wakes the launcher when a host has sent something.
+        streams: Output streams for local workers.
+        start_timeout_s: Seconds to wait for a host.
+        log: Shows a line.
+        relay: Shows a line that a host has sent, which includes its name.
+        post: Runs a function in the thread that runs the job. Thread-safe.
 
     Attributes:
-        blacklist: the hosts that are not used for a while.
-        error: why the first host could not be connected.
+        blacklist: Hosts that are temporarily not used.
+        error: The first error of a connection attempt.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class HostConnections:
         self._log, self._relay, self._post = log, relay, post
         self.blacklist = blacklist
         self.error: Exception | None = None
-        self._connections: dict[str, HostConnection] = {}  # by name of the host; those that have not answered included
-        self._loop: HostLoop | None = None  # of the job, once it has been started
+        self._connections: dict[str, HostConnection] = {}  # by host name; includes those that have not answered
+        self._loop: HostLoop | None = None  # of the job, once it has started
 
     def attach(self, loop: HostLoop) -> None:
-        """Add the hosts that have answered, now and later, to the loop of the job, which has been started."""
+        """Add the hosts that have answered, and those that answer later, to the loop of the started job."""
         self._loop = loop
         for name in self.names:
             if connection := self.ready(name):
@@ -116,7 +116,7 @@ class HostConnections:
 
     @property
     def names(self) -> list[str]:
-        """The hosts that are connected or being connected."""
+        """Names of the hosts that are connected or being connected."""
         return list(self._connections)
 
     @property
@@ -125,12 +125,12 @@ class HostConnections:
         return any(connection.ports is None for connection in self._connections.values())
 
     def ready(self, name: str) -> HostConnection | None:
-        """The connection to a host that has answered."""
+        """The connection to a host if it has answered."""
         connection = self._connections.get(name)
         return None if connection is None or connection.ports is None else connection
 
     def usable_slots(self, name: str) -> int:
-        """How many slots of a host can be used now."""
+        """Number of slots of a host that can be used now."""
         connection = self.ready(name)
         if connection is None or connection.host.lost or self.blacklist.is_blacklisted(name, time.monotonic()):
             return 0
@@ -140,10 +140,10 @@ class HostConnections:
         """Connect to a host, unless it is blacklisted.
 
         Args:
-            share: the host.
-            name: the name by which other hosts reach it.
-            slots: the number of ports to request.
-            loopback: whether only processes on this host need to reach its workers.
+            share: The host.
+            name: Name or address at which other hosts reach it.
+            slots: Number of ports to request.
+            loopback: Whether only processes on this host need to reach its workers.
         """
         if self.blacklist.is_blacklisted(share.name, time.monotonic()):
             return
@@ -168,11 +168,11 @@ class HostConnections:
         connection.waiter.start()
 
     def update(self, offered: Mapping[str, HostShare], now: float) -> None:
-        """Close lost connections, and use new slots.
+        """Close lost connections and add new slots.
 
         Args:
-            offered: the hosts on which workers may run, by name.
-            now: seconds of the monotonic clock.
+            offered: Hosts on which workers may run, by name.
+            now: Seconds of the monotonic clock.
         """
         for name, connection in list(self._connections.items()):
             if connection.host.lost:
@@ -201,7 +201,7 @@ class HostConnections:
         self._post(lambda: self._answered(connection, ports))
 
     def _answered(self, connection: HostConnection, ports: list[int]) -> None:
-        if self._connections.get(connection.share.name) is connection:  # otherwise it was closed meanwhile
+        if self._connections.get(connection.share.name) is connection:  # otherwise it was closed in the meantime
             connection.ports = ports
             if self._loop is not None:
                 self._log(f"{connection.share.name} joined with {connection.share.workers} slots")

@@ -1,4 +1,4 @@
-"""Discovers the hosts of an elastic job with a script (`--host-discovery-script`) that runs every few seconds."""
+"""Discovers the hosts of an elastic job by running a script (`--host-discovery-script`) every few seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.transport.decoding import decode_json
 
 CLOSE_S = 5.0
 _ROOT = str(Path(__file__).resolve().parents[3])
-# Not `-m`, which would need this package on the path, and the script must inherit the path unchanged.
+# Not `-m`, which needs this package on the path: the script must inherit the path unchanged.
 _POLLER = "phalanx.launcher.elastic_hosts.host_discovery_poller"
 _PROGRAM = f"import sys; sys.path.insert(0, {_ROOT!r}); from {_POLLER} import main; main()"
 
@@ -28,10 +28,10 @@ class DiscoveryScript:
     """A host discovery script.
 
     Attributes:
-        command: the command line, as for a shell.
-        slots: the number of slots of a host that is printed without one.
-        every_s: seconds between two runs.
-        timeout_s: seconds that a run may take.
+        command: Shell command line.
+        slots: Number of slots of a host that is listed without one.
+        every_s: Seconds between two runs.
+        timeout_s: Time limit of a run, in seconds.
     """
 
     command: str
@@ -41,17 +41,17 @@ class DiscoveryScript:
 
 
 class HostDiscovery:
-    """Runs a script repeatedly until it is closed. If a run fails, the last valid answer holds, and the failure is
-    logged once. A host is withdrawn only if two answers in a row lack it: the first may come from a file that is being
-    written.
+    """Runs a script repeatedly until it is closed. If a run fails, the last valid answer remains in effect, and the
+    failure is logged once. A host is withdrawn only if two consecutive answers lack it, since the first may come from a
+    file that is being written.
 
     Args:
-        script: the script.
-        on_change: called with all hosts whenever they have changed. Called in a thread.
-        log: shows a line. Called in a thread.
+        script: The script.
+        on_change: Receives all hosts whenever they change. Called in a thread.
+        log: Shows a line. Called in a thread.
 
     Attributes:
-        problem: why the last run failed; empty if it did not.
+        problem: Reason for which the last run failed; empty if it did not.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class HostDiscovery:
     ):
         self._script, self._on_change, self._log = script, on_change, log
         self.problem = ""
-        self._hosts: list[HostShare] | None = None  # as `on_change` was told last
-        self._last_answer: list[HostShare] = []  # as the script printed it
+        self._hosts: list[HostShare] | None = None  # as last passed to `on_change`
+        self._last_answer: list[HostShare] = []  # as printed by the script
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._guard = OrphanGuard()
         self._thread = threading.Thread(target=self._receive, name="phalanx-discovery", daemon=True)
 
     def start(self) -> None:
-        """Start to run the script."""
+        """Start running the script."""
         script = self._script
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, str(script.every_s), str(script.timeout_s), script.command],
@@ -80,7 +80,7 @@ class HostDiscovery:
         self._thread.start()
 
     def handle(self, answer: DiscoveryAnswer) -> None:
-        """The script has printed the hosts, or has failed."""
+        """Handle one run of the script, which printed the hosts or failed."""
         problem, name = answer.problem, f"the host discovery script {self._script.command}"
         shares: Sequence[HostShare] = ()
         if not problem:
@@ -118,14 +118,14 @@ class HostDiscovery:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
-                if line.endswith(b"\n"):  # else the process was killed while it wrote
+                if line.endswith(b"\n"):  # otherwise the process was killed while writing
                     self.handle(decode_json(line, DiscoveryAnswer))
         if not self._closed:
             self._log("the process that runs the host discovery script was killed; the known hosts are kept")
 
 
 def _larger(before: Sequence[HostShare], now: Sequence[HostShare]) -> list[HostShare]:
-    """The hosts of both answers, with the larger numbers of slots; those of `now` in their order, then the others."""
+    """Merge the hosts of two answers, keeping the larger numbers of slots. Those of `now` come first, in order."""
     former = {share.name: share for share in before}
     merged = [max(share, former.pop(share.name, share), key=lambda each: each.workers) for share in now]
     return [*merged, *former.values()]

@@ -1,8 +1,8 @@
-"""A child process of the launcher that runs the host discovery script repeatedly.
+"""Child process of the launcher that runs the host discovery script repeatedly.
 
 Its arguments are EVERY_S TIMEOUT_S COMMAND. Each answer is a line of JSON on stdout (`DiscoveryAnswer`). It is a
-separate process, under an orphan guard (its stdin), so that the kernel ends a script that hangs, and everything that it
-has started, together with the launcher, however that ends.
+separate process with an orphan guard (its stdin), so that the kernel kills a hanging script and everything that it has
+started when the launcher exits, for whatever reason.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from phalanx.launcher.orphan_reaper import adopt_orphans, end_orphans
 from phalanx.runtime.orphan_guard import end_with_launcher
 
 MAX_BYTES = 100_000
-"""Limit for what a script prints; a host is one line."""
+"""Limit for the output of a script, which has one line per host."""
 
 
 class DiscoveryAnswer(msgspec.Struct, frozen=True):
-    """The output of a script, or the reason why there is none."""
+    """The output of a script, or the reason for which there is none."""
 
     text: str = ""
     problem: str = ""
 
 
 def run_script(command: str, timeout_s: float) -> DiscoveryAnswer:
-    """Run the script once in a shell, and end what it leaves behind. This process must have no other children."""
+    """Run the script once in a shell and kill what it leaves behind. This process must have no other children."""
     with subprocess.Popen(
         ["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as script:
@@ -39,7 +39,7 @@ def run_script(command: str, timeout_s: float) -> DiscoveryAnswer:
         except (TimeoutError, OverflowError) as error:
             script.kill()
             script.wait()
-            end_orphans()  # what it has started: only now children of this process
+            end_orphans()  # the script's children, adopted only now
             late = f"it has not ended within {timeout_s:g} s"
             return DiscoveryAnswer(problem=late if isinstance(error, TimeoutError) else str(error))
     end_orphans()
@@ -51,7 +51,7 @@ def run_script(command: str, timeout_s: float) -> DiscoveryAnswer:
 
 
 def _read_outputs(script: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, bytes]:
-    """Stdout, and the end of stderr, of a script until it exits.
+    """Read stdout, and the end of stderr, of a script until it exits.
 
     Raises: TimeoutError; OverflowError if it prints more than `MAX_BYTES`.
     """

@@ -1,8 +1,8 @@
-"""The hosts of an elastic job: connected, filled with workers, blacklisted, withdrawn.
+"""Manages the hosts of an elastic job: connects, fills, blacklists and withdraws them.
 
-`slot_assignment` decides which worker runs where, `host_blacklist` which hosts are not used for a while;
-`host_connections` connects them. Everything happens in the thread that runs the job, except waiting for other hosts and
-for the discovery script. Those threads queue *events*, which the next `update` runs.
+`slot_assignment` decides which worker runs where, `host_blacklist` which hosts are temporarily not used, and
+`host_connections` connects to them. Everything happens in the thread that runs the job, except waiting for other hosts
+and for the discovery script. Those threads queue *events*, which the next `update` runs.
 """
 
 from __future__ import annotations
@@ -35,19 +35,18 @@ if TYPE_CHECKING:
 
 GATHER_POLL_S = 0.5
 NO_ADDRESS = "vacant-{}.invalid:1"
-"""The address of a task that has none: TF_CONFIG names all tasks, and elastic jobs do not use these addresses."""
+"""Placeholder address of a task without one: TF_CONFIG lists all tasks, but elastic jobs do not use its addresses."""
 
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """How many workers an elastic job has, and where they may run.
+    """Size and hosts of an elastic job.
 
     Attributes:
-        minimum, maximum: the number of workers; below the minimum the job waits.
-        begin: the number of workers with which the job begins if there are enough slots in time; None: the minimum, or
-            as many as fit.
-        script: the script that discovers the hosts; None: they are known.
-        cooldown_s: see `HostBlacklist`.
+        minimum, maximum: Bounds on the number of workers. Below the minimum, the job waits.
+        begin: Number of workers to start with if there are enough slots in time; None: the minimum, or as many as fit.
+        script: Script that discovers the hosts; None: the hosts are given.
+        cooldown_s: See `HostBlacklist`.
     """
 
     minimum: int
@@ -58,17 +57,16 @@ class ElasticOptions:
 
 
 class ElasticPlacements:
-    """Where the tasks of an elastic job run: workers in the slots that they are assigned, an evaluator on the last
-    host.
+    """Places the tasks of an elastic job: workers in their assigned slots, an evaluator on the last host.
 
     Args:
-        tasks: all tasks of the job, those that train first.
-        slots: the slots of the workers.
-        connections: the hosts.
+        tasks: All tasks of the job, those that train first.
+        slots: Slots of the workers.
+        connections: Connections to the hosts.
 
     Attributes:
-        extra_slots: the number of slots that the last host needs for the evaluator.
-        recipe: what the tasks have in common. Set before the first placement.
+        extra_slots: Number of slots that the last host needs for the evaluator.
+        recipe: Settings that the tasks have in common. Set before the first placement.
     """
 
     def __init__(self, tasks: Sequence[str], slots: SlotAssignment, connections: HostConnections):
@@ -83,7 +81,7 @@ class ElasticPlacements:
         return self._place(rank, connection, slot.number)
 
     def leave_out_vacant(self) -> None:
-        """The tasks without a slot never start, and no task is to know of them."""
+        """Drop the tasks without a slot: they never start, and no other task is to expect them."""
         assert self.recipe is not None
         self._tasks = [
             task for rank, task in enumerate(self._tasks) if not trains(task) or self._slots.slot(rank) is not None
@@ -91,7 +89,7 @@ class ElasticPlacements:
         self.recipe = replace(self.recipe, tasks=self._tasks)
 
     def evaluator(self, host: str) -> list[WorkerPlacement]:
-        """The placement of the evaluator, if there is one.
+        """Placement of the evaluator, if the job has one.
 
         Raises: RendezvousError or the error of the connection if the host has not answered.
         """
@@ -118,18 +116,18 @@ class ElasticPlacements:
 
 
 class HostPool:
-    """See the top of the file. Call `gather`, then `first_placements`, then `begin`, and `close` in the end.
+    """See the module docstring. Call `gather`, then `first_placements`, then `begin`, and `close` at the end.
 
     Args:
-        tasks: the tasks of the job, those that train first.
-        selector: wakes the launcher when a host has sent something.
-        streams: where the output of local workers goes.
-        options: how many workers there may be, and where the hosts come from.
-        shares: the hosts, unless a script discovers them.
-        start_timeout_s: seconds to wait for the hosts at the start; None: one minute, or five for a script's first
-            hosts.
-        observer: is told what happens to the hosts.
-        relay: shows a line of a host, which names it.
+        tasks: Tasks of the job, those that train first.
+        selector: Wakes the launcher when a host has sent something.
+        streams: Output streams for local workers.
+        options: Size of the job and source of its hosts.
+        shares: The hosts, unless a script discovers them.
+        start_timeout_s: Seconds to wait for the hosts at the start; None: one minute, or five minutes for the first
+            hosts of a script.
+        observer: Receives the changes of the hosts.
+        relay: Shows a line that a host has sent, which includes its name.
     """
 
     def __init__(
@@ -145,7 +143,7 @@ class HostPool:
         relay: Callable[[str], None],
     ):
         self._tasks, self._options, self._log, self._on_hosts = tasks, options, observer.noticed, observer.hosts_changed
-        self._drained: set[str] = set()  # hosts that stay withdrawn whatever the discovery script prints
+        self._drained: set[str] = set()  # hosts that stay withdrawn even if the discovery script lists them
         self._start_timeout_s = start_timeout_s
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._connections = HostConnections(
@@ -160,7 +158,7 @@ class HostPool:
         trained = [rank for rank, task in enumerate(tasks) if trains(task)]
         self._slots = SlotAssignment(trained, len(trained))
         self._placements = ElasticPlacements(tasks, self._slots, self._connections)
-        self._shares: dict[str, HostShare] = {}  # replaced and never changed: `drain` reads it in another thread
+        self._shares: dict[str, HostShare] = {}  # replaced, never modified: `drain` reads it in another thread
         self._job: JobSupervisor | None = None
         self._membership: CoordinatorServer | None = None
         self._shown: list[HostStatus] = []
@@ -189,7 +187,7 @@ class HostPool:
     def gather(self) -> None:
         """Connect to the hosts until there are enough slots to begin.
 
-        Raises: RendezvousError, ConfigurationError or OSError if there are not enough in time.
+        Raises: RendezvousError, ConfigurationError or OSError if there are too few in time.
         """
         minimum, enough = self._options.minimum, self._options.begin or self._options.minimum
         patience_s = START_TIMEOUT_S if self._discovery is None else DEFAULT_RENDEZVOUS_TIMEOUT_S
@@ -199,7 +197,7 @@ class HostPool:
         while True:
             self._connect()
             slots = sum(min(share.workers, self._connections.usable_slots(share.name)) for share in self.shares)
-            # Without a script no other host can come. With one, the job waits until it names enough of them.
+            # Without a script, no other host can appear. With one, wait until it lists enough hosts.
             if not self._connections.is_waiting and (slots >= enough or self._discovery is None):
                 break
             left_s = deadline - time.monotonic()
@@ -210,7 +208,7 @@ class HostPool:
             except queue.Empty:
                 continue
         if slots >= minimum:
-            return  # without the hosts that have not answered
+            return  # begin without the hosts that have not answered
         if self._connections.error is not None:
             raise self._connections.error
         problem = "" if self._discovery is None else self._discovery.problem
@@ -221,10 +219,10 @@ class HostPool:
         )
 
     def first_placements(self, recipe: WorkerRecipe, *, is_fixed: bool = False) -> list[WorkerPlacement]:
-        """The workers with which the job begins, and its other tasks.
+        """Placements of the initial workers and of the other tasks.
 
         Args:
-            is_fixed: whether no worker starts later.
+            is_fixed: Whether no worker starts later.
         """
         self._placements.recipe = recipe
         assigned = self._slots.assign(self._connections.usable_slots)
@@ -234,14 +232,13 @@ class HostPool:
         return [*(self._placements.worker(rank, slot) for rank, slot in assigned), *evaluator]
 
     def begin(self, job: JobSupervisor, membership: CoordinatorServer) -> None:
-        """The job has been started."""
+        """Attach the pool to a job that has started."""
         self._job, self._membership = job, membership
         self._connections.attach(job.loop)
-        job.loop.wake()  # for events that were posted before `_post` knew of the loop
+        job.loop.wake()  # for events that were posted before `_post` had the loop
 
     def drain(self, host: str) -> None:
-        """Withdraw a host: its workers leave before the next step, and no other starts there. May be called from any
-        thread.
+        """Withdraw a host: its workers leave before the next step, and no worker starts there. Thread-safe.
 
         Raises: ConfigurationError if the host is unknown, or if too few slots would be left.
         """
@@ -254,7 +251,7 @@ class HostPool:
                 f"Without {host} the job has {slots} slots, and needs {self._options.minimum}. Add a host first."
             )
 
-        # At once: the thread that runs the job may not have come here before the next request.
+        # Here, not in the event: the next request may arrive before the job's thread runs it.
         self._drained.add(host)
         self._post(lambda: self._offer(list(self._shares.values())))
 
@@ -264,51 +261,51 @@ class HostPool:
             self._discovery.close()
         self._connections.close(self._connections.names)
 
-    # What the job asks of it, in the thread that runs the job.
+    # Called by the job, in the thread that runs it.
 
     def task_failed(self, task: str) -> None:
-        """The process of a task has failed. Called before it is decided whether it restarts."""
-        # Closed links reveal most exits as well, but not where the network or the power of a host is cut.
+        """Handle the failure of a task's process. Called before its restart is decided."""
+        # Closed links reveal most exits too, but not if the network or the power of a host is cut.
         if self._membership is not None:
             self._membership.lose(task)
 
     def has_left_early(self, task: str) -> bool:
-        """Whether the process of a task, which has exited with code 0, left in the middle of the training."""
+        """Whether the process of a task, which exited with code 0, left in the middle of the training."""
         return self._membership is not None and self._membership.has_left_early(task)
 
     def worker_exited(self, rank: int, *, failed: bool) -> bool:
-        """A worker has exited but may run again. Returns whether it can be restarted in its slot; otherwise the slot is
-        free and the worker waits for another one."""
+        """Handle the exit of a worker that may run again. Return whether it can be restarted in its slot; otherwise its
+        slot is freed and it waits for another one."""
         slot, now = self._slots.slot(rank), time.monotonic()
         if slot is None:
             return False
-        # The only host is not blacklisted: that would help nothing.
+        # The only host is not blacklisted, since no other could replace it.
         others = any(self._connections.usable_slots(name) for name in self._shares if name != slot.host)
         connection = self._connections.ready(slot.host)
         if failed and connection is not None and not connection.host.lost and others:
             blacklisted = self._connections.blacklist.worker_failed(slot.host, now)
             if blacklisted is not None:
                 self._log(f"{slot.host} is blacklisted for {blacklisted.seconds:g} s: {blacklisted.reason}")
-        # True: it is restarted in its slot, at the same port. On a host that is lost, blacklisted or withdrawn it is
-        # not; `update` then starts it where a slot is free.
+        # True: it restarts in its slot, at the same port. Not on a host that is lost, blacklisted or withdrawn:
+        # `update` then starts it in a free slot.
         if failed and self._slots.keeps_slot(rank) and self._connections.usable_slots(slot.host):
             return True
         self._slots.free(rank)
         return False
 
     def retire(self, rank: int) -> None:
-        """A worker has exited for good."""
+        """Handle the final exit of a worker."""
         self._slots.retire(rank)
         if self._membership is not None:
             self._membership.limit_processes(self._slots.max_workers)
 
     def set_target(self, workers: int) -> None:
-        """This number of workers is wanted from now on."""
+        """Set the desired number of workers."""
         self._slots.target = workers
 
     def update(self) -> float | None:
-        """React to what has changed, and start workers where there is room. Called after every event. Returns the
-        seconds until the next call at the latest; None if that does not matter."""
+        """Apply pending changes and start workers in free slots. Called after every event. Return the seconds until the
+        next call is due; None if none is."""
         now = time.monotonic()
         while not self._events.empty():
             self._events.get()()
@@ -322,17 +319,17 @@ class HostPool:
         blacklisted = self._connections.blacklist.hosts(now)
         return min((host.seconds for name, host in blacklisted.items() if name in self._shares), default=None)
 
-    # Inside.
+    # Internals.
 
     def _post(self, event: Callable[[], None]) -> None:
-        """Run a function in the thread that runs the job. Called from any thread."""
+        """Run a function in the thread that runs the job. Thread-safe."""
         self._events.put(event)
         if self._job is not None:
             self._job.loop.wake()  # an `update` follows
 
     def _offer(self, shares: Sequence[HostShare]) -> None:
         """Replace the hosts on which workers may run."""
-        most = len(self._tasks)  # more slots are of no use, and each costs a socket
+        most = len(self._tasks)  # more slots are useless, and each costs a socket
         shares = [replace(share, workers=min(share.workers, most)) for share in shares]
         self._shares = {share.name: share for share in shares}
         self._slots.offer({share.name: share.workers for share in self.shares})
@@ -365,16 +362,16 @@ class HostPool:
             return
         for rank, slot in self._slots.assign(self._connections.usable_slots):
             self._log(f"{self._tasks[rank]} starts on {slot.host}")
-            membership.readmit(self._tasks[rank])  # before it starts, or it would leave again with its withdrawn host
+            membership.readmit(self._tasks[rank])  # before it starts, or it would leave again as a withdrawn task
             self._job.start_worker(self._placements.worker(rank, slot))
 
     def _report_hosts(self, now: float) -> None:
-        """Report the hosts, if they have changed."""
+        """Report the hosts if they have changed."""
         blacklisted = self._connections.blacklist.hosts(now)
-        states = []  # of drained hosts too
+        states = []  # includes drained hosts
         for name, share in self._shares.items():
             host = blacklisted.get(name)
-            # Rounded, because the clock passes between two calls: an unchanged state is not sent again.
+            # Rounded, so that the time between two calls does not make an unchanged state look new.
             until, reason = (None, "") if host is None else (round(time.time() + host.seconds), host.reason)
             taken = len(self._slots.ranks_on(name))
             states.append(HostStatus(name, share.workers, taken, until, reason, name in self._drained))

@@ -1,6 +1,6 @@
 """Assigns the workers of an elastic job to slots of hosts. Pure bookkeeping.
 
-A job has as many workers as it may have at most; each keeps its rank and its name (`worker/2`) for the life of the job.
+A job always has its maximum number of workers; each keeps its rank and its name (`worker/2`) for the life of the job.
 Hosts join and leave, and each has *slots*. A worker without a slot (its process was lost with its host, or left) gets a
 free slot on any host.
 """
@@ -20,60 +20,60 @@ class HostSlot:
 
 
 class SlotAssignment:
-    """See the top of the file.
+    """See the module docstring.
 
     Args:
-        ranks: the ranks of the tasks that train.
-        target: the number of workers that should run.
+        ranks: Ranks of the tasks that train.
+        target: Number of workers that should run.
 
     Attributes:
-        target: as given; may be changed.
+        target: Number of workers that should run; may be changed.
     """
 
     def __init__(self, ranks: Sequence[int], target: int):
         self.target = target
-        self._ranks = list(ranks)  # that are not retired
-        self._assigned: dict[int, HostSlot] = {}  # slots that are no longer offered stay until their workers end
-        self._leaving: set[int] = set()  # workers that `withdraw` has returned, and that have not ended
+        self._ranks = list(ranks)  # those not retired
+        self._assigned: dict[int, HostSlot] = {}  # slots no longer offered stay until their workers exit
+        self._leaving: set[int] = set()  # workers that `withdraw` has returned and that have not exited
         self._offered: dict[str, int] = {}  # slots by host
 
     def offer(self, hosts: Mapping[str, int]) -> None:
-        """Replace the hosts and their numbers of slots. Known hosts stay first, in their order: older hosts get lower
-        ranks."""
+        """Replace the hosts and their numbers of slots. Known hosts stay first, in their order, so that older hosts get
+        lower ranks."""
         known = [host for host in self._offered if host in hosts]
         self._offered = {host: hosts[host] for host in [*known, *hosts]}
 
     @property
     def max_workers(self) -> int:
-        """The number of workers that the job can still have at most."""
+        """Maximum number of workers that the job can still have."""
         return len(self._ranks)
 
     def slot(self, rank: int) -> HostSlot | None:
-        """The slot of a worker."""
+        """The slot of a worker; None if it has none."""
         return self._assigned.get(rank)
 
     def ranks_on(self, host: str) -> list[int]:
-        """The workers on a host."""
+        """Ranks of the workers on a host."""
         return sorted(rank for rank, slot in self._assigned.items() if slot.host == host)
 
     def keeps_slot(self, rank: int) -> bool:
-        """Whether a worker's slot still exists, and the worker is not about to leave it."""
+        """Whether a worker's slot is still offered and the worker is not about to leave it."""
         slot = self._assigned.get(rank)
         return slot is not None and rank not in self._leaving and self._is_offered(slot)
 
     def free(self, rank: int) -> None:
-        """A worker has ended: its slot is free."""
+        """Free the slot of a worker that has exited."""
         self._assigned.pop(rank, None)
         self._leaving.discard(rank)
 
     def retire(self, rank: int) -> None:
-        """A worker has ended for good: it gets no other slot."""
+        """Free the slot of a worker that has exited for good and gets no other slot."""
         self.free(rank)
         if rank in self._ranks:
             self._ranks.remove(rank)
 
     def withdraw(self) -> list[int]:
-        """The workers whose slots no longer exist; each is returned once."""
+        """Return the workers whose slots are no longer offered, each only once."""
         leaving = [
             r for r, slot in sorted(self._assigned.items()) if r not in self._leaving and not self._is_offered(slot)
         ]
@@ -84,7 +84,7 @@ class SlotAssignment:
         """Assign free slots to workers without one, in rank order; hosts are filled in their order.
 
         Args:
-            usable: returns how many slots of a host can be used now.
+            usable: Returns the number of slots of a host that can be used now.
         """
         taken = set(self._assigned.values())
         free = [
@@ -94,14 +94,14 @@ class SlotAssignment:
             if (slot := HostSlot(host, number)) not in taken
         ]
         waiting = [rank for rank in self._ranks if rank not in self._assigned]
-        # A worker that leaves is replaced at once, elsewhere: the job does not wait for its end.
+        # A leaving worker is replaced elsewhere immediately: the job does not wait for its exit.
         missing = max(0, self.target - len(self._assigned.keys() - self._leaving))
         assigned = list(zip(waiting[:missing], free, strict=False))
         self._assigned.update(assigned)
         return assigned
 
     def unused_hosts(self, connected: Collection[str]) -> list[str]:
-        """The connected hosts that are no longer offered and have no workers."""
+        """Connected hosts that are no longer offered and have no workers."""
         return [host for host in connected if host not in self._offered and not self.ranks_on(host)]
 
     def _is_offered(self, slot: HostSlot) -> bool:

@@ -1,1 +1,1 @@
-"""Why a job failed: the task that was the cause, and the page that says so."""
+"""The root cause of a failed job, and the failure report."""

@@ -1,4 +1,4 @@
-"""The failure report: why a job ended, in which task, step and operation, and each task's last progress."""
+"""The failure report: why a job ended, the task, step and operation of the failure, and each task's last progress."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from phalanx.monitoring.job_wording import place
 from phalanx.runtime import exit_codes
 from phalanx.runtime.crash_report import CrashReport
 
-# Keeps the report to one page; the files have everything.
+# Limits that keep the report to one page; the files are complete.
 STACK_LINES_ON_TERMINAL = 16
 TRACEBACK_LINES_ON_TERMINAL = 16
 TASKS_ON_TERMINAL = 6
-# Of a traceback that is cut: where the program began, and whom it called.
+# First lines of a shortened traceback: where the program began, and its first call.
 _FIRST_LINES = 2
 _RULE = "-" * 78
 _AS_FILES = f", and this report as {PAGE_FILE} and {JSON_FILE}"
@@ -35,7 +35,7 @@ _STATES = {
 
 
 def as_json(verdict: RootCause, ends: Sequence[WorkerExit]) -> dict[str, Any]:
-    """The report for programs, as values for JSON. Its names are documented, so they stay."""
+    """The report for programs, as JSON values. Its names are documented and must not change."""
     meaning = exit_codes.meaning(verdict.code)
     return {
         "exit_code": verdict.code,
@@ -65,17 +65,17 @@ def render(
     colour: bool = False,
     hint: str = "",
 ) -> str:
-    """The report as text: first the cause, in the program's own code, then what it did to the others.
+    """The report as text: first the cause, located in the program's code, then its effect on the other tasks.
 
     Args:
-        verdict: why the job ended.
-        ends: the exits of all tasks.
-        log_dir: where the logs are; None if there are none.
-        full: with all tracebacks and whole stacks; otherwise short enough for a terminal, and folded.
-        fold: whether tracebacks only count the frames of libraries.
-        traceback: whether to show tracebacks; not needed if an error has the one of the cause already.
-        colour: whether the cause is coloured.
-        hint: how to see more, if there are no logs.
+        verdict: Root cause of the job's end.
+        ends: Exits of all tasks.
+        log_dir: Directory of the logs; None if there are none.
+        full: Whether to include all tracebacks and whole stacks; otherwise the report is folded and fits a terminal.
+        fold: Whether tracebacks only count the frames of libraries.
+        traceback: Whether to show tracebacks; not needed if an error already has the cause's traceback.
+        colour: Whether to color the cause.
+        hint: How to see more, if there are no logs.
     """
     ends = sorted(ends, key=lambda end: end.rank)
     cause = verdict.cause
@@ -102,14 +102,14 @@ def render(
 
 
 def without_missing_files(page: str, log_dir: Path | None) -> str:
-    """The report for those who watch a job: where the log directory does not have it as files, it does not say so."""
+    """The report for observers of a job. It mentions its files only if they exist in the log directory."""
     if log_dir is not None and all((log_dir / name).is_file() for name in (PAGE_FILE, JSON_FILE)):
         return page
     return page.replace(_AS_FILES, "")
 
 
 def _cause(verdict: RootCause, *, colour: bool) -> list[str]:
-    """What happened and where, in the lines that are read first."""
+    """The first lines: what happened, and where."""
     start, bold, end = ("\x1b[1;31m", "\x1b[1m", "\x1b[0m") if colour else ("", "", "")
     lines = [f"{start}The job ended: {verdict.reason}{end}"]
     if verdict.cause is not None:
@@ -122,7 +122,7 @@ def _cause(verdict: RootCause, *, colour: bool) -> list[str]:
 
 
 def _quoted(cause: WorkerExit, ends: Sequence[WorkerExit], full: bool, fold: bool) -> list[str]:
-    """The traceback of the cause; without one, the end of its output, and what a task says that lost it."""
+    """The traceback of the cause. Without one, the end of its output and the error of a task that lost it."""
     error = cause.diagnostics.error
     if error is not None:
         lines = _traceback(error, fold).splitlines()
@@ -136,12 +136,12 @@ def _quoted(cause: WorkerExit, ends: Sequence[WorkerExit], full: bool, fold: boo
 
 
 def _traceback(error: CrashReport, fold: bool) -> str:
-    """A worker that runs an earlier version has sent no folded one."""
+    """The traceback, folded if available: a worker with an earlier version sends no folded one."""
     return ((fold and error.folded) or error.traceback).rstrip("\n")
 
 
 def _shortened(lines: list[str]) -> list[str]:
-    """The beginning and the end, which has the error itself."""
+    """The beginning, and the end with the error itself."""
     if len(lines) <= TRACEBACK_LINES_ON_TERMINAL:
         return lines
     left_out = len(lines) - TRACEBACK_LINES_ON_TERMINAL + 1
@@ -149,7 +149,7 @@ def _shortened(lines: list[str]) -> list[str]:
 
 
 def _nearest(ends: Sequence[WorkerExit], cause: WorkerExit | None) -> list[WorkerExit]:
-    """Those of so many tasks as there is room for that say the most: the cause, then all that are no echo of it."""
+    """The most informative tasks, as many as there is room for: the cause, then those that are not its echo."""
     ordered = sorted(ends, key=lambda end: (end is not cause, end.by_launcher and not end.hung, end.distance, end.rank))
     return sorted(ordered[:TASKS_ON_TERMINAL], key=lambda end: end.rank)
 
@@ -157,7 +157,7 @@ def _nearest(ends: Sequence[WorkerExit], cause: WorkerExit | None) -> list[Worke
 def _stacks(ends: Sequence[WorkerExit], cause: WorkerExit | None, full: bool) -> list[str]:
     lines = []
     for end in ends:
-        interrupted = cause is None  # then the position of each task is all that there is to report
+        interrupted = cause is None  # then only the position of each task can be reported
         has_frames = 'File "' in end.diagnostics.stacks  # a process that is exiting may have none left
         if has_frames and (full or end.hung or end is cause or interrupted):
             lines += ["", f"Stacks of {end.task}{_state(end.diagnostics)} (innermost call first):"]
@@ -185,7 +185,7 @@ def write(folder: Path, verdict: RootCause, ends: Sequence[WorkerExit]) -> None:
 
 
 def _check(verdict: RootCause, ends: Sequence[WorkerExit]) -> str:
-    """What to look at first."""
+    """The first thing to check."""
     cause = verdict.cause
     if cause is None:
         return exit_codes.meaning(verdict.code).check
@@ -215,7 +215,7 @@ def _check(verdict: RootCause, ends: Sequence[WorkerExit]) -> str:
 
 
 def _missing_backend(cause: WorkerExit) -> str | None:
-    """The backend of Keras that the program, or Keras itself, could not import."""
+    """The Keras backend that the program, or Keras itself, could not import."""
     error = cause.diagnostics.error
     if error is None or error.kind != "ModuleNotFoundError":
         return None
@@ -256,7 +256,7 @@ def _innermost(stacks: str, full: bool) -> list[str]:
     lines = stacks.rstrip().splitlines()
     if full or len(lines) <= STACK_LINES_ON_TERMINAL:
         return lines
-    # faulthandler lists the main thread last, and it is the one that matters.
+    # faulthandler lists the main thread, which matters most, last.
     heads = [i for i, line in enumerate(lines) if line.startswith(("Thread ", "Current thread "))]
     main = lines[heads[-1] :] if heads else lines
     return main[:STACK_LINES_ON_TERMINAL]

@@ -1,4 +1,4 @@
-"""The last lines that each task wrote, for the failure report of a task that left no traceback."""
+"""The last lines of each task's output, for the failure report of a task without a traceback."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ TAIL_LINES = 8
 
 
 class OutputTails:
-    """Keeps the end of what each task writes to its standard error, or to both outputs where they are one.
+    """Keeps the end of each task's standard error, or of both outputs if they are merged.
 
     Args:
-        merged: whether stdout and stderr of the tasks are one stream.
+        merged: Whether stdout and stderr of the tasks are one stream.
     """
 
     def __init__(self, *, merged: bool):
@@ -24,12 +24,12 @@ class OutputTails:
             self._tails[rank, is_error] = (self._tails.get((rank, is_error), b"") + data)[-TAIL_BYTES:]
 
     def clear(self, rank: int) -> None:
-        """A new process of this task has started."""
+        """Discard the output of a task that starts a new process."""
         for is_error in (False, True):
             self._tails.pop((rank, is_error), None)
 
     def last_lines(self, rank: int) -> str:
-        """As a terminal shows them in the end: a progress bar is one line."""
+        """The last lines, as a terminal finally shows them: a progress bar is one line."""
         tail = self._tails.get((rank, True)) or self._tails.get((rank, False), b"")
         assembler = LineAssembler()
         text = tail.decode(errors="replace").replace("\r\n", "\n")

@@ -1,12 +1,12 @@
-"""Which task was the cause of a job's end. Plain functions from what was seen to what it means.
+"""Finds the task that caused a job's end. Pure functions of the observed exits.
 
 When one worker fails, the others lose their peer and fail as well, often before the launcher sees the exit of the
-first. So the order of the exits is a weak sign, and the kind of each a strong one:
+first. The order of the exits is therefore a weak sign, and the kind of each exit a strong one:
 
     1. its own failure: an exception of the program, a signal that the launcher did not send, `sys.exit(3)`
     2. a collective that timed out: the peer that did not arrive is the cause, but may still hang
-    3. a lost peer: another task was the cause; the error names it. So was it if JAX has aborted the process because its
-       service was gone
+    3. a lost peer: another task, which the error names, is the cause. The same holds if JAX aborted the process because
+       its service was gone
     4. ended by the launcher: never a cause
 
 An exit without error in the middle of the job (`os._exit(0)`) is the cause if others lost exactly that task.
@@ -24,9 +24,9 @@ from phalanx.launcher.host_messages import STOPPED, WorkerDiagnostics
 from phalanx.runtime import exit_codes
 
 _CONSEQUENCE = exit_codes.CONSEQUENCES
-# Of the native stack with which JAX aborts a process that has lost its service, which runs on rank 0.
+# Found in the native stack of a process that JAX aborts because it has lost its service, which runs on rank 0.
 _JAX_ABORT = "CoordinationService"
-# Of a job that was ended by a false success: the code of its survivors.
+# Exit code of a job that a false success ended: the same as that of its survivors.
 FALSE_SUCCESS_CODE = errors.PeerLostError.exit_code
 PREEMPTED_CODE = errors.PreemptedError.exit_code
 INTERRUPTED_CODE = errors.SIGNAL_BASE + signal.SIGINT
@@ -35,18 +35,18 @@ HOST_LOST_CODE = errors.PeerLostError.exit_code
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """How one task exited.
+    """The exit of one task.
 
     Attributes:
-        rank, task, host, pid: which task and process.
-        returncode: as in `subprocess`; None if it was lost with its host.
-        order: how many tasks had exited before.
-        by_launcher: whether it exited only after the launcher had sent it a signal.
-        outlived: whether the others continued without it.
-        left_early: whether it left an elastic job with exit code 0 while others still trained.
-        hung: whether it still ran when the grace period after a failure was over.
-        trains: whether it is a chief or a worker.
-        words: what it left.
+        rank, task, host, pid: Identity of the task and its process.
+        returncode: Return code as in `subprocess`; None if the task was lost with its host.
+        order: Number of tasks that had exited before.
+        by_launcher: Whether it exited only after the launcher had sent it a signal.
+        outlived: Whether the others continued without it.
+        left_early: Whether it left an elastic job with exit code 0 while others still trained.
+        hung: Whether it was still running at the end of the grace period after a failure.
+        trains: Whether it is a chief or a worker.
+        diagnostics: Information that it left behind.
     """
 
     rank: int
@@ -64,34 +64,35 @@ class WorkerExit:
 
     @property
     def code(self) -> int:
-        """Its exit code as a shell reports it; that of a false success if it left early."""
+        """Its exit code as a shell reports it, or FALSE_SUCCESS_CODE if it left early."""
         if self.left_early:
             return FALSE_SUCCESS_CODE
         return HOST_LOST_CODE if self.returncode is None else exit_codes.of_return_code(self.returncode)
 
     @property
     def distance(self) -> int:
-        """How far it is from the cause: 0 for its own failure, more for the echo of another's, even if the program
-        caught that and exited itself. It is less certain to be an echo if only the exit code says so."""
+        """Distance from the cause: 0 for its own failure, more for the echo of another's, even if the program caught
+        the error and exited on its own. An echo is less certain if only the exit code indicates it."""
         if self.returncode is None or self.left_early:
             return 0
         by_code = _CONSEQUENCE.get(self.code, 0)
         if self.returncode == -signal.SIGABRT and _JAX_ABORT in self.diagnostics.output:
             return 1
-        # Even numbers are errors, odd ones exit codes alone, which a program may have chosen itself: closer to a cause.
+        # Even numbers are errors. Odd numbers are exit codes without an error, which the program may have chosen, so
+        # they are closer to a cause.
         if self.diagnostics.error is None:
             return max(0, 2 * by_code - 1)
         return 2 * max(by_code, _CONSEQUENCE.get(self.diagnostics.error.code, 0))
 
     @property
     def stalled(self) -> bool:
-        """Whether it hung. Servers and evaluators run until they are ended: they count only if a signal stopped
+        """Whether it hung. Servers and evaluators run until they are ended, so they count only if a signal stopped
         them."""
         return self.hung and (self.trains or self.diagnostics.state == STOPPED)
 
     @property
     def has_own_error(self) -> bool:
-        """Whether it had recorded its own error when it was ended: something kept it from exiting."""
+        """Whether it had recorded its own error when it was ended, so that something kept it from exiting."""
         error = self.diagnostics.error
         if not self.hung or error is None or error.interrupted:
             return False
@@ -111,12 +112,12 @@ class WorkerExit:
 
     @property
     def description(self) -> str:
-        """How it has ended, as a part of a sentence."""
+        """How it ended, as part of a sentence."""
         return "left with exit code 0 before the end" if self.left_early else exit_codes.describe_exit(self.returncode)
 
     @property
     def failure(self) -> str:
-        """How it failed, as a part of a sentence. One that only lost another task is not to blame."""
+        """How it failed, as part of a sentence. A task that only lost another task is not blamed."""
         how = f"ended, {exit_codes.meaning(self.code).name}," if self.distance else "failed"
         return f"{self.task} (rank {self.rank}) {how} with exit code {self.code}"
 
@@ -126,11 +127,11 @@ class RootCause:
     """Why the job ended.
 
     Attributes:
-        code: exit code of the job.
-        cause: the exit that brought the others about; None if no task failed, the user ended the job, or an elastic job
-            could not continue.
-        reason: one sentence.
-        was_requested: whether the user ended the job.
+        code: Exit code of the job.
+        cause: The exit that led to the others; None if no task failed, the user ended the job, or an elastic job could
+            not continue.
+        reason: The reason, in one sentence.
+        was_requested: Whether the user ended the job.
     """
 
     code: int
@@ -144,14 +145,14 @@ class RootCause:
 
 
 def find_root_cause(ends: Sequence[WorkerExit], *, interrupted_by: int | None = None) -> RootCause:
-    """Why a job ended whose tasks have all exited.
+    """Find the root cause of a job whose tasks have all exited.
 
     Args:
-        interrupted_by: the signal that made the launcher end the job, if one did.
+        interrupted_by: The signal that made the launcher end the job, if any.
     """
     own = [end for end in ends if end.failed and (not end.by_launcher or end.has_own_error) and not end.outlived]
     if any(end.was_preempted for end in ends):
-        # All leave together, after the chief has saved; the last to leave may have lost the others.
+        # All leave after the chief has saved; the last ones may have lost the others.
         return RootCause(PREEMPTED_CODE, None, "the job was asked to stop, and saved a checkpoint first", True)
     if interrupted_by is not None:
         code = errors.SIGNAL_BASE + interrupted_by
@@ -164,7 +165,7 @@ def find_root_cause(ends: Sequence[WorkerExit], *, interrupted_by: int | None = 
     if lost is not None:
         how = "and did not end" if lost.stalled else "with exit code 0"
         return RootCause(FALSE_SUCCESS_CODE, lost, _left_too_soon(lost.task, how))
-    # The order of the exits decides last: the echo of a failure is often seen before it.
+    # The order of the exits decides last: the echo of a failure is often observed before the failure.
     cause = min(own, key=lambda end: (end.distance, end.by_launcher, end.order))
     if cause.by_launcher and cause.diagnostics.error is not None:
         return RootCause(cause.diagnostics.error.code, cause, _reason(cause, ends))
@@ -172,8 +173,8 @@ def find_root_cause(ends: Sequence[WorkerExit], *, interrupted_by: int | None = 
 
 
 def _falsely_successful(ends: Sequence[WorkerExit], failed: Sequence[WorkerExit]) -> WorkerExit | None:
-    """The task that ended with code 0, or had left and did not end, and was then missed by all that failed, if that is
-    what happened."""
+    """The task that exited with code 0, or had left without exiting, and that all failed tasks then missed; None if
+    there is none."""
     if any(end.distance == 0 for end in failed):
         return None
     named = Counter(end.diagnostics.error.lost for end in failed if end.diagnostics.error is not None)
@@ -187,7 +188,7 @@ def _left_too_soon(task: str, how: str) -> str:
 
 
 def waited_for(cause: WorkerExit, ends: Sequence[WorkerExit]) -> list[str]:
-    """The tasks that stood still while `cause` waited: the one that its error names, if it names one."""
+    """The tasks that hung while `cause` waited; only the one that its error names, if it names one."""
     return [end.task for end in ends if end.stalled and cause.diagnostics.missed in (None, end.task)]
 
 
@@ -211,8 +212,8 @@ def _reason(cause: WorkerExit, ends: Sequence[WorkerExit]) -> str:
 
 
 def _headline(message: str) -> str:
-    """The first line of a message that says something: TensorFlow and Keras begin theirs with the place (`in user
-    code:`, `Exception encountered when calling Dense.call().`)."""
+    """The first informative line of a message. TensorFlow and Keras begin theirs with the location (`in user code:`,
+    `Exception encountered when calling Dense.call().`)."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or [""]
     if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):
         return f"{lines[0]} {lines[1]}"

@@ -1,1 +1,1 @@
-"""Where workers run: this host, or another one through ssh."""
+"""The hosts of workers: this host, or another one through ssh."""

@@ -1,7 +1,7 @@
-"""Where workers run: the protocol that every kind of host satisfies.
+"""The protocol of hosts, on which workers run.
 
-A host starts worker processes, reports what happens to them as events (`host_messages`), and delivers signals. It never
-decides anything about the job. To launch on another platform, implement `WorkerHost` in a new file next to this one and
+A host starts worker processes, reports what happens to them as events (`host_messages`), and delivers signals. It makes
+no decisions about the job. To launch on another platform, implement `WorkerHost` in a new file next to this one and
 create it in `worker_placement`.
 """
 
@@ -18,8 +18,8 @@ class WorkerHost(Protocol):
     """A place that runs workers. All calls come from one thread at a time.
 
     Attributes:
-        name: of the host, for messages.
-        lost: whether the connection to it has ended; then nothing can be started there any more.
+        name: Name of the host in messages.
+        lost: Whether the connection to it has ended. If so, nothing can be started there anymore.
     """
 
     name: str
@@ -27,23 +27,23 @@ class WorkerHost(Protocol):
 
     @property
     def needs_polling(self) -> bool:
-        """Whether exits wake no selector, so that `events` must be called every few milliseconds."""
+        """Whether exits do not wake the selector, so that `events` must be called every few milliseconds."""
         ...
 
     def start(self, specs: Sequence[WorkerSpec]) -> list[Event]:
-        """Start workers; none only connects the host's descriptors with the selector."""
+        """Start workers. An empty list only registers the host's descriptors with the selector."""
         ...
 
     def restart(self, rank: int) -> Event | None:
-        """Start a worker again that has exited; its `Started` comes now or with `events`."""
+        """Restart a worker that has exited; return its `Started`, or None if `events` will return it."""
         ...
 
     def events(self) -> list[Event]:
-        """What happened since the last call; never blocks."""
+        """Return the events since the last call, without blocking."""
         ...
 
     def dump_stacks(self, rank: int) -> None:
-        """Have a worker write the stacks of its threads, which come with its `Exited`."""
+        """Request the stacks of a worker's threads, which arrive with its `Exited`."""
         ...
 
     def request_checkpoint(self, rank: int) -> None:
@@ -61,10 +61,10 @@ class WorkerHost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlacement:
-    """A task of the job and the host that runs it.
+    """A task of the job, and the host that runs it.
 
     Attributes:
-        task: its name, such as `worker/0`.
+        task: Name of the task, such as `worker/0`.
     """
 
     spec: WorkerSpec

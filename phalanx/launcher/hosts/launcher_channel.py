@@ -1,7 +1,7 @@
-"""The agent's end of the connection to its launcher: commands come on stdin, answers go to stdout, under a lease.
+"""The agent's end of the connection to its launcher: reads commands from stdin, writes answers to stdout, under a lease.
 
-A launcher that is cut off may have started other workers instead of these. So whatever the agent does, it counts the
-time since the last command: also while it writes, which a network that was cut keeps from getting on.
+A launcher that is cut off may have started other workers instead of these. The agent therefore always tracks the time
+since the last command, even while it writes, since writes block if the network is cut.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ CHECK_S = 0.5
 
 
 class LauncherLostError(Exception):
-    """The launcher is gone, or was silent for too long."""
+    """The launcher is gone or was silent for too long."""
 
 
 class LauncherChannel:
     """See the top of the file.
 
     Args:
-        selector: wakes when a command may have come.
+        selector: Wakes when a command may have arrived.
     """
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
@@ -40,24 +40,24 @@ class LauncherChannel:
         self._lines = LineReader()
         self._decoder: Decoder[Command] = Decoder(Command, json=True)
         self._commands: deque[Command] = deque()
-        # A login script may have left a line without its end, such as a sequence that sets a terminal's title.
+        # End a partial line that a login script may have printed, such as a sequence that sets the terminal's title.
         os.write(1, b"\n")
         os.set_blocking(1, False)
         selector.register(0, selectors.EVENT_READ)
 
     def begin_lease(self) -> None:
-        """Workers run from now on."""
+        """Begin the lease, because workers are running from now on; also renew it."""
         self._lease_ends_at = time.monotonic() + SILENCE_S
 
     def commands(self) -> Iterator[Command]:
-        """The commands that have arrived. Raises: LauncherLostError."""
+        """Yield the commands that have arrived. Raises: LauncherLostError."""
         self._receive()
         while self._commands:
             yield self._commands.popleft()
         self._check()
 
     def send(self, answer: Answer) -> None:
-        """Raises: LauncherLostError."""
+        """Send an answer. Raises: LauncherLostError."""
         data = msgspec.json.encode(answer) + b"\n"
         while data:
             try:
@@ -70,7 +70,7 @@ class LauncherChannel:
                 raise LauncherLostError from error
 
     def _receive(self) -> None:
-        # All that has come, before the lease is judged: stdin blocks, so it is read only while it has something.
+        # Read everything before the lease is checked. Only while data is available, because stdin blocks.
         while not self._is_lost and _wait_for(0, select.POLLIN, 0.0):
             data = os.read(0, READ_BYTES)
             self._is_lost = not data
@@ -79,7 +79,7 @@ class LauncherChannel:
                 self.begin_lease()
 
     def _check(self) -> None:
-        """To be called after `_receive`: heartbeats may have come while this process was stopped."""
+        """Check the lease. Call after `_receive`: heartbeats may have arrived while this process was stopped."""
         if not self._is_lost and time.monotonic() > self._lease_ends_at:
             print(f"phalanx: no sign of the launcher for {SILENCE_S:g} s: ending its workers", file=sys.stderr)
             self._is_lost = True

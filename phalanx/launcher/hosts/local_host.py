@@ -1,4 +1,4 @@
-"""The workers of this host: their ports, their shares of cores and GPUs, their processes."""
+"""Runs workers on this host: their ports, their shares of cores and GPUs, and their processes."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from phalanx.launcher.worker_environment import worker_environment
 from phalanx.runtime.core_affinity import CoreShare, available_cores, host_shares
 from phalanx.transport.ports import listen_at
 
-# How often the workers' reports are collected and orphans are reaped.
+# Interval for collecting the workers' reports and reaping orphans.
 REPORT_INTERVAL_S = 0.5
 
 
 class LocalHost:
-    """Runs workers as processes of this host; see `WorkerHost`. Not thread-safe.
+    """Implements `WorkerHost` with processes on this host. Not thread-safe.
 
-    Descriptors that may have something to read are registered with `selector`; `events` then collects. The selector may
-    belong to a loop that watches other things as well.
+    Registers all readable descriptors with `selector`; `events` then reads them. The selector may belong to a loop that
+    also watches other descriptors.
 
     Args:
-        streams: how the workers' outputs are connected.
-        shares: the workers' cores; by default they have the host to themselves.
+        streams: Output streams for the workers.
+        shares: The workers' shares of the cores; by default, they divide all cores of the host.
 
     Attributes:
-        lost: always False; see `WorkerHost`.
+        lost: Always False; see `WorkerHost`.
     """
 
     name = "localhost"
@@ -64,18 +64,18 @@ class LocalHost:
         self._restores_sigchld = False
 
     def prepare(self, workers: int, *, address: str | None = "127.0.0.1") -> list[int]:
-        """Open a port for each worker, in addition to those open already. The worker inherits the listening socket,
-        which is never closed and bound again. Returns the ports.
+        """Open a port for each worker, in addition to those already open, and return the ports. A worker inherits the
+        listening socket, which is never closed and bound again.
 
         Args:
-            address: see `listen_at`.
+            address: See `listen_at`.
         """
         opened = [listen_at(address) for _ in range(workers)]
         self._listeners += opened
         return [listener.getsockname()[1] for listener in opened]
 
     def start(self, specs: Sequence[WorkerSpec]) -> list[Event]:
-        """Start workers, for which `prepare` has opened ports: all at once, or those whose specs name slots.
+        """Start workers on ports opened by `prepare`: all of them, or some whose specs name their slots.
 
         Raises: ConfigurationError if this host has too few GPUs for them.
         """
@@ -83,7 +83,7 @@ class LocalHost:
             return []
         self._unignore_sigchld()
         specs = [replace(spec, slot=i) if spec.slot is None else spec for i, spec in enumerate(specs)]
-        # Before the division: tasks without a replica take no share of it.
+        # Before `_divide`: tasks without a replica get no share.
         self._slots_without_replica |= {spec.slot for spec in specs if spec.slot is not None and not spec.trains}
         shares, devices = self._divide(specs[0].devices)
         events: list[Event] = []
@@ -103,7 +103,7 @@ class LocalHost:
         return events
 
     def restart(self, rank: int) -> Event:
-        """Start a worker again that has exited, at the same port; its spec says that it is restartable."""
+        """Restart a worker that has exited, at the same port. Its spec must be restartable."""
         return self._launch(self._launches[rank])
 
     def _launch(self, launch: WorkerLaunch) -> Event:
@@ -111,10 +111,10 @@ class LocalHost:
         return Started(worker.rank, worker.pid)
 
     def _divide(self, each: int | None) -> tuple[Sequence[CoreShare], Sequence[Mapping[str, str]]]:
-        """Cores and devices of each slot. Tasks without a replica may use all cores, with one thread, and no GPU.
+        """Cores and devices of each slot. A task without a replica may use all cores, but only one thread and no GPU.
 
         Args:
-            each: see `WorkerSpec.devices`.
+            each: See `WorkerSpec.devices`.
         """
         replicas = len(self._listeners) - len(self._slots_without_replica)
         environment = process_environment()
@@ -154,7 +154,7 @@ class LocalHost:
         return events
 
     def _close_port(self, rank: int, exited: Event) -> None:
-        """A task that has finished and is not restarted: other tasks that connect must be refused."""
+        """Close the port of a task that has finished for good, so that connections of other tasks are refused."""
         launch = self._launches.get(rank)
         if launch is not None and launch.spec.frees_port and getattr(exited, "returncode", None) == 0:
             launch.listener.close()
@@ -172,8 +172,8 @@ class LocalHost:
             worker.files.request_checkpoint()
 
     def signal(self, rank: int, number: int) -> None:
-        """See `WorkerHost.signal`. SIGTERM and SIGKILL reach everything that the worker has started. But a worker that
-        answers SIGTERM by saving a checkpoint still needs its processes: then it gets SIGTERM alone, and
+        """See `WorkerHost.signal`. SIGTERM and SIGKILL also go to everything that the worker has started. Exception: a
+        worker that answers SIGTERM by saving a checkpoint still needs its processes, so only it gets SIGTERM, and
         `CheckpointBeforeExit` is among the next events."""
         worker = self._running(rank)
         if worker is None:
@@ -184,14 +184,14 @@ class LocalHost:
         worker.signal(number, alone=saves)
 
     def resize(self, size: TerminalSize) -> None:
-        """The terminal of rank 0 has this size now."""
+        """Set the size of rank 0's terminal."""
         worker = self._running(0)
         if worker is not None and self._streams.terminal is not None:
             worker.resize(size)
 
     def close(self) -> None:
-        # All of them before one is waited for: a second Ctrl-C may interrupt the wait, and in a notebook this process
-        # lives on.
+        # Kill all before waiting for any: a second Ctrl-C may interrupt the wait, and in a notebook this process
+        # continues to run.
         for worker in self._workers.values():
             worker.kill()
         for listener in self._listeners:
@@ -206,7 +206,7 @@ class LocalHost:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def _unignore_sigchld(self) -> None:
-        """Where SIGCHLD is ignored, which is inherited, the kernel discards the workers' exit codes."""
+        """Reset SIGCHLD if it is ignored (which is inherited): the kernel would discard the workers' exit codes."""
         if is_main_thread() and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._restores_sigchld = True

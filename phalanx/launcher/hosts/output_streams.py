@@ -1,4 +1,4 @@
-"""How the workers of this host are connected with the launcher's stdin, stdout and stderr."""
+"""Connects the workers of this host to the launcher's stdin, stdout and stderr."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class TerminalSize:
 
 @dataclass(frozen=True, slots=True)
 class OutputStreams:
-    """How the workers' outputs are connected.
+    """Settings of the workers' streams.
 
     Attributes:
-        merged: whether stdout and stderr go to one place, which keeps their order.
-        terminal: rank 0 gets a terminal of this size, since the launcher's own output is one; None for pipes.
-        inherit_input: whether rank 0 reads the launcher's stdin. The others read nothing.
+        merged: Whether stdout and stderr are one stream, which keeps their order.
+        terminal: Size of rank 0's terminal, if the launcher writes to a terminal; None for pipes.
+        inherit_input: Whether rank 0 reads the launcher's stdin. The others read nothing.
     """
 
     merged: bool = False
@@ -32,7 +32,7 @@ class OutputStreams:
     inherit_input: bool = False
 
     def open(self, rank: int) -> WorkerStreams:
-        """New streams for one worker."""
+        """Open new streams for one worker."""
         stdin = None if self.inherit_input and rank == 0 else subprocess.DEVNULL
         if rank == 0 and self.terminal is not None:
             reader, stdout = _open_terminal(self.terminal)
@@ -50,8 +50,8 @@ class WorkerStreams(NamedTuple):
     """Descriptors of one worker's streams.
 
     Attributes:
-        stdin, stdout, stderr: the worker's ends, as for `subprocess.Popen`.
-        readers: the launcher's ends; the value says whether it is stderr.
+        stdin, stdout, stderr: The worker's ends, as for `subprocess.Popen`.
+        readers: The launcher's ends; the values are whether they are stderr.
     """
 
     stdin: int | None

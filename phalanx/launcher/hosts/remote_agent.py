@@ -1,9 +1,9 @@
-"""The far end of `phalanx run --hosts`: runs workers on its host for a launcher at the other end of ssh.
+"""The remote end of `phalanx run --hosts`: runs workers on its host for a launcher at the other end of ssh.
 
-Commands come on stdin and answers go to stdout, one JSON object (`host_messages`) per line. The secret travels in the
-specs, so through the encrypted connection and on no command line. The end of stdin is the end of the launcher or of the
-connection: every worker here is then killed. So are they when the launcher is silent (`launcher_channel`). If the agent
-itself is killed, the workers' orphan guards do the same.
+The agent reads commands from stdin and writes answers to stdout, one JSON object (`host_messages`) per line. The secret
+is part of the specs, so it passes through the encrypted connection and appears on no command line. EOF on stdin means
+the end of the launcher or of the connection; the agent then kills all its workers, as it does when the launcher is
+silent (`launcher_channel`). If the agent itself is killed, the workers' orphan guards do the same.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class RemoteAgent:
 
 
 def main() -> None:
-    # Ctrl-C at the launcher reaches ssh's process group, and with it an agent on the same host, but the launcher
-    # decides what it means. A handler instead of SIG_IGN, which the workers would inherit.
+    # Ctrl-C at the launcher reaches ssh's process group, including an agent on the same host, but only the launcher
+    # acts on it. A handler instead of SIG_IGN, which the workers would inherit.
     signal.signal(signal.SIGINT, lambda number, frame: None)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     adopt_orphans()

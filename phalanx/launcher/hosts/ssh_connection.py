@@ -1,4 +1,4 @@
-"""One ssh process with an agent (`remote_agent`) at its other end: commands go in, answers come out."""
+"""One ssh process connected to an agent (`remote_agent`): sends commands and receives answers."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ CLOSE_S = 5.0
 
 
 class SSHConnection:
-    """Starts ssh when it is created. Not thread-safe.
+    """A connection to a host; the constructor starts ssh. Not thread-safe.
 
-    A thread shows the agent that the launcher is there: the main thread may be waiting for a terminal that is paused.
+    A thread sends heartbeats to the agent, because the main thread may block on a paused terminal.
 
     Args:
-        name: of the host, for messages.
-        login: the destination for ssh.
-        environ: variables that choose the ssh command and the remote Python.
-        say: shows a line of ssh or of the host's login scripts, in the thread that calls `answers` or `relay`.
+        name: Name of the host in messages.
+        login: Destination for ssh.
+        environ: Variables that choose the ssh command and the remote Python.
+        say: Shows a line from ssh or the host's login scripts, in the thread that calls `answers` or `relay`.
 
     Raises: ConfigurationError if ssh cannot be started.
     """
@@ -61,11 +61,11 @@ class SSHConnection:
     def _start(self, login: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
         python = shlex.quote(environ.get(REMOTE_PYTHON) or sys.executable)
         ssh = environ.get(SSH) or DEFAULT_SSH
-        # `-P`: the remote shell starts in the home directory, whose files must not shadow modules.
+        # `-P`, because the remote shell starts in the home directory, whose files must not shadow modules.
         remote = f"exec {python} -P -m phalanx.launcher.hosts.remote_agent"
         try:
-            # Not our stderr: ssh makes it non-blocking, and with it our stdout if both are one pipe. A session of its
-            # own: Ctrl-C is for the launcher, which ends the job in order.
+            # Not our stderr: ssh makes it non-blocking, and our stdout too if both are one pipe. A separate session, so
+            # that Ctrl-C only reaches the launcher, which shuts the job down in order.
             process = subprocess.Popen(
                 [*shlex.split(ssh), login, remote],
                 stdin=subprocess.PIPE,
@@ -73,7 +73,7 @@ class SSHConnection:
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
-        except (OSError, ValueError) as error:  # ValueError: a quote is left open
+        except (OSError, ValueError) as error:  # ValueError: an unclosed quote
             if isinstance(error, OSError) and error.errno == errno.EMFILE:
                 raise
             reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -89,7 +89,7 @@ class SSHConnection:
         return self._selector is not None
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Have `selector` wake when there is something to read. Safe to call twice."""
+        """Register the pipes with `selector`, for reading. Safe to call twice."""
         if self._selector is None:
             self._selector = selector
             for pipe in (self._stdout, self._stderr):
@@ -97,14 +97,14 @@ class SSHConnection:
                     selector.register(pipe.fileno(), selectors.EVENT_READ)
 
     def unregister(self) -> None:
-        """Safe to call twice."""
+        """Undo `register`. Safe to call twice."""
         selector, self._selector = self._selector, None
         for pipe in (self._stdout, self._stderr):
             if selector is not None and not pipe.closed:
                 selector.unregister(pipe.fileno())
 
     def send(self, command: Command) -> None:
-        """Raises: ConfigurationError if the command cannot be encoded."""
+        """Send a command. Raises: ConfigurationError if it cannot be encoded."""
         try:
             data = msgspec.json.encode(command) + b"\n"
         except UnicodeEncodeError as error:
@@ -116,8 +116,8 @@ class SSHConnection:
             self._write(data)
 
     def _write(self, data: bytes) -> None:
-        """If ssh takes nothing for so long that the agent has given up too, the connection is ended. The end of stdout
-        follows, as it does when ssh is gone; there the loss is handled."""
+        """Write to ssh. If ssh blocks for so long that the agent has given up too, end the connection. EOF on stdout
+        follows, as when ssh is gone, and the loss is handled there."""
         deadline = time.monotonic() + SILENCE_S
         while data:
             try:
@@ -135,17 +135,17 @@ class SSHConnection:
         return bool(poller.poll(1000 * within_s))
 
     def keep_alive(self) -> None:
-        """Show the agent from now on, until `close`, that the launcher is there."""
+        """Start sending heartbeats to the agent, until `close`."""
         threading.Thread(target=self._send_heartbeats, name=f"phalanx-alive-{self.name}", daemon=True).start()
 
     def _send_heartbeats(self) -> None:
         while not self._closed.wait(KEEP_ALIVE_S):
             with self._sending:
-                if not self._closed.is_set() and self._can_write(0.0):  # what fills the pipe is a heartbeat too
+                if not self._closed.is_set() and self._can_write(0.0):  # a full pipe serves as a heartbeat too
                     self._write(msgspec.json.encode(KeepAlive()) + b"\n")
 
     def answers(self) -> list[Answer] | None:
-        """The messages that the agent has sent; None at the end of the connection. Never blocks."""
+        """Return the messages that the agent has sent; None at the end of the connection. Never blocks."""
         found: list[Answer] = []
         while True:
             try:
@@ -153,20 +153,20 @@ class SSHConnection:
             except BlockingIOError:
                 return found
             if not data:
-                return found or None  # the end comes again with the next call, once what was found is handled
+                return found or None  # the next call reports the end, once these answers are handled
             found += [answer for line in self._lines.feed(data) if (answer := self._decode(line)) is not None]
 
     def _decode(self, line: bytes) -> Answer | None:
         try:
             return self._decoder.decode(line)
         except FrameError:
-            # A login script on that host prints to stdout; that is for the user.
+            # Output of a login script on that host, meant for the user.
             self._show(line)
             return None
 
     def relay(self, *, reads: int = 1) -> None:
-        """Show what ssh has written to stderr, in at most so many reads. Never waits for the end, which does not come
-        with that of ssh if other processes hold the pipe (ControlPersist)."""
+        """Show what ssh has written to stderr, in at most `reads` reads. Never waits for EOF, which does not follow the
+        exit of ssh if other processes hold the pipe (ControlPersist)."""
         for _ in range(reads):
             if self._stderr.closed:
                 return
@@ -185,23 +185,23 @@ class SSHConnection:
         self._say(f"[{self.name}] {line.decode(errors='replace').rstrip()}")
 
     def wait(self) -> int:
-        """The exit code of ssh, once the connection has ended."""
+        """Return the exit code of ssh, once the connection has ended."""
         code = self._end()
         self.relay(reads=LAST_READS)
         return code
 
     def kill(self) -> None:
-        """End the connection at once; may be called while another thread waits for answers."""
+        """End the connection immediately. May be called while another thread waits for answers."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Hang up, upon which the agent kills what still runs there. Call it once."""
+        """Hang up; the agent then kills what still runs on the host. Call once."""
         if self._selector is None:
-            self.kill()  # nothing runs there yet, and ssh may be stuck on the way
+            self.kill()  # no worker runs there yet, and ssh may be stuck while connecting
         self.unregister()
-        # `_send_heartbeats` looks at it with the lock held: it never writes to a descriptor that is closed below,
-        # whose number may be another file's by then.
+        # `_send_heartbeats` checks this with the lock held, so it never writes to a descriptor that is closed below and
+        # whose number may be reused.
         self._closed.set()
         with self._sending:
             for pipe in (self._stdin, self._stdout, self._stderr):
@@ -209,7 +209,7 @@ class SSHConnection:
         self._end()
 
     def _end(self) -> int:
-        """Wait until ssh, whose connection has ended, exits, and see to it that it does; its exit code."""
+        """Wait for ssh to exit after its connection has ended, kill it if it does not, and return its exit code."""
         try:
             return self._process.wait(timeout=CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -218,6 +218,6 @@ class SSHConnection:
 
 
 def _variable_with(text: str, command: Command) -> str:
-    """`NAME=`, if the text is the value of an environment variable of a task."""
+    """`NAME=` if the text is the value of an environment variable of a task."""
     specs = command.specs if isinstance(command, Start) else []
     return next((f"{name}=" for spec in specs for name, value in spec.environment.items() if value == text), "")

@@ -1,4 +1,4 @@
-"""The workers of another host, through ssh and an agent there."""
+"""Runs workers on another host through ssh and an agent there."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from phalanx.launcher.worker_environment import forwarded
 
 
 class SSHHost:
-    """Runs workers on another host; see `WorkerHost`. Not thread-safe.
+    """Implements `WorkerHost` for another host. Not thread-safe.
 
     The workers live as long as the connection: when it ends, for whatever reason, they are killed.
 
     Args:
-        share: the host, and the ports that it opens at first.
-        say: shows a line of ssh or of the host's login scripts, in the thread that calls `ports` or `events`.
-        environ: variables for ssh, and those that are forwarded to the workers.
+        share: The host, and the initial number of ports.
+        say: Shows a line from ssh or the host's login scripts, in the thread that calls `ports` or `events`.
+        environ: Variables for ssh, some of which are forwarded to the workers.
 
     Attributes:
-        lost: see `WorkerHost`.
-        new_ports: ports that `grow` has requested, once they are there.
+        lost: See `WorkerHost`.
+        new_ports: Ports requested by `grow` that have arrived.
     """
 
     needs_polling = False
@@ -68,8 +68,8 @@ class SSHHost:
         self._environ = process_environment() if environ is None else environ
         self._say = say
         self._connection: SSHConnection | None = None
-        self._running: set[int] = set()  # ranks whose exit has not come; all exit if the connection ends
-        self._directory = ""  # of this process when it connected: the workers run in the same one there
+        self._running: set[int] = set()  # ranks whose exit was not reported; all exit if the connection ends
+        self._directory = ""  # of this process at `connect`: the workers run in the same one
 
     def connect(self) -> None:
         """Start ssh; `ports` waits for it.
@@ -77,15 +77,15 @@ class SSHHost:
         Raises: ConfigurationError if it cannot be started.
         """
         self._directory = os.getcwd()
-        with _signals_deferred():  # otherwise one could end this process while ssh runs and no one knows of it
+        with _signals_deferred():  # otherwise one could end this process and leave ssh running
             self._connection = SSHConnection(self.name, self.share.login, self._environ, self._say)
         self._send(Prepare(self.share.workers, self._directory, self.name))
 
     def ports(self, deadline: float) -> list[int]:
-        """The ports that the host holds open for its workers.
+        """Wait for the ports that the host holds open for its workers.
 
         Args:
-            deadline: by `time.monotonic`.
+            deadline: Time limit, by `time.monotonic`.
 
         Raises: RendezvousError if the host cannot be reached; ConfigurationError if it cannot do what is requested.
         """
@@ -119,11 +119,11 @@ class SSHHost:
                 connection.unregister()
 
     def start(self, specs: Sequence[WorkerSpec]) -> list[Event]:
-        """Start workers; their `Started` are among the events to come. From the first call on, `events` reports."""
+        """Start workers; `events` later returns their `Started`. Before the first call, `events` returns nothing."""
         if self.lost:
             return [Exited(spec.rank, None, WorkerDiagnostics()) for spec in specs]
         assert self._connection is not None
-        if not self._connection.is_registered:  # the first call: from now on workers depend on the launcher's signs
+        if not self._connection.is_registered:  # the first call: workers need heartbeats from now on
             self._connection.keep_alive()
         self._connection.register(self._selector)
         self._running |= {spec.rank for spec in specs}
@@ -159,7 +159,7 @@ class SSHHost:
         return events
 
     def _lose(self, connection: SSHConnection) -> list[Event]:
-        """The connection has ended, and with it the workers."""
+        """Handle the end of the connection, which ends the workers."""
         connection.relay(reads=LAST_READS)
         connection.unregister()
         self.lost = True
@@ -177,11 +177,11 @@ class SSHHost:
         self._send(Signal(rank, number))
 
     def grow(self, workers: int) -> None:
-        """Request ports for so many more workers, which come with later `events`."""
+        """Request ports for `workers` more workers; later calls of `events` receive them."""
         self._send(Prepare(workers, self._directory, self.name))
 
     def abandon(self) -> None:
-        """Have `ports`, which waits in another thread, end with an error."""
+        """Make `ports`, which waits in another thread, raise an error."""
         if self._connection is not None:
             self._connection.kill()
 
@@ -197,8 +197,8 @@ class SSHHost:
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Handlers of signals that end this process run after what is inside, and not in its middle."""
-    if threading.current_thread() is not threading.main_thread():  # where no handlers run
+    """Defer the handlers of signals that end this process until after the block."""
+    if threading.current_thread() is not threading.main_thread():  # handlers only run in the main thread
         yield
         return
     received: list[int] = []

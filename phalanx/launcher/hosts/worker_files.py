@@ -1,6 +1,6 @@
-"""What a worker leaves for its launcher, in files without a name that no other process can open.
+"""Files in which a worker leaves information for its launcher. They have no name, so no other process can open them.
 
-Unlike pipes they need no reader that keeps up, and can be read after the worker's death.
+Unlike pipes, they need no reader that keeps up, and can be read after the worker's death.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LOST_EXIT_CODE = crash_report.CrashReport(
 
 
 def open_memory_file() -> BinaryIO:
-    """A file in memory, where the system has those, that no process can leave behind."""
+    """Open an anonymous file, in memory if the system supports it, that no process can leave behind."""
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("phalanx"), "w+b")
     return open_disk_file()
 
 
 def open_disk_file() -> BinaryIO:
-    """The same on disk, for what would take much memory."""
+    """The same on disk, for large content."""
     return tempfile.TemporaryFile()  # type: ignore[return-value]
 
 
@@ -44,7 +44,7 @@ class WorkerFiles:
     """The files of one worker process.
 
     Args:
-        function: pickled; empty if the worker runs a program.
+        function: Pickled function; empty if the worker runs a program.
     """
 
     def __init__(self, function: bytes):
@@ -56,22 +56,22 @@ class WorkerFiles:
             self.call = open_memory_file(), open_memory_file()
             self.call[0].write(function)
             self.call[0].seek(0)
-        self._reported = (0, 0.0)  # the number of the figures and the time of the progress that were reported last
+        self._reported = (0, 0.0)  # number of the figures and time of the progress last reported
 
     @property
     def call_descriptors(self) -> tuple[int, int]:
-        """Of the function and its result; -1 if there is none."""
+        """Descriptors of the function and its result; -1 if there is none."""
         return (-1, -1) if self.call is None else (self.call[0].fileno(), self.call[1].fileno())
 
     @property
     def descriptors(self) -> list[int]:
-        """Those that the worker inherits."""
+        """Descriptors that the worker inherits."""
         found = [self.progress.fileno(), self.stacks.fileno(), self.error.fileno(), *self.call_descriptors]
         return [fd for fd in found if fd >= 0]
 
     @property
     def has_reported(self) -> bool:
-        """Whether the worker has come so far that it handles the signal for stacks, which would kill it before."""
+        """Whether the worker already handles the signal for stacks, which would kill it earlier."""
         return progress.parse(_content(self.progress)) is not None
 
     @property
@@ -85,17 +85,17 @@ class WorkerFiles:
 
     @property
     def finished(self) -> bool:
-        """Whether the program came to its end without error; for exits whose code is unknown."""
+        """Whether the program ended without error; for exits with an unknown code."""
         return _content(self.error) == bootstrap.NO_ERROR
 
     def new_report(self, rank: int) -> WorkerReport | None:
-        """The worker's report, if there is a new one since the last call."""
-        content = _content(self.progress)  # one read for all, so that phase and figures are of one moment
+        """The worker's report, if it is new since the last call."""
+        content = _content(self.progress)  # a single read, so that phase and figures are consistent
         last, encoded = progress.parse(content), progress.parse_figures(content)
         number, when = self._reported
         figures = None
         if encoded is not None and encoded[0] != number:
-            with contextlib.suppress(FrameError):  # a mixture of two, see `parse_figures`: the next ones will do
+            with contextlib.suppress(FrameError):  # a mixture, see `parse_figures`; wait for the next
                 number, figures = encoded[0], decode_message(encoded[1], WorkerFigures)
         if last is None or (figures is None and last.time == when):
             return None
@@ -108,11 +108,11 @@ class WorkerFiles:
         progress.request_save(self.progress.fileno())
 
     def diagnostics(self, state: str, *, code_is_unknown: bool) -> WorkerDiagnostics:
-        """The evidence of how the worker ended.
+        """Collect the evidence of how the worker ended.
 
         Args:
-            state: see `WorkerDiagnostics`.
-            code_is_unknown: whether another part of its program has taken the exit code.
+            state: See `WorkerDiagnostics`.
+            code_is_unknown: Whether the exit code is lost, because the kernel or this program reaped the process.
         """
         stacks = bootstrap.without_own_frames(_content(self.stacks).decode(errors="replace"))
         error = crash_report.parse(_content(self.error))
@@ -126,7 +126,7 @@ class WorkerFiles:
         return replace(found, phase=last.phase, epoch=last.epoch, step=last.step, age_s=age_s)
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close all files. Safe to call twice."""
         for file in (self.progress, self.stacks, self.error, *(self.call or ())):
             file.close()
 

@@ -1,4 +1,4 @@
-"""One process of a worker on this host: started, read, signalled and, without exception, ended."""
+"""One process of a worker on this host: starts it, reads its output, signals it, and always ends it."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from phalanx.runtime import bootstrap
 from phalanx.runtime.orphan_guard import OrphanGuard
 
 READ_BYTES = 65536
-# A pipe or a terminal holds far less than this many reads; more would come from a process that left the group.
+# A pipe or a terminal holds far less than this many reads. More would come from a process that left the group.
 LAST_READS = 1000
-# A killed process may hang in the kernel, which is not waited for.
+# Bounded, because a killed process may hang in the kernel.
 KILL_WAIT_S = 2.0
 
 
 @dataclass(frozen=True)
 class WorkerLaunch:
-    """Everything with which a worker is started, and restarted.
+    """Everything needed to start or restart a worker.
 
     Attributes:
-        listener: the socket on the worker's port.
-        cores: that the worker is bound to.
-        snapshots: files that outlive the process; of a parameter server that may be restarted.
+        listener: Socket on the worker's port.
+        cores: Cores that the worker is bound to.
+        snapshots: Files of a restartable parameter server, which outlive its process.
     """
 
     spec: WorkerSpec
@@ -51,7 +51,7 @@ class WorkerProcess:
     """A worker that has been started. Its descriptors are registered with `selector`.
 
     Attributes:
-        has_exited: whether its exit has been reported, or it has been closed.
+        has_exited: Whether its exit has been reported, or it has been closed.
     """
 
     def __init__(self, launch: WorkerLaunch, streams: OutputStreams, selector: selectors.BaseSelector):
@@ -63,11 +63,11 @@ class WorkerProcess:
         opened = streams.open(self.rank)
         self._process = self._start(launch, opened)
         await_end(self._process)
-        for fd in {opened.stdout, opened.stderr}:  # or the readers would never see the end; a set: they may be one
+        for fd in {opened.stdout, opened.stderr}:  # or the readers would never see EOF; a set: both may be the same
             os.close(fd)
         self._guard.started()
         self._readers = opened.readers
-        self._pidfd = _open_pidfd(self.pid)  # readable once the process is dead; -1 where there are none
+        self._pidfd = _open_pidfd(self.pid)  # readable once the process is dead; -1 if unsupported
         self._state = ""  # see `WorkerDiagnostics.state`
         for fd in (*self._readers, *([self._pidfd] if self._pidfd >= 0 else [])):
             selector.register(fd, selectors.EVENT_READ)
@@ -78,7 +78,7 @@ class WorkerProcess:
 
     @property
     def needs_polling(self) -> bool:
-        """Whether its exit wakes no selector (no pidfd: not Linux)."""
+        """Whether its exit does not wake the selector, because there is no pidfd (not Linux)."""
         return self._pidfd < 0 and not self.has_exited
 
     def _start(self, launch: WorkerLaunch, streams: WorkerStreams) -> subprocess.Popen[bytes]:
@@ -108,23 +108,23 @@ class WorkerProcess:
             env=environment,
             cwd=spec.directory,
             pass_fds=[launch.listener.fileno(), self._guard.worker_end, *files.descriptors, *snapshots],
-            start_new_session=True,  # its own group, so that what it starts can be ended with it
+            start_new_session=True,  # a separate group, so that its children can be ended with it
         )
 
     def events(self) -> Iterator[Event]:
-        """The worker's output and its exit; never blocks."""
-        yield from self._read(reads=1)  # no more, so that other workers are read too
+        """Yield the worker's output and its exit, without blocking."""
+        yield from self._read(reads=1)  # one read, so that other workers are read too
         if _is_dead(self.pid):
             yield from self._exit()
 
     def dump_stacks(self) -> None:
-        """Have the worker write its stacks, if it can; they come with its `Exited`."""
+        """Request the worker's stacks, if it can write them. They arrive with its `Exited`."""
         self._state = _process_state(self.pid)
         if self.files.has_reported:
             _signal(self.pid, bootstrap.STACKS_SIGNAL)
 
     def signal(self, number: int, *, alone: bool = False) -> None:
-        """Send a signal. SIGTERM and SIGKILL reach everything that the worker has started, unless `alone`."""
+        """Send a signal. SIGTERM and SIGKILL also go to everything that the worker has started, unless `alone`."""
         if alone or number not in (signal.SIGTERM, signal.SIGKILL):
             _signal(self.pid, number)
             return
@@ -133,14 +133,14 @@ class WorkerProcess:
             _signal_group(self.pid, signal.SIGCONT)  # a stopped process could not act on it
 
     def resize(self, size: TerminalSize) -> None:
-        """Its terminal has this size now."""
+        """Set the size of its terminal."""
         for fd, is_error in self._readers.items():
             if not is_error:
                 set_terminal_size(fd, size)
         _signal(self.pid, signal.SIGWINCH)
 
     def kill(self) -> None:
-        """Kill it and all that it has started, if it still runs; `close` waits for its end."""
+        """Kill it, if it still runs, and everything that it has started; `close` waits for its exit."""
         if not self.has_exited:
             _signal_group(self.pid, signal.SIGKILL)
 
@@ -162,7 +162,7 @@ class WorkerProcess:
                     data = os.read(fd, READ_BYTES)
                 except BlockingIOError:
                     break
-                except OSError:  # a terminal whose other side is closed says EIO instead of end-of-file
+                except OSError:  # a terminal whose other end is closed raises EIO instead of returning EOF
                     data = b""
                 if not data:
                     self._close_reader(fd)
@@ -171,9 +171,9 @@ class WorkerProcess:
         return events
 
     def _exit(self) -> Iterator[Event]:
-        # The dead leader is not reaped yet, so its group's id cannot belong to another process: end what it left.
+        # The dead leader is not reaped yet, so its group id cannot be reused: kill what it left behind.
         _signal_group(self.pid, signal.SIGKILL)
-        # Only now the last output, and all of it before `Exited`: what held the pipes is dead too.
+        # Only now read the last output, all of it before `Exited`: everything that held the pipes is dead too.
         yield from self._read(reads=LAST_READS)
         if (report := self.files.new_report(self.rank)) is not None:
             yield report
@@ -211,7 +211,7 @@ def _open_pidfd(pid: int) -> int:
         return -1
     try:
         return os.pidfd_open(pid)
-    except OSError:  # a kernel before 5.3, or a sandbox that does not know the call
+    except OSError:  # a kernel before 5.3, or a sandbox without this call
         return -1
 
 
@@ -223,8 +223,8 @@ def _is_dead(pid: int) -> bool:
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    """The exit code of a dead process; None if it is lost: to the kernel, where the program ignores SIGCHLD, or to the
-    program, where it waits for any child."""
+    """The exit code of a dead process; None if it is lost, because the program ignores SIGCHLD (the kernel reaps it) or
+    waits for any child."""
     try:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:
@@ -234,13 +234,13 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _signal(pid: int, number: int) -> None:
-    """Not by `Popen.send_signal`, which reaps a process that has just died, before its exit was noticed."""
+    """Send a signal without `Popen.send_signal`, which would reap a process that has just died before `events` does."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def _signal_group(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says EPERM for a group of zombies
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS raises EPERM for a group of zombies
         os.killpg(group, number)
 
 

@@ -1,1 +1,1 @@
-"""What others see of a job, and how they reach it: `phalanx status`, `phalanx top`, the dashboard."""
+"""Observation and control of a job by other processes: `phalanx status`, `phalanx top`, the dashboard."""

@@ -1,8 +1,7 @@
-"""Asks the launcher of a running job: for its state, or to do something with it.
+"""Sends requests to the launcher of a running job, to query its state or to control it.
 
-The launcher answers on a Unix socket in this user's folder of jobs. The kernel tells both ends whose process the other
-one is, so no secret is needed, and none is stored. A connection carries one request and one answer, each a line of
-JSON.
+The launcher answers on a Unix socket in this user's folder of jobs. The kernel identifies the user of each end to the
+other, so no secret is needed or stored. A connection carries one request and one answer, each a line of JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from phalanx.transport.decoding import decode_json
 ANSWER_S = 5.0
 MAX_REQUEST_BYTES = 4096
 MAX_PATH_BYTES = 100
-"""Of a socket's name; the kernels' limits are 104 and 108."""
+"""Maximum length of a socket's name; the kernels' limits are 104 and 108."""
 
 
 class ControlRequest(msgspec.Struct, frozen=True):
@@ -32,10 +31,10 @@ class ControlRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         action: `view`, `output`, `stop`, `checkpoint`, `scale` or `drain`.
-        after: for `view`: the number of the last event that is known; -1 for the whole view.
-        task: for `output`.
-        workers: for `scale`.
-        host: for `drain`.
+        after: Number of the last event received (`view`); -1 for the whole view.
+        task: The task whose output is requested (`output`).
+        workers: Requested number of workers (`scale`).
+        host: The host to withdraw (`drain`).
     """
 
     action: str = "view"
@@ -49,11 +48,11 @@ class ControlAnswer(msgspec.Struct, frozen=True):
     """The launcher's answer.
 
     Attributes:
-        refusal: why the request cannot be fulfilled; else empty.
-        text: what will happen, for people; the end of a task's output.
-        number: of the last event.
-        view: the whole view, if it was asked for or the events are no longer known.
-        events: the events after the one that is known.
+        refusal: Reason for which the request cannot be fulfilled; empty if it can.
+        text: Message that describes the effect of the request, or the end of a task's output.
+        number: Number of the last event.
+        view: The whole view, if it was requested or the events are no longer kept.
+        events: The events after number `after`.
     """
 
     refusal: str = ""
@@ -64,16 +63,16 @@ class ControlAnswer(msgspec.Struct, frozen=True):
 
 
 def send_request(path: Path, request: ControlRequest, *, timeout_s: float = ANSWER_S) -> ControlAnswer:
-    """Send a request to the launcher whose socket this is.
+    """Send a request to a launcher and return its answer.
 
     Args:
-        path: of the socket.
-        request: what is asked.
-        timeout_s: seconds for each part of the exchange.
+        path: Path of the launcher's socket.
+        request: The request.
+        timeout_s: Seconds for each part of the exchange.
 
     Raises:
         ConfigurationError: the request cannot be fulfilled.
-        LinkClosedError: the launcher does not answer; because of a `TimeoutError`, if it is there.
+        LinkClosedError: the launcher does not answer; raised from a `TimeoutError` if it exists but is silent.
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, short_name(path) as name:
@@ -92,18 +91,18 @@ def send_request(path: Path, request: ControlRequest, *, timeout_s: float = ANSW
 
 
 def is_of_this_user(connection: socket.socket) -> bool:
-    """Whether a process of this user, or of root, is at the other end. Elsewhere than on Linux the permissions of the
-    socket say so."""
+    """Whether a process of this user, or of root, is at the other end. On systems other than Linux, the permissions of
+    the socket ensure this."""
     return _peer(connection)[1] in (os.getuid(), 0)
 
 
 def peer_pid(connection: socket.socket) -> int:
-    """The process at the other end; 0 where that cannot be known."""
+    """Id of the process at the other end; 0 if unknown."""
     return _peer(connection)[0]
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end. Source: unix(7), SO_PEERCRED."""
+    """Ids of the process and the user at the other end. Source: unix(7), SO_PEERCRED."""
     if not hasattr(socket, "SO_PEERCRED"):
         return 0, os.getuid()
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -113,7 +112,7 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def short_name(path: Path) -> Iterator[str]:
-    """A name for a socket that the kernel accepts, however deep its folder is."""
+    """A name for the socket that is short enough for the kernel, however deep its folder is."""
     if len(os.fsencode(path)) <= MAX_PATH_BYTES:
         yield str(path)
         return

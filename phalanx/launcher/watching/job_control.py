@@ -1,4 +1,4 @@
-"""Answers those who watch a job, and carries out what they ask for: the launcher's side of `job_connection`."""
+"""Answers the observers of a job and executes their requests: the launcher's side of `job_connection`."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from phalanx.launcher.job_supervisor import JobSupervisor
 
 REQUEST_S = 2.0
-"""A client that does not send its request or read its answer in this time does not delay the next one for longer."""
+"""Time limit for a client to send its request or read its answer, so that it does not delay the next client."""
 
 LAST_LOOK_S = 2.5
-"""How long those who follow the job have to learn of its end: they ask every two seconds, or more often."""
+"""Seconds for followers of the job to receive its end: they poll at least every two seconds."""
 
 
 class RunningJob(NamedTuple):
-    """What can be controlled: the tasks, and the hosts and members of an elastic job."""
+    """The parts of a job that can be controlled: its tasks, and the hosts and members of an elastic job."""
 
     supervisor: JobSupervisor
     pool: HostPool | None = None
@@ -49,14 +49,14 @@ class RunningJob(NamedTuple):
 
 
 class JobControl:
-    """Serves one socket in its own thread, one request after the other. A context manager.
+    """Serves one socket in its own thread, one request at a time. A context manager.
 
     Args:
-        path: of the socket.
-        recorder: knows the job.
+        path: Path of the socket.
+        recorder: Provides the view and the events of the job.
 
     Attributes:
-        job: what runs now; None before and between the runs of a job.
+        job: The current run; None before and between the runs of a job.
     """
 
     def __init__(self, path: Path, recorder: JobRecorder):
@@ -65,12 +65,12 @@ class JobControl:
         self._recorder = recorder
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._thread = threading.Thread(target=self._serve, name="phalanx-job-control", daemon=True)
-        # Who follows the job, by process: when it asked last, and the last event that it knows.
+        # Followers of the job, by process: time of the last request, and number of the last event received.
         self._followers: dict[int, tuple[float, int]] = {}
         self._answered = threading.Condition()  # protects these; notified after each answer to one of them
 
     def __enter__(self) -> JobControl:
-        # A folder that cannot hold a socket is no reason not to train; then no one can watch.
+        # Training continues, unobserved, if the folder cannot hold a socket.
         with contextlib.suppress(OSError), short_name(self._path) as name:
             self._listener.bind(name)
             os.chmod(name, 0o600)  # before anyone can connect
@@ -96,7 +96,7 @@ class JobControl:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            with connection, contextlib.suppress(OSError):  # the client is gone or slow, which is its own affair
+            with connection, contextlib.suppress(OSError):  # ignore clients that are gone or slow
                 connection.settimeout(REQUEST_S)
                 if is_of_this_user(connection):
                     connection.sendall(self._answer(_read_line(connection), peer_pid(connection)))
@@ -120,7 +120,7 @@ class JobControl:
             answer = ControlAnswer(number=number, view=view)
         else:
             answer = ControlAnswer(number=number, events=[msgspec.Raw(line) for line in lines])
-        if after >= 0:  # it has asked before
+        if after >= 0:  # not its first request
             with self._answered:
                 now = time.monotonic()
                 self._followers = {pid: at for pid, at in self._followers.items() if now - at[0] < LAST_LOOK_S}
@@ -129,7 +129,7 @@ class JobControl:
         return msgspec.json.encode(answer)
 
     def _wait_for_followers(self) -> None:
-        """Until they know the last event. Those that have not asked for a while do not follow any more."""
+        """Wait until all followers have received the last event. Those that have stopped polling are ignored."""
         ended_at = time.monotonic()
 
         def is_known() -> bool:

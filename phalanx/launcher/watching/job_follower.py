@@ -13,21 +13,21 @@ from phalanx.monitoring.job_view import JobView, advance, replay
 from phalanx.transport.decoding import Decoder
 
 SILENT_ANSWER_S = 1.0
-"""How long an answer is waited for after one that did not come: who follows several jobs waits for each in turn."""
+"""Timeout after a request without an answer, shorter because a follower of several jobs waits for each in turn."""
 
 _decoder: Decoder[JobEvent] = Decoder(JobEvent, json=True)
 
 
 class JobFollower:
-    """Fetches what has changed, with each `update`.
+    """Fetches the latest changes with each `update`.
 
     Args:
-        path: the socket of the job's launcher.
+        path: Path of the launcher's socket.
 
     Attributes:
-        view: as far as it is known.
-        is_gone: whether the job has ended, or its launcher is no longer there.
-        is_silent: whether the launcher is there and does not answer; it may be stopped, or its host overloaded.
+        view: The last known view of the job.
+        is_gone: Whether the job has ended, or its launcher no longer exists.
+        is_silent: Whether the launcher exists but does not answer; it may be stopped, or its host overloaded.
     """
 
     def __init__(self, path: Path):
@@ -38,12 +38,12 @@ class JobFollower:
 
     @property
     def problem(self) -> str:
-        """Why the view of a running job is an old one; else empty. May be read from any thread."""
+        """Reason for which the view of a running job is outdated; empty if it is not. Thread-safe."""
         text = "launcher gone" if self.is_gone else "launcher does not answer" if self.is_silent else ""
-        return text if self.view.status == RUNNING else ""  # in this order: the last view comes before `is_gone`
+        return text if self.view.status == RUNNING else ""  # in this order: the last view is set before `is_gone`
 
     def update(self) -> list[JobEvent]:
-        """Bring the view up to date; returns the events that did, if they are known one by one."""
+        """Update the view; return the events since the last update, if they were received individually."""
         if self.is_gone:
             return []
         try:
@@ -51,10 +51,10 @@ class JobFollower:
             try:
                 events = [_decoder.decode(line) for line in answer.events]
             except FrameError:
-                # A launcher of another version, with events that this one does not know: what they mean is in its view.
+                # A launcher of another version sent unknown events: fetch its view, which includes them.
                 answer, events = self._ask(-1), []
         except LinkClosedError as error:
-            # The second of a socket on which many such requests wait already.
+            # BlockingIOError: too many requests already wait at the socket.
             self.is_silent = isinstance(error.__cause__, TimeoutError | BlockingIOError)
             self.is_gone = not self.is_silent
             return []
@@ -75,7 +75,7 @@ class JobFollower:
 
 
 def read_events(log_dir: Path) -> Iterator[JobEvent]:
-    """The events of a job that was run with this log directory.
+    """Yield the events of a job that was run with this log directory.
 
     Raises: ConfigurationError if there are none.
     """
@@ -83,7 +83,7 @@ def read_events(log_dir: Path) -> Iterator[JobEvent]:
     try:
         with open(path, "rb") as file:
             for line in file:
-                if line.endswith(b"\n"):  # else it is being written, or the disk was full
+                if line.endswith(b"\n"):  # otherwise it is being written, or the disk was full
                     yield _decoder.decode(line)
     except OSError as error:
         raise ConfigurationError(

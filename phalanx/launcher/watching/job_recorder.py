@@ -1,4 +1,4 @@
-"""Turns what a job reports into events, keeps its view, and writes the events into the log directory."""
+"""Converts the reports of a job into events, maintains its view, and writes the events to the log directory."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ from phalanx.monitoring.worker_figures import FinishedEpoch, SavedCheckpoint, Ta
 from phalanx.runtime.exit_codes import sendable
 
 MEASURED_S = 0.5
-"""How often the reports of the tasks become an event."""
+"""Seconds between two events with the reports of the tasks."""
 MAX_RECENT = 500
-"""Events that are kept for those who ask what has changed; after more, they get the whole view."""
+"""Number of events kept for observers that ask for changes. Those further behind get the whole view."""
 IN_FILE_S = (1.0, 10.0)
-"""How often figures are written to the file: at first, and after hours, so that a day takes a few MB."""
+"""Seconds between two writes of figures to the file: at first, and after hours, so that a day takes a few MB."""
 FIGURES_IN_FILE = 600
 OUTPUT_BYTES = 16 * 1024
-"""How much of the end of each task's output is kept."""
+"""Size of the end of each task's output that is kept."""
 
 
 class JobRecorder(JobObserver):
-    """See the top of the file. Except for `changes`, all calls come from the thread that runs the job.
+    """See the module docstring. Except where noted, all calls come from the thread that runs the job.
 
     Args:
-        file: for all events; None to write none.
-        clock: seconds since 1970.
+        file: File for all events; None to write none.
+        clock: Returns seconds since 1970.
 
     Attributes:
-        view: everything that is shown of the job.
-        number: of events so far.
-        problem: why events are no longer written; empty while they are.
+        view: Everything shown about the job.
+        number: Number of events so far.
+        problem: Reason for which events are no longer written; empty while they are.
     """
 
     def __init__(self, file: BinaryIO | None = None, *, clock: Callable[[], float] = time.time):
         self._file = file
         self._clock = clock
-        # Held to replace the view, the number and what is recent together, for readers in other threads. One thread
-        # writes, so it reads them without.
+        # Held to replace the view, the number and the recent events atomically, for readers in other threads. The only
+        # thread that writes them reads them without it.
         self._lock = threading.Lock()
-        self._recent: deque[bytes] = deque(maxlen=MAX_RECENT)  # encoded events, the newest of number `number`
+        self._recent: deque[bytes] = deque(maxlen=MAX_RECENT)  # encoded events; the newest has number `number`
         self._reports: dict[str, TaskReport] = {}  # since the last `Measured`, by task
-        self._left_out: dict[str, TaskReport] = {}  # the last of each task, while it is newer than those in the file
+        self._left_out: dict[str, TaskReport] = {}  # the last report of each task, if newer than the file
         self._measured_at = self._in_file_at = 0.0
         self._output: dict[int, bytearray] = {}  # by rank
         self._epochs = EpochRounds()
@@ -66,10 +66,10 @@ class JobRecorder(JobObserver):
         self.problem = ""
 
     def record(self, event: JobEvent) -> None:
-        """Something has happened."""
+        """Record an event."""
         try:
             line = msgspec.json.encode(event)
-        except UnicodeEncodeError:  # of a path whose bytes are no text
+        except UnicodeEncodeError:  # a path that is not valid text
             event = msgspec.convert(_as_text(msgspec.to_builtins(event)), JobEvent)
             line = msgspec.json.encode(event)
         if isinstance(event, events.JobStarted):
@@ -85,8 +85,8 @@ class JobRecorder(JobObserver):
                 self._file, self.problem = None, error.strerror or str(error)
 
     def changes(self, after: int) -> tuple[int, list[bytes] | None]:
-        """The number of the last event, and the encoded events after a number; None if they are no longer known. May be
-        called in any thread."""
+        """The number of the last event, and the encoded events after number `after`; None if they are no longer kept.
+        Thread-safe."""
         with self._lock:
             missing = self.number - after
             if not 0 <= missing <= len(self._recent):
@@ -94,18 +94,18 @@ class JobRecorder(JobObserver):
             return self.number, list(self._recent)[len(self._recent) - missing :]
 
     def numbered_view(self) -> tuple[int, JobView]:
-        """The view and the number of the last event that it contains. May be called in any thread."""
+        """The number of the last event, and the view that includes it. Thread-safe."""
         with self._lock:
             return self.number, self.view
 
     def output_of(self, task: str) -> str:
-        """The end of what a task has written, as a terminal would show it. May be called in any thread."""
+        """The end of a task's output, as a terminal would show it. Thread-safe."""
         member = self.view.members.get(task)
         content = b"" if member is None else bytes(self._output.get(member.rank, b""))
         return plain_text(content)
 
     def stragglers_changed(self, tasks: Sequence[str]) -> None:
-        """The others wait for these tasks."""
+        """Record the tasks that the others wait for."""
         self.record(events.StragglersChanged(self._clock(), list(tasks)))
 
     # See `JobObserver`.
@@ -127,7 +127,7 @@ class JobRecorder(JobObserver):
         self._in_file_at = 0.0
         self._flush()
         error = end.diagnostics.error
-        if error is not None and not end.was_preempted and not error.interrupted:  # the worker has not printed it
+        if error is not None and not end.was_preempted and not error.interrupted:  # not printed by the worker
             self.output(end.rank, True, error.traceback.encode())
         how = f"{end.description}, ended by the launcher" if end.by_launcher else end.description
         self.record(events.TaskExited(self._clock(), end.task, end.code, how, end.by_launcher))
@@ -149,7 +149,7 @@ class JobRecorder(JobObserver):
         self.record(events.HostsChanged(self._clock(), list(hosts)))
 
     def failed(self, end: WorkerExit) -> None:
-        if end.was_preempted:  # then all exit
+        if end.was_preempted:  # all others exit too
             return
         self.noticed(f"{end.failure}; ending the job")
 
@@ -159,10 +159,10 @@ class JobRecorder(JobObserver):
     def noticed(self, text: str) -> None:
         self.record(events.Noticed(self._clock(), text))
 
-    # Inside.
+    # Internals.
 
     def _flush(self) -> None:
-        """Record what the tasks have reported meanwhile."""
+        """Record the pending reports of the tasks."""
         reports, self._reports = self._reports, {}
         if reports:
             self._measured_at = self._clock()
@@ -171,14 +171,14 @@ class JobRecorder(JobObserver):
     def _record_landmarks(self, task: str, epoch: FinishedEpoch | None, checkpoint: SavedCheckpoint | None) -> None:
         now = self._clock()
         if epoch is not None and self._epochs.is_new(task, epoch):
-            self._flush()  # first the steps of the epoch, then its end
+            self._flush()  # the steps of the epoch before its end
             self.record(events.EpochFinished(now, epoch.epoch, epoch.logs, self.view.steps))
         if checkpoint is not None and checkpoint != self._checkpoints.get(task):
             self._checkpoints[task] = checkpoint
             self.record(events.CheckpointWritten(now, checkpoint.step, checkpoint.path))
 
     def _belongs_in_file(self, event: JobEvent) -> bool:
-        """Everything but figures, of which there are enough after a while."""
+        """Whether to write an event: all but most figures, which become rarer over time."""
         if not isinstance(event, events.Measured):
             return True
         shortest_s, longest_s = IN_FILE_S
@@ -195,18 +195,18 @@ class JobRecorder(JobObserver):
 
 
 def _merged(older: TaskReport | None, newer: TaskReport) -> TaskReport:
-    """The newer of two reports of a task, with the figures of the older one where it has none."""
+    """The newer of two reports of a task, with the figures of the older one if it has none."""
     return newer if older is None or newer.figures is not None else replace(newer, figures=older.figures)
 
 
 def _write_whole(file: BinaryIO, line: bytes) -> None:
-    """Raises: OSError, also if a part is written: what would follow it is no line of its own."""
+    """Write a line. Raises: OSError, even if a part is written: a later line would continue that part."""
     if file.write(line) < len(line):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _as_text(value: Any) -> Any:
-    """The same with texts that can be sent."""
+    """The same value with all strings sendable."""
     if isinstance(value, str):
         return sendable(value)
     if isinstance(value, dict):

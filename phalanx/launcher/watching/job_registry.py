@@ -1,7 +1,7 @@
-"""Which jobs this user's launchers run: a file for each, which the launcher removes when it exits.
+"""Registry of this user's running jobs: a file for each, which its launcher removes when it exits.
 
-Several hosts may share the directory, as they often share home directories. Only processes of the launcher's host and
-PID namespace can tell whether it is alive, and reach its socket.
+Hosts with a shared home directory also share this directory. Only processes in the launcher's host and PID namespace
+can check whether it is alive, and reach its socket.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx.runtime.host_identity import host_identity
 from phalanx.transport.decoding import decode_json
 
 MAX_ENTRY_BYTES = 1 << 20
-"""A command line may be long."""
+"""Size limit of a file, large enough for a long command line."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class RegisteredJob:
     """A running job.
 
     Attributes:
-        job: its id.
-        pid: of its launcher.
-        started: when that process started, as the kernel counts; empty if unknown. Its number may be used again.
-        host: of its launcher, by name.
-        processes: where this process id means something.
-        program: its command line.
+        job: Id of the job.
+        pid: Process id of its launcher.
+        started: Start time of that process, in the kernel's ticks; empty if unknown. Detects a reused process id.
+        host: Name of its launcher's host.
+        processes: The host and PID namespace that the process id belongs to.
+        program: Command line of the job.
     """
 
     job: str
@@ -53,12 +53,12 @@ class RegisteredJob:
 
     @property
     def socket_path(self) -> Path:
-        """Where its launcher answers; see `job_connection`."""
+        """The socket of its launcher; see `job_connection`."""
         return socket_path(self.job)
 
 
 def folder() -> Path:
-    """Where the files are; only this user may read them."""
+    """The directory of the files, which only this user may read."""
     chosen = process_environment().get(JOBS_DIRECTORY)
     return Path(chosen) if chosen else user_cache_directory() / "jobs"
 
@@ -70,8 +70,8 @@ def socket_path(job: str) -> Path:
 
 @contextlib.contextmanager
 def registered(job: str, program: Sequence[str]) -> Iterator[None]:
-    """While inside, the job is known to `phalanx status` and the others. A folder that cannot be written to is no
-    reason not to train."""
+    """Register the job for `phalanx status` and the other commands, inside the block. Does nothing if the folder is not
+    writable: training does not depend on it."""
     path: Path | None = None
     shown = " ".join(program).encode(errors="replace").decode()
     entry = RegisteredJob(job, os.getpid(), _start(os.getpid()), socket.gethostname(), _processes(), shown)
@@ -79,7 +79,7 @@ def registered(job: str, program: Sequence[str]) -> Iterator[None]:
         place = folder() / f"{job}.json"
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        path = place  # only now: what is there already is another job's
+        path = place  # only now: an existing file belongs to another job
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.encode(entry))
     try:
@@ -91,7 +91,7 @@ def registered(job: str, program: Sequence[str]) -> Iterator[None]:
 
 
 def running() -> list[RegisteredJob]:
-    """The jobs that run, as far as is known here. Files of launchers that were killed are removed on their own host."""
+    """List the running jobs, as far as is known here. Files of killed launchers are removed on the launcher's host."""
     found = []
     for path in sorted(_files()):
         try:
@@ -108,8 +108,8 @@ def running() -> list[RegisteredJob]:
 
 
 def _read(path: Path) -> bytes:
-    """The content of a file. In a folder that others may write to, a pipe would be waited for, and a link could lead to
-    a device without end.
+    """Read a regular file. In a folder that others may write to, a pipe would block, and a link could lead to an
+    infinite device.
 
     Raises: OSError.
     """
@@ -127,7 +127,7 @@ def _files() -> list[Path]:
 
 
 def _processes() -> str:
-    """Two processes with the same answer see each other's process ids."""
+    """Identifies the host and PID namespace: processes with the same value see each other's process ids."""
     try:
         return f"{host_identity()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux
@@ -135,7 +135,7 @@ def _processes() -> str:
 
 
 def _lives(entry: RegisteredJob) -> bool:
-    if entry.pid <= 0:  # these mean groups of processes
+    if entry.pid <= 0:  # denotes a group of processes
         return False
     try:
         os.kill(entry.pid, 0)
@@ -147,7 +147,7 @@ def _lives(entry: RegisteredJob) -> bool:
 
 
 def _start(pid: int) -> str:
-    """When a process started, in the kernel's clock ticks; empty if that cannot be known here.
+    """Start time of a process, in the kernel's clock ticks; empty if unknown.
 
     Source: proc(5), the field `starttime` of /proc/PID/stat.
     """

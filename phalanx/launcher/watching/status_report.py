@@ -1,4 +1,4 @@
-"""The jobs of this user, as `phalanx status`, `scale` and `top` find and show them."""
+"""Finds and describes the jobs of this user, for `phalanx status`, `scale` and `top`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WATCH_S = 1.0
 
 @dataclass(frozen=True)
 class JobListing:
-    """A job that is registered, and what is shown of it; None and the problem if its launcher does not answer here."""
+    """A registered job and its view; without a view, the reason for which its launcher does not answer here."""
 
     entry: RegisteredJob
     view: JobView | None
@@ -29,10 +29,10 @@ class JobListing:
 
 
 def list_jobs(job: str | None = None) -> list[JobListing]:
-    """The running jobs of this user.
+    """List the running jobs of this user.
 
     Args:
-        job: the id of a job; None for all.
+        job: Id of a job; None for all.
     """
     return [_listing(entry) for entry in running() if job is None or entry.job == job]
 
@@ -47,9 +47,9 @@ def _listing(entry: RegisteredJob) -> JobListing:
 
 
 def choose_job(job: str | None) -> RegisteredJob:
-    """The job with this id, or the only one.
+    """Return the job with this id or, without an id, the only job.
 
-    Raises: ConfigurationError if it is not clear which job is meant.
+    Raises: ConfigurationError if there is no such job, or several.
     """
     known_jobs = running()
     jobs = [entry for entry in known_jobs if (entry.is_here if job is None else entry.job == job)]
@@ -70,9 +70,9 @@ def status(job: str | None, *, as_json: bool = False, watch: bool = False) -> in
     """Print the running jobs.
 
     Args:
-        job: the id of a job; None for all.
-        as_json: whether to print JSON, for programs: one object per line for each look.
-        watch: whether to continue, once a second, as long as there is a job.
+        job: Id of a job; None for all.
+        as_json: Whether to print JSON, for programs: one line per update.
+        watch: Whether to print an update every second as long as there is a job.
 
     Returns: the exit code: 0, or 1 if no job is running.
     """
@@ -91,9 +91,9 @@ def status(job: str | None, *, as_json: bool = False, watch: bool = False) -> in
 
 
 def scale(job: str | None, workers: int) -> int:
-    """Request another number of workers; returns the exit code.
+    """Request a new number of workers and return the exit code.
 
-    Raises: ConfigurationError if it is not clear which job is meant, or the number is out of its bounds.
+    Raises: ConfigurationError as `choose_job`, or if the number is out of the job's bounds.
     """
     entry = choose_job(job)
     answer = send_request(entry.socket_path, ControlRequest("scale", workers=workers))
@@ -102,7 +102,7 @@ def scale(job: str | None, workers: int) -> int:
 
 
 def _print(text: str) -> None:
-    write_whole(sys.stdout, f"{without_escapes(text)}\n")  # which names of programs and hosts may contain
+    write_whole(sys.stdout, f"{without_escapes(text)}\n")  # names of programs and hosts may contain escapes
 
 
 def _as_json(listing: JobListing) -> dict[str, object]:
@@ -115,8 +115,8 @@ def describe(listing: JobListing, now: float) -> str:
     """The lines that `phalanx status` prints about a job.
 
     Args:
-        listing: the job.
-        now: seconds since 1970.
+        listing: The job.
+        now: Current time, in seconds since 1970.
     """
     entry, view = listing.entry, listing.view
     head = f"{entry.job}  {entry.program}  (launcher {entry.pid})"
@@ -124,7 +124,7 @@ def describe(listing: JobListing, now: float) -> str:
         return f"{head}: {listing.problem}"
     lines = [f"{head}: {summary(view)}"]
     lines += [_describe_member(member, now) for member in view.members.values() if member.starts]
-    # A single healthy host is not worth a line.
+    # A single healthy host is not listed.
     if len(view.hosts) > 1 or any(host.blacklisted_until is not None for host in view.hosts):
         for host in view.hosts:
             line = f"  {host.name:10} {host.taken} of {host.slots} slots taken"
@@ -135,7 +135,7 @@ def describe(listing: JobListing, now: float) -> str:
 
 
 def summary(view: JobView) -> str:
-    """A job in one line."""
+    """One-line summary of a job."""
     started, workers = view.started, [member for member in view.workers if member.is_member]
     count = count_workers(len(workers))
     if started is not None and started.minimum != started.maximum:
@@ -147,7 +147,7 @@ def summary(view: JobView) -> str:
 
 
 def show_number(value: float | None) -> str:
-    """A metric for people; None is one that is not finite."""
+    """Format a metric; None stands for a value that is not finite."""
     return "NaN" if value is None else f"{value:.4g}"
 
 

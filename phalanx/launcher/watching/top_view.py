@@ -22,18 +22,18 @@ REFRESH_S = 0.5
 FEED_LINES = 8
 BAR_COLUMNS = 20
 WIDE_COLUMNS = 70
-"""A terminal that has fewer shows less of each member."""
+"""A narrower terminal shows fewer columns for each member."""
 _COLOURS = {GOOD: "green", WARNING: "yellow", BAD: "red"}
 _ENDINGS = {SUCCEEDED: "green", FAILED: "red"}
 
 
 def show(job: str | None) -> int:
-    """Show a job until it has ended, or until Ctrl-C; returns the exit code.
+    """Show a job until it ends, or until Ctrl-C, and return the exit code.
 
     Args:
-        job: the id of the job; None for the only one.
+        job: Id of the job; None for the only one.
 
-    Raises: ConfigurationError if it is not clear which job is meant.
+    Raises: ConfigurationError as `choose_job`.
     """
     entry = choose_job(job)
     follower = JobFollower(entry.socket_path)
@@ -49,14 +49,14 @@ def show(job: str | None) -> int:
 
 
 def render(view: JobView, now: float, problem: str = "") -> RenderableType:
-    """The whole view.
+    """Render the whole display.
 
     Args:
-        view: of the job.
-        now: seconds since 1970.
-        problem: why the view is an old one; else empty.
+        view: View of the job.
+        now: Current time, in seconds since 1970.
+        problem: Reason for which the view is outdated; empty if it is not.
     """
-    # Text throughout: in plain strings rich takes brackets, as of a program's arguments, for markup.
+    # `Text` throughout: in plain strings, rich parses brackets, such as those of a program's arguments, as markup.
     title = Text(_title(view))
     return Group(Panel(_head(view, now, problem), title=title, title_align="left"), _Members(view, now), _feed(view))
 
@@ -88,7 +88,7 @@ def _head(view: JobView, now: float, problem: str) -> Text:
 
 
 class _Members:
-    """A row for each task that was started, as wide as the terminal is now."""
+    """A row for each started task, as wide as the terminal currently is."""
 
     def __init__(self, view: JobView, now: float):
         self._view, self._now = view, now

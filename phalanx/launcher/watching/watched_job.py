@@ -1,4 +1,4 @@
-"""One job that others may watch: its events, its place in the list of running jobs, and the socket that answers."""
+"""A job that can be observed: its events, its entry in the registry of running jobs, and its control socket."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 class WatchedJob:
-    """Lasts as long as the launcher runs the job, restarts included. A context manager.
+    """A context manager that lasts as long as the launcher runs the job, including restarts.
 
     Args:
-        request: the job.
-        say: shows a line to the user.
-        events: the file for all events; None to write none.
+        request: The job.
+        say: Shows a line to the user.
+        events: File for all events; None to write none.
 
     Attributes:
-        job: its id, as `phalanx status` shows it.
-        recorder: records what happens.
+        job: Id of the job, as shown by `phalanx status`.
+        recorder: Records the events of the job.
     """
 
     def __init__(self, request: JobRequest, say: Callable[[str], None], events: BinaryIO | None = None):
@@ -55,7 +55,7 @@ class WatchedJob:
             with contextlib.suppress(RuntimeError):  # a user without a home
                 stack.enter_context(registered(self.job, self._request.arguments))
                 self._control = stack.enter_context(JobControl(socket_path(self.job), self.recorder))
-            # Last: the dashboard asks the socket above for the job.
+            # Last, because the dashboard connects to the socket above.
             if self._request.dashboard is not None:
                 dashboard = DashboardProcess(self.job, control=self._request.dashboard.control)
                 stack.enter_context(dashboard)
@@ -73,7 +73,7 @@ class WatchedJob:
         self._stack.close()
 
     def begin(self) -> None:
-        """The job is about to start, or to start again."""
+        """Record that the job is about to start or restart."""
         request, elastic = self._request, self._request.elastic
         has_servers = any(task.startswith("ps/") for task in request.tasks)
         workers = sum(map(trains, request.tasks))
@@ -97,11 +97,11 @@ class WatchedJob:
     def controlled(
         self, job: JobSupervisor, pool: HostPool | None = None, membership: CoordinatorServer | None = None
     ) -> Iterator[None]:
-        """While inside, users may control this run of the job.
+        """Allow users to control this run of the job, inside the block.
 
         Args:
-            job: the tasks.
-            pool, membership: the hosts and the members of an elastic job.
+            job: Supervises the tasks.
+            pool, membership: Hosts and members of an elastic job.
         """
         if self._control is not None:
             self._control.job = RunningJob(job, pool, membership)
@@ -112,7 +112,7 @@ class WatchedJob:
                 self._control.job = None
 
     def end(self, outcome: JobOutcome) -> None:
-        """The job has ended. There is nothing to explain where it succeeded, or where the user has ended it."""
+        """Record the end of the job, with a failure report unless it succeeded or the user ended it."""
         verdict = outcome.verdict
         task = "" if verdict.cause is None else verdict.cause.task
         pages = []
