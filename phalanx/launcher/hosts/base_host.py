@@ -35,7 +35,7 @@ class WorkerHost(Protocol):
         ...
 
     def restart(self, rank: int) -> Event | None:
-        """Restart a worker that has exited; return its `Started`, or None if `events` will return it."""
+        """Restart a worker that has exited. Its `Started` is returned now or later by `events`."""
         ...
 
     def events(self) -> list[Event]:

@@ -1,7 +1,7 @@
-"""The agent's end of the connection to its launcher: reads commands from stdin, writes answers to stdout, under a lease.
+"""The agent's end of the connection to its launcher: reads commands from stdin and writes answers to stdout.
 
-A launcher that is cut off may have started other workers instead of these. The agent therefore always tracks the time
-since the last command, even while it writes, since writes block if the network is cut.
+The connection has a lease, because a launcher that is cut off may have started other workers instead of these. The
+agent always tracks the time since the last command, even while it writes: writes block if the network is cut.
 """
 
 from __future__ import annotations
