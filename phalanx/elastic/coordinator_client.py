@@ -123,7 +123,7 @@ class CoordinatorClient:
         address = Address.parse(config.elastic_coordinator, where=ELASTIC_COORDINATOR)
         details = msgspec.msgpack.encode(description)
         started_at = time.monotonic()
-        failing_since: float | None = None  # since then, something else than the launcher has answered each attempt
+        failing_since: float | None = None  # since then, a peer other than the launcher has answered each attempt
         while True:
             now = time.monotonic()
             try:

@@ -105,7 +105,7 @@ class ElasticCoordinator:
     Attributes:
         state: Current state of the job.
         generation: Number of the last generation; 0 before the first one.
-        failure: Reason for which the job failed; empty if it did not.
+        failure: Reason for the failure of the job; empty if it has not failed.
         table: Processes of the job.
         entries: Entries that the program has called so far.
         early_exits: Processes that left before the end.

@@ -86,7 +86,7 @@ class MemberTable:
         self.withdrawn: set[str] = set()
 
     def disagreement(self, description: TaskDescription) -> str | None:
-        """Reason for which this process cannot take part; None if it can."""
+        """Reason that this process cannot take part; None if it can."""
         known = next(iter(self.processes.values()), None)
         return None if known is None else describe_disagreement(known.description, description)
 

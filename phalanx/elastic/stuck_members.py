@@ -62,6 +62,6 @@ class EvictionPolicy:
         self._overdue_at = min(self._overdue_at, waiting_since + self._timeout_s, now + grace_s)
 
     def is_overdue(self, now: float) -> bool:
-        """Whether members that have not reported are stuck: another member has waited for them too long. Until then,
-        they may just be busy between two collectives."""
+        """Whether members that have not reported are stuck, because another member has waited for them too long. Until
+        then, they may just be busy between two collectives."""
         return now >= self._overdue_at

@@ -20,7 +20,7 @@ IDLE_S = 0.5
 class HostLoop:
     """Sleeps until a host has something to report or another thread wakes it.
 
-    Only `run_soon` and `wake` may be called from other threads than the one that runs the job.
+    All methods except `run_soon` and `wake` must be called in the thread that runs the job.
     """
 
     def __init__(self, selector: selectors.BaseSelector, hosts: Sequence[WorkerHost]):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from phalanx.devices.gpu_count import count_gpus
 
 # Without GPUs, more processes are seldom faster than one, and each needs the memory of the whole model. Two are enough
-# for a job of several workers.
+# to demonstrate a job of several workers.
 WORKERS_WITHOUT_GPU = 2
 
 _KINDS = (

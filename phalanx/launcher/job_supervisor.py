@@ -52,7 +52,7 @@ class JobOutcome:
 class JobSupervisor:
     """Runs the tasks of one job to their end. Call `start`, then `run`, each once.
 
-    Only `stop` and `loop.run_soon` may be called from other threads than the one that runs the job.
+    All methods except `stop` and `loop.run_soon` must be called in the thread that runs the job.
 
     Args:
         config: Grace periods, and the number of restarts allowed for each task.

@@ -157,8 +157,7 @@ def _start_others(
 
     Args:
         folder: Working directory of the program; None: the current one.
-        variables: Environment of processes that serve rank 0, which survives their loss; None: they run the program
-            again.
+        variables: Environment of processes that serve rank 0, which survives their loss; None: they run the program.
     """
     count = len(devices)
     reserved = ReservedReplicas(count, LOOPBACK, program, folder)
@@ -332,8 +331,7 @@ class _ReplicaSupervisor(JobObserver):
             self._ended.wait(self._grace_s)
 
     def _look_for_cause(self) -> None:
-        """Find the root cause among replicas that took too long to exit and were ended: one of them raised the error
-        whose consequence rank 0 met."""
+        """Find the replica that raised the error whose effect rank 0 met, among those ended for exiting too slowly."""
         if self._outcome is not None and self.failure is None:
             # The job considers itself stopped from outside, which does not explain what delayed them.
             ends = [replace(end, hung=end.hung or end.by_launcher) for end in self._outcome.ends]

@@ -71,8 +71,7 @@ def open_logs(folder: Path | None, tasks: Sequence[str]) -> Iterator[JobLogs]:
 
 
 def open_no_link(path: str, flags: int) -> int:
-    """Open a file unless it is a link: in a directory that others may write to, a link of theirs could lead to another
-    file of this user.
+    """Open a file, but no link: other users of the directory could make a link that leads to another file of this user.
 
     Raises: OSError if the file is a symbolic link.
     """

@@ -164,8 +164,7 @@ def of_system_exit(end: SystemExit) -> int:
 
 
 def causes(error: BaseException | None, *, handled: bool = False) -> Iterator[BaseException]:
-    """Yield the error, the error that it was raised `from`, and so on. An error may be its own cause (`raise error from
-    error`).
+    """Yield the error, the error that it was raised `from`, and so on, ending at a cycle (`raise error from error`).
 
     Args:
         handled: Whether to include errors that were being handled when an error was raised, as tracebacks do.

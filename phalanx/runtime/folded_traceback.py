@@ -23,7 +23,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 PYTHON = "python"
 # The files that TensorFlow generates from the program's functions. Its messages name the program's lines.
 _AUTOGRAPH = "__autograph_generated_file"
-# Added by JAX where it has removed frames.
+# Added by JAX where it has removed its own frames.
 _NOTE_OF_JAX = "JAX has removed its internal frames"
 # Code of the program that is in no file: `python -c`, standard input, a notebook's cells.
 _PROGRAM = ("<string>", "<stdin>", "<ipython")

@@ -132,7 +132,7 @@ def resident_bytes() -> int:
 
 
 def _psutil_resident_bytes() -> int:
-    """The same on other systems than Linux; 0 unless psutil is installed."""
+    """The same outside Linux; 0 unless psutil is installed."""
     try:
         import psutil
     except ImportError:

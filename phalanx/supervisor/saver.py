@@ -40,7 +40,7 @@ class Saver:
             save_path: Directory and name prefix; None: `Supervisor.save_path`.
             global_step: The step in the file name; None: the session's step.
 
-        Returns: the file that was written; None on other workers than the chief, which write nothing.
+        Returns: the file that was written; None on all workers but the chief, which write nothing.
 
         Raises: OSError if it cannot be written.
         """

@@ -51,7 +51,7 @@ class HostDiscovery:
         log: Shows a line. Called in a thread.
 
     Attributes:
-        problem: Reason for which the last run failed; empty if it did not.
+        problem: Reason for the failure of the last run; empty if it succeeded.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ MAX_BYTES = 100_000
 
 
 class DiscoveryAnswer(msgspec.Struct, frozen=True):
-    """The output of a script, or the reason for which there is none."""
+    """The output of a script, or the problem that prevented it."""
 
     text: str = ""
     problem: str = ""

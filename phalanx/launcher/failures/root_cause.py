@@ -5,8 +5,8 @@ first. The order of the exits is therefore a weak sign, and the kind of each exi
 
     1. its own failure: an exception of the program, a signal that the launcher did not send, `sys.exit(3)`
     2. a collective that timed out: the peer that did not arrive is the cause, but may still hang
-    3. a lost peer: another task, which the error names, is the cause. The same holds if JAX aborted the process because
-       its service was gone
+    3. a lost peer: another task, which the error names, is the cause. Likewise if JAX aborted the process because its
+       service was gone
     4. ended by the launcher: never a cause
 
 An exit without error in the middle of the job (`os._exit(0)`) is the cause if others lost exactly that task.

@@ -48,7 +48,7 @@ class ControlAnswer(msgspec.Struct, frozen=True):
     """The launcher's answer.
 
     Attributes:
-        refusal: Reason for which the request cannot be fulfilled; empty if it can.
+        refusal: Reason for a refusal; empty if the request is fulfilled.
         text: Message that describes the effect of the request, or the end of a task's output.
         number: Number of the last event.
         view: The whole view, if it was requested or the events are no longer kept.
@@ -91,8 +91,8 @@ def send_request(path: Path, request: ControlRequest, *, timeout_s: float = ANSW
 
 
 def is_of_this_user(connection: socket.socket) -> bool:
-    """Whether a process of this user, or of root, is at the other end. On systems other than Linux, the permissions of
-    the socket ensure this."""
+    """Whether a process of this user, or of root, is at the other end. Outside Linux, the socket's permissions ensure
+    this."""
     return _peer(connection)[1] in (os.getuid(), 0)
 
 

@@ -38,7 +38,7 @@ class JobFollower:
 
     @property
     def problem(self) -> str:
-        """Reason for which the view of a running job is outdated; empty if it is not. Thread-safe."""
+        """Reason that the view of a running job is outdated; empty if it is current. Thread-safe."""
         text = "launcher gone" if self.is_gone else "launcher does not answer" if self.is_silent else ""
         return text if self.view.status == RUNNING else ""  # in this order: the last view is set before `is_gone`
 

@@ -45,7 +45,7 @@ class JobRecorder(JobObserver):
     Attributes:
         view: Everything shown about the job.
         number: Number of events so far.
-        problem: Reason for which events are no longer written; empty while they are.
+        problem: Error that stopped the writing of events; empty if there was none.
     """
 
     def __init__(self, file: BinaryIO | None = None, *, clock: Callable[[], float] = time.time):

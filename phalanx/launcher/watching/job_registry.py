@@ -97,7 +97,7 @@ def running() -> list[RegisteredJob]:
         try:
             entry = decode_json(_read(path), RegisteredJob)
         except (OSError, FrameError):
-            continue  # gone, being written, or of another version
+            continue  # deleted, being written, or from another version
         if not entry.is_here or _lives(entry):
             found.append(entry)
         else:

@@ -21,7 +21,7 @@ WATCH_S = 1.0
 
 @dataclass(frozen=True)
 class JobListing:
-    """A registered job and its view; without a view, the reason for which its launcher does not answer here."""
+    """A registered job and its view, or the problem that prevents its launcher from answering here."""
 
     entry: RegisteredJob
     view: JobView | None

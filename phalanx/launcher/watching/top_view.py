@@ -54,7 +54,7 @@ def render(view: JobView, now: float, problem: str = "") -> RenderableType:
     Args:
         view: View of the job.
         now: Current time, in seconds since 1970.
-        problem: Reason for which the view is outdated; empty if it is not.
+        problem: Reason that the view is outdated; empty if it is current.
     """
     # `Text` throughout: in plain strings, rich parses brackets, such as those of a program's arguments, as markup.
     title = Text(_title(view))
