@@ -28,7 +28,7 @@ class LauncherLostError(Exception):
 
 
 class LauncherChannel:
-    """See the top of the file.
+    """See the module docstring.
 
     Args:
         selector: Wakes when a command may have arrived.
