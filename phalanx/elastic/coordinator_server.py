@@ -39,7 +39,7 @@ class CoordinatorServer:
     Args:
         sockets: Listening sockets; the server closes them.
         limits: Bounds on the number of members.
-        credentials: The secret of the job, which processes must prove to know.
+        credentials: The secret of the job, which processes must prove that they have.
         job: Id of the job.
         job_actions: Executes the coordinator's decisions in the launcher. Called from threads of the server.
     """

@@ -157,7 +157,7 @@ class ElasticGroup:
         Args:
             call: The collective.
             receive: Converts what another member has handed over into the result of `call`.
-            keep: Extracts what to hand over from a result. It must not share memory that the caller may modify before
+            keep: Extracts the part of a result to hand over. It must not share memory that the caller may modify before
                 the next collective is over.
 
         Raises: MembershipChangedError if the members have changed; the collective must be called again.

@@ -103,8 +103,7 @@ Event = Output | Started | Exited | CheckpointBeforeExit | WorkerReport
 KEEP_ALIVE_S = 5.0
 """Interval of the launcher's heartbeats to an agent."""
 SILENCE_S = SILENT_HOST_S
-"""Without a command for this long, the launcher or the network is down. The same time detects a silent host on a link.
-"""
+"""Without a command for this long, the launcher or the network is down. Links detect a silent host in the same time."""
 
 
 class KeepAlive(msgspec.Struct, frozen=True, tag="keep_alive"):

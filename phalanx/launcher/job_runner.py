@@ -120,7 +120,7 @@ def _report_failure(outcome: JobOutcome, job: JobRequest, console: Console, *, c
         console.message(f"phalanx: {_last_words(outcome)} (exit code {verdict.code})")
         return
     is_interrupt = verdict.code == INTERRUPTED_CODE
-    if is_interrupt and not verdict.was_requested and not config.verbose:  # only of a worker, not from the terminal
+    if is_interrupt and not verdict.was_requested and not config.verbose:  # in a worker, not in the terminal
         console.message(f"phalanx: {verdict.reason} (exit code {verdict.code})")
     elif not is_interrupt or config.verbose:  # after Ctrl-C, the user knows why the job ended
         page = failure_report.render(

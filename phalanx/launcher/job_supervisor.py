@@ -168,7 +168,7 @@ class JobSupervisor:
         """Record the workers that finished an elastic job, and end those that were still about to join."""
         self._tasks.is_complete = True
         for record in self._tasks:
-            if not record.trains or record.name in tasks:  # members exit by themselves
+            if not record.trains or record.name in tasks:  # members exit on their own
                 continue
             if record.state is TaskState.RUNNING:
                 record.is_unneeded = True

@@ -358,7 +358,7 @@ class _ReplicaSupervisor(JobObserver):
     def _run(self) -> None:
         try:
             self._outcome = self._job.run()
-        except Exception:  # which kills the replicas
+        except Exception:  # the replicas are killed
             self._has_crashed = True
             logger.exception("The supervision of the local replicas failed.")
         finally:

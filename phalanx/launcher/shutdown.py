@@ -229,7 +229,7 @@ class ShutdownPlan:
             return None
         (_, step), *rest = self._schedule
         self._schedule = tuple(rest)
-        if step is not ShutdownStep.DUMP_STACKS:  # which ends no worker
+        if step is not ShutdownStep.DUMP_STACKS:  # dumping stacks ends no worker
             self._apply(Trigger.SIGNALLED, self._schedule)
         return step
 

@@ -37,7 +37,7 @@ class LooperThreads:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> threading.Thread:
-        """Call `target` in a new thread, now and then every `interval_s` seconds (None: without a pause)."""
+        """Call `target` in a new thread, immediately and then every `interval_s` seconds (None: without a pause)."""
 
         stop = self._stop
 

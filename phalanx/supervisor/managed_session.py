@@ -56,7 +56,7 @@ class SessionServices:
 
 @dataclass
 class FitProgress:
-    """The call of `fit`, and its epoch, that the program has reached.
+    """Progress of a program through its calls of `fit`, and through the epochs of the current one.
 
     Attributes:
         calls: Number of calls of `fit` that have begun.
@@ -95,7 +95,7 @@ class ManagedSession:
         is_chief: Whether this process saves.
         restored: The checkpoint that the model started from; None if there was none, or if another process restored it.
         requests: Requests of other threads, for the next step boundary.
-        progress: The call of `fit` and its epoch that are reached.
+        progress: Progress of the program through its calls of `fit`.
         checkpoints: The checkpoint directory, if the session has one. Only the chief writes to it.
     """
 

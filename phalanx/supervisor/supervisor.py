@@ -281,7 +281,7 @@ class Supervisor:
             session.begin(_wait_for_a_checkpoint(checkpoints, session.model))
 
     def _chief_of(self, member: model_dispatch.Member | None) -> bool:
-        """Whether this process is the chief, now that the model is known."""
+        """Return whether this process is the chief, given the model's membership."""
         if member is None or (isinstance(member, Replica) and member.world_size == 1):
             return self._is_chief
         if self._given_chief is not None and self._given_chief != member.is_chief:
@@ -337,7 +337,7 @@ class Supervisor:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> threading.Thread:
-        """Call `target` in a thread, now and then every `timer_interval_secs`, until a stop.
+        """Call `target` in a thread, immediately and then every `timer_interval_secs`, until a stop.
 
         An error in it requests a stop and is raised again at the end of the session.
         """

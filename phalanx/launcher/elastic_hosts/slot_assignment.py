@@ -1,8 +1,8 @@
 """Assigns the workers of an elastic job to slots of hosts. Pure bookkeeping.
 
-A job always has its maximum number of workers; each keeps its rank and its name (`worker/2`) for the life of the job.
-Hosts join and leave, and each has *slots*. A worker without a slot (its process was lost with its host, or left) gets a
-free slot on any host.
+The workers of a job are numbered up to its maximum; each keeps its rank and its name (`worker/2`) for the life of the
+job. Hosts join and leave, and each has *slots*. A worker without a slot (its process was lost with its host, or left)
+gets a free slot on any host.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def _nearest(ends: Sequence[WorkerExit], cause: WorkerExit | None) -> list[Worke
 def _stacks(ends: Sequence[WorkerExit], cause: WorkerExit | None, full: bool) -> list[str]:
     lines = []
     for end in ends:
-        interrupted = cause is None  # then only the position of each task can be reported
+        interrupted = cause is None  # if so, only the position of each task can be reported
         has_frames = 'File "' in end.diagnostics.stacks  # a process that is exiting may have none left
         if has_frames and (full or end.hung or end is cause or interrupted):
             lines += ["", f"Stacks of {end.task}{_state(end.diagnostics)} (innermost call first):"]

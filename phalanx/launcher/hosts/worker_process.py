@@ -234,7 +234,7 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _signal(pid: int, number: int) -> None:
-    """Send a signal without `Popen.send_signal`, which would reap a process that has just died before `events` does."""
+    """Send a signal. `Popen.send_signal` could reap a process that has just died, before its exit is noticed."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
